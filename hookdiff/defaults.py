@@ -1,0 +1,65 @@
+"""What each seam does when no plugin has a say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hookdiff.data.batch import Batch
+from hookdiff.errors import UserError
+from hookdiff.hookspecs import hookimpl
+from hookdiff.objective import LossOutput
+from hookdiff.sampling import SampleRequest, Samples
+from hookdiff.weights import evaluating
+
+if TYPE_CHECKING:
+    from hookdiff.loop import Loop
+
+
+class Defaults:
+    """Registered in every Loop, and called last of all."""
+
+    @hookimpl(trylast=True)
+    def restore(self) -> Mapping[str, Any]:
+        return {}
+
+    @hookimpl(trylast=True)
+    def micro_step(self, loop: Loop, batch: Batch) -> LossOutput:
+        output = loop.hook.compute_loss(loop=loop, batch=batch)
+        assert output is not None
+        # Weighted by samples: a last micro-batch that is smaller must not count like a whole one.
+        share = len(batch) * loop.num_ranks / batch.total
+        loop.hook.backward(loop=loop, loss=output.loss if share == 1 else output.loss * share)
+        return output.detach()
+
+    @hookimpl(trylast=True)
+    def compute_loss(self, loop: Loop, batch: Batch) -> LossOutput:
+        output = loop.objective(loop.net, batch)
+        return output if isinstance(output, LossOutput) else LossOutput(output.mean())
+
+    @hookimpl(trylast=True)
+    def backward(self, loss: Tensor) -> bool:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return True
+
+    @hookimpl(trylast=True)
+    def unscale(self) -> bool:
+        return True
+
+    @hookimpl(trylast=True)
+    def optimizer_step(self, loop: Loop) -> bool:
+        for optimizer in loop.optimizers:
+            optimizer.step()
+        return True
+
+    @hookimpl(trylast=True)
+    def sample(self, loop: Loop, request: SampleRequest) -> Samples:
+        if loop.sampler is None:
+            raise UserError("this Loop was given no sampler, so it cannot make images: Loop(..., sampler=Sampling())")
+        if request.weights not in (None, loop.weights):
+            raise UserError(f"no plugin of this run holds weights named {request.weights!r}")
+        with evaluating(loop.model):
+            images = loop.sampler.sample(loop.model, loop.objective, loop.feed.shape, request.generators(), loop.device)
+        return Samples(images, loop.weights)

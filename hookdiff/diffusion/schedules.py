@@ -1,0 +1,149 @@
+"""Noise schedules: how much of the image is left, and how much noise is in it, at every timestep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from attrs import Attribute, define, field
+from torch import Tensor
+
+
+def linear_betas(timesteps: int, beta_start: float = 1e-4, beta_end: float = 0.02) -> Tensor:
+    """Betas that grow linearly, as in Ho et al. 2020 (arXiv 2006.11239), section 4.
+
+    The ends are the same for every number of `timesteps`, as in diffusers; guided-diffusion scales them
+    by 1000 / timesteps instead. So with far fewer than 1000 timesteps the last one is far from pure noise:
+    use the cosine schedule there.
+
+    Returns:
+        float64 of shape `timesteps`, on the CPU.
+    """
+    return torch.linspace(beta_start, beta_end, timesteps, dtype=torch.float64, device="cpu")
+
+
+def cosine_betas(timesteps: int, offset: float = 0.008, max_beta: float = 0.999) -> Tensor:
+    """Betas whose alphas_cumprod follow a squared cosine.
+
+    Nichol & Dhariwal 2021 (arXiv 2102.09672), eq. 17. `max_beta` keeps the last timestep, where the cosine
+    is zero, from losing the image altogether.
+
+    Returns:
+        float64 of shape `timesteps`, on the CPU.
+    """
+    time = torch.arange(timesteps + 1, dtype=torch.float64, device="cpu") / timesteps
+    remaining = torch.cos((time + offset) / (1 + offset) * torch.pi / 2).square()
+    return (1 - remaining[1:] / remaining[:-1]).clamp(max=max_beta)
+
+
+def _as_table(values: Tensor | Sequence[float]) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float64, device="cpu")
+
+
+@define(eq=False, frozen=True)
+class NoiseSchedule:
+    """The tables of a discrete diffusion process, derived from its betas.
+
+    Every table is float64 on the CPU, of shape T, and indexed by the timestep: 0 is the least noisy, T - 1
+    the most. Names are those of the field: alpha_t = 1 - beta_t, and x_t = sqrt_alphas_cumprod[t] * x_0 +
+    sqrt_one_minus_alphas_cumprod[t] * noise (Ho et al. 2020, arXiv 2006.11239, eq. 4). Training reads the
+    tables through `gather`.
+
+    Args:
+        betas: variance of the noise added at each timestep, between 0 and 1 (both excluded), shape T.
+
+    Raises:
+        ValueError: if `betas` is empty, is not one-dimensional, or leaves its range.
+    """
+
+    betas: Tensor = field(converter=_as_table)
+    _float32: dict[tuple[str, torch.device], Tensor] = field(init=False, factory=dict, repr=False)
+
+    @betas.validator
+    def _check_betas(self, attribute: Attribute[Tensor], betas: Tensor) -> None:
+        if betas.ndim != 1 or not len(betas):
+            raise ValueError(f"betas must be a list of numbers, not a tensor of shape {tuple(betas.shape)}")
+        if not ((betas > 0) & (betas < 1)).all():
+            raise ValueError(f"betas must lie between 0 and 1, got {betas.min():g} to {betas.max():g}")
+
+    @cached_property
+    def alphas_cumprod(self) -> Tensor:
+        """Share of the image in the variance of x_t: strictly decreasing, between 0 and 1."""
+        return (1 - self.betas).cumprod(0)
+
+    @cached_property
+    def alphas_cumprod_prev(self) -> Tensor:
+        """The same one timestep earlier; 1 at timestep 0."""
+        return torch.cat([self.alphas_cumprod.new_ones(1), self.alphas_cumprod[:-1]])
+
+    @cached_property
+    def sqrt_alphas_cumprod(self) -> Tensor:
+        """What x_0 is multiplied with in x_t."""
+        return self.alphas_cumprod.sqrt()
+
+    @cached_property
+    def sqrt_one_minus_alphas_cumprod(self) -> Tensor:
+        """What the noise is multiplied with in x_t."""
+        return (1 - self.alphas_cumprod).sqrt()
+
+    @cached_property
+    def snr(self) -> Tensor:
+        """Signal-to-noise ratio, alphas_cumprod / (1 - alphas_cumprod)."""
+        return self.alphas_cumprod / (1 - self.alphas_cumprod)
+
+    @cached_property
+    def log_snr(self) -> Tensor:
+        """Natural logarithm of the signal-to-noise ratio."""
+        return self.snr.log()
+
+    @cached_property
+    def posterior_variance(self) -> Tensor:
+        """Variance of x_{t-1} given x_t and x_0 (Ho et al. 2020, eq. 7); 0 at timestep 0."""
+        return self.betas * (1 - self.alphas_cumprod_prev) / (1 - self.alphas_cumprod)
+
+    @cached_property
+    def posterior_mean_coef1(self) -> Tensor:
+        """Weight of x_0 in the mean of x_{t-1} given x_t and x_0 (Ho et al. 2020, eq. 7)."""
+        return self.betas * self.alphas_cumprod_prev.sqrt() / (1 - self.alphas_cumprod)
+
+    @cached_property
+    def posterior_mean_coef2(self) -> Tensor:
+        """Weight of x_t in the same mean."""
+        return (1 - self.alphas_cumprod_prev) * (1 - self.betas).sqrt() / (1 - self.alphas_cumprod)
+
+    def gather(self, name: str, timesteps: Tensor, ndim: int = 1) -> Tensor:
+        """Return the values of table `name` at `timesteps`, in float32 and ready to multiply a batch.
+
+        Args:
+            name: any table of this class, such as "alphas_cumprod" or "log_snr".
+            timesteps: int64 of shape n, each in 0..T-1, on any device.
+            ndim: number of axes of the result.
+
+        Returns:
+            float32 of shape n 1 1 ... (`ndim` axes), on the device of `timesteps`.
+        """
+        key = name, timesteps.device
+        if key not in self._float32:
+            # float32 only now that all is computed: 1 - alphas_cumprod would be off by 2e-4 at first.
+            # Before the move, as some devices (mps) hold no float64. And kept there, because a copy a step
+            # would make the host wait for the device.
+            table: Tensor = getattr(self, name)
+            self._float32[key] = table.float().to(timesteps.device)
+        return self._float32[key][timesteps].reshape(-1, *[1] * (ndim - 1))
+
+
+SCHEDULES: dict[str, Callable[[int], Tensor]] = {"linear": linear_betas, "cosine": cosine_betas}
+
+
+def make_schedule(name: str, timesteps: int) -> NoiseSchedule:
+    """Return the schedule called `name` in SCHEDULES, with `timesteps` (1 or more) timesteps.
+
+    Raises:
+        ValueError: if the name is unknown or `timesteps` is below 1.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"no noise schedule named {name!r}; known: {', '.join(SCHEDULES)}")
+    if timesteps < 1:
+        raise ValueError(f"a noise schedule needs at least 1 timestep, got {timesteps}")
+    return NoiseSchedule(SCHEDULES[name](timesteps))

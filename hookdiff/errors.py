@@ -1,0 +1,24 @@
+"""The errors that are the user's to mend: one clear message, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something the user gave is wrong; the message names the place and the way out."""
+
+
+class ConfigError(UserError):
+    """A config that cannot be run; the message lists every problem found in it."""
+
+
+class PluginError(UserError):
+    """A plugin that cannot be found, imported, or registered."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the closest of `known`, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,164 @@
+"""The whole contract between the loop and its plugins: every hook is a method of `Hooks`.
+
+A *moment* is heard by every plugin. A *seam* (`firstresult=True`) is done by the first plugin that returns something
+other than None (which passes it on), or by the default in `defaults.py`; a plugin replaces a seam, or surrounds it
+with `wrapper=True`. A plugin's method takes only those of a hook's arguments that it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import pluggy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hookdiff.data.batch import Batch
+    from hookdiff.loop import Loop
+    from hookdiff.nonfinite import NonFinite
+    from hookdiff.objective import LossOutput
+    from hookdiff.sampling import SampleRequest, Samples
+
+Verdict = Literal["skip", "rollback", "stop"]
+Reason = Literal["done", "time", "signal", "plugin", "on_nan", "error"]
+
+hookspec = pluggy.HookspecMarker("hookdiff")
+hookimpl = pluggy.HookimplMarker("hookdiff")
+
+
+class Hooks(Protocol):
+    """The hooks in the order in which a run meets them."""
+
+    @hookspec
+    def prepare_model(self, loop: Loop) -> None:
+        """Moment: once, before the optimizers are made.
+
+        May change: the model in place (shard, compile, freeze, initialise).
+        """
+
+    @hookspec(firstresult=True)
+    def restore(self, loop: Loop) -> Mapping[str, Any]:
+        """Seam: once, with the optimizers made and before `on_start`; also when on_nan decides on a rollback.
+
+        Return a state as `Loop.state_dict` makes it, or an empty one to start fresh. The loop loads what is
+        returned: weights and optimizers at once, plugins right after `on_start`. May change: nothing.
+        """
+
+    @hookspec
+    def on_start(self, loop: Loop) -> None:
+        """Moment: once, with weights and optimizers loaded and before plugin state is.
+
+        May change: own state; `loop.net` (what is called in training); `loop.resources` takes clean-up.
+        """
+
+    @hookspec
+    def before_step(self, loop: Loop, batch: Batch) -> None:
+        """Moment: each step, before any forward; `batch.draws` holds the noise of the step.
+
+        May change: hyper-parameters of the optimizers, own state.
+        """
+
+    @hookspec(firstresult=True)
+    def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> LossOutput:
+        """Seam: forward and backward of micro-batch `index` of `count`. Return its loss, detached.
+
+        May change: adds to the gradients. Wrap it for DDP's `no_sync`.
+        """
+
+    @hookspec(firstresult=True)
+    def compute_loss(self, loop: Loop, batch: Batch) -> LossOutput:
+        """Seam: inside micro_step. Return the loss with its graph.
+
+        May change: nothing. Wrap it for autocast.
+        """
+
+    @hookspec(firstresult=True)
+    def backward(self, loop: Loop, loss: Tensor) -> bool:
+        """Seam: inside micro_step, on the loss times the micro-batch's share of the step. Return True.
+
+        May change: adds to the gradients.
+        """
+
+    @hookspec(firstresult=True)
+    def unscale(self, loop: Loop) -> bool:
+        """Seam: each step, when all micro-batches are done. Return True once the gradients are at true scale.
+
+        False makes the step void: nothing else fires, the batch is gone, no update is counted.
+        May change: the gradients, by a factor.
+        """
+
+    @hookspec
+    def on_nan(self, loop: Loop, report: NonFinite) -> Verdict | None:
+        """Moment: the loss or a gradient is not finite, and no weight has moved yet.
+
+        All hear it; the strongest verdict of "stop" > "rollback" > "skip" wins, and none means stop.
+        May change: own state.
+        """
+
+    @hookspec
+    def after_backward(self, loop: Loop) -> None:
+        """Moment: once a step; the gradients are whole, at true scale, and finite.
+
+        Readers are plain, who changes gradients is `trylast`. May change: the gradients in place.
+        """
+
+    @hookspec(firstresult=True)
+    def optimizer_step(self, loop: Loop) -> bool:
+        """Seam: update the weights. Return True when they changed.
+
+        False means the update was left out: it is not counted and `after_optimizer_step` does not fire.
+        May change: weights, optimizer state.
+        """
+
+    @hookspec
+    def after_optimizer_step(self, loop: Loop) -> None:
+        """Moment: the weights changed and `loop.progress` has counted the step.
+
+        State (EMA) is `tryfirst`, evaluations and pictures are plain, files are `trylast`.
+        May change: own state, files.
+        """
+
+    @hookspec
+    def on_epoch_end(self, loop: Loop) -> None:
+        """Moment: the data is exhausted and `loop.progress.epoch` has counted the epoch.
+
+        Never because the last step of the run was reached. May change: own state, files.
+        """
+
+    @hookspec(firstresult=True)
+    def sample(self, loop: Loop, request: SampleRequest) -> Samples:
+        """Seam: someone wants images. Return them with the name of the weights that made them.
+
+        May change: nothing that lasts.
+        """
+
+    @hookspec
+    def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
+        """Moment: what `loop.log` and `loop.average` took at `step`, as numbers on the host.
+
+        May change: nothing.
+        """
+
+    @hookspec
+    def on_images(self, loop: Loop, step: int, images: Mapping[str, Tensor]) -> None:
+        """Moment: `loop.log_images` took pictures: n c h w, uint8, on the CPU.
+
+        May change: nothing.
+        """
+
+    @hookspec
+    def on_checkpoint(self, loop: Loop, path: Path) -> None:
+        """Moment: the checkpoint at `path` is complete on disk.
+
+        May change: nothing.
+        """
+
+    @hookspec
+    def on_stop(self, loop: Loop, reason: Reason) -> None:
+        """Moment: once at the end of every run: done, time, signal, plugin, on_nan or error.
+
+        May change: files; no state.
+        """

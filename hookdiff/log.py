@@ -1,0 +1,92 @@
+"""Takes values without stopping the device, and hands them on as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hookdiff.loop import Loop
+
+Value = float | Tensor  # a tensor is a scalar on any device
+
+
+class Log:
+    """`loop.log({...})`: values of this step. They reach the sinks as numbers when the step is over."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._records: dict[int, dict[str, Value]] = {}
+        self._window: dict[str, list[Value]] = {}  # since the last look at the device
+        self._sums: dict[str, tuple[float, int]] = {}  # sum and count from before it
+
+    @property
+    def due(self) -> bool:
+        """Whether the step under way is one that `log_every` picks: what is costly is only logged then."""
+        return self._loop.progress.step % self._loop.config.log_every == 0
+
+    def __call__(self, values: Mapping[str, Value]) -> None:
+        """Log `values`, numbers or scalar tensors, of the step under way."""
+        self._records.setdefault(self._loop.progress.step, {}).update(values)
+
+    def average(self, values: Mapping[str, Value]) -> None:
+        """Log the mean of `values` over all steps since the last log, when the next is due."""
+        for name, value in values.items():
+            self._window.setdefault(name, []).append(value)
+
+    def images(self, images: Mapping[str, Tensor]) -> None:
+        """Hand pictures, n c h w in [-1, 1], on to the sinks at once."""
+        ready = {name: to_uint8(values) for name, values in images.items()}
+        self._loop.hook.on_images(loop=self._loop, step=self._loop.progress.step, images=ready)
+
+    def flush(self) -> None:
+        """Tell the sinks what has been logged."""
+        if self.due and (self._window or self._sums):
+            self._close_window()
+        records, self._records = self._records, {}
+        numbers = iter(_to_host(value for values in records.values() for value in values.values()))
+        for step, values in records.items():
+            told = {name: next(numbers) for name in values}
+            self._loop.hook.on_log(loop=self._loop, step=step, values=told)
+
+    def _close_window(self) -> None:
+        self._sum_window()
+        self({name: total / count for name, (total, count) in self._sums.items()})
+        self._sums = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flush, and return the sums of the window under way, so that a resumed run logs the same means."""
+        self.flush()
+        self._sum_window()
+        return {name: list(pair) for name, pair in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the sums of a saved window."""
+        self._window = {}
+        self._sums = {name: (total, count) for name, (total, count) in state.items()}
+
+    def _sum_window(self) -> None:
+        # One by one from the left in float64, so that a sum cut in two by a checkpoint is the same sum.
+        numbers = iter(_to_host(value for values in self._window.values() for value in values))
+        for name, values in self._window.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            for _ in values:
+                total += next(numbers)
+            self._sums[name] = total, count + len(values)
+        self._window = {}
+
+
+def _to_host(values: Iterable[Value]) -> list[float]:
+    """Return `values` as floats, all tensors in one transfer."""
+    listed = list(values)
+    tensors = [value.detach().float() for value in listed if isinstance(value, Tensor)]
+    moved = iter(torch.stack(tensors).tolist()) if tensors else iter(())
+    return [next(moved) if isinstance(value, Tensor) else float(value) for value in listed]
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """Return images n c h w from [-1, 1] as uint8 on the CPU, rounded; what is outside the range is clipped."""
+    return images.detach().float().add(1).mul(127.5).round().clamp(0, 255).to("cpu", torch.uint8)

@@ -1,0 +1,149 @@
+"""The training loop. `run_step` is one step, top to bottom; every feature is a plugin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookdiff import nonfinite, state
+from hookdiff.data import Batch, Feed
+from hookdiff.gradients import Gradients
+from hookdiff.hookspecs import Reason
+from hookdiff.log import Log
+from hookdiff.objective import Objective, as_objective, join
+from hookdiff.plugins import Plugins
+from hookdiff.progress import LoopConfig, Progress, Step
+from hookdiff.randomness import Randomness, this_rank
+from hookdiff.sampling import Sampler, SampleRequest, Samples
+
+
+class Loop:
+    """Trains `model` on `data` until the config, a plugin or the script says stop.
+
+    model: weights, averages and samples are always taken from it, bare; `net` is what training calls.
+    optimizers: one, several, or a function from the prepared model to them.
+    objective: draws a step's randomness and scores its slices; a function (net, batch) -> loss will do.
+    data: a tensor n c h w, an `InMemory` set, anything with a length and `[i]`, or a `Feed` of one of them.
+    plugins: by name, heard in this order. `fresh` names those that start anew when a state is restored.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer] | Callable[[nn.Module], Optimizer | Sequence[Optimizer]],
+        objective: Objective | Callable[[nn.Module, Batch], Tensor],
+        data: Any,
+        config: LoopConfig | None = None,
+        plugins: Mapping[str, object] | None = None,
+        *,
+        sampler: Sampler | None = None,
+        run_dir: Path | None = None,
+        resume: bool = False,
+        fresh: Iterable[str] = (),
+    ) -> None:
+        self.model = self.net = model
+        self.make_optimizers = optimizers if callable(optimizers) else lambda _: optimizers
+        self.objective, self.sampler = as_objective(objective), sampler
+        self.config, self.run_dir, self.resume, self.fresh = config or LoopConfig(), run_dir, resume, fresh
+        self.plugins = Plugins(plugins or {})
+        self.hook = self.plugins.hook
+        self.progress, self.log = Progress(), Log(self)
+        self.weights = "model"  # whose values the model holds: its own, or an average's while it samples
+        self.reason: Reason | None = None  # why the run is over
+        self.resources = ExitStack()  # plugins push their clean-up
+        self.rank, self.num_ranks = this_rank()
+        self.is_main = self.rank == 0  # gates files and sinks
+        self.device = next(model.parameters()).device
+        self.random = Randomness(self.config.seed, self.rank)
+        self.feed = Feed.of(data).bind(self.config, self.device, self.rank, self.num_ranks)
+
+    def run(self) -> Reason:
+        """Train to the end and return the reason of it."""
+        with self:
+            for _ in self.steps():
+                pass
+        return self.reason or "done"
+
+    def stop(self, reason: Reason = "plugin") -> None:
+        """End the run after the step under way; the first reason given stays."""
+        self.reason = self.reason or reason
+
+    def sample(self, request: SampleRequest) -> Samples:
+        """Make images with what the plugins offer (see the hook `sample`)."""
+        return self.hook.sample(loop=self, request=request)
+
+    def __enter__(self) -> Loop:
+        self.began = time.monotonic()
+        with ExitStack() as on_error:
+            on_error.push(self)
+            self.hook.prepare_model(loop=self)
+            self.optimizers = state.as_tuple(self.make_optimizers(self.model))
+            saved = self.hook.restore(loop=self)
+            state.load_weights(self, saved)
+            self.gradients = Gradients(self.model)
+            self.net.train()
+            self.hook.on_start(loop=self)
+            state.load_plugins(self, saved)
+            on_error.pop_all()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        with self.resources:
+            self.reason = "error" if error else self.reason or "plugin"
+            self.hook.on_stop(loop=self, reason=self.reason)
+            self.log.flush()
+
+    def steps(self) -> Iterator[Step]:
+        """Train, yielding after each step: the script may look, log, stop, or break."""
+        while not self._is_over():
+            yield from self.run_epoch()
+
+    def run_epoch(self) -> Iterator[Step]:
+        """Train on what is left of the epoch under way."""
+        for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
+            yield self.run_step(batch)
+            self.log.flush()
+            if self._is_over():
+                break
+        if self.feed.exhausted(self.progress.samples):
+            self.progress.end_epoch()
+            self.hook.on_epoch_end(loop=self)
+            self.log.flush()
+
+    def run_step(self, batch: Batch) -> Step:
+        """Make one update from `batch`, or tell why there was none."""
+        hook, progress, gradients = self.hook, self.progress, self.gradients
+        batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
+        hook.before_step(loop=self, batch=batch)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+        outputs, parts = [], batch.split(self.config.micro_batch)  # the draws are sliced too
+        for index, part in enumerate(parts):
+            self.random.seed_dropout(progress.position, index, self.device)
+            outputs.append(hook.micro_step(loop=self, batch=part, index=index, count=len(parts)))
+        self.output = join(outputs, parts)
+        gradients.begin(self.output.loss)
+
+        if not hook.unscale(loop=self):
+            return progress.consume(batch.total, "void", gradients.loss, gradients.total_norm)
+        if not gradients.finite and (report := nonfinite.examine(self, batch)):
+            return nonfinite.decide(self, batch, report)
+        loss, norm = gradients.loss, gradients.total_norm
+        hook.after_backward(loop=self)
+        if not hook.optimizer_step(loop=self):
+            return progress.consume(batch.total, "held", loss, norm)
+        step = progress.consume(batch.total, "updated", loss, norm)
+        self.log.average({"loss": loss, "grad_norm": norm})
+        hook.after_optimizer_step(loop=self)
+        return step
+
+    def _is_over(self) -> bool:
+        self.reason = self.reason or self.config.limit_reached(self.progress, time.monotonic() - self.began)
+        return self.reason is not None

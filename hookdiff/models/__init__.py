@@ -1,0 +1,5 @@
+"""Networks for diffusion."""
+
+from hookdiff.models.unet import UNet
+
+__all__ = ["UNet"]

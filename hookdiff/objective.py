@@ -1,0 +1,68 @@
+"""What a Loop minimises: the protocol every objective follows, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import torch
+from attrs import define
+from torch import Generator, Tensor, nn
+
+from hookdiff.data.batch import Batch
+
+
+@define(eq=False, frozen=True)
+class LossOutput:
+    """The loss of a batch, and what monitors want to know about each of its samples."""
+
+    loss: Tensor  # scalar: the mean over the samples
+    per_sample: Tensor | None = None  # n
+    timesteps: Tensor | None = None  # n
+    log_snr: Tensor | None = None  # n, natural logarithm
+
+    def detach(self) -> LossOutput:
+        """Return the same values without their graph."""
+        fields = (self.loss, self.per_sample, self.timesteps, self.log_snr)
+        return LossOutput(*(value if value is None else value.detach() for value in fields))  # type: ignore[arg-type]
+
+
+class Objective(Protocol):
+    """Anything that draws its randomness once a step and scores slices of the batch."""
+
+    def draw(self, batch: Batch, generator: Generator) -> Batch:
+        """Return `batch` with this step's randomness in `draws`, one row per sample.
+
+        Called once a step, before the batch is sliced: any `micro_batch` sees the same noise.
+        """
+
+    def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
+        """Return the loss of `batch`: a LossOutput, or a tensor whose mean is the loss."""
+
+
+class _Function:
+    """An objective that draws nothing."""
+
+    def __init__(self, function: Callable[[nn.Module, Batch], LossOutput | Tensor]) -> None:
+        self.function = function
+
+    def draw(self, batch: Batch, generator: Generator) -> Batch:
+        return batch
+
+    def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
+        return self.function(net, batch)
+
+
+def as_objective(given: Objective | Callable[[nn.Module, Batch], Tensor]) -> Objective:
+    """Return `given` if it can draw, else the plain loss function it is as an objective."""
+    return cast(Objective, given) if hasattr(given, "draw") else _Function(given)
+
+
+def join(outputs: Sequence[LossOutput], parts: Sequence[Batch]) -> LossOutput:
+    """Return the loss of a whole batch from those of its `parts`, weighted by their samples."""
+    if len(outputs) == 1:
+        return outputs[0]
+    samples = sum(len(part) for part in parts)
+    loss = torch.stack([o.loss * (len(part) / samples) for o, part in zip(outputs, parts, strict=True)]).sum()
+    columns = zip(*((o.per_sample, o.timesteps, o.log_snr) for o in outputs), strict=True)
+    return LossOutput(loss, *(None if None in column else torch.cat(column) for column in columns))

@@ -1,0 +1,104 @@
+"""The plugins of one Loop: checked against the contract, and called in order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pluggy
+
+from hookdiff.defaults import Defaults
+from hookdiff.dispatch import compile_hook, in_order
+from hookdiff.errors import PluginError, nearest
+from hookdiff.hookspecs import Hooks
+
+HOOK_NAMES = tuple(name for name, member in vars(Hooks).items() if inspect.isfunction(member) and name[0] != "_")
+
+# The other parts of a checkpoint: a plugin's state is saved under the plugin's name.
+RESERVED = ("defaults", "log", "manifest", "model", "optimizers", "progress")
+
+
+class Plugins(Mapping[str, object]):
+    """A mapping of name to plugin; `hook` calls them all.
+
+    Plugins are heard in the order of the mapping, within the phases that their markers give. Raises PluginError for
+    what pluggy alone passes over in silence: a method named like a hook without `@hookimpl`, and a class in place
+    of an instance; for a hook or an argument that does not exist; and for `requires` and `conflicts` not met.
+    """
+
+    def __init__(self, plugins: Mapping[str, object]) -> None:
+        self._plugins = dict(plugins)
+        self._manager = _Manager("hookdiff")
+        self._manager.add_hookspecs(Hooks)
+        for name, plugin in self._plugins.items():
+            check_plugin(name, plugin)
+            self._register(name, plugin)
+        check_partners({name: type(plugin) for name, plugin in self._plugins.items()})
+        self._register("defaults", Defaults())
+        self.hook = cast(Hooks, SimpleNamespace(**{name: self._compile(name) for name in HOOK_NAMES}))
+
+    def __getitem__(self, name: str) -> object:
+        return self._plugins[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plugins)
+
+    def __len__(self) -> int:
+        return len(self._plugins)
+
+    def order(self, hook: str) -> list[pluggy.HookImpl]:
+        """Return the implementations of `hook` in the order in which they are called, wrappers first."""
+        rank = {name: index for index, name in enumerate((*self._plugins, "defaults"))}
+        return in_order(getattr(self._manager.hook, hook).get_hookimpls(), rank)
+
+    def _compile(self, hook: str) -> Any:
+        spec = getattr(self._manager.hook, hook).spec
+        return compile_hook(hook, self.order(hook), bool(spec.opts["firstresult"]))
+
+    def _register(self, name: str, plugin: object) -> None:
+        try:
+            self._manager.register(plugin, name)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            raise PluginError(f"the plugin {name!r} does not fit the contract: {error}") from error
+
+
+class _Manager(pluggy.PluginManager):
+    """Looks for hooks among a class's functions only: a field that is not set yet must not be touched."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        if not callable(inspect.getattr_static(plugin, name, None)):
+            return None
+        return super().parse_hookimpl_opts(plugin, name)
+
+
+def check_plugin(name: str, plugin: object) -> None:
+    """Raise PluginError, naming the mistake, for a plugin whose hooks would not be heard."""
+    if name in RESERVED:
+        raise PluginError(f"a plugin cannot be named {name!r}: a checkpoint has a part of that name")
+    if inspect.isclass(plugin):
+        raise PluginError(f"the plugin {name!r} is the class {plugin.__name__}; give an instance: {plugin.__name__}()")
+    for attribute in dir(plugin):
+        member = inspect.getattr_static(plugin, attribute, None)
+        if not callable(member):
+            continue
+        options = getattr(member, "hookdiff_impl", None)
+        if options is None and attribute in HOOK_NAMES:
+            raise PluginError(f"the plugin {name!r} has a method {attribute} without @hookimpl; it would not be heard")
+        if options is not None and (options.get("specname") or attribute) not in HOOK_NAMES:
+            raise PluginError(f"the plugin {name!r}: there is no hook {attribute!r}{nearest(attribute, HOOK_NAMES)}")
+        if options is not None and options.get("hookwrapper"):
+            raise PluginError(f"the plugin {name!r}: use wrapper=True in place of hookwrapper=True in {attribute}")
+
+
+def check_partners(classes: Mapping[str, type]) -> None:
+    """Raise PluginError when a plugin's `requires` or `conflicts` (names of plugins) are not met."""
+    for name, kind in classes.items():
+        required: Iterable[str] = getattr(kind, "requires", ())
+        if missing := [other for other in required if other not in classes]:
+            raise PluginError(f"the plugin {name!r} requires {', '.join(map(repr, missing))}, which this run has not")
+        unwanted: Iterable[str] = getattr(kind, "conflicts", ())
+        if present := [other for other in unwanted if other in classes]:
+            raise PluginError(f"the plugin {name!r} does not go together with {', '.join(map(repr, present))}")

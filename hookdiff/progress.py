@@ -1,0 +1,144 @@
+"""How far a run is, how far it is to go, and how often something is due."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Literal
+
+from attrs import Attribute, asdict, define, field, validators
+
+if TYPE_CHECKING:
+    from hookdiff.hookspecs import Reason
+
+_UNITS = {"step": 1, "steps": 1, "epoch": 1, "epochs": 1, "s": 1, "sec": 1, "min": 60, "h": 3600}
+
+
+Outcome = Literal["updated", "void", "skipped", "stopped", "held"]
+
+
+@define(frozen=True)
+class Step:
+    """What became of one batch."""
+
+    step: int  # updates so far, this one included if there was one
+    outcome: Outcome  # void: the loss scale was too high; skipped, stopped: by on_nan; held: by optimizer_step
+    loss: float
+    grad_norm: float  # L2 over all gradients at true scale, before any clipping
+
+
+@define
+class Progress:
+    """Where a run stands. Saved whole, so that no count is lost or derived twice on resume."""
+
+    step: int = 0  # updates that changed the weights
+    position: int = 0  # batches consumed, skipped and void ones included; keys all randomness
+    epoch: int = 0  # epochs completed
+    samples: int = 0  # samples consumed in the epoch under way, over all ranks
+
+    def consume(self, samples: int, outcome: Outcome, loss: float, grad_norm: float) -> Step:
+        """Count one batch of `samples` samples as gone, and the update if there was one."""
+        self.position += 1
+        self.samples += samples
+        self.step += outcome == "updated"
+        return Step(self.step, outcome, loss, grad_norm)
+
+    def end_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.epoch += 1
+        self.samples = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the four counts."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Put the four counts back."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@define(frozen=True)
+class Every:
+    """How often something happens; an amount of 0 is never. Configs say it as `parse_every` reads it."""
+
+    amount: float
+    unit: str = "steps"  # steps, epochs or seconds
+
+    def __str__(self) -> str:
+        if self.unit == "seconds":
+            return f"{self.amount:g} s"
+        return f"{self.amount:g}" if self.unit == "steps" else f"{self.amount:g} epochs"
+
+    def after_step(self, step: int) -> bool:
+        """Whether it is due after update number `step` (1 is the first)."""
+        return self.unit == "steps" and self.amount > 0 and step % int(self.amount) == 0
+
+    def after_epoch(self, epoch: int) -> bool:
+        """Whether it is due when `epoch` epochs are complete."""
+        return self.unit == "epochs" and self.amount > 0 and epoch % int(self.amount) == 0
+
+
+def parse_every(value: int | str | Every) -> Every:
+    """Read `500`, `"500"`, `"2 epochs"` or `"15 min"`; units: step(s), epoch(s), s, sec, min, h.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(value, Every):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value))
+    unit = (match[2] or "steps") if match else ""
+    if not match or isinstance(value, bool) or unit not in _UNITS:
+        raise ValueError(f"expected steps (500), epochs ('2 epochs') or time ('15 min'), got {value!r}")
+    kind = "steps" if unit.startswith("step") else "epochs" if unit.startswith("epoch") else "seconds"
+    amount = float(match[1]) * _UNITS[unit]
+    if kind != "seconds" and amount != int(amount):
+        raise ValueError(f"expected a whole number of {kind}, got {value!r}")
+    return Every(amount, kind)
+
+
+@define
+class Due:
+    """An `Every` with the clock that its time units need."""
+
+    every: Every = field(converter=parse_every)
+    _since: float = field(factory=time.monotonic)
+
+    def after_step(self, step: int) -> bool:
+        """Whether it is due after update number `step`; a time unit then starts over."""
+        if self.every.unit != "seconds" or not self.every.amount:
+            return self.every.after_step(step)
+        if time.monotonic() - self._since < self.every.amount:
+            return False
+        self._since = time.monotonic()
+        return True
+
+    def after_epoch(self, epoch: int) -> bool:
+        """Whether it is due when `epoch` epochs are complete."""
+        return self.every.after_epoch(epoch)
+
+
+def _is_time(instance: object, attribute: Attribute[Every], value: Every) -> None:
+    if value.amount and value.unit != "seconds":
+        raise ValueError(f"{attribute.name} must be a time, as '30 min' or '3 h'")
+
+
+@define(frozen=True, kw_only=True)
+class LoopConfig:
+    """What the loop itself needs to know."""
+
+    steps: int | None = field(default=None, validator=validators.optional(validators.ge(1)))  # updates
+    epochs: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
+    seed: int = field(default=0, validator=validators.ge(0))
+    batch_size: int = field(default=128, validator=validators.ge(1))  # samples of a step, over all ranks
+    micro_batch: int | None = field(default=None, validator=validators.optional(validators.ge(1)))  # what fits
+    log_every: int = field(default=50, validator=validators.ge(1))  # steps
+    max_time: Every = field(default=Every(0), converter=parse_every, validator=_is_time)  # "3 h"; 0 is no limit
+
+    def limit_reached(self, progress: Progress, seconds: float) -> Reason | None:
+        """Return why a run that stands at `progress` after `seconds` is over, or None."""
+        if self.steps is not None and progress.step >= self.steps:
+            return "done"
+        if self.epochs is not None and progress.epoch >= self.epochs:
+            return "done"
+        return "time" if 0 < self.max_time.amount <= seconds else None

@@ -1,0 +1,194 @@
+"""The state of a run: nested dicts, and the flat named tensors and JSON values that files hold.
+
+Flat names are paths joined by "/", with "~" and "/" inside a key escaped as in JSON Pointer (RFC 6901). Names of a
+flat state (a model's parameters) therefore stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookdiff.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from hookdiff.loop import Loop
+
+State = Mapping[str, Any]
+log = logging.getLogger("hookdiff")
+
+
+def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split `state` into its tensors, by flat name, and the rest of the tree.
+
+    Raises TypeError, naming the place, for anything but tensors, None, bool, int, float, str, lists of those, and
+    dicts with string keys.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def walk(node: Any, path: str) -> Any:
+        if isinstance(node, Mapping):
+            rest = {}
+            for key, value in node.items():
+                if not isinstance(key, str):
+                    raise TypeError(f"{where}/{path}: the key {key!r} is not a string")
+                inner = f"{path}/{_escape(key)}" if path else _escape(key)
+                if isinstance(value, Tensor):
+                    tensors[inner] = value
+                else:
+                    rest[key] = walk(value, inner)
+            return rest
+        if isinstance(node, (list, tuple)):
+            return [walk(item, f"{path}/{index}") for index, item in enumerate(node)]
+        if isinstance(node, Tensor):
+            raise TypeError(f"{where}/{path} is a tensor in a list; give it a name in a dict")
+        if node is None or type(node) in (bool, int, float, str):
+            return node
+        raise TypeError(
+            f"{where}/{path} is a {type(node).__name__}; a state holds tensors, numbers, strings, None, lists of "
+            "those, and dicts with string keys"
+        )
+
+    tree: dict[str, Any] = walk(state, "")
+    return tensors, tree
+
+
+def unflatten(tensors: Mapping[str, Tensor], tree: State) -> dict[str, Any]:
+    """Put back together what `flatten` took apart."""
+
+    def copied(node: Any) -> Any:
+        return {key: copied(value) for key, value in node.items()} if isinstance(node, Mapping) else node
+
+    state: dict[str, Any] = copied(tree)
+    for name, tensor in tensors.items():
+        *path, last = [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
+        node = state
+        for key in path:
+            node = node.setdefault(key, {})
+        node[last] = tensor
+    return state
+
+
+def _escape(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def as_tuple(optimizers: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+    """Return one or several optimizers as a tuple."""
+    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+
+
+def run_state(loop: Loop) -> dict[str, Any]:
+    """Return all that a run is: weights, optimizers, every plugin, counts. The tensors are the live ones."""
+    assert loop.weights == "model", "the state of a run was asked for while other weights were borrowed"
+    return {
+        "progress": loop.progress.state_dict(),
+        "log": loop.log.state_dict(),
+        "model": loop.model.state_dict(),
+        "optimizers": {
+            str(index): _optimizer_state(optimizer, loop.model) for index, optimizer in enumerate(loop.optimizers)
+        },
+        "plugins": {
+            name: plugin.state_dict() for name, plugin in loop.plugins.items() if hasattr(plugin, "state_dict")
+        },
+    }
+
+
+def load_weights(loop: Loop, state: State) -> None:
+    """Load counts, weights and optimizer state; hyper-parameters stay as the config made them."""
+    if not state:
+        return
+    _load_model(loop.model, state["model"])
+    saved = state["optimizers"]
+    if len(saved) != len(loop.optimizers):
+        raise UserError(f"the checkpoint has {len(saved)} optimizers, the run has {len(loop.optimizers)}")
+    for index, optimizer in enumerate(loop.optimizers):
+        _load_optimizer(optimizer, loop.model, saved[str(index)])
+    loop.progress.load_state_dict(state["progress"])
+    loop.log.load_state_dict(state["log"])
+
+
+def load_plugins(loop: Loop, state: State) -> None:
+    """Load each plugin's state; a state that no plugin of the run claims is told and left.
+
+    Raises UserError for a plugin that keeps state but has none in the file, unless `loop.fresh` names it.
+    """
+    if not state:
+        return
+    saved: State = state["plugins"]
+    for name, plugin in loop.plugins.items():
+        if not hasattr(plugin, "load_state_dict") or name in loop.fresh:
+            continue
+        if name not in saved:
+            raise UserError(
+                f"the checkpoint has no state of the plugin {name!r}, which keeps one; to start it fresh from the "
+                f"restored weights add --fresh {name} (in a script: Loop(..., fresh=[{name!r}]))"
+            )
+        plugin.load_state_dict(saved[name])
+    if unclaimed := [name for name in saved if name not in loop.plugins]:
+        log.warning("the checkpoint has state of plugins that this run has not: %s", ", ".join(unclaimed))
+
+
+def roll_back(loop: Loop) -> None:
+    """Load what the `restore` seam returns but keep the place in the data, so that other batches follow."""
+    saved = loop.hook.restore(loop=loop)
+    if not saved:
+        raise UserError("on_nan asked for a rollback, but no plugin has a state to go back to")
+    here = loop.progress.state_dict()
+    load_weights(loop, saved)
+    load_plugins(loop, saved)
+    loop.progress.load_state_dict({**here, "step": loop.progress.step})
+
+
+def _load_model(model: nn.Module, saved: State) -> None:
+    own = model.state_dict()
+    problems = [f"missing {name}" for name in own if name not in saved]
+    problems += [f"unexpected {name}{nearest(name, own)}" for name in saved if name not in own]
+    problems += [
+        f"{name} has shape {tuple(saved[name].shape)}, the model has {tuple(own[name].shape)}"
+        for name in own
+        if name in saved and own[name].shape != saved[name].shape
+    ]
+    if problems:
+        more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise UserError("the checkpoint is of another model:\n  " + "\n  ".join(problems[:5]) + more)
+    model.load_state_dict(dict(saved))
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """By parameter name: keyed by position it would load onto the wrong parameters without an error."""
+    names = _names(model)
+    return {names[parameter]: dict(entry) for parameter, entry in optimizer.state.items()}
+
+
+def _load_optimizer(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
+    parameters = {name: parameter for parameter, name in _names(model).items()}
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, entry in saved.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter not in held:
+            raise UserError(f"the checkpoint has optimizer state of {name!r}, which this optimizer does not hold")
+        optimizer.state[parameter] = {key: _like(parameter, key, value, optimizer) for key, value in entry.items()}
+
+
+def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer) -> Any:
+    """Give a loaded value the device and, where it has the parameter's shape, the memory format of the parameter."""
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        # Fused and capturable kernels keep the step count on the device, all others on the host.
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        on_device = group.get("fused") or group.get("capturable")
+        return value.to(parameter.device) if on_device else value.cpu()
+    if value.shape != parameter.shape:
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
