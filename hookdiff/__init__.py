@@ -1,18 +1,64 @@
-"""A small, hook-based trainer for diffusion models: the public names."""
+"""A small, hook-based trainer for diffusion models: the public names.
 
-from hookdiff.data.batch import Batch
-from hookdiff.data.feed import Feed
-from hookdiff.data.memory import InMemory
-from hookdiff.errors import ConfigError, PluginError, UserError
-from hookdiff.hookspecs import Hooks, Reason, Verdict, hookimpl
-from hookdiff.log import Log
-from hookdiff.loop import Loop
-from hookdiff.nonfinite import NonFinite
-from hookdiff.objective import LossOutput, Objective
-from hookdiff.progress import Due, Every, LoopConfig, Progress, Step
-from hookdiff.randomness import derive_seed
-from hookdiff.sampling import Sampler, SampleRequest, Samples
-from hookdiff.weights import borrowed_weights
+They are imported on first use, so that `hookdiff --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hookdiff.data.batch import Batch
+    from hookdiff.data.feed import Feed
+    from hookdiff.data.memory import InMemory
+    from hookdiff.errors import ConfigError, PluginError, UserError
+    from hookdiff.hookspecs import Hooks, Reason, Verdict, hookimpl
+    from hookdiff.log import Log
+    from hookdiff.loop import Loop
+    from hookdiff.metrics import Metrics
+    from hookdiff.nonfinite import NonFinite
+    from hookdiff.objective import LossOutput, Objective
+    from hookdiff.progress import Due, Every, LoopConfig, Progress, Step
+    from hookdiff.randomness import derive_seed
+    from hookdiff.sampling import SampleRequest, Sampler, Samples
+    from hookdiff.weights import borrowed_weights
+
+_HOME = {
+    "Batch": "hookdiff.data.batch",
+    "ConfigError": "hookdiff.errors",
+    "Due": "hookdiff.progress",
+    "Every": "hookdiff.progress",
+    "Feed": "hookdiff.data.feed",
+    "Hooks": "hookdiff.hookspecs",
+    "InMemory": "hookdiff.data.memory",
+    "Log": "hookdiff.log",
+    "Loop": "hookdiff.loop",
+    "LoopConfig": "hookdiff.progress",
+    "LossOutput": "hookdiff.objective",
+    "Metrics": "hookdiff.metrics",
+    "NonFinite": "hookdiff.nonfinite",
+    "Objective": "hookdiff.objective",
+    "PluginError": "hookdiff.errors",
+    "Progress": "hookdiff.progress",
+    "Reason": "hookdiff.hookspecs",
+    "SampleRequest": "hookdiff.sampling",
+    "Sampler": "hookdiff.sampling",
+    "Samples": "hookdiff.sampling",
+    "Step": "hookdiff.progress",
+    "UserError": "hookdiff.errors",
+    "Verdict": "hookdiff.hookspecs",
+    "borrowed_weights": "hookdiff.weights",
+    "derive_seed": "hookdiff.randomness",
+    "hookimpl": "hookdiff.hookspecs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'hookdiff' has no attribute {name!r}")
+
 
 __all__ = [
     "Batch",
@@ -26,6 +72,7 @@ __all__ = [
     "Loop",
     "LoopConfig",
     "LossOutput",
+    "Metrics",
     "NonFinite",
     "Objective",
     "PluginError",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hookdiff.images import to_uint8
+
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
@@ -85,8 +87,3 @@ def _to_host(values: Iterable[Value]) -> list[float]:
     tensors = [value.detach().float() for value in listed if isinstance(value, Tensor)]
     moved = iter(torch.stack(tensors).tolist()) if tensors else iter(())
     return [next(moved) if isinstance(value, Tensor) else float(value) for value in listed]
-
-
-def to_uint8(images: Tensor) -> Tensor:
-    """Return images n c h w from [-1, 1] as uint8 on the CPU, rounded; what is outside the range is clipped."""
-    return images.detach().float().add(1).mul(127.5).round().clamp(0, 255).to("cpu", torch.uint8)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hookdiff import nonfinite, state
 from hookdiff.data import Batch, Feed
@@ -21,6 +20,7 @@ from hookdiff.plugins import Plugins
 from hookdiff.progress import LoopConfig, Progress, Step
 from hookdiff.randomness import Randomness, this_rank
 from hookdiff.sampling import Sampler, SampleRequest, Samples
+from hookdiff.state import Optimizers
 
 
 class Loop:
@@ -36,7 +36,7 @@ class Loop:
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Optimizer | Sequence[Optimizer] | Callable[[nn.Module], Optimizer | Sequence[Optimizer]],
+        optimizers: Optimizers | Callable[[nn.Module], Optimizers],
         objective: Objective | Callable[[nn.Module, Batch], Tensor],
         data: Any,
         config: LoopConfig | None = None,
@@ -54,11 +54,11 @@ class Loop:
         self.plugins = Plugins(plugins or {})
         self.hook = self.plugins.hook
         self.progress, self.log = Progress(), Log(self)
+        self.hparams: Mapping[str, Any] = {}  # the whole config, as plain values, for those who record it
         self.weights = "model"  # whose values the model holds: its own, or an average's while it samples
         self.reason: Reason | None = None  # why the run is over
         self.resources = ExitStack()  # plugins push their clean-up
-        self.rank, self.num_ranks = this_rank()
-        self.is_main = self.rank == 0  # gates files and sinks
+        self.rank, self.num_ranks, self.is_main = this_rank()  # is_main gates files and sinks
         self.device = next(model.parameters()).device
         self.random = Randomness(self.config.seed, self.rank)
         self.feed = Feed.of(data).bind(self.config, self.device, self.rank, self.num_ranks)

@@ -69,8 +69,9 @@ class Randomness:
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
-def this_rank() -> tuple[int, int]:
-    """Return (rank, number of ranks) of this process: (0, 1) unless torch.distributed is initialised."""
+def this_rank() -> tuple[int, int, bool]:
+    """Return (rank, number of ranks, whether it is the first): (0, 1, True) unless torch.distributed is set up."""
     if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
+        rank = distributed.get_rank()
+        return rank, distributed.get_world_size(), rank == 0
+    return 0, 1, True

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from attrs import define, field, validators
 from torch import Generator, Tensor, nn
 
-from hookdiff.objective import Objective
 from hookdiff.randomness import derive_seed
 
 
@@ -43,9 +42,10 @@ class Sampler(Protocol):
     def sample(
         self,
         net: nn.Module,
-        objective: Objective,
+        objective: Any,
         shape: Sequence[int],
         generators: Sequence[Generator],
         device: torch.device,
+        /,
     ) -> Tensor:
-        """Return one image of `shape` (c h w) per generator."""
+        """Return one image of `shape` (c h w) per generator; `objective` is the one that `net` was trained with."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
 State = Mapping[str, Any]
+Optimizers = Optimizer | Sequence[Optimizer]
 log = logging.getLogger("hookdiff")
 
 
@@ -78,7 +79,7 @@ def _escape(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def as_tuple(optimizers: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """Return one or several optimizers as a tuple."""
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 

@@ -89,6 +89,11 @@ class Feed:
         total = len(self.source)
         return total - total % self.batch_size if self.drop_last else total
 
+    @property
+    def num_batches(self) -> int:
+        """The number of batches of an epoch."""
+        return -(-len(self) // self.batch_size)
+
     def exhausted(self, start: int) -> bool:
         """Whether an epoch of which `start` samples are consumed has no further batch."""
         left = len(self.source) - start

@@ -165,8 +165,8 @@ class Sampling:
         images = torch.empty(len(generators), *shape, device=device, dtype=dtype)
         if noise is not None and noise.shape != images.shape:
             raise ValueError(f"noise has shape {tuple(noise.shape)}, expected {tuple(images.shape)}")
-        # Not inference_mode: what it makes can never again take part in a backward pass, such as images that
-        # another network learns from, or a table that the network keeps for itself.
+        # Not inference_mode: a tensor that the network makes in it and keeps, such as a table of positions,
+        # could never take part in a backward pass.
         with torch.no_grad():
             for start in range(0, len(images), self.batch_size):
                 rows = slice(start, start + self.batch_size)

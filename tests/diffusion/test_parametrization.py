@@ -67,7 +67,11 @@ def test_v_is_a_rotation(x0: float, noise: float, angle: float) -> None:
 @given(pixels, pixels, angles)
 @settings(deadline=None)
 def test_image_and_noise_come_back(
-    name: str, dtype: torch.dtype, x0: float, noise: float, angle: float
+    name: str,
+    dtype: torch.dtype,
+    x0: float,
+    noise: float,
+    angle: float,
 ) -> None:
     alpha, sigma = cos(angle), sin(angle)
     image, eps = torch.tensor([x0, noise], dtype=dtype)

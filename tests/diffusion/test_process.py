@@ -57,9 +57,8 @@ def test_loss_is_that_of_a_few_lines_of_torch(schedule: str, prediction_type: st
 
 
 def test_draw() -> None:
-    batch = Diffusion(timesteps=10).draw(
-        attrs.evolve(images(4000), draws={"flip": torch.ones(4000)}), seeded()
-    )
+    batch = attrs.evolve(images(4000), draws={"flip": torch.ones(4000)})
+    batch = Diffusion(timesteps=10).draw(batch, seeded())
     noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
     assert noise.shape == batch.inputs.shape
     assert noise.dtype == torch.float32

@@ -80,7 +80,8 @@ def test_ddim_mean(steps: int, expected: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num", "expected"), [(10, 0.883485183679), (50, 0.975623943329), (100, 0.98773828221)]
+    ("num", "expected"),
+    [(10, 0.883485183679), (50, 0.975623943329), (100, 0.98773828221)],
 )
 def test_ddim_in_equal_angles(num: int, expected: float) -> None:
     x = torch.ones((), dtype=torch.float64)
@@ -169,11 +170,10 @@ def test_ddpm_samples_are_gaussian_like_the_data(variance: str) -> None:
     assert float(images.std()) == pytest.approx(0.5, abs=0.02)
 
 
+variances = st.sampled_from(["fixed_small", "fixed_large"])
 options = st.one_of(
     st.fixed_dictionaries({"sampler": st.just("ddim"), "eta": st.floats(0, 1)}),
-    st.fixed_dictionaries(
-        {"sampler": st.just("ddpm"), "variance": st.sampled_from(["fixed_small", "fixed_large"])}
-    ),
+    st.fixed_dictionaries({"sampler": st.just("ddpm"), "variance": variances}),
 )
 spacings = st.sampled_from(["trailing", "leading"])
 
@@ -202,10 +202,32 @@ def pointwise(x: Tensor, timesteps: Tensor) -> Tensor:
     return 0.9 * x - 0.1 * x * x * x + (timesteps.view(-1, 1, 1, 1) / 1000)
 
 
+@given(options, st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_sample_is_a_few_lines_of_torch(chosen: dict[str, Any], clip: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(1, 4, 4, generator=generator)
+    for level, level_prev in pairwise([LEVELS[999], LEVELS[666], LEVELS[332], 1.0]):
+        x0 = (x - sqrt(1 - level) * 0.9 * x) / sqrt(level)
+        x0 = x0.clamp(-1, 1) if clip else x0
+        noise = (x - sqrt(level) * x0) / sqrt(1 - level)
+        if chosen["sampler"] == "ddim":
+            mean, std = ddim_step(x0, noise, level, level_prev, chosen["eta"])
+        else:
+            mean, std = ddpm_step(x, x0, level, level_prev, chosen["variance"])
+        x = mean + std * torch.randn(1, 4, 4, generator=generator)
+    sampling = Sampling(steps=3, clip_sample=clip, **chosen)
+    images = sampling.sample(lambda x, t: 0.9 * x, DIFFUSION, (1, 4, 4), generators(5), "cpu")
+    torch.testing.assert_close(images[0], x, rtol=1e-4, atol=1e-4)
+
+
 @given(options, st.permutations(range(5)), st.integers(1, 5), st.integers(1, 6))
 @settings(max_examples=25, deadline=None)
 def test_image_is_independent_of_its_batch(
-    chosen: dict[str, Any], order: list[int], num: int, batch_size: int
+    chosen: dict[str, Any],
+    order: list[int],
+    num: int,
+    batch_size: int,
 ) -> None:
     def sample(seeds: list[int], batch_size: int = 256) -> Tensor:
         return Sampling(steps=4, batch_size=batch_size, **chosen).sample(
@@ -271,6 +293,12 @@ def test_dtype_changes_only_the_precision() -> None:
     )
     assert double.dtype == torch.float64
     torch.testing.assert_close(single.double(), double, rtol=0, atol=1e-4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        again = sampling.sample(pointwise, DIFFUSION, (1, 4, 4), generators(0, 1), "cpu", torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(again, single)
     with pytest.raises(ValueError, match=r"torch.bfloat16 would round small steps away"):
         sampling.sample(pointwise, DIFFUSION, (1, 4, 4), generators(0), "cpu", torch.bfloat16)
 
@@ -282,18 +310,29 @@ def test_the_network_sees_int64_timesteps_and_may_answer_in_bfloat16() -> None:
         seen.append(timesteps)
         return x.bfloat16()
 
-    images = Sampling(steps=4).sample(net, DIFFUSION, (1, 4, 4), generators(0, 1), "cpu")
+    sampling = Sampling(steps=4, clip_sample=False)
+    images = sampling.sample(net, DIFFUSION, (1, 4, 4), generators(0, 1), "cpu")
     assert images.dtype == torch.float32
     assert [t.tolist() for t in seen] == [[t, t] for t in (999, 749, 499, 249)]
     assert {t.dtype for t in seen} == {torch.int64}
+    rounded = sampling.sample(lambda x, t: net(x, t).float(), DIFFUSION, (1, 4, 4), generators(0, 1), "cpu")
+    assert torch.equal(images, rounded)  # only the answer is, not the arithmetic
 
 
-def test_images_can_be_trained_on() -> None:
-    net = nn.Conv2d(1, 1, 1)
-    images = Sampling(steps=2).sample(lambda x, t: net(x), DIFFUSION, (1, 4, 4), generators(0), "cpu")
+def test_network_can_be_trained_afterwards() -> None:
+    conv = nn.Conv2d(1, 1, 1)
+    kept: dict[str, Tensor] = {}
+
+    def net(x: Tensor, timesteps: Tensor) -> Tensor:
+        if "positions" not in kept:
+            kept["positions"] = torch.linspace(0, 1, 4)
+        output: Tensor = conv(x) * kept["positions"]
+        return output
+
+    images = Sampling(steps=2).sample(net, DIFFUSION, (1, 4, 4), generators(0), "cpu")
     assert not images.requires_grad
-    net(images).sum().backward()  # an inference tensor would fail here
-    assert net.weight.grad is not None
+    net(images, torch.zeros(1)).sum().backward()  # would fail had the table been made in inference mode
+    assert conv.weight.grad is not None
 
 
 def test_no_generators_no_images() -> None:

@@ -1,0 +1,69 @@
+"""The command line: one module a command, imported when it is called, so that `--help` stays fast."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import entry_points, version
+
+import click
+
+from hookdiff.cli.exits import WRONG_INPUT
+
+COMMANDS = {
+    "run": "Train from a config.",
+    "check": "Check a config and print it with every default; build nothing.",
+    "sample": "Make images from a trained run.",
+    "plugins": "List the installed plugins, or the order in which a config's are called.",
+    "hooks": "Print the contract: every hook, when it fires, and who may change what.",
+}
+
+
+class _Lazy(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS, *sorted(entry.name for entry in entry_points(group="hookdiff.commands"))]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in COMMANDS:
+            command: click.Command = importlib.import_module(f"hookdiff.cli.{name}").command
+            return command
+        for entry in entry_points(group="hookdiff.commands"):
+            if entry.name == name:
+                loaded: click.Command = entry.load()
+                return loaded
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [*COMMANDS.items()]
+        for entry in entry_points(group="hookdiff.commands"):
+            rows.append((entry.name, f"(from {entry.dist.name if entry.dist else entry.value})"))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("hookdiff"), prog_name="hookdiff")
+def group() -> None:
+    """Train diffusion models with a loop you can read; every feature is a plugin.
+
+    Exit codes: 0 done; 2 the input is wrong; 3 stopped by on_nan; 75 out of time, resume with --resume; 130 or 143
+    stopped by a signal; 1 anything else.
+    """
+
+
+def main() -> None:
+    """Run the command line; the user's mistakes end in one message and exit code 2."""
+    try:
+        group.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except Exception as error:
+        from hookdiff.errors import UserError
+
+        if not isinstance(error, UserError):
+            raise
+        click.echo(f"hookdiff: {error}", err=True)
+        sys.exit(WRONG_INPUT)

@@ -1,0 +1,6 @@
+"""What a command's exit code tells a script or a scheduler."""
+
+from __future__ import annotations
+
+WRONG_INPUT = 2
+BY_REASON = {"done": 0, "plugin": 0, "on_nan": 3, "time": 75}  # 75: EX_TEMPFAIL, try again with --resume

@@ -1,0 +1,31 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+config_argument = click.argument("config", type=click.Path(path_type=Path))
+
+
+def override_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--plugins` and `--set`, which change a config from the command line."""
+    for option in (
+        click.option(
+            "--set", "settings", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key; may be given several times."
+        ),
+        click.option(
+            "--plugins",
+            multiple=True,
+            callback=lambda ctx, parameter, given: tuple(
+                n.strip() for part in given for n in part.split(",") if n.strip()
+            ),
+            metavar="NAME,no:NAME",
+            help="Plugins to add to the config's, or to take away.",
+        ),
+    ):
+        function = option(function)
+    return function

@@ -1,0 +1,46 @@
+"""`hookdiff plugins`: what is installed, and in which order a config's plugins are called."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import click
+
+from hookdiff.cli.options import override_options
+
+
+@click.command()
+@click.option("--order", type=click.Path(path_type=Path), metavar="CONFIG", help="Print the call order of each hook.")
+@override_options
+def command(order: Path | None, plugins: tuple[str, ...], settings: tuple[str, ...]) -> None:
+    """List the installed plugins."""
+    if order is not None:
+        _print_order(order, plugins, settings)
+        return
+    from hookdiff.discovery import distribution, installed, plugin_class
+    from hookdiff.errors import PluginError
+
+    for name, entries in installed().items():
+        try:
+            summary = (inspect.getdoc(plugin_class(name)) or "").partition("\n")[0]
+        except PluginError as error:
+            summary = f"cannot be used: {error}"
+        owners = ", ".join(distribution(entry) for entry in entries)
+        click.echo(f"{name:<12} {summary}  ({owners})")
+
+
+def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...]) -> None:
+    from hookdiff.config import load
+    from hookdiff.plugins import HOOK_NAMES, Plugins
+
+    config = load(path, names, settings)
+    plugins = Plugins({name: part.build() for name, part in config.plugins.items()})
+    for hook in HOOK_NAMES:
+        called = [impl for impl in plugins.order(hook) if impl.plugin_name != "defaults"]
+        marks = [
+            impl.plugin_name
+            + (" (around)" if impl.wrapper else " (first)" if impl.tryfirst else " (last)" * impl.trylast)
+            for impl in called
+        ]
+        click.echo(f"{hook:<22} {' > '.join(marks) or '-'}")

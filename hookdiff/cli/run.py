@@ -1,0 +1,87 @@
+"""`hookdiff run`: train from a config."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hookdiff.cli.exits import BY_REASON
+from hookdiff.cli.options import config_argument, override_options
+
+if TYPE_CHECKING:
+    from hookdiff.loop import Loop
+
+
+@click.command()
+@config_argument
+@override_options
+@click.option("--out", type=click.Path(path_type=Path), help="The run directory; runs/NAME unless given.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, or start where there is none.")
+@click.option("--overwrite", is_flag=True, help="Remove an earlier run in the same directory.")
+@click.option("--fresh", multiple=True, metavar="NAME", help="On --resume, start this plugin anew.")
+def command(
+    config: Path,
+    plugins: tuple[str, ...],
+    settings: tuple[str, ...],
+    out: Path | None,
+    resume: bool,
+    overwrite: bool,
+    fresh: tuple[str, ...],
+) -> None:
+    """Train from CONFIG."""
+    from hookdiff import experiment
+    from hookdiff.config import load
+    from hookdiff.errors import UserError
+
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite exclude each other")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    checked = load(config, plugins, settings)
+    run_dir = out or Path("runs") / checked.run.name
+    resume = resume and run_dir.exists()
+    experiment.probe(checked)
+    loop = experiment.build(checked, run_dir, resume, fresh)
+    experiment.open_run_dir(run_dir, loop.hparams, resume, overwrite)
+    caught: list[int] = []
+    with _stop_on_signal(loop, caught):
+        reason = loop.run()
+    click.echo(summary(loop, reason, checked.run.name))
+    sys.exit(128 + caught[0] if caught else BY_REASON[reason])
+
+
+@contextmanager
+def _stop_on_signal(loop: Loop, caught: list[int]) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM end the run after the step under way, and the second leave at once."""
+
+    def handler(number: int, frame: object) -> None:
+        caught.append(number)
+        loop.stop("signal")
+        for each, before in previous.items():
+            signal.signal(each, before)
+        click.echo("stopping after this step; once more leaves at once", err=True)
+
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, before in previous.items():
+            signal.signal(each, before)
+
+
+def summary(loop: Loop, reason: str, name: str) -> str:
+    """Return the table of what was made and where."""
+    assert loop.run_dir
+    told = {"done": "done", "plugin": "stopped by a plugin", "on_nan": "stopped: not finite", "time": "out of time"}
+    lines = [f"{name}: {told.get(reason, reason)} after {loop.progress.step} steps, {loop.progress.epoch} epochs"]
+    for path in sorted(loop.run_dir.iterdir()):
+        inside = sorted(path.iterdir()) if path.is_dir() else []
+        what = f"{len(inside)} files, newest {inside[-1].name}" if inside else f"{path.stat().st_size:,} bytes"
+        lines.append(f"  {path!s:<36} {what}")
+    return "\n".join(lines)

@@ -1,0 +1,249 @@
+"""A TOML file becomes a checked `Config`; every problem in it is told at once, each with its place.
+
+Nothing is built here: a table with a `use` (or `source`) key names what it configures and holds its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+from attrs import define, evolve, field
+
+from hookdiff.data.feed import Feed
+from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.discovery import import_object, installed, plugin_class, plugin_name
+from hookdiff.errors import ConfigError, PluginError, UserError, nearest
+from hookdiff.plugins import check_partners
+from hookdiff.progress import LoopConfig
+from hookdiff.structure import Problems, Text, arguments, missing, parameters, resolved
+
+SOURCES = {"digits": "hookdiff.data:digits"}
+MODELS = {"unet": "hookdiff.models:UNet"}
+OPTIMIZERS = {"adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW", "sgd": "torch.optim:SGD"}
+FEED_KEYS = ("drop_last", "workers", "prefetch", "pin_memory")
+
+
+@define(frozen=True, kw_only=True)
+class RunConfig(LoopConfig):
+    """The table [run]: the loop's keys, and what surrounds it."""
+
+    name: str = "run"  # of the run directory, runs/NAME
+    device: str = "auto"  # "cpu", "cuda", "cuda:1", "mps"; auto takes the first that is there
+    plugins: tuple[str, ...] = ()
+
+
+@define(frozen=True, eq=False)
+class Part:
+    """A thing to build, and the checked arguments that a table gives it."""
+
+    where: str  # the table
+    use: str
+    target: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(factory=dict)
+
+    def accepts(self, name: str) -> bool:
+        """Whether the target has an argument `name` that the table leaves open."""
+        return name in parameters(self.target) and name not in self.arguments
+
+    def given(self, **extra: Any) -> Part:
+        """Return the same part with those of the `extra` arguments that it accepts."""
+        taken = {name: value for name, value in extra.items() if self.accepts(name)}
+        return evolve(self, arguments={**self.arguments, **taken})
+
+    def build(self, *first: Any) -> Any:
+        """Make the thing; a ValueError or TypeError of its own becomes a ConfigError that names the table."""
+        try:
+            return self.target(*first, **self.arguments)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{self.where}: {error}") from error
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the arguments, defaults included, as TOML values."""
+        return resolved(self.target, self.arguments)
+
+
+@define(frozen=True, eq=False)
+class Config:
+    """A whole, checked config."""
+
+    run: RunConfig
+    data: Part
+    feed: Mapping[str, Any]
+    model: Part
+    optimizer: Part
+    diffusion: Part
+    sampling: Part
+    plugins: Mapping[str, Part]  # those that are switched on, in order
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the config with every default written out; running it again gives the same run."""
+        run = resolved(RunConfig, {name: getattr(self.run, name) for name in parameters(RunConfig)})
+        return {
+            "run": run,
+            "data": {"source": self.data.use, **self.data.resolved(), **_feed_table(self.feed)},
+            "model": {"use": self.model.use, **self.model.resolved()},
+            "diffusion": self.diffusion.resolved(),
+            "optimizer": {"use": self.optimizer.use, **self.optimizer.resolved()},
+            "sampling": self.sampling.resolved(),
+            "plugins": {name: part.resolved() for name, part in self.plugins.items()},
+        }
+
+
+def load(path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = ()) -> Config:
+    """Read and check the config at `path`.
+
+    `plugins` are names to add, or to take away as `no:NAME`; `settings` are `table.key=value`. Raises ConfigError
+    that lists every problem.
+    """
+    table = read_toml(path)
+    problems = Problems()
+    for setting in settings:
+        _set(table, setting, problems)
+    for name in plugins:
+        _switch(table, name, problems)
+    config = _check(table, path.stem, problems)
+    if problems.found or config is None:
+        found = problems.found
+        count = f"{len(found)} problem" + ("s" if len(found) > 1 else "")
+        raise ConfigError(f"{path}: {count}\n" + "\n".join(f"  {line}" for line in found))
+    return config
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse the file at `path`; raises ConfigError with the line of what is no TOML."""
+    try:
+        return tomli.loads(path.read_text("utf-8"))
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except FileNotFoundError:
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
+        raise ConfigError(f"{path}: no such file{near}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _set(table: dict[str, Any], setting: str, problems: Problems) -> None:
+    key, equals, value = setting.partition("=")
+    *path, last = key.strip().split(".")
+    if not equals or not path or not all((*path, last)):
+        problems.add(f"--set {setting}", "expected table.key=value")
+        return
+    for name in path:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            problems.add(f"--set {setting}", f"{name} is no table")
+            return
+    table[last] = Text(value.strip())
+
+
+def _switch(table: dict[str, Any], name: str, problems: Problems) -> None:
+    run = table.setdefault("run", {})
+    listed = run.get("plugins", []) if isinstance(run, dict) else None
+    if not isinstance(listed, list):
+        return  # told when the table is checked
+    if not name.startswith("no:"):
+        run["plugins"] = listed if name in listed else [*listed, name]
+    elif name[3:] in listed:
+        run["plugins"] = [other for other in listed if other != name[3:]]
+    else:
+        problems.add(f"--plugins {name}", f"{name[3:]!r} is not switched on{nearest(name[3:], map(str, listed))}")
+
+
+def _check(table: dict[str, Any], stem: str, problems: Problems) -> Config | None:
+    known = ("run", "data", "model", "diffusion", "optimizer", "sampling", "plugins")
+    for name in table:
+        if name not in known:
+            problems.add(name, f"unknown table{nearest(name, known)}; known: {', '.join(known)}")
+    tables: dict[str, dict[str, Any]] = {}
+    for name in known:
+        tables[name] = table.get(name, {})
+        if not isinstance(tables[name], dict):
+            problems.add(name, f"expected a table [{name}], got {tables[name]!r}")
+            tables[name] = {}
+        elif name in ("run", "data", "model") and name not in table:
+            problems.add(name, f"the table [{name}] is missing")
+
+    run = arguments(RunConfig, {"name": stem, **tables["run"]}, "run", problems)
+    if ("steps" in run) == ("epochs" in run) and not {"steps", "epochs"} <= _failed(tables["run"], run):
+        problems.add("run", "set steps or epochs, not both" if "steps" in run else "set steps or epochs")
+    loading = {key: value for key, value in tables["data"].items() if key in FEED_KEYS}
+    rest = {key: value for key, value in tables["data"].items() if key not in FEED_KEYS}
+    feed = arguments(Feed, loading, "data", problems)
+    data = _part("data", "source", rest, SOURCES, problems)
+    model = _part("model", "use", tables["model"], MODELS, problems)
+    optimizer = _part("optimizer", "use", {"use": "adamw", **tables["optimizer"]}, OPTIMIZERS, problems)
+    diffusion = Part("diffusion", "", Diffusion, arguments(Diffusion, tables["diffusion"], "diffusion", problems))
+    sampling = Part("sampling", "", Sampling, arguments(Sampling, tables["sampling"], "sampling", problems))
+    plugins = _plugins(run.get("plugins", ()), tables["plugins"], problems)
+    if problems.found or data is None or model is None or optimizer is None:
+        return None
+    return Config(RunConfig(**run), data, feed, model, optimizer, diffusion, sampling, plugins)
+
+
+def _failed(table: Mapping[str, Any], checked: Mapping[str, Any]) -> set[str]:
+    return {key for key in table if key not in checked}
+
+
+def _part(where: str, key: str, table: Mapping[str, Any], known: Mapping[str, str], problems: Problems) -> Part | None:
+    """Check a table whose `key` names what it configures: one of `known`, or `module:Name`."""
+    use = table.get(key)
+    if not isinstance(use, str):
+        if table or use is not None:
+            got = "is missing" if use is None else f"expected a string, got {use!r}"
+            problems.add(f"{where}.{key}", f"{got}; known: {', '.join(known)}, or module:Name")
+        return None
+    path = known.get(use, use)
+    if ":" not in path:
+        names = ", ".join(known)
+        problems.add(f"{where}.{key}", f"unknown {use!r}{nearest(use, known)}; known: {names}, or module:Name")
+        return None
+    try:
+        target = import_object(path, use)
+    except UserError as error:
+        problems.add(f"{where}.{key}", str(error))
+        return None
+    if not callable(target):
+        problems.add(f"{where}.{key}", f"{path} is a {type(target).__name__}, expected a class or a function")
+        return None
+    rest = {name: value for name, value in table.items() if name != key}
+    return Part(where, str(use), target, arguments(target, rest, where, problems))
+
+
+def _plugins(names: Iterable[str], tables: Mapping[str, Any], problems: Problems) -> dict[str, Part]:
+    parts: dict[str, Part] = {}
+    for given in names:
+        name = plugin_name(given)
+        where = f"plugins.{name}"
+        if name in parts:
+            problems.add("run.plugins", f"{name!r} is listed twice")
+            continue
+        try:
+            kind = plugin_class(given)
+        except PluginError as error:
+            problems.add("run.plugins", str(error))
+            continue
+        table = tables.get(name, {})
+        if not isinstance(table, dict):
+            problems.add(where, f"expected a table [{where}], got {table!r}")
+            continue
+        parts[name] = Part(where, given, kind, arguments(kind, table, where, problems))
+        if lacking := missing(kind, table):
+            problems.add(where, f"needs {', '.join(lacking)}")
+    for name in tables:
+        # A table of a plugin that is switched off may stay; one that no plugin could ever read is a slip.
+        if name not in parts and name not in map(plugin_name, names) and name not in installed():
+            problems.add(f"plugins.{name}", f"no plugin of that name{nearest(name, (*parts, *installed()))}")
+    try:
+        check_partners({name: part.target for name, part in parts.items() if isinstance(part.target, type)})
+    except PluginError as error:
+        problems.add("run.plugins", str(error))
+    return parts
+
+
+def _feed_table(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in resolved(Feed, given).items() if name in FEED_KEYS}

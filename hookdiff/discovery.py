@@ -1,0 +1,80 @@
+"""Finds plugins: by name among the entry points of installed packages, or as `module:Class`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from hookdiff.errors import PluginError, nearest
+
+GROUP = "hookdiff.plugins"
+
+
+def installed(group: str = GROUP) -> dict[str, list[EntryPoint]]:
+    """Return the entry points of `group` by name, sorted. Imports nothing.
+
+    A name has several when several distributions claim it. An entry point that is seen twice, as an editable
+    install on the path can be, counts once.
+    """
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+        known = found.setdefault(entry.name, [])
+        if (entry.value, distribution(entry)) not in [(other.value, distribution(other)) for other in known]:
+            known.append(entry)
+    return found
+
+
+def distribution(entry: EntryPoint) -> str:
+    """Return the name and version of the distribution that brings `entry`."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+
+
+def plugin_name(given: str) -> str:
+    """Return the name under which `given` is registered and configured: for `module:Class`, `class`."""
+    return given.rpartition(":")[2].lower() if ":" in given else given
+
+
+def plugin_class(given: str) -> type:
+    """Import the class of the plugin `given`: a name from the entry points, or `module:Class`.
+
+    Raises PluginError when there is none or several of that name, when it cannot be imported, when it is no class,
+    or when a package that it `needs` (a mapping of module to what pip installs) is missing.
+    """
+    kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
+    if not inspect.isclass(kind):
+        raise PluginError(f"the plugin {given!r} is a {type(kind).__name__}, expected a class")
+    needs: Mapping[str, str] = getattr(kind, "needs", {})
+    for module, requirement in needs.items():
+        if importlib.util.find_spec(module) is None:
+            raise PluginError(f"the plugin {given!r} needs the package {module}: pip install '{requirement}'")
+    return kind
+
+
+def import_object(path: str, what: str) -> Any:
+    """Import `package.module:Name`; raises PluginError that says `what` it was for."""
+    module, _, name = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise PluginError(f"{what}: cannot import {module}: {error}") from error
+    if not hasattr(found, name):
+        raise PluginError(f"{what}: {module} has no {name!r}{nearest(name, dir(found))}")
+    return getattr(found, name)
+
+
+def _load(name: str) -> Any:
+    known = installed()
+    if name not in known:
+        raise PluginError(f"no plugin named {name!r}{nearest(name, known)}; installed: {', '.join(known)}")
+    if len(known[name]) > 1:
+        owners = " and ".join(distribution(entry) for entry in known[name])
+        raise PluginError(f"the plugin name {name!r} is claimed by {owners}; uninstall one, or use module:Class")
+    (entry,) = known[name]
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise PluginError(f"the plugin {name!r} of {distribution(entry)} cannot be imported: {error}") from error

@@ -1,0 +1,138 @@
+"""A `Config` becomes a Loop in a run directory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from attrs import evolve
+from torch import nn
+
+from hookdiff.config import Config, Part
+from hookdiff.data.feed import Feed
+from hookdiff.data.memory import InMemory
+from hookdiff.errors import ConfigError, UserError
+from hookdiff.loop import Loop
+from hookdiff.metrics import Metrics
+from hookdiff.structure import missing
+
+CONFIG = "config.toml"
+
+
+def build(
+    config: Config, run_dir: Path, resume: bool = False, fresh: Iterable[str] = (), hooks: Iterable[str] | None = None
+) -> Loop:
+    """Build data, model, objective, optimizer and plugins, and the Loop that holds them.
+
+    `hooks` leaves out the plugins that implement none of them: who only samples needs no others. The model is
+    initialised from the run's seed. Raises ConfigError that names the table of what cannot be built.
+    """
+    device = pick_device(config.run.device)
+    feed = Feed(config.data.build(), **config.feed)
+    config = fit_to_data(config, feed)
+    # Plugins, samples and data have streams of their own, so the default generator is the model's.
+    torch.manual_seed(config.run.seed)
+    model = config.model.build()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.use: {config.model.use} made a {type(model).__name__}, expected a torch.nn.Module")
+    model.to(device)
+    plugins: dict[str, object] = {"metrics": Metrics()}
+    if clash := plugins.keys() & config.plugins.keys():
+        raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
+    plugins |= {name: part.build() for name, part in config.plugins.items()}
+    if hooks is not None:
+        plugins = {name: plugin for name, plugin in plugins.items() if any(hasattr(plugin, hook) for hook in hooks)}
+    loop = Loop(
+        model,
+        lambda prepared: build_optimizer(config.optimizer, prepared),
+        config.diffusion.build(),
+        feed,
+        config.run,
+        plugins,
+        sampler=config.sampling.build(),
+        run_dir=run_dir,
+        resume=resume,
+        fresh=fresh,
+    )
+    loop.hparams = config.resolved()
+    return loop
+
+
+def fit_to_data(config: Config, feed: Feed) -> Config:
+    """Let the data decide those of the model's arguments that the config leaves open."""
+    channels, *sides = feed.shape
+    facts: dict[str, Any] = {"in_channels": channels, "image_size": sides[-1] if sides else None}
+    if isinstance(feed.source, InMemory):
+        facts["num_classes"] = feed.source.num_classes
+    model = config.model.given(**facts)
+    if lacking := missing(model.target, model.arguments):
+        raise ConfigError(f"model: {model.use} needs {', '.join(lacking)}")
+    return evolve(config, model=model)
+
+
+def build_optimizer(part: Part, model: nn.Module) -> Any:
+    """Make the optimizer; `fused` unless the config says otherwise, since the others wait for the device."""
+    parameter = next(model.parameters())
+    fused = parameter.device.type in ("cpu", "cuda", "mps") and "foreach" not in part.arguments
+    return part.given(fused=True).build(model.parameters()) if fused else part.build(model.parameters())
+
+
+def probe(config: Config) -> None:
+    """Find what only building shows, without building: the model on the meta device, the rest on one number.
+
+    Raises ConfigError that lists every problem.
+    """
+    problems = []
+    steps: list[Any] = [
+        lambda: pick_device(config.run.device),
+        lambda: _probe_model(config.model),
+        lambda: config.optimizer.build([nn.Parameter(torch.zeros(1))]),
+        config.diffusion.build,
+        lambda: config.sampling.build(),
+    ]
+    for step in [*steps, *(part.build for part in config.plugins.values())]:
+        try:
+            step()
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _probe_model(part: Part) -> None:
+    if not missing(part.target, part.arguments):
+        with torch.device("meta"):
+            part.build()
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device called `name`; "auto" is the first of cuda, mps and cpu that is there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.zeros(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"run.device: {name!r} cannot be used here: {reason}") from None
+
+
+def open_run_dir(path: Path, config: Mapping[str, Any], resume: bool = False, overwrite: bool = False) -> None:
+    """Make the directory of a run and write its resolved config.
+
+    An existing run is only touched on request. Raises UserError that says which requests there are.
+    """
+    if path.exists() and any(path.iterdir() if path.is_dir() else [path]) and not resume:
+        if not overwrite:
+            raise UserError(f"{path} exists; go on with --resume, start over with --overwrite, or choose --out DIR")
+        if not (path / CONFIG).is_file():
+            raise UserError(f"{path} is no run directory (it has no {CONFIG}), so it is not overwritten")
+        shutil.rmtree(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / CONFIG).write_text(tomli_w.dumps(config), "utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None

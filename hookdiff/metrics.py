@@ -1,0 +1,51 @@
+"""metrics.jsonl: one JSON object for each step that logged something. The other sinks are mirrors of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import IO, TYPE_CHECKING, Any
+
+from attrs import define, field
+
+from hookdiff.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from hookdiff.loop import Loop
+
+
+@define(eq=False)
+class Metrics:
+    """Writes what is logged to `metrics.jsonl` in the run directory.
+
+    A checkpoint holds the length of the file; a resumed run cuts it there, so that no step appears twice.
+    """
+
+    _file: IO[bytes] | None = field(default=None, init=False)
+    _keep: int = field(default=0, init=False)  # bytes of an earlier run that belong to this one
+
+    @hookimpl
+    def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
+        """Append one line."""
+        if loop.run_dir is None or not loop.is_main:
+            return
+        if self._file is None:
+            path = loop.run_dir / "metrics.jsonl"
+            path.touch()
+            self._file = loop.resources.enter_context(path.open("r+b"))
+            self._file.truncate(self._keep)
+            self._file.seek(self._keep)
+        record = {"step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the length of the file, in bytes."""
+        return {"bytes": self._file.tell() if self._file else self._keep}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cut the file to the length that it had, when the next line is written."""
+        if self._file:
+            self._file.close()
+        self._file, self._keep = None, state["bytes"]

@@ -1,0 +1,152 @@
+"""What all sinks share. A sink takes logged values and pictures to where people look at them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+from attrs.validators import gt
+
+from hookdiff.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hookdiff.loop import Loop
+
+log = logging.getLogger("hookdiff")
+
+
+@define(eq=False)
+class Sink:
+    """The base of Aim and of every other tracker: a sink never ends a run, and never holds one up for long.
+
+    A subclass is a plugin like any other (`@define(eq=False)`) and writes those of the five methods below that it
+    needs, but no hooks. They are called on the main rank only, one at a time, on a thread that belongs to the sink,
+    while the loop waits. When `open`, `scalars`, `images` or `close` raises, or takes longer than `timeout`, the sink
+    is switched off with one warning and the run goes on. KeyboardInterrupt and SystemExit pass.
+    """
+
+    timeout: float = field(default=30.0, validator=gt(0), kw_only=True)  # seconds that one call may take
+    _thread: _Thread | None = field(init=False, default=None)  # there while the sink is open
+    _is_off: bool = field(init=False, default=False)
+
+    def check(self) -> None:
+        """Raise UserError for what the user has to mend, such as a missing package: it ends the run as it starts."""
+
+    def open(self, loop: Loop) -> None:
+        """Make ready; before the first step or value, when the state of a resumed run has been loaded."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the `values` logged at `step`; they may be nan or infinite."""
+
+    def images(self, step: int, images: Mapping[str, Tensor]) -> None:
+        """Take pictures: n c h w, uint8, on the CPU, with c 1 or 3."""
+
+    def close(self) -> None:
+        """Flush and let go, at the end of every run; also after a call that raised, `open` included."""
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        """Let a mistake of the user show before any training."""
+        self._is_off = False
+        if loop.is_main:
+            self.check()
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        """Open before the first step: in on_start a plugin does not have its state yet."""
+        if self._thread is None:
+            self._open(loop)
+
+    @hookimpl
+    def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
+        """Hand on to `scalars`."""
+        self._write(loop, self.scalars, step, values)
+
+    @hookimpl
+    def on_images(self, loop: Loop, step: int, images: Mapping[str, Tensor]) -> None:
+        """Hand on to `images`."""
+        self._write(loop, self.images, step, {name: as_pictures(values) for name, values in images.items()})
+
+    def _open(self, loop: Loop) -> None:
+        if loop.is_main and not self._is_off:
+            self._thread = _Thread(type(self).__name__)
+            # Not in on_stop: what other plugins log there has to arrive first.
+            loop.resources.callback(self._close, self._thread)
+            self._attempt(self._thread, self.open, loop)
+
+    def _write(self, loop: Loop, method: Callable[..., None], *arguments: Any) -> None:
+        if self._thread is None:
+            self._open(loop)
+        if self._thread is not None and not self._is_off:
+            self._attempt(self._thread, method, *arguments)
+
+    def _close(self, thread: _Thread) -> None:
+        self._thread = None
+        if not thread.is_stuck:
+            self._attempt(thread, self.close)
+        thread.end()
+
+    def _attempt(self, thread: _Thread, method: Callable[..., None], *arguments: Any) -> None:
+        try:
+            thread.call(method, *arguments, timeout=self.timeout)
+        except Exception as error:
+            if not self._is_off:
+                reason = f"{type(error).__name__}: {error}"
+                log.warning("%s is switched off, the run goes on: %s: %s", thread.name, method.__name__, reason)
+                log.debug("where %s failed:", thread.name, exc_info=True)
+            self._is_off = True
+
+
+class _Thread:
+    """Makes calls one by one on a thread that the end of the process does not wait for.
+
+    A call that hangs can so be left behind. Only closing would need that, but it has to happen on the thread that
+    opened: locks and SQLite connections belong to the thread that made them (filelock's release does nothing on
+    another).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.is_stuck = name, False
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def call(self, function: Callable[..., None], *arguments: Any, timeout: float) -> None:
+        """Call and wait; raises what `function` raises, or TimeoutError after `timeout` seconds."""
+        done: Future[None] = Future()
+
+        def make() -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._calls.put(make)
+        try:
+            done.result(timeout)
+        except TimeoutError:
+            if done.done():  # it is the function's own
+                raise
+            self.is_stuck = True
+            raise TimeoutError(f"no answer within {timeout:g} s") from None
+
+    def end(self) -> None:
+        """End the thread after the call under way, if that ever ends."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (make := self._calls.get()) is not None:
+            make()
+
+
+def as_pictures(images: Tensor) -> Tensor:
+    """Return images n c h w as they are if c is 1 or 3; of others, such as latents, each channel becomes a picture."""
+    return images if images.shape[1] in (1, 3) else images.flatten(0, 1).unsqueeze(1)

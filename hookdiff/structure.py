@@ -1,0 +1,241 @@
+"""Turns a TOML table into checked arguments of whatever it configures: an attrs class, a module, a function.
+
+The rules: no unknown key, no coercion (the string "false" is no bool, 7 is no string; an int is a float), attrs
+validators run field by field, and all problems are told at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import attrs
+import cattrs
+import tomli
+from cattrs.errors import BaseValidationError, StructureHandlerNotFoundError
+
+from hookdiff.errors import nearest
+from hookdiff.progress import Every, parse_every
+
+
+class Text(str):
+    """A value from the command line: read as whatever its key expects."""
+
+
+class Problems:
+    """What is wrong with a config, place by place."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def add(self, where: str, message: str) -> None:
+        """Note a problem at `where`, as "run.steps"."""
+        self.found.append(f"{where}: {message}")
+
+
+def arguments(target: Callable[..., Any], table: Mapping[str, Any], where: str, problems: Problems) -> dict[str, Any]:
+    """Check `table` against the signature of `target` and return the typed arguments it sets.
+
+    Problems are added under `where`. Arguments that `target` requires and the table lacks are not looked for here:
+    whoever builds may add some (`missing` tells).
+    """
+    known = parameters(target)
+    hints = _hints(target)
+    result = {}
+    for key, value in table.items():
+        if key not in known:
+            problems.add(f"{where}.{key}", f"unknown key{nearest(key, known)}; known: {', '.join(known) or 'none'}")
+            continue
+        try:
+            result[key] = _value(value, hints.get(key, Any))
+        except (ValueError, TypeError) as error:
+            problems.add(f"{where}.{key}", _message(error))
+    # attrs runs no validator once one field has failed. Here each sees an instance of what is known so far.
+    defaults = {name: parameter.default for name, parameter in known.items()}
+    so_far = types.SimpleNamespace(**{**defaults, **result})
+    for key, field in _fields(target).items():
+        if key in result and field.validator is not None:
+            try:
+                field.validator(so_far, field, result[key])
+            except (ValueError, TypeError) as error:
+                problems.add(f"{where}.{key}", _message(error))
+    return result
+
+
+def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the named parameters of `target` that a config may set."""
+    skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(target).parameters.items()
+        if parameter.kind not in skipped and name not in ("self", "params")
+    }
+
+
+def missing(target: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
+    """Return the parameters without a default that `given` does not set."""
+    return [n for n, p in parameters(target).items() if p.default is inspect.Parameter.empty and n not in given]
+
+
+def resolved(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` and the defaults of `target` as TOML values; what TOML cannot say (None) is left out."""
+    table = {}
+    for name, parameter in parameters(target).items():
+        default = None if parameter.default is inspect.Parameter.empty else parameter.default
+        value = _as_toml(given.get(name, default))
+        if value is not None:
+            table[name] = value
+    return table
+
+
+def _as_toml(value: Any) -> Any:
+    if isinstance(value, Every):
+        return int(value.amount) if value.unit == "steps" else str(value)
+    if isinstance(value, (tuple, list)):
+        return [_as_toml(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _as_toml(item) for key, item in value.items()}
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def _fields(target: Any) -> dict[str, attrs.Attribute[Any]]:
+    """Return the fields of an attrs class by the names of its arguments; of anything else, none."""
+    if not (inspect.isclass(target) and attrs.has(target)):
+        return {}
+    attrs.resolve_types(cast(Any, target))
+    return {field.alias: field for field in cast(Any, target).__attrs_attrs__ if field.init}
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    if fields := _fields(target):
+        return {name: field.type for name, field in fields.items()}
+    return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+
+
+def _value(value: Any, kind: Any) -> Any:
+    if not isinstance(value, Text):
+        return _structure(value, kind)
+    if value == "none" and types.NoneType in typing.get_args(kind):
+        return None
+    first: Exception | None = None
+    for reading in _readings(value):
+        try:
+            return _structure(reading, kind)
+        except (ValueError, TypeError) as error:
+            first = first or error
+    assert first
+    raise first
+
+
+def _readings(text: str) -> Iterator[Any]:
+    """Read the value as TOML, then as a list without its brackets, then as it stands."""
+    for source in (text, f"[{text}]") if "," in text else (text,):
+        try:
+            yield tomli.loads(f"x = {source}")["x"]
+        except tomli.TOMLDecodeError:
+            continue
+    yield str(text)
+
+
+def _structure(value: Any, kind: Any) -> Any:
+    try:
+        return _converter.structure(value, kind)
+    except StructureHandlerNotFoundError:
+        raise ValueError(f"cannot be set in a config: it takes {_named(kind)}") from None
+
+
+def _exactly(wanted: type | tuple[type, ...], described: str) -> Callable[[Any, Any], Any]:
+    def hook(value: Any, _: Any) -> Any:
+        # bool is an int for isinstance, and no number for a config.
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+            raise ValueError(f"expected {described}, got {value!r}")
+        return float(cast(float, value)) if wanted == (int, float) else value
+
+    return hook
+
+
+def _union(value: Any, kind: Any) -> Any:
+    members = [member for member in typing.get_args(kind) if member is not types.NoneType]
+    members.sort(key=lambda member: member is not type(value))
+    errors = []
+    for member in members:
+        try:
+            return _converter.structure(value, member)
+        except StructureHandlerNotFoundError:
+            continue
+        except (ValueError, TypeError, BaseValidationError) as error:
+            errors.append(_message(error))
+    raise ValueError(errors[0] if len(errors) == 1 else f"expected {_named(kind)}, got {value!r}")
+
+
+def _sequence(value: Any, kind: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"expected a list, got {value!r}")
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple and not (len(inner) == 2 and inner[1] is Ellipsis):
+        if len(value) != len(inner):
+            raise ValueError(f"expected a list of {len(inner)}, got {len(value)} items")
+        kinds: Sequence[Any] = inner
+    else:
+        kinds = [inner[0]] * len(value)
+    items = []
+    for number, (item, item_kind) in enumerate(zip(value, kinds, strict=True), 1):
+        try:
+            items.append(_converter.structure(item, item_kind))
+        except (ValueError, TypeError, BaseValidationError) as error:
+            raise ValueError(f"item {number}: {_message(error)}") from None
+    return tuple(items) if typing.get_origin(kind) is tuple else items
+
+
+def _literal(value: Any, kind: Any) -> Any:
+    allowed = typing.get_args(kind)
+    if value not in allowed or type(value) not in map(type, allowed):
+        close = nearest(value, [a for a in allowed if isinstance(a, str)]) if isinstance(value, str) else ""
+        raise ValueError(f"expected one of {', '.join(map(repr, allowed))}, got {value!r}{close}")
+    return value
+
+
+def _every(value: Any, _: Any) -> Every:
+    if not isinstance(value, (int, str, Every)):
+        raise ValueError(f"expected steps (500), epochs ('2 epochs') or time ('15 min'), got {value!r}")
+    return parse_every(value)
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def _is_sequence(kind: Any) -> bool:
+    return typing.get_origin(kind) in (tuple, list) and bool(typing.get_args(kind))
+
+
+def _is_literal(kind: Any) -> bool:
+    return typing.get_origin(kind) is typing.Literal
+
+
+def _named(kind: Any) -> str:
+    members = typing.get_args(kind) if _is_union(kind) else (kind,)
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", types.NoneType: None}
+    told = [names.get(member, getattr(member, "__name__", str(member))) for member in members]
+    return " or ".join(name for name in told if name)
+
+
+def _message(error: BaseException) -> str:
+    """Return the message for a user: cattrs' groups and attrs' tuples of arguments are unpacked."""
+    if isinstance(error, BaseValidationError):
+        return "; ".join(_message(inner) for inner in error.exceptions)
+    return str(error.args[0]) if error.args else type(error).__name__
+
+
+_converter = cattrs.Converter(forbid_extra_keys=True)
+_converter.register_structure_hook(bool, _exactly(bool, "true or false"))
+_converter.register_structure_hook(int, _exactly(int, "an integer"))
+_converter.register_structure_hook(float, _exactly((int, float), "a number"))
+_converter.register_structure_hook(str, _exactly(str, "a string"))
+_converter.register_structure_hook(Every, _every)
+_converter.register_structure_hook_func(_is_union, _union)
+_converter.register_structure_hook_func(_is_sequence, _sequence)
+_converter.register_structure_hook_func(_is_literal, _literal)
