@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hookdiff.data.batch import Batch
     from hookdiff.data.feed import Feed
     from hookdiff.data.memory import InMemory
+    from hookdiff.dispatch import HookError
     from hookdiff.errors import ConfigError, PluginError, UserError
     from hookdiff.hookspecs import Hooks, Reason, Verdict, hookimpl
     from hookdiff.log import Log
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from hookdiff.objective import LossOutput, Objective
     from hookdiff.progress import Due, Every, LoopConfig, Progress, Step
     from hookdiff.randomness import derive_seed
-    from hookdiff.sampling import SampleRequest, Sampler, Samples
+    from hookdiff.sampling import Sampler, SampleRequest, Samples
+    from hookdiff.sinks import Sink
     from hookdiff.weights import borrowed_weights
 
 _HOME = {
@@ -30,6 +32,7 @@ _HOME = {
     "Due": "hookdiff.progress",
     "Every": "hookdiff.progress",
     "Feed": "hookdiff.data.feed",
+    "HookError": "hookdiff.dispatch",
     "Hooks": "hookdiff.hookspecs",
     "InMemory": "hookdiff.data.memory",
     "Log": "hookdiff.log",
@@ -45,6 +48,7 @@ _HOME = {
     "SampleRequest": "hookdiff.sampling",
     "Sampler": "hookdiff.sampling",
     "Samples": "hookdiff.sampling",
+    "Sink": "hookdiff.sinks",
     "Step": "hookdiff.progress",
     "UserError": "hookdiff.errors",
     "Verdict": "hookdiff.hookspecs",
@@ -66,6 +70,7 @@ __all__ = [
     "Due",
     "Every",
     "Feed",
+    "HookError",
     "Hooks",
     "InMemory",
     "Log",
@@ -81,6 +86,7 @@ __all__ = [
     "SampleRequest",
     "Sampler",
     "Samples",
+    "Sink",
     "Step",
     "UserError",
     "Verdict",

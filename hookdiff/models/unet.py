@@ -236,8 +236,8 @@ class Attention(nn.Module):
         """Map n c h w to the same."""
         # Pixels by channels is how channels_last lies in memory, so there these are views.
         tokens = self.norm(x).flatten(2).transpose(1, 2)
-        qkv = self.qkv(tokens).unflatten(2, (3, self.num_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each n heads pixels head_dim
+        parts = self.qkv(tokens).chunk(3, dim=2)
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         out: Tensor = self.proj(h).transpose(1, 2).unflatten(2, x.shape[2:])
         return x + out

@@ -1,0 +1,90 @@
+"""What plugin authors test with: a real Loop, small enough that a test takes milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from hookdiff.data.batch import Batch
+from hookdiff.loop import Loop
+from hookdiff.objective import LossOutput
+from hookdiff.progress import LoopConfig
+
+
+class ToyObjective:
+    """Learns to remove noise from four numbers: a diffusion in small, with draws, timesteps and a loss a sample."""
+
+    def draw(self, batch: Batch, generator: Generator) -> Batch:
+        """Draw the noise (n 4) and the timesteps (n) of a step."""
+        noise = torch.randn(batch.inputs.shape, generator=generator)
+        timesteps = torch.randint(0, 10, (len(batch),), generator=generator)
+        draws = {"noise": noise, "timesteps": timesteps}
+        return Batch(batch.inputs, batch.labels, batch.indices, draws, batch.total)
+
+    def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:
+        """Return the squared error of the predicted noise."""
+        noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
+        level = (timesteps.float() / 10).unsqueeze(1)
+        error = (net(batch.inputs + level * noise).float() - noise).square().mean(1)
+        return LossOutput(error.mean(), error.detach(), timesteps)
+
+
+class ToySampler:
+    """Makes images of whatever the net answers to noise."""
+
+    def sample(self, net: nn.Module, objective: Any, shape: Any, generators: Any, device: torch.device, /) -> Tensor:
+        """Return one image of `shape` per generator."""
+        noise = torch.stack([torch.randn(tuple(shape), generator=generator) for generator in generators])
+        images: Tensor = net(noise)
+        return images
+
+
+def toy_model(seed: int = 0, dropout: float = 0.0) -> nn.Module:
+    """Return a net of two layers on four numbers, the same for the same seed."""
+    before = torch.get_rng_state()
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Dropout(dropout), nn.Linear(8, 4))
+    torch.set_rng_state(before)
+    return model
+
+
+def toy_loop(
+    plugins: Mapping[str, object] | None = None,
+    *,
+    model: nn.Module | None = None,
+    optimizers: Callable[[nn.Module], Any] | None = None,
+    objective: Any = None,
+    data: Any = None,
+    run_dir: Path | None = None,
+    resume: bool = False,
+    **config: Any,
+) -> Loop:
+    """Return a Loop of 20 steps on 40 samples of four numbers; `config` changes the keys of `LoopConfig`."""
+    limits = {} if "epochs" in config else {"steps": 20}
+    return Loop(
+        model or toy_model(),
+        optimizers or (lambda prepared: torch.optim.AdamW(prepared.parameters(), lr=0.01, fused=True)),
+        objective or ToyObjective(),
+        torch.linspace(-1, 1, 160).reshape(40, 4) if data is None else data,
+        LoopConfig(**{"batch_size": 8, "log_every": 5, **limits, **config}),
+        plugins,
+        sampler=ToySampler(),
+        run_dir=run_dir,
+        resume=resume,
+    )
+
+
+def weights(loop: Loop) -> dict[str, Tensor]:
+    """Return a copy of the model's state."""
+    return {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+
+
+def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Raise AssertionError, naming the first tensor that differs in a bit."""
+    assert one.keys() == other.keys(), f"only in one: {sorted(one.keys() ^ other.keys())}"
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), f"{name} differs by {(value - other[name]).abs().max():g}"

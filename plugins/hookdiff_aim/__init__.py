@@ -1,0 +1,5 @@
+"""Metrics, pictures and configs in Aim."""
+
+from hookdiff_aim.plugin import Aim
+
+__all__ = ["Aim"]

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookdiff import Batch, Loop, LoopConfig, UserError, hookimpl
+from hookdiff_aim import Aim, plugin
+
+HAS_AIM = sys.version_info < (3, 13) and importlib.util.find_spec("aim") is not None
+needs_aim = pytest.mark.skipif(not HAS_AIM, reason="aim is not installed; it has packages for Python up to 3.12")
+
+DATA = torch.rand(32, 1, 4, 4) * 2 - 1
+
+
+def loss(net: nn.Module, batch: Batch) -> Tensor:
+    result: Tensor = net(batch.inputs).square()
+    return result
+
+
+class Extras:
+    """Logs what a run might: a number that is no number, and pictures."""
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        step = loop.progress.step
+        loop.log({"fd/digits": math.nan if step == 2 else 1.0 / step})
+        if step % 2 == 0:
+            grey = torch.full((2, 1, 4, 6), step / 10)
+            loop.log.images({"samples": grey, "colour": torch.tensor([1.0, -1.0, 0.0]).reshape(1, 3, 1, 1)})
+
+
+class Saved:
+    """What a checkpoint is to the plugin: a state that the next run gets."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+
+    @hookimpl
+    def restore(self, loop: Loop) -> Mapping[str, Any]:
+        return self.state
+
+
+def make_loop(plugins: Mapping[str, object], run_dir: Path | None, steps: int = 4, **options: Any) -> Loop:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = Loop(
+        model,
+        optimizer,
+        loss,
+        DATA,
+        LoopConfig(steps=steps, batch_size=8, log_every=1),
+        plugins,
+        run_dir=run_dir,
+        **options,
+    )
+    loop.hparams = {"run": {"steps": steps, "plugins": ["aim"]}, "optimizer": {"lr": 0.1, "fused": True}}
+    return loop
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Read all runs of a repository, by their hash."""
+    from aim.sdk.index_manager import RepoIndexManager
+
+    aim = plugin._aim()
+    repo = aim.Repo.from_path(str(folder))
+    runs = {}
+    for run_hash in os.listdir(folder / ".aim" / "meta" / "chunks"):  # the SDK's own list is up to 0.5 s old
+        # Without this there is nothing to read, and no error.
+        RepoIndexManager.get_index_manager(repo).index(run_hash)
+        repo.container_pool.clear()
+        run = aim.Run(run_hash, repo=repo, read_only=True)
+        metrics = {}
+        for metric in run.metrics():
+            steps, (values, *_) = metric.data.numpy()
+            metrics[metric.name] = dict(zip(steps.tolist(), values.tolist(), strict=True))
+        images = {}
+        for name, context, _ in run.iter_sequence_info_by_type("list(aim.image)"):
+            sequence = run.get_image_sequence(name, context)
+            images[name] = {
+                step: [numpy.asarray(image.to_pil_image()) for image in value]
+                for step, (value, *_) in sequence.data.items()
+            }
+        runs[run_hash] = {
+            "metrics": metrics,
+            "images": images,
+            "hparams": run["hparams"],
+            "name": run.name,
+            "experiment": run.experiment,
+            "closed": run.end_time is not None,
+        }
+    return runs
+
+
+def locks(folder: Path) -> list[Path]:
+    return list((folder / ".aim" / "locks").glob("*.softlock"))
+
+
+@pytest.fixture(scope="module")
+def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Making a repository takes Aim two seconds: the tests share one."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@needs_aim
+def test_a_run_can_be_read_back(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = Aim(experiment="tests")
+    make_loop({"aim": sink, "extras": Extras()}, runs_dir / "first").run()
+    run = read(runs_dir)[sink.state_dict()["run"]]
+    assert not caplog.records
+    assert (run["name"], run["experiment"], run["closed"]) == ("first", "tests", True)
+    assert run["hparams"] == {"run": {"steps": 4, "plugins": ["aim"]}, "optimizer": {"lr": 0.1, "fused": True}}
+    assert set(run["metrics"]) == {"loss", "grad_norm", "fd/digits"}
+    assert list(run["metrics"]["loss"]) == [1, 2, 3, 4]
+    distances = run["metrics"]["fd/digits"]
+    assert math.isnan(distances.pop(2))
+    assert distances == pytest.approx({1: 1.0, 3: 1 / 3, 4: 1 / 4})
+    assert list(run["images"]["samples"]) == [2, 4]
+    for step, (first, second) in run["images"]["samples"].items():
+        assert first.shape == (4, 6)
+        assert (first == round((step / 10 + 1) * 127.5)).all()
+        assert (second == first).all()
+    (colour,) = run["images"]["colour"][4]
+    assert colour.reshape(-1).tolist() == [255, 0, 128]
+    assert not locks(runs_dir)
+
+
+@needs_aim
+def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
+    sink = Aim()
+    loop = make_loop({"aim": sink, "extras": Extras()}, runs_dir / "resumed", steps=3)
+    states = []
+    with loop:
+        for step in loop.steps():
+            if step.step == 2:
+                states.append(_state(loop))
+    resumed = Aim()
+    make_loop({"aim": resumed, "extras": Extras(), "saved": Saved(states[0])}, runs_dir / "resumed", steps=5).run()
+    assert resumed.state_dict() == sink.state_dict()
+    run = read(runs_dir)[sink.state_dict()["run"]]
+    assert list(run["metrics"]["loss"]) == [1, 2, 3, 4, 5]  # step 3 was made twice
+    assert list(run["images"]["samples"]) == [2, 4]
+    assert run["hparams"]["run"]["steps"] == 5
+
+    fresh = Aim()
+    plugins = {"aim": fresh, "extras": Extras(), "saved": Saved(states[0])}
+    make_loop(plugins, runs_dir / "resumed", steps=3, fresh=["aim"]).run()
+    assert fresh.state_dict() != sink.state_dict()
+    assert list(read(runs_dir)[fresh.state_dict()["run"]]["metrics"]["loss"]) == [3]
+
+
+def _state(loop: Loop) -> dict[str, Any]:
+    from hookdiff.state import flatten, run_state, unflatten
+
+    tensors, tree = flatten(run_state(loop))
+    return unflatten({name: value.clone() for name, value in tensors.items()}, tree)
+
+
+@needs_aim
+def test_a_lost_aim_run_is_begun_anew(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = Aim()
+    sink.load_state_dict({"run": "0123456789abcdef01234567"})
+    make_loop({"aim": sink}, runs_dir / "lost", steps=1).run()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Aim has lost the run 0123456789abcdef01234567 in {runs_dir}; a new one begins with this step"
+    ]
+    assert list(read(runs_dir)[sink.state_dict()["run"]]["metrics"]["loss"]) == [1]
+
+
+@needs_aim
+def test_the_lock_of_a_killed_machine_does_not_stay(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = Aim()
+    loop = make_loop({"aim": sink}, runs_dir / "killed", steps=1)
+    loop.run()
+    run_hash = sink.state_dict()["run"]
+    (runs_dir / ".aim" / "locks" / f"{run_hash}.softlock").write_text("12345-1-0.0")  # machine, process, time
+    repo = plugin._aim().Repo
+    wait = repo.request_run_lock
+    monkeypatch.setattr(repo, "request_run_lock", lambda repo, run: wait(repo, run, timeout=0.1))  # for 10 s
+    resumed = Aim()
+    resumed.load_state_dict({"run": run_hash})
+    make_loop({"aim": resumed}, runs_dir / "killed", steps=2).run()
+    assert list(read(runs_dir)[run_hash]["metrics"]["loss"]) == [1, 2]
+    assert not locks(runs_dir)
+
+
+@needs_aim
+def test_fields_and_loops_without_a_run_directory(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named, bare = Aim(repo=str(runs_dir), name="by hand"), Aim()
+    make_loop({"aim": named}, None, steps=1).run()
+    monkeypatch.chdir(runs_dir)
+    make_loop({"aim": bare}, None, steps=1).run()
+    runs = read(runs_dir)
+    assert runs[named.state_dict()["run"]]["name"] == "by hand"
+    assert runs[bare.state_dict()["run"]]["name"].startswith("Run")  # Aim's own
+
+
+@pytest.mark.slow
+@needs_aim
+def test_two_processes_may_create_the_same_repository(tmp_path: Path) -> None:
+    script = f"import {plugin.__name__} as p, sys; p._create(sys.argv[1]); p._open(sys.argv[1], None, None).close()"
+    environment = {**os.environ, "PYTHONWARNINGS": ""}
+    command = [sys.executable, "-c", script, str(tmp_path / "runs")]
+    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert len(list((tmp_path / "runs" / ".aim" / "meta" / "chunks").iterdir())) == 2
+
+
+@needs_aim
+def test_only_the_first_of_two_makes_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    create = plugin._aim().Repo.from_path
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        made.append(arguments)
+        time.sleep(0.2)
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(plugin._aim().Repo, "from_path", note)
+    threads = [threading.Thread(target=plugin._create, args=[str(tmp_path / "runs")]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [(str(tmp_path / "runs"),)]
+
+
+def test_a_missing_package_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aim", None)
+    loop = make_loop({"aim": Aim()}, tmp_path / "run")
+    with pytest.raises(UserError, match=r"the plugin 'aim' needs the package aim: pip install 'hookdiff\[aim\]'"):
+        loop.run()
+    assert loop.progress.step == 0
+
+
+@needs_aim
+def test_a_repository_that_cannot_be_made_costs_only_the_sink(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert make_loop({"aim": Aim(repo=str(tmp_path / "file" / "repo"))}, None).run() == "done"
+    (warning,) = caplog.records
+    assert warning.getMessage().startswith("Aim is switched off, the run goes on: open: NotADirectoryError")
+
+
+def test_settings() -> None:
+    names = [field.name for field in attrs.fields(Aim) if field.init]
+    assert sorted(names) == ["experiment", "name", "repo", "timeout"]

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookdiff import Batch, Loop, LoopConfig, hookimpl
+from hookdiff.data import digits
+from hookdiff_progress import Progress
+from hookdiff_progress.plugin import clock, total_steps
+
+
+def loss(net: nn.Module, batch: Batch) -> Tensor:
+    result: Tensor = net(batch.inputs).square()
+    return result
+
+
+def make_loop(plugins: Mapping[str, object], **config: Any) -> Loop:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Loop(model, optimizer, loss, digits(), LoopConfig(**{"log_every": 2, **config}), plugins)
+
+
+class Output:
+    """What was written to a pipe or terminal, read as it comes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._read = descriptor, bytearray()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                data = os.read(self._descriptor, 65536)
+            except OSError:  # a terminal's end of file
+                return
+            if not data:
+                return
+            self._read += data
+
+    def text(self) -> str:
+        """Return all of it, once the other side is closed."""
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+        os.close(self._descriptor)
+        return self._read.decode()
+
+
+@contextmanager
+def stderr_to(stream: TextIO, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch, stream:
+        patch.setattr(sys, "stderr", stream)
+        yield
+
+
+@contextmanager
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Output]:
+    reading, writing = os.pipe()
+    with stderr_to(os.fdopen(writing, "w"), monkeypatch):
+        yield Output(reading)
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> Iterator[Output]:
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    reading, writing = pty.openpty()
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    with stderr_to(os.fdopen(writing, "w"), monkeypatch):
+        yield Output(reading)
+
+
+def screen(output: str) -> list[str]:
+    """What a terminal shows after `output`: understands what rich uses, up, erase line and carriage return."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", output):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row, column = row + 1, 0  # a terminal makes \r\n of it
+            if row == len(lines):
+                lines.append("")
+        elif token.endswith("A"):
+            row -= int(token[2:-1] or 1)
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif not token.startswith("\x1b"):
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + token + line[column + len(token) :]
+            column += len(token)
+    return [line.rstrip() for line in lines]
+
+
+class Evaluation:
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.log.due:
+            loop.log({"lr": 0.125, "clip/share": 0.5})
+        if loop.progress.step == 4:
+            loop.log({"fd/digits": 12.3456})
+
+
+def test_a_pipe_gets_a_line_for_every_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with pipe(monkeypatch) as output:
+        make_loop({"bar": Progress(), "evaluation": Evaluation()}, steps=6).run()
+    lines = output.text().splitlines()
+    number = r"[-\d.e]+"
+    shown = rf"loss {number}  lr 0\.125  grad_norm {number}"
+    for line, step, more in zip(lines, (2, 4, 6), ("", r"  fd/digits 12\.35", ""), strict=True):
+        assert re.fullmatch(rf"step {step}/6  {shown}{more}  clip/share 0\.5  \d+ img/s  ETA 0:0\d", line), line
+
+
+def test_lines_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pipe(monkeypatch) as output:
+        loop = make_loop({"bar": Progress()}, steps=4)
+        with loop:
+            for step in loop.steps():
+                if step.step == 3:
+                    assert b"step 2/4" in output._read or threading.Event().wait(1) or b"step 2/4" in output._read
+    output.text()
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = sys.stderr
+    with terminal(monkeypatch) as output:
+        make_loop({"bar": Progress(), "evaluation": Evaluation()}, steps=6).run()
+    assert sys.stderr is stderr
+    text = output.text()
+    bar, values, *rest = screen(text)
+    assert re.fullmatch(r"step 6/6 ━+ 100%  \d+ img/s  ETA 0:00", bar)
+    assert len(bar) == 100
+    assert re.fullmatch(r"loss \S+  lr 0.125  grad_norm \S+  fd/digits 12.35  clip/share 0.5", values)
+    assert not any(rest)
+    assert text.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_logging_and_printing_do_not_tear_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chatty:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            logging.getLogger("hookdiff").warning("logged at %d", loop.progress.step)
+            print("printed at", loop.progress.step, file=sys.stderr)
+            loop.plugins["bar"]._bar._live.refresh()  # type: ignore[attr-defined]
+
+    with terminal(monkeypatch) as output:
+        handler = logging.StreamHandler()  # made before the bar, as logging.basicConfig does
+        stream = handler.stream
+        monkeypatch.setattr(logging.getLogger("hookdiff"), "handlers", [handler])
+        make_loop({"bar": Progress(), "chatty": Chatty()}, steps=3).run()
+        assert handler.stream is stream
+    lines = [line for line in screen(output.text()) if line]
+    assert lines[:6] == [f"{verb} at {step}" for step in (1, 2, 3) for verb in ("logged", "printed")]
+    assert lines[6].startswith("step 3/3 ")
+    assert lines[7].startswith("loss ")
+    assert len(lines) == 8
+
+
+def test_an_error_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaking:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            raise RuntimeError("broken")
+
+    with terminal(monkeypatch) as output:
+        stderr = sys.stderr
+        with pytest.raises(RuntimeError, match="broken"):
+            make_loop({"bar": Progress(), "breaking": Breaking()}, steps=3).run()
+        assert sys.stderr is stderr
+        print("Traceback", file=sys.stderr)
+    lines = screen(output.text())
+    assert lines[0].startswith("step 1/3 ")
+    assert "Traceback" in lines
+
+
+@pytest.mark.parametrize("columns", [20, 300])
+def test_a_bar_of_any_width_keeps_to_two_lines(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch, columns) as output:
+        make_loop({"bar": Progress(), "evaluation": Evaluation()}, steps=4).run()
+    lines = [line for line in screen(output.text()) if line]
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= columns
+
+
+def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    loop = make_loop({"bar": Progress()}, steps=2)
+    loop.is_main = False
+    loop.run()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_number_of_values_is_limited(capsys: pytest.CaptureFixture[str]) -> None:
+    class Layers:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            loop.log({f"layer/{index}": 1.0 for index in range(100)})
+            if loop.progress.step == 2:
+                loop.log({"fd/digits": 2.0})
+
+    make_loop({"bar": Progress(), "layers": Layers()}, steps=2).run()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.count("layer/") == 5
+    assert "fd/digits 2  layer/0 1" in line
+
+
+@pytest.mark.parametrize(
+    ("config", "position", "total"),
+    [
+        ({"steps": 100}, (30, 2, 256), 100),
+        ({"epochs": 3}, (0, 0, 0), 42),  # 1,797 samples are 14 batches of 128
+        ({"epochs": 3}, (16, 1, 256), 42),
+        ({"epochs": 3}, (14, 1, 256), 40),  # two batches so far brought no update
+        ({"epochs": 3, "steps": 20}, (16, 1, 256), 20),
+        ({}, (16, 1, 256), None),
+    ],
+)
+def test_total_steps(config: dict[str, int], position: tuple[int, int, int], total: int | None) -> None:
+    loop = make_loop({}, **config)
+    loop.progress.step, loop.progress.epoch, loop.progress.samples = position
+    assert total_steps(loop) == total
+
+
+def test_an_epoch_run_ends_at_its_total(capsys: pytest.CaptureFixture[str]) -> None:
+    make_loop({"bar": Progress()}, epochs=2, log_every=14).run()
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("step 14/28 ")
+    assert last.startswith("step 28/28 ")
+
+
+class Clock:
+    """Each step takes ten seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    @hookimpl
+    def before_step(self) -> None:
+        self.now += 10
+
+
+def test_a_resumed_run_counts_its_own_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Saved:
+        @hookimpl
+        def restore(self, loop: Loop) -> dict[str, Any]:
+            progress = {"step": 900, "position": 900, "epoch": 64, "samples": 512}
+            model = loop.model.state_dict()
+            return {"progress": progress, "log": {}, "model": model, "optimizers": {"0": {}}, "plugins": {}}
+
+    ticking = Clock()
+    monkeypatch.setattr("time.monotonic", ticking)
+    loop = make_loop({"saved": Saved(), "bar": Progress(), "clock": ticking}, steps=1000)
+    with loop:
+        for step in loop.steps():
+            if step.step == 904:
+                loop.stop()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("step 902/1000 ")
+    assert first.endswith("  13 img/s  ETA 16:20")  # 98 steps of ten seconds
+    assert second.endswith("  13 img/s  ETA 16:00")
+
+
+def test_the_clock_of_a_run_may_end_it_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ticking = Clock()
+    monkeypatch.setattr("time.monotonic", ticking)
+    make_loop({"bar": Progress(), "clock": ticking}, steps=1000, max_time="50 s").run()
+    assert [line.rpartition("  ")[2] for line in capsys.readouterr().err.splitlines()] == ["ETA 0:30", "ETA 0:10"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3600, "1:00:00"), (200000, "55:33:20")]
+)
+def test_clock(seconds: float, shown: str) -> None:
+    assert clock(seconds) == shown

@@ -1,0 +1,411 @@
+import logging
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hookdiff import Batch, HookError, InMemory, Loop, LoopConfig, LossOutput, SampleRequest, UserError, hookimpl
+from hookdiff.randomness import derive_seed
+from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
+
+
+class Recorder:
+    """Writes down every hook it hears."""
+
+    def __init__(self):
+        self.heard = []
+
+    @hookimpl
+    def prepare_model(self):
+        self.heard.append("prepare_model")
+
+    @hookimpl
+    def on_start(self):
+        self.heard.append("on_start")
+
+    @hookimpl
+    def before_step(self, loop):
+        self.heard.append(f"before_step {loop.progress.step}")
+
+    @hookimpl
+    def after_backward(self):
+        self.heard.append("after_backward")
+
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        self.heard.append(f"after_optimizer_step {loop.progress.step}")
+
+    @hookimpl
+    def on_epoch_end(self, loop):
+        self.heard.append(f"on_epoch_end {loop.progress.epoch}")
+
+    @hookimpl
+    def on_nan(self, report):
+        self.heard.append(f"on_nan {report.position}")
+
+    @hookimpl
+    def on_stop(self, reason):
+        self.heard.append(f"on_stop {reason}")
+
+    def named(self, name):
+        return [entry for entry in self.heard if entry.startswith(name)]
+
+
+def test_weights_are_those_of_a_hand_written_loop():
+    loop = toy_loop(steps=7, seed=3)
+    loop.run()
+
+    model, data = toy_model(), torch.linspace(-1, 1, 160).reshape(40, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    order = torch.cat(
+        [torch.randperm(40, generator=torch.Generator().manual_seed(derive_seed(3, "data", e))) for e in (0, 1)]
+    )
+    for position in range(7):
+        x = data[order[8 * position : 8 * position + 8]]
+        generator = torch.Generator().manual_seed(derive_seed(3, "noise", position))
+        noise = torch.randn(x.shape, generator=generator)
+        level = torch.randint(0, 10, (8,), generator=generator).unsqueeze(1) / 10
+        loss = (model(x + level * noise) - noise).square().mean(1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert_same(weights(loop), model.state_dict())
+
+
+def test_hooks_fire_in_the_order_of_the_contract():
+    recorder = Recorder()
+    assert toy_loop({"recorder": recorder}, steps=6, batch_size=20).run() == "done"
+    step = ["before_step {}", "after_backward", "after_optimizer_step {}"]
+    expected = ["prepare_model", "on_start"]
+    for number in range(6):
+        expected += [step[0].format(number), step[1], step[2].format(number + 1)]
+        if number % 2:
+            expected.append(f"on_epoch_end {(number + 1) // 2}")
+    assert recorder.heard == [*expected, "on_stop done"]
+
+
+def test_epoch_end_does_not_fire_because_the_last_step_was_reached():
+    recorder = Recorder()
+    toy_loop({"recorder": recorder}, steps=3, batch_size=8).run()
+    assert recorder.named("on_epoch_end") == []
+
+
+def test_a_run_can_be_counted_in_epochs():
+    recorder = Recorder()
+    loop = toy_loop({"recorder": recorder}, epochs=2)
+    assert loop.run() == "done"
+    assert (loop.progress.step, recorder.named("on_epoch_end")) == (10, ["on_epoch_end 1", "on_epoch_end 2"])
+
+
+def test_max_time_ends_the_run_after_a_step():
+    loop = toy_loop(steps=10**6, max_time="0.05 s")
+    assert loop.run() == "time"
+    assert 0 < loop.progress.step < 10**6
+
+
+def test_a_plugin_can_stop_the_run():
+    class Stopper:
+        @hookimpl
+        def after_optimizer_step(self, loop):
+            if loop.progress.step == 3:
+                loop.stop()
+
+    loop = toy_loop({"stopper": Stopper()})
+    assert loop.run() == "plugin"
+    assert loop.progress.step == 3
+
+
+def test_an_error_travels_and_everything_is_closed():
+    closed = []
+
+    class Broken:
+        @hookimpl
+        def on_start(self, loop):
+            loop.resources.callback(closed.append, "closed")
+
+        @hookimpl
+        def after_backward(self):
+            raise RuntimeError("mine")
+
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="mine"):
+        toy_loop({"broken": Broken(), "recorder": recorder}).run()
+    assert recorder.heard[-1] == "on_stop error"
+    assert closed == ["closed"]
+
+
+def test_pull_style_sees_the_loss_logs_and_stops():
+    class Sink:
+        def __init__(self):
+            self.told = {}
+
+        @hookimpl
+        def on_log(self, step, values):
+            self.told.setdefault(step, {}).update(values)
+
+    sink, recorder, losses = Sink(), Recorder(), []
+    with toy_loop({"sink": sink, "recorder": recorder}) as loop:
+        for step in loop.steps():
+            losses.append(step.loss)
+            loop.log({"mine": step.loss})
+            if step.step == 7:
+                break
+    assert len(losses) == 7
+    assert recorder.heard[-1] == "on_stop plugin"
+    assert sink.told[7]["mine"] == pytest.approx(losses[6])
+    assert sink.told[5]["loss"] == pytest.approx(sum(losses[:5]) / 5)
+
+
+@given(micro=st.integers(1, 9))
+def test_any_micro_batch_gives_the_same_step_up_to_rounding(micro):
+    whole, parts = toy_loop(steps=5, batch_size=9), toy_loop(steps=5, batch_size=9, micro_batch=micro)
+    whole.run()
+    parts.run()
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_an_uneven_last_micro_batch_counts_by_its_samples():
+    # Windows of 4 and 2 samples with gradients 1, 2, 3, 4 and 10, 20: the mean is 40 / 6, not the mean of means.
+    gradients = torch.tensor([1.0, 2, 3, 4, 10, 20]).unsqueeze(1)
+    model = nn.Linear(1, 1, bias=False)
+    seen = []
+
+    class Look:
+        @hookimpl
+        def after_backward(self, loop):
+            seen.append(loop.gradients.named()["weight"].item())
+
+    def objective(net, batch):
+        return net(batch.inputs).squeeze(1)
+
+    config = LoopConfig(steps=1, batch_size=6, micro_batch=4)
+    Loop(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), objective, gradients, config, {"look": Look()}).run()
+    assert seen == [pytest.approx(40 / 6)]
+
+
+def test_dropout_is_a_function_of_the_position():
+    one = toy_loop(model=toy_model(dropout=0.5))
+    other = toy_loop(model=toy_model(dropout=0.5))
+    one.run()
+    with other:
+        for _ in other.steps():
+            torch.rand(100)  # a script that draws numbers of its own
+    assert_same(weights(one), weights(other))
+
+
+class NaNAt:
+    """An objective whose loss, or whose gradient alone, is not finite at chosen draws."""
+
+    def __init__(self, bad, gradient_only=False):
+        self.bad, self.gradient_only, self.noises = bad, gradient_only, []
+        self.inner = ToyObjective()
+
+    def draw(self, batch, generator):
+        batch = self.inner.draw(batch, generator)
+        self.noises.append(batch.draws["noise"])
+        return batch
+
+    def __call__(self, net, batch):
+        output = self.inner(net, batch)
+        if len(self.noises) - 1 not in self.bad:
+            return output
+        if self.gradient_only:
+            weight = next(net.parameters())
+            return LossOutput(output.loss + (weight - weight).sqrt().sum() * 0)  # 0 forwards, 0 * inf backwards
+        return LossOutput(output.loss * math.nan, output.per_sample * math.nan)
+
+
+@pytest.mark.parametrize("gradient_only", [False, True])
+def test_a_nan_reaches_on_nan_before_any_weight_moves(gradient_only, caplog):
+    loop = toy_loop({"recorder": (recorder := Recorder())}, objective=NaNAt({2}, gradient_only))
+    before = []
+    with caplog.at_level(logging.ERROR), loop:
+        for step in loop.steps():
+            if step.outcome == "stopped":
+                break
+            before.append(weights(loop))
+    assert recorder.named("on_nan") == ["on_nan 2"]
+    assert loop.reason == "on_nan"
+    assert_same(weights(loop), before[-1])
+    assert loop.progress.step == loop.progress.position == 2  # who resumes meets it again
+    assert ("0.weight" in caplog.text) or not gradient_only
+    assert math.isfinite(step.loss) == gradient_only
+
+
+class Skip:
+    @hookimpl
+    def on_nan(self):
+        return "skip"
+
+
+def test_a_skipped_step_gets_new_noise_and_is_not_counted():
+    objective = NaNAt({2})
+    loop = toy_loop({"skip": Skip()}, objective=objective, steps=4)
+    assert loop.run() == "done"
+    assert (loop.progress.step, loop.progress.position) == (4, 5)
+    assert not torch.equal(objective.noises[2], objective.noises[3])
+
+
+def test_the_strongest_verdict_wins(caplog):
+    class Stop:
+        @hookimpl
+        def on_nan(self):
+            return "stop"
+
+    assert toy_loop({"skip": Skip(), "stop": Stop()}, objective=NaNAt({1})).run() == "on_nan"
+
+
+def test_an_unknown_verdict_is_an_error():
+    class Odd:
+        @hookimpl
+        def on_nan(self):
+            return "retry"
+
+    with pytest.raises(HookError, match="'retry'"):
+        toy_loop({"odd": Odd()}, objective=NaNAt({1})).run()
+
+
+def test_a_rollback_loads_the_saved_state_and_goes_on_with_other_batches(caplog):
+    class Memory:
+        """Keeps the state of step 3 in memory and goes back to it."""
+
+        state = None
+
+        @hookimpl
+        def after_optimizer_step(self, loop):
+            from hookdiff.state import run_state
+
+            if loop.progress.step == 3:
+                loaded = run_state(loop)
+                self.state = {**loaded, "model": weights(loop), "optimizers": {"0": {}}}
+
+        @hookimpl
+        def restore(self):
+            return self.state
+
+        @hookimpl
+        def on_nan(self):
+            return "rollback"
+
+    loop = toy_loop({"memory": (memory := Memory())}, objective=NaNAt({5}), steps=6)
+    outcomes = []
+    with loop:
+        for step in loop.steps():
+            outcomes.append((step.outcome, step.step, loop.progress.position))
+            if step.outcome == "skipped":
+                assert_same(weights(loop), memory.state["model"])
+    assert outcomes[5:] == [("skipped", 3, 6), ("updated", 4, 7), ("updated", 5, 8), ("updated", 6, 9)]
+
+
+def test_an_infinite_norm_of_finite_gradients_is_no_nan():
+    class Huge:
+        @hookimpl(trylast=True)
+        def backward(self, loop, loss):
+            (loss * 1e25).backward()
+            return True
+
+    norms = []
+
+    class Look:
+        @hookimpl
+        def after_backward(self, loop):
+            norms.append(loop.gradients.total_norm)
+
+    loop = toy_loop({"huge": Huge(), "look": Look(), "recorder": (recorder := Recorder())}, steps=2)
+    loop.run()
+    assert recorder.named("on_nan") == []
+    assert all(math.isfinite(norm) and norm > 1e20 for norm in norms)
+
+
+def test_a_held_update_is_not_counted():
+    class Hold:
+        @hookimpl
+        def optimizer_step(self, loop):
+            return False if loop.progress.position == 1 else None
+
+    recorder = Recorder()
+    loop = toy_loop({"hold": Hold(), "recorder": recorder}, steps=3)
+    loop.run()
+    assert recorder.named("after_optimizer_step") == [f"after_optimizer_step {n}" for n in (1, 2, 3)]
+    assert loop.progress.position == 4
+
+
+def test_several_optimizers_all_step():
+    def optimizers(model):
+        return [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[3].parameters(), lr=0.1)]
+
+    loop = toy_loop(optimizers=optimizers, steps=1)
+    before = weights(loop)
+    loop.run()
+    assert not torch.equal(before["0.weight"], weights(loop)["0.weight"])
+    assert not torch.equal(before["3.weight"], weights(loop)["3.weight"])
+
+
+def test_optimizers_are_made_from_the_prepared_model():
+    class Freeze:
+        @hookimpl
+        def prepare_model(self, loop):
+            for parameter in loop.model[0].parameters():
+                parameter.requires_grad_(False)
+
+    held = []
+
+    def optimizers(model):
+        held.extend(name for name, p in model.named_parameters() if p.requires_grad)
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    toy_loop({"freeze": Freeze()}, optimizers=optimizers, steps=1).run()
+    assert held == ["3.weight", "3.bias"]
+
+
+def test_sampling_disturbs_nothing():
+    class Look:
+        @hookimpl
+        def after_optimizer_step(self, loop):
+            assert loop.sample(SampleRequest(5)).images.shape == (5, 4)
+
+    plain, looked = toy_loop(model=toy_model(dropout=0.3)), toy_loop({"look": Look()}, model=toy_model(dropout=0.3))
+    plain.run()
+    looked.run()
+    assert_same(weights(plain), weights(looked))
+    assert looked.model.training
+
+
+def test_image_k_does_not_depend_on_the_request():
+    loop = toy_loop()
+    with loop:
+        whole = loop.sample(SampleRequest(6, seed=4)).images
+        part = loop.sample(SampleRequest(2, seed=4, start=3)).images
+    assert torch.equal(whole[3:5], part)
+
+
+def test_asking_for_weights_that_nobody_holds_is_an_error():
+    with toy_loop() as loop, pytest.raises(UserError, match="'ema'"):
+        loop.sample(SampleRequest(1, weights="ema"))
+
+
+def test_two_loops_live_side_by_side():
+    alone = toy_loop(seed=1)
+    alone.run()
+    with toy_loop(seed=1) as one, toy_loop(seed=2) as two:
+        for _ in zip(one.steps(), two.steps(), strict=True):
+            pass
+    assert_same(weights(one), weights(alone))
+
+
+def test_the_loop_trains_anything():
+    """A classifier, with a plain function for an objective and data that has labels."""
+    images, labels = torch.randn(64, 3), torch.arange(64) % 2
+    images[:, 0] += 4 * labels
+
+    def cross_entropy(net: nn.Module, batch: Batch):
+        return nn.functional.cross_entropy(net(batch.inputs), batch.labels, reduction="none")
+
+    model = nn.Linear(3, 2)
+    config = LoopConfig(epochs=20, batch_size=16)
+    Loop(model, torch.optim.SGD(model.parameters(), lr=0.5), cross_entropy, InMemory(images, labels), config).run()
+    assert (model(images).argmax(1) == labels).float().mean() > 0.9
