@@ -96,8 +96,8 @@ class Loop:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         with self.resources:
             self.reason = "error" if error else self.reason or "plugin"
+            self.resources.callback(self.log.flush)  # also when a plugin fails, and before the sinks close
             self.hook.on_stop(loop=self, reason=self.reason)
-            self.log.flush()
 
     def steps(self) -> Iterator[Step]:
         """Train, yielding after each step: the script may look, log, stop, or break."""

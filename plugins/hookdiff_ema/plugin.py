@@ -68,8 +68,9 @@ class EMA:
         weights = self._weights()
         apart = torch._foreach_norm(torch._foreach_sub(weights, self._shadow))
         size = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(weights)))
-        total: Tensor = torch.linalg.vector_norm(torch.stack(apart))
-        return total / size
+        total = torch.linalg.vector_norm(torch.stack(apart))
+        distance: Tensor = total / size
+        return distance
 
     def _weights(self) -> list[Tensor]:
         return [parameter.float() for parameter in self._parameters]  # no copy of what is float32

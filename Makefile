@@ -1,0 +1,33 @@
+# `make demo` and `make test` work in a fresh clone with nothing but python3 and make.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-all lint types clean
+
+demo: .venv/ready
+	$(BIN)/hookdiff run examples/basic.toml --plugins ema,amp,fid --overwrite
+
+test: .venv/ready-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: .venv/ready-dev
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest
+
+lint: .venv/ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/ready-dev
+	$(BIN)/mypy
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -e .
+	touch $@
+
+.venv/ready-dev: .venv/ready
+	$(BIN)/pip install -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist
