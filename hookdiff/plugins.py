@@ -16,8 +16,8 @@ from hookdiff.hookspecs import Hooks
 
 HOOK_NAMES = tuple(name for name, member in vars(Hooks).items() if inspect.isfunction(member) and name[0] != "_")
 
-# The other parts of a checkpoint: a plugin's state is saved under the plugin's name.
-RESERVED = ("defaults", "log", "manifest", "model", "optimizers", "progress")
+# A plugin's tensors are saved in a file of the plugin's name; these are taken.
+RESERVED = ("defaults", "manifest", "model", "optimizers")
 
 
 class Plugins(Mapping[str, object]):
@@ -77,7 +77,7 @@ class _Manager(pluggy.PluginManager):
 def check_plugin(name: str, plugin: object) -> None:
     """Raise PluginError, naming the mistake, for a plugin whose hooks would not be heard."""
     if name in RESERVED:
-        raise PluginError(f"a plugin cannot be named {name!r}: a checkpoint has a part of that name")
+        raise PluginError(f"a plugin cannot be named {name!r}: the core uses that name")
     if inspect.isclass(plugin):
         raise PluginError(f"the plugin {name!r} is the class {plugin.__name__}; give an instance: {plugin.__name__}()")
     for attribute in dir(plugin):

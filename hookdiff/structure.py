@@ -7,6 +7,7 @@ validators run field by field, and all problems are told at once.
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,14 +106,20 @@ def _fields(target: Any) -> dict[str, attrs.Attribute[Any]]:
     """Return the fields of an attrs class by the names of its arguments; of anything else, none."""
     if not (inspect.isclass(target) and attrs.has(target)):
         return {}
-    attrs.resolve_types(cast(Any, target))
     return {field.alias: field for field in cast(Any, target).__attrs_attrs__ if field.init}
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    if fields := _fields(target):
-        return {name: field.type for name, field in fields.items()}
-    return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+def _hints(target: Any) -> dict[str, Any]:
+    fields = _fields(target)
+    if not fields:
+        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    hints: dict[str, Any] = {}
+    for alias, field in fields.items():
+        # One by one, each in its own module: a field that is no argument may name a type only checkers see.
+        owner = next(kind for kind in target.__mro__ if field.name in vars(kind).get("__annotations__", {}))
+        alone = types.SimpleNamespace(__annotations__={alias: field.type})
+        hints |= typing.get_type_hints(alone, vars(sys.modules[owner.__module__]))
+    return hints
 
 
 def _value(value: Any, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The bar. Imported only where there is a terminal, since it needs rich."""
+"""The bar. It imports rich only where there is a terminal to show one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Group
 
 PAUSE = 0.25  # seconds between two pictures
 
@@ -24,6 +21,9 @@ class Bar:
     """
 
     def __init__(self, draw: Callable[[], Group]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
         self._live = Live(
             get_renderable=draw,
             console=Console(stderr=True),
@@ -61,6 +61,11 @@ class Bar:
 
 def picture(label: str, step: int, total: int | None, pace: str, values: str) -> Group:
     """Return a bar between `label` and `pace`, and a line of `values` under it; None: the length is not known."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
     head = Table.grid(padding=(0, 1), expand=True)
     head.add_column(no_wrap=True)
     head.add_column(ratio=1)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from attrs import define, field
 
 from hookdiff import Loop, hookimpl
+from hookdiff_progress.bar import Bar, picture
 
 if TYPE_CHECKING:
     from rich.console import Group
-
-    from hookdiff_progress.bar import Bar
 
 FIRST = ("loss", "lr", "grad_norm")
 MOST = 8  # values shown at once: a plugin may log one a layer
@@ -59,8 +58,6 @@ class Progress:
         self._pace.mark()
 
     def _make_bar(self, loop: Loop, pace: Pace) -> Bar:
-        from hookdiff_progress.bar import Bar, picture
-
         def draw() -> Group:
             step, total = loop.progress.step, total_steps(loop)
             return picture(label(step, total), step, total, spaced(pace.parts()), spaced(self._shown(self._values)))
@@ -89,11 +86,11 @@ class Pace:
         """Return "1234 img/s" and "ETA 0:12" as far as they are known."""
         (began, batches, steps), (now, batches_now, steps_now) = self._marks[0], self._now()
         config, total = self._loop.config, total_steps(self._loop)
-        left = []
-        if batches_now > batches:
-            yield f"{(batches_now - batches) * config.batch_size / (now - began):.0f} img/s"
+        seconds, left = now - began, []
+        if batches_now > batches and seconds > 0:  # some clocks stand still for 15 ms
+            yield f"{(batches_now - batches) * config.batch_size / seconds:.0f} img/s"
         if total is not None and steps_now > steps:
-            left.append((total - steps_now) * (now - began) / (steps_now - steps))
+            left.append((total - steps_now) * seconds / (steps_now - steps))
         if config.max_time.amount:
             left.append(config.max_time.amount - (now - self._loop.began))
         if left:

@@ -1,0 +1,370 @@
+import copy
+import inspect
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hookdiff.models import UNet
+from hookdiff.models.unet import ResBlock, sinusoids
+
+MISFIT = "images of {} do not fit, expected multiples of 4 for the 3 levels of channel_mults; nearest: {}"
+TINY: dict[str, Any] = {"channels": 8, "num_res_blocks": 1, "head_dim": 8}
+
+
+def tiny(**changes: Any) -> UNet:
+    torch.manual_seed(0)
+    return UNet(**{**TINY, **changes})
+
+
+def awake(model: UNet) -> UNet:
+    """Return the model with no layer left at zero, as after some training."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, ...]]:
+    mults = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    sides = [16 >> level for level in range(len(mults))]
+    channels, in_channels = draw(st.integers(1, 13)), draw(st.integers(1, 4))
+    options: dict[str, Any] = {
+        "in_channels": in_channels,
+        "image_size": 16,
+        "channels": channels,
+        "channel_mults": mults,
+        "num_res_blocks": draw(st.integers(1, 3)),
+        "attention_resolutions": tuple(draw(st.sets(st.sampled_from(sides)))),
+        "head_dim": draw(st.sampled_from([n for n in range(1, channels + 1) if channels % n == 0])),
+    }
+    divisor = 2 ** (len(mults) - 1)
+    height, width = (divisor * draw(st.integers(1, 16 // divisor)) for _ in range(2))
+    return options, (draw(st.integers(0, 3)), in_channels, height, width)
+
+
+@given(shapes())
+def test_output_has_the_shape_of_the_input(case: tuple[dict[str, Any], tuple[int, ...]]) -> None:
+    options, shape = case
+    model = awake(UNet(**options))
+    out = model(images(*shape), torch.arange(shape[0]))
+    assert out.shape == shape
+    assert out.dtype == torch.float32
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"image_size": 32, "in_channels": 3, "channel_mults": (1, 2, 2), "attention_resolutions": (16, 8)},
+        {"image_size": 64, "in_channels": 3, "channel_mults": (1, 2, 3, 4), "attention_resolutions": (16, 8)},
+    ],
+)
+def test_starts_at_exactly_zero(options: dict[str, Any]) -> None:
+    model = UNet(**{"channels": 32, **options})
+    size = options.get("image_size", 8)
+    x = images(1, model.in_channels, size, size)
+    assert torch.equal(model(x, torch.tensor([500])), torch.zeros_like(x))
+
+
+def test_arguments_are_plain_keywords_with_defaults() -> None:
+    parameters = inspect.signature(UNet).parameters
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in parameters.values())
+    hints = get_type_hints(UNet.__init__)
+    assert {hints[name] for name in parameters} == {int, float, tuple[int, ...]}
+
+
+@pytest.mark.parametrize("mults", [(1,), (1, 2), (2, 1, 3)])
+def test_every_parameter_is_trained(mults: tuple[int, ...]) -> None:
+    model = tiny(channel_mults=mults, attention_resolutions=(8,), num_res_blocks=2, in_channels=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, t = images(4, 3, 8, 8), torch.tensor([0, 10, 100, 999])
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(F.mse_loss(model(x, t), x.flip(0)))
+
+    backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    optimizer.step()  # wakes the output,
+    backward()
+    optimizer.step()  # and then the residual branches
+    backward()
+    assert [name for name, p in model.named_parameters() if not grad_of(p).any()] == []
+
+
+def test_overfits_a_batch_and_learns_to_read_the_time() -> None:
+    model = tiny(channels=16)
+    x, target = images(1, 1, 8, 8).expand(4, 1, 8, 8), images(4, 1, 8, 8)
+    t = torch.tensor([0, 1, 500, 999])  # the only thing that tells the four apart
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.autograd.backward(F.mse_loss(model(x, t), target))
+        optimizer.step()
+    assert F.mse_loss(model(x, t), target) < 0.05
+    assert F.mse_loss(model(x, t.flip(0)), target) > 0.5
+
+
+def test_sinusoids_follow_the_paper_in_float32() -> None:
+    t = torch.tensor([0, 1, 999, 1000])
+    frequencies = 10000 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    angles = t.double().outer(frequencies)
+    expected = torch.cat([angles.cos(), angles.sin()], dim=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = sinusoids(t, 8)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=0)
+    assert torch.equal(got, sinusoids(t.double(), 8))
+
+
+def test_bf16_autocast_tells_999_from_1000() -> None:
+    model = awake(tiny())
+    x, t = images(1, 1, 8, 8).expand(2, 1, 8, 8), torch.tensor([999, 1000])
+    expected = model.time(t)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, time = model(x, t), model.time(t)
+        assert torch.equal(out, model(x, t.float()))
+    assert out.dtype == torch.float32
+    assert not torch.equal(out[0], out[1])
+    # Not just any difference: had the time been rounded on the way, that of the embedding would be wrong.
+    step, expected_step = time[0] - time[1], expected[0] - expected[1]
+    assert (step - expected_step).norm() < 0.1 * expected_step.norm()
+
+
+def test_a_model_cast_whole_tells_999_from_1000() -> None:
+    model = awake(tiny()).bfloat16()
+    x = images(1, 1, 8, 8).bfloat16().expand(2, 1, 8, 8)
+    out = model(x, torch.tensor([999, 1000]))
+    assert out.dtype == torch.bfloat16
+    assert not torch.equal(out[0], out[1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"channel_mults": (1, 2)},
+        {"channel_mults": (2,), "attention_resolutions": (8,), "in_channels": 1},
+        {"channel_mults": (1, 2, 1, 2), "attention_resolutions": (8, 2), "num_res_blocks": 2},  # down to 1x1
+    ],
+)
+def test_channels_last_stays_and_changes_nothing(options: dict[str, Any]) -> None:
+    model = awake(tiny(**{"in_channels": 3, **options}))
+    x, t = images(4, model.in_channels, 8, 8), torch.tensor([1, 10, 100, 1000])
+    last = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    seen: list[Tensor] = []
+    for module in last.modules():
+        if isinstance(module, ResBlock):
+            module.register_forward_hook(lambda module, args, out: seen.extend((args[0], out)))
+
+    out = last(x.contiguous(memory_format=torch.channels_last), t)
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (*seen, out))
+    expected = model(x, t)
+    assert expected.is_contiguous()
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for (name, ours), theirs in zip(last.named_parameters(), model.parameters(), strict=True):
+        scale = grad_of(theirs).abs().max().item()
+        message = f"the gradient of {name} differs"
+        torch.testing.assert_close(
+            grad_of(ours), grad_of(theirs), atol=1e-4 * scale, rtol=1e-3, msg=message, check_stride=False
+        )
+
+
+def test_a_mirrored_image_gives_a_mirrored_output() -> None:
+    """Nothing moves the image sideways: resampling is centred, whatever the number of levels."""
+    model = awake(tiny(channel_mults=(1, 1, 2), attention_resolutions=(4,)))
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.add_(module.weight.flip(-1))
+    x, t = images(2, 1, 8, 16), torch.tensor([3, 700])
+    torch.testing.assert_close(model(x.flip(-1), t), model(x, t).flip(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_images_of_a_batch_do_not_see_each_other() -> None:
+    model = awake(tiny())
+    x, t = images(3, 1, 8, 8), torch.tensor([0, 20, 999])
+    alone = torch.cat([model(x[i : i + 1], t[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(model(x, t), alone, atol=1e-5, rtol=1e-4)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model, dry = awake(tiny(dropout=0.5)), awake(tiny())
+    x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
+    assert not torch.equal(model(x, t), model(x, t))
+    assert torch.equal(model.eval()(x, t), dry(x, t))
+
+
+def test_dropout_draws_from_the_default_generator_so_checkpointing_repeats_it() -> None:
+    model = awake(tiny(dropout=0.5))
+    x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
+
+    def gradients(recompute: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model.zero_grad()
+        out = checkpoint(model, x, t, use_reentrant=False) if recompute else model(x, t)
+        out.square().sum().backward()
+        return [grad_of(p).clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
+def test_state_dict_round_trip() -> None:
+    model, other = awake(tiny()), UNet(**TINY)
+    x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
+    assert not torch.equal(model(x, t), other(x, t))
+    other.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(model(x, t), other(x, t))
+
+
+def test_names_are_stable() -> None:
+    model = tiny(num_res_blocks=2)
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]  # no buffers
+    layers = [name.removesuffix(".weight") for name in model.state_dict() if name.endswith(".weight")]
+    block = ["norm1", "conv1", "time", "conv2"]
+    attention = ["attention.norm", "attention.qkv", "attention.proj"]
+    assert layers == [
+        *("time.linear1", "time.linear2", "conv_in"),
+        *(f"down.0.0.{layer}" for layer in block),
+        *(f"down.0.1.{layer}" for layer in block),
+        *(f"down.1.0.{layer}" for layer in (*block, "skip", *attention)),
+        *(f"down.1.1.{layer}" for layer in (*block, *attention)),
+        *(f"mid.0.{layer}" for layer in (*block, *attention)),
+        *(f"mid.1.{layer}" for layer in block),
+        *(f"up.1.0.{layer}" for layer in (*block, "skip", *attention)),
+        *(f"up.1.1.{layer}" for layer in (*block, "skip", *attention)),
+        "up.0.upsample",
+        *(f"up.0.0.{layer}" for layer in (*block, "skip")),
+        *(f"up.0.1.{layer}" for layer in (*block, "skip")),
+        *("norm_out", "conv_out"),
+    ]
+
+
+def test_blocks_are_listed_in_the_order_they_run() -> None:
+    model = tiny(channel_mults=(1, 1, 1), num_res_blocks=2)
+    blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, ResBlock)]
+    ran: list[str] = []
+    for name, module in blocks:
+        module.register_forward_hook(lambda module, args, out, name=name: ran.append(name))
+    model(images(1, 1, 8, 8), torch.tensor([1]))
+    assert ran == [name for name, _ in blocks]
+
+
+def test_can_be_built_on_the_meta_device_and_drawn_later() -> None:
+    with torch.device("meta"):
+        model = UNet()
+    assert all(p.is_meta for p in model.parameters())
+    x, t = images(2, 1, 8, 8), torch.tensor([1, 2])
+    assert model(x.to("meta"), t.to("meta")).shape == x.shape
+    model.to_empty(device="cpu")
+    torch.manual_seed(4)
+    model.reset_parameters()
+    assert torch.equal(model(x, t), torch.zeros_like(x))
+    torch.manual_seed(4)
+    fresh = UNet()
+    fresh.reset_parameters()  # the second draw of this seed,
+    assert model.state_dict().keys() == fresh.state_dict().keys()
+    torch.manual_seed(4)
+    fresh.reset_parameters()  # and the first, with nothing left over from before
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_channels": 0}, "in_channels=0 is less than 1; nearest: 1"),
+        ({"channels": -8}, "channels=-8 is less than 1; nearest: 1"),
+        ({"num_res_blocks": 0}, "num_res_blocks=0 is less than 1; nearest: 1"),
+        ({"head_dim": 0}, "head_dim=0 is less than 1; nearest: 1"),
+        ({"channel_mults": ()}, "channel_mults is empty, expected one number a level; nearest: (1,)"),
+        ({"channel_mults": (1, 0)}, "channel_mults=(1, 0) has a number less than 1; nearest: (1, 1)"),
+        (
+            {"image_size": 30, "channel_mults": (1, 2, 2)},
+            "image_size=30 does not fit, expected at least 8 and a multiple of 4 "
+            "for the 3 levels of channel_mults; nearest: 28 or 32",
+        ),
+        (
+            {"image_size": 4},
+            "image_size=4 does not fit, expected at least 8 and a multiple of 2 "
+            "for the 2 levels of channel_mults; nearest: 8",
+        ),
+        (
+            {"image_size": 9, "channel_mults": (1, 1, 1, 1, 1)},
+            "image_size=9 does not fit, expected at least 8 and a multiple of 16 "
+            "for the 5 levels of channel_mults; nearest: 16",
+        ),
+        (
+            {"attention_resolutions": (8, 16)},
+            "attention_resolutions=(8, 16) has 16, which is the side of no level, "
+            "expected any of 8, 4; nearest: 8",
+        ),
+        (
+            {"channels": 48, "attention_resolutions": (4, 8)},
+            "head_dim=32 does not divide the channels of each level with attention (48, 96); nearest: 24",
+        ),
+        ({"dropout": 1.0}, "dropout=1.0 is not in [0, 1); nearest: 0.99"),
+        ({"dropout": -0.1}, "dropout=-0.1 is not in [0, 1); nearest: 0.0"),
+        ({"dropout": float("nan")}, "dropout=nan is not in [0, 1); nearest: 0.0"),
+    ],
+)
+def test_refuses_what_does_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole message is compared below
+        UNet(**options)
+    assert str(caught.value) == message
+
+
+def test_head_dim_matters_only_where_there_is_attention() -> None:
+    UNet(channels=10, head_dim=32, attention_resolutions=())
+
+
+@pytest.mark.parametrize(
+    ("shape", "timesteps", "message"),
+    [
+        (
+            (2, 3, 8, 8),
+            torch.tensor([1, 2]),
+            "x has shape (2, 3, 8, 8), expected (n, 1, h, w): the model was built with in_channels=1",
+        ),
+        (
+            (1, 8, 8),
+            torch.tensor([1]),
+            "x has shape (1, 8, 8), expected (n, 1, h, w): the model was built with in_channels=1",
+        ),
+        ((1, 1, 30, 45), torch.tensor([1]), MISFIT.format("30x45", "28x44 or 32x48")),
+        ((1, 1, 8, 2), torch.tensor([1]), MISFIT.format("8x2", "8x4")),
+        ((1, 1, 0, 8), torch.tensor([1]), MISFIT.format("0x8", "4x8")),
+        ((2, 1, 8, 8), torch.tensor([1]), "timesteps has shape (1,), expected (2,): one an image"),
+        ((1, 1, 8, 8), torch.tensor(1), "timesteps has shape (), expected (1,): one an image"),
+        (
+            (1, 1, 8, 8),
+            torch.tensor([999]).bfloat16(),
+            "timesteps is torch.bfloat16, which has rounded them (bfloat16 turns 999 into 1000), "
+            "expected integers or float32",
+        ),
+    ],
+)
+def test_refuses_inputs_that_do_not_fit(shape: tuple[int, ...], timesteps: Tensor, message: str) -> None:
+    model = tiny(channel_mults=(1, 1, 1))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole message is compared below
+        model(torch.zeros(shape), timesteps)
+    assert str(caught.value) == message
