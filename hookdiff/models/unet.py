@@ -308,8 +308,8 @@ def _check_attention(sides: tuple[int, ...], head_dim: int, levels: list[int], w
         if side not in levels:
             nearest = min(levels, key=lambda level: abs(level - side))
             raise ValueError(
-                f"attention_resolutions={sides} has {side}, which is the side of no level, "
-                f"expected any of {', '.join(map(str, levels))}; nearest: {nearest}"
+                f"attention_resolutions={sides} has {side}, but the levels have sides "
+                f"{', '.join(map(str, levels))}; nearest: {nearest}"
             )
     used = [width for side, width in zip(levels, widths, strict=True) if side in sides]
     if any(width % head_dim for width in used):

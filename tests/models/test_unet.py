@@ -315,8 +315,7 @@ def test_can_be_built_on_the_meta_device_and_drawn_later() -> None:
         ),
         (
             {"attention_resolutions": (8, 16)},
-            "attention_resolutions=(8, 16) has 16, which is the side of no level, "
-            "expected any of 8, 4; nearest: 8",
+            "attention_resolutions=(8, 16) has 16, but the levels have sides 8, 4; nearest: 8",
         ),
         (
             {"channels": 48, "attention_resolutions": (4, 8)},

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, UserError, hookimpl
+from hookdiff.structure import Problems, arguments
 from hookdiff_aim import Aim, plugin
 
 HAS_AIM = sys.version_info < (3, 13) and importlib.util.find_spec("aim") is not None
@@ -259,3 +260,6 @@ def test_a_repository_that_cannot_be_made_costs_only_the_sink(tmp_path: Path, ca
 def test_settings() -> None:
     names = [field.name for field in attrs.fields(Aim) if field.init]
     assert sorted(names) == ["experiment", "name", "repo", "timeout"]
+    problems = Problems()
+    assert arguments(Aim, {"repo": "here", "timeout": 5}, "plugins.aim", problems) == {"repo": "here", "timeout": 5.0}
+    assert not problems.found

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, hookimpl
 from hookdiff.data import digits
+from hookdiff.structure import Problems, arguments
 from hookdiff_progress import Progress
 from hookdiff_progress.plugin import clock, total_steps
 
@@ -293,3 +294,9 @@ def test_the_clock_of_a_run_may_end_it_first(
 )
 def test_clock(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
+
+
+def test_it_has_no_settings() -> None:
+    problems = Problems()
+    arguments(Progress, {"width": 80}, "plugins.progress", problems)
+    assert problems.found == ["plugins.progress.width: unknown key; known: none"]

@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Every, Loop, LoopConfig, Objective, hookimpl
 from hookdiff.data import digits
+from hookdiff.structure import Problems, arguments
 from hookdiff_samples import SampleGrid
 
 
@@ -208,3 +209,10 @@ def test_asks_for_the_weights_it_was_told() -> None:
 def test_a_bad_value_is_refused(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=key if key != "every" else "soon"):
         SampleGrid(**{key: value})
+
+
+def test_it_is_configured_by_a_table() -> None:
+    problems = Problems()
+    table = {"every": "2 epochs", "num": 9, "weights": "ema"}
+    assert arguments(SampleGrid, table, "plugins.samples", problems) == {**table, "every": Every(2, "epochs")}
+    assert not problems.found
