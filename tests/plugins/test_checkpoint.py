@@ -83,7 +83,7 @@ def test_a_changed_byte_is_noticed(tmp_path_factory, name, where, flip):
     try:
         state = read_checkpoint(path.parent)
     except UserError as error:
-        assert str(path.parent) in str(error)
+        assert str(path.parent) in str(error)  # noqa: PT017 - most bytes of the manifest may change without harm
     else:
         assert name == "manifest.json"
         assert set(state["model"]) == set(toy_model().state_dict())

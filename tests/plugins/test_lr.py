@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -32,7 +34,7 @@ def test_it_stays_within_its_bounds(shape, step):
 def test_it_has_no_jumps(shape):
     factors = [lr_factor(step, 1000, **shape) for step in range(1200)]
     steepest = max(1 / max(1, shape["warmup"]), 2 / (1000 - shape["warmup"])) + 1e-12
-    assert max(abs(a - b) for a, b in zip(factors, factors[1:], strict=False)) <= steepest
+    assert max(abs(a - b) for a, b in itertools.pairwise(factors)) <= steepest
 
 
 @given(shape=shapes, past=st.integers(0, 1000))
