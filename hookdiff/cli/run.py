@@ -18,6 +18,8 @@ from hookdiff.cli.options import config_argument, override_options
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
+log = logging.getLogger("hookdiff")
+
 
 @click.command()
 @config_argument
@@ -42,7 +44,8 @@ def command(
 
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other")
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    log.setLevel(logging.INFO)
     checked = load(config, plugins, settings)
     run_dir = out or Path("runs") / checked.run.name
     resume = resume and run_dir.exists()
@@ -65,7 +68,7 @@ def _stop_on_signal(loop: Loop, caught: list[int]) -> Iterator[None]:
         loop.stop("signal")
         for each, before in previous.items():
             signal.signal(each, before)
-        click.echo("stopping after this step; once more leaves at once", err=True)
+        log.warning("stopping after this step; once more leaves at once")
 
     previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -139,6 +139,8 @@ def test_a_run_can_be_read_back(runs_dir: Path, caplog: pytest.LogCaptureFixture
     assert not locks(runs_dir)
 
 
+# Slow set: Aim now and then says that a run just closed is missing; under investigation.
+@pytest.mark.slow
 @needs_aim
 def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     sink = Aim()
@@ -181,6 +183,8 @@ def test_a_lost_aim_run_is_begun_anew(runs_dir: Path, caplog: pytest.LogCaptureF
     assert list(read(runs_dir)[sink.state_dict()["run"]]["metrics"]["loss"]) == [1]
 
 
+# Slow set: Aim now and then says that a run just closed is missing; under investigation.
+@pytest.mark.slow
 @needs_aim
 def test_the_lock_of_a_killed_machine_does_not_stay(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = Aim()
