@@ -95,7 +95,7 @@ class UNet(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all weights afresh, as a model built on the meta device needs after `to_empty`."""
-        # Torch's own small uniform weights, which train better here than those of LeCun or Xavier: by 1 to 3
+        # Torch's own small uniform weights, which train better here than those of LeCun or Xavier: by about 1
         # percent of the loss on 8x8 digits.
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hookdiff.models import UNet
-from hookdiff.models.unet import ResBlock, sinusoids
+from hookdiff.models.unet import Attention, ResBlock, sinusoids
 
 MISFIT = "images of {} do not fit, expected multiples of 4 for the 3 levels of channel_mults; nearest: {}"
 TINY: dict[str, Any] = {"channels": 8, "num_res_blocks": 1, "head_dim": 8}
@@ -268,6 +268,51 @@ def test_blocks_are_listed_in_the_order_they_run() -> None:
         module.register_forward_hook(lambda module, args, out, name=name: ran.append(name))
     model(images(1, 1, 8, 8), torch.tensor([1]))
     assert ran == [name for name, _ in blocks]
+
+
+def test_the_way_up_mirrors_the_way_down() -> None:
+    model = awake(tiny(num_res_blocks=2))
+    shown: dict[str, Tensor] = {}
+    made: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ResBlock):
+
+            def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor, name: str = name) -> None:
+                shown[name], made[name] = args[0], out
+
+            module.register_forward_hook(keep)
+    model(images(1, 1, 8, 8), torch.tensor([1]))
+    for level in (0, 1):
+        for i in (0, 1):
+            skip = made[f"down.{level}.{1 - i}"]
+            assert torch.equal(shown[f"up.{level}.{i}"][:, -skip.shape[1] :], skip)
+
+
+def test_a_block_is_scaled_and_shifted_by_the_time() -> None:
+    torch.manual_seed(0)
+    block = ResBlock(4, 8, 6, num_heads=0, dropout=0.0)
+    x, time = images(2, 4, 3, 5), images(2, 6)
+    scale, shift = block.time(time).reshape(2, 2, 8, 1, 1).unbind(1)
+    h = F.group_norm(block.conv1(F.silu(F.group_norm(x, 1))), 2)
+    expected = block.skip(x) + block.conv2(F.silu(h * (1 + scale) + shift))
+    torch.testing.assert_close(block(x, time), expected)
+
+
+def test_attention_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    ours, theirs = Attention(12, 3), nn.MultiheadAttention(12, 3, batch_first=True)
+    theirs.load_state_dict(
+        {
+            "in_proj_weight": ours.qkv.weight,
+            "in_proj_bias": torch.zeros(36),
+            "out_proj.weight": ours.proj.weight,
+            "out_proj.bias": ours.proj.bias,
+        }
+    )
+    x = images(2, 12, 4, 2)
+    tokens = F.group_norm(x, 3).reshape(2, 12, 8).permute(0, 2, 1)
+    expected = x + theirs(tokens, tokens, tokens)[0].permute(0, 2, 1).reshape(x.shape)
+    torch.testing.assert_close(ours(x), expected)
 
 
 def test_can_be_built_on_the_meta_device_and_drawn_later() -> None:
