@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from hookdiff.dispatch import HookError
     from hookdiff.errors import ConfigError, PluginError, UserError
     from hookdiff.hookspecs import Hooks, Reason, Verdict, hookimpl
+    from hookdiff.images import as_pictures, save_grid
     from hookdiff.log import Log
     from hookdiff.loop import Loop
     from hookdiff.metrics import Metrics
     from hookdiff.nonfinite import NonFinite
     from hookdiff.objective import LossOutput, Objective
-    from hookdiff.progress import Due, Every, LoopConfig, Progress, Step
+    from hookdiff.progress import Due, Every, LoopConfig, Progress, Step, parse_every
     from hookdiff.randomness import derive_seed
     from hookdiff.sampling import Sampler, SampleRequest, Samples
     from hookdiff.sinks import Sink
+    from hookdiff.state import flatten, run_state, unflatten
     from hookdiff.weights import borrowed_weights
 
 _HOME = {
@@ -52,9 +54,15 @@ _HOME = {
     "Step": "hookdiff.progress",
     "UserError": "hookdiff.errors",
     "Verdict": "hookdiff.hookspecs",
+    "as_pictures": "hookdiff.images",
     "borrowed_weights": "hookdiff.weights",
     "derive_seed": "hookdiff.randomness",
+    "flatten": "hookdiff.state",
     "hookimpl": "hookdiff.hookspecs",
+    "parse_every": "hookdiff.progress",
+    "run_state": "hookdiff.state",
+    "save_grid": "hookdiff.images",
+    "unflatten": "hookdiff.state",
 }
 
 
@@ -90,7 +98,13 @@ __all__ = [
     "Step",
     "UserError",
     "Verdict",
+    "as_pictures",
     "borrowed_weights",
     "derive_seed",
+    "flatten",
     "hookimpl",
+    "parse_every",
+    "run_state",
+    "save_grid",
+    "unflatten",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from hookdiff.data.batch import Batch
@@ -60,6 +61,8 @@ class Defaults:
             raise UserError("this Loop was given no sampler, so it cannot make images: Loop(..., sampler=Sampling())")
         if request.weights not in (None, loop.weights):
             raise UserError(f"no plugin of this run holds weights named {request.weights!r}")
+        if request.num == 0:
+            return Samples(torch.empty(0, *loop.feed.shape), loop.weights)
         with evaluating(loop.model):
             images = loop.sampler.sample(loop.model, loop.objective, loop.feed.shape, request.generators(), loop.device)
         return Samples(images, loop.weights)

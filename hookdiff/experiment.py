@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import torch
 from attrs import evolve
 from torch import nn
@@ -18,13 +16,18 @@ from hookdiff.data.memory import InMemory
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.loop import Loop
 from hookdiff.metrics import Metrics
+from hookdiff.run_dir import RunDir
 from hookdiff.structure import missing
-
-CONFIG = "config.toml"
 
 
 def build(
-    config: Config, run_dir: Path, resume: bool = False, fresh: Iterable[str] = (), hooks: Iterable[str] | None = None
+    config: Config,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    fresh: Iterable[str] = (),
+    hooks: Iterable[str] | None = None,
 ) -> Loop:
     """Build data, model, objective, optimizer and plugins, and the Loop that holds them.
 
@@ -40,7 +43,9 @@ def build(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.use: {config.model.use} made a {type(model).__name__}, expected a torch.nn.Module")
     model.to(device)
-    plugins: dict[str, object] = {"metrics": Metrics()}
+    if config.run.channels_last:
+        model.to(memory_format=torch.channels_last)
+    plugins: dict[str, object] = {"run_dir": RunDir(run_dir, overwrite), "metrics": Metrics()}
     if clash := plugins.keys() & config.plugins.keys():
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
     plugins |= {name: part.build() for name, part in config.plugins.items()}
@@ -91,8 +96,7 @@ def probe(config: Config) -> None:
         lambda: pick_device(config.run.device),
         lambda: _probe_model(config.model),
         lambda: config.optimizer.build([nn.Parameter(torch.zeros(1))]),
-        config.diffusion.build,
-        lambda: config.sampling.build(),
+        lambda: _probe_sampling(config),
     ]
     for step in [*steps, *(part.build for part in config.plugins.values())]:
         try:
@@ -109,6 +113,14 @@ def _probe_model(part: Part) -> None:
             part.build()
 
 
+def _probe_sampling(config: Config) -> None:
+    diffusion, sampling = config.diffusion.build(), config.sampling.build()
+    try:
+        sampling.sample(None, diffusion, (1,), (), "cpu")  # no images: only the options are looked at
+    except ValueError as error:
+        raise ConfigError(f"sampling: {error}") from None
+
+
 def pick_device(name: str) -> torch.device:
     """Return the device called `name`; "auto" is the first of cuda, mps and cpu that is there."""
     if name == "auto":
@@ -118,21 +130,3 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"run.device: {name!r} cannot be used here: {reason}") from None
-
-
-def open_run_dir(path: Path, config: Mapping[str, Any], resume: bool = False, overwrite: bool = False) -> None:
-    """Make the directory of a run and write its resolved config.
-
-    An existing run is only touched on request. Raises UserError that says which requests there are.
-    """
-    if path.exists() and any(path.iterdir() if path.is_dir() else [path]) and not resume:
-        if not overwrite:
-            raise UserError(f"{path} exists; go on with --resume, start over with --overwrite, or choose --out DIR")
-        if not (path / CONFIG).is_file():
-            raise UserError(f"{path} is no run directory (it has no {CONFIG}), so it is not overwritten")
-        shutil.rmtree(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / CONFIG).write_text(tomli_w.dumps(config), "utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None

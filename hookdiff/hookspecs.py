@@ -43,7 +43,7 @@ class Hooks(Protocol):
     def restore(self, loop: Loop) -> Mapping[str, Any]:
         """Seam: once, with the optimizers made and before `on_start`; also when on_nan decides on a rollback.
 
-        Return a state as `Loop.state_dict` makes it, or an empty one to start fresh. The loop loads what is
+        Return a state as `run_state(loop)` makes it, or an empty one to start fresh. The loop loads what is
         returned: weights and optimizers at once, plugins right after `on_start`. May change: nothing.
         """
 
@@ -132,6 +132,7 @@ class Hooks(Protocol):
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         """Seam: someone wants images. Return them with the name of the weights that made them.
 
+        A request for 0 images asks only whether it could be done; who will want some asks so in `on_start`.
         May change: nothing that lasts.
         """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def to_uint8(images: Tensor) -> Tensor:
@@ -15,18 +16,25 @@ def to_uint8(images: Tensor) -> Tensor:
     return images.detach().float().add(1).mul(127.5).round().clamp(0, 255).to("cpu", torch.uint8)
 
 
+def as_pictures(images: Tensor) -> Tensor:
+    """Return images n c h w as they are if c is 1 or 3; of others, such as latents, each channel becomes a picture."""
+    return images if images.shape[1] in (1, 3) else images.flatten(0, 1).unsqueeze(1)
+
+
 def save_grid(images: Tensor, path: Path, columns: int | None = None, scale: int | None = None) -> None:
     """Write images n c h w, uint8 or floats in [-1, 1], as one PNG; the file appears whole or not at all.
 
-    `columns` None is the squarest grid; `scale` None enlarges each pixel so that an image is about 64 pixels wide.
+    `columns` None is the squarest grid. `scale` enlarges each side, smoothly, because an eye reads eight pixels
+    better than eight squares; None: so that images are about 64 pixels wide; 1: the pixels as they are.
     """
     from PIL import Image
     from torchvision.utils import make_grid
 
-    shown = images if images.dtype == torch.uint8 else to_uint8(images)
+    shown = as_pictures(images if images.dtype == torch.uint8 else to_uint8(images)).float()
     scale = scale or max(1, 64 // shown.shape[-1])
-    shown = shown.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
-    grid = make_grid(shown.float(), nrow=columns or math.ceil(math.sqrt(len(shown))), padding=4, pad_value=255)
+    if scale > 1:
+        shown = functional.interpolate(shown, scale_factor=scale, mode="bicubic").round().clamp(0, 255)
+    grid = make_grid(shown, nrow=columns or math.ceil(math.sqrt(len(shown))), padding=4, pad_value=255)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     Image.fromarray(grid.permute(1, 2, 0).to(torch.uint8).numpy()).save(partial, "PNG")

@@ -32,6 +32,7 @@ class Metrics:
             return
         if self._file is None:
             path = loop.run_dir / "metrics.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             self._file = loop.resources.enter_context(path.open("r+b"))
             self._file.truncate(self._keep)

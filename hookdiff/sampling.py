@@ -16,7 +16,7 @@ from hookdiff.randomness import derive_seed
 class SampleRequest:
     """A wish for images `start` to `start + num` of the endless row that `(seed, stream)` stands for."""
 
-    num: int = field(validator=validators.ge(1))
+    num: int = field(validator=validators.ge(0))  # 0 makes nothing, and asks only whether it could be done
     seed: int = 0
     start: int = 0
     stream: str = "sample"  # "evaluate" for images that are measured, so that they are not those one looks at

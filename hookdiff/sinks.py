@@ -13,6 +13,7 @@ from attrs import define, field
 from attrs.validators import gt
 
 from hookdiff.hookspecs import hookimpl
+from hookdiff.images import as_pictures
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,8 +146,3 @@ class _Thread:
     def _run(self) -> None:
         while (make := self._calls.get()) is not None:
             make()
-
-
-def as_pictures(images: Tensor) -> Tensor:
-    """Return images n c h w as they are if c is 1 or 3; of others, such as latents, each channel becomes a picture."""
-    return images if images.shape[1] in (1, 3) else images.flatten(0, 1).unsqueeze(1)

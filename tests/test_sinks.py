@@ -12,8 +12,8 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from hookdiff import Batch, Loop, LoopConfig, Reason, UserError, hookimpl
-from hookdiff.sinks import Sink, as_pictures
+from hookdiff import Batch, Loop, LoopConfig, Reason, UserError, as_pictures, hookimpl
+from hookdiff.sinks import Sink
 
 DATA = torch.rand(32, 1, 4, 4) * 2 - 1
 

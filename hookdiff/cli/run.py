@@ -41,6 +41,7 @@ def command(
     from hookdiff import experiment
     from hookdiff.config import load
     from hookdiff.errors import UserError
+    from hookdiff.run_dir import check_run_dir
 
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other")
@@ -49,9 +50,9 @@ def command(
     checked = load(config, plugins, settings)
     run_dir = out or Path("runs") / checked.run.name
     resume = resume and run_dir.exists()
+    check_run_dir(run_dir, resume, overwrite)
     experiment.probe(checked)
-    loop = experiment.build(checked, run_dir, resume, fresh)
-    experiment.open_run_dir(run_dir, loop.hparams, resume, overwrite)
+    loop = experiment.build(checked, run_dir, resume=resume, overwrite=overwrite, fresh=fresh)
     caught: list[int] = []
     with _stop_on_signal(loop, caught):
         reason = loop.run()

@@ -23,14 +23,15 @@ def command(
     from hookdiff.config import load
     from hookdiff.errors import UserError
     from hookdiff.images import save_grid
+    from hookdiff.run_dir import CONFIG
     from hookdiff.sampling import SampleRequest
 
-    if not (run / experiment.CONFIG).is_file():
-        raise UserError(f"{run} is no run directory: it has no {experiment.CONFIG}")
+    if not (run / CONFIG).is_file():
+        raise UserError(f"{run} is no run directory: it has no {CONFIG}")
     settings = [
         f"sampling.{key}={value}" for key, value in (("steps", steps), ("sampler", sampler)) if value is not None
     ]
-    config = load(run / experiment.CONFIG, settings=settings)
+    config = load(run / CONFIG, settings=settings)
     loop = experiment.build(config, run, resume=True, hooks=("prepare_model", "restore", "sample"))
     out = out or run / "samples" / f"seed-{seed}.png"
     with loop:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy
@@ -26,7 +27,7 @@ Sample = tuple[Tensor, int | None, int]  # c h w; label; index
 
 
 @runtime_checkable
-class Samples(Protocol):
+class Source(Protocol):
     """A map-style data set: `source[i]` is an image tensor (c h w), or a pair of one and its label.
 
     Images are uint8, or floats in [-1, 1]. A `source[i]` that augments may draw from `random`, `numpy.random` and
@@ -41,11 +42,11 @@ class Samples(Protocol):
 class Feed:
     """Hands out the epochs of `source` in batches, this rank's share of each.
 
-    `source` is an `InMemory` set, or anything with a length and `[i]` (see `Samples`), which goes through a
+    `source` is an `InMemory` set, or anything with a length and `[i]` (see `Source`), which goes through a
     DataLoader. The keys after it belong to the config table [data].
     """
 
-    source: InMemory | Samples
+    source: InMemory | Source
     drop_last: bool = field(default=True, kw_only=True)  # leave out the last, smaller batch of an epoch
     workers: int = field(default=0, validator=validators.ge(0), kw_only=True)  # processes that load samples
     prefetch: int = field(default=2, validator=validators.ge(1), kw_only=True)  # batches ahead, per worker
@@ -57,7 +58,7 @@ class Feed:
     num_ranks: int = field(init=False)
 
     @classmethod
-    def of(cls, data: Feed | InMemory | Samples | Tensor) -> Feed:
+    def of(cls, data: Feed | InMemory | Source | Tensor) -> Feed:
         """Return `data` as a Feed."""
         if isinstance(data, Feed):
             return data
@@ -77,12 +78,12 @@ class Feed:
             raise UserError(f"the data has {len(self.source)} samples, batch_size is {self.batch_size}: {way_out}")
         return self
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one sample: c h w."""
+        """Shape of one sample, c h w; of the first, where only loading one tells."""
         if isinstance(self.source, InMemory):
             return tuple(self.source.images.shape[1:])
-        return tuple(_Addressed(self.source, self.seed)[0, 0][0].shape)
+        return tuple(_Addressed(self.source, seed=0)[0, 0][0].shape)
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
@@ -118,7 +119,7 @@ class Feed:
         else:
             yield from self._load(self.source, epoch, parts)
 
-    def _load(self, source: Samples, epoch: int, parts: Sequence[Tensor]) -> Iterator[Batch]:
+    def _load(self, source: Source, epoch: int, parts: Sequence[Tensor]) -> Iterator[Batch]:
         cuda = self.device.type == "cuda"
         loader = DataLoader(
             _Addressed(source, self.seed),
@@ -138,7 +139,7 @@ class Feed:
 class _Addressed(Dataset[Sample]):
     """Seeds what augmentations draw from with (seed, epoch, sample), so that who loads a sample does not matter."""
 
-    def __init__(self, source: Samples, seed: int) -> None:
+    def __init__(self, source: Source, seed: int) -> None:
         self.source, self.seed = source, seed
 
     def __getitem__(self, address: tuple[int, int]) -> Sample:

@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from hookdiff.data.batch import Batch
 from hookdiff.diffusion.parametrization import PREDICTION_TYPES, Parametrization, q_sample
 from hookdiff.diffusion.schedules import SCHEDULES, NoiseSchedule, make_schedule
+from hookdiff.errors import nearest
 from hookdiff.objective import LossOutput
 
 Net = Callable[[Tensor, Tensor], Tensor]  # (x_t: n c h w, timesteps: n, int64) -> n c h w
@@ -24,7 +25,7 @@ def one_of(names: Collection[str]) -> Callable[[Any, Attribute[str], str], None]
 
     def check(instance: Any, option: Attribute[str], value: str) -> None:
         if value not in names:
-            raise ValueError(f"'{option.name}' must be one of {', '.join(names)}, not {value!r}")
+            raise ValueError(f"'{option.name}' must be one of {', '.join(names)}, not {value!r}{nearest(value, names)}")
 
     return check
 

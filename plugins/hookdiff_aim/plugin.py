@@ -13,8 +13,7 @@ from attrs import define, field
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from hookdiff import Loop, UserError
-from hookdiff.sinks import Sink
+from hookdiff import Loop, Sink, UserError
 
 log = logging.getLogger("hookdiff")
 

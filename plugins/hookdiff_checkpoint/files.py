@@ -20,8 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from hookdiff import UserError
-from hookdiff.state import flatten, unflatten
+from hookdiff import UserError, flatten, unflatten
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -11,9 +11,7 @@ from typing import Any
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff import Due, Every, Loop, Reason, UserError, hookimpl
-from hookdiff.progress import parse_every
-from hookdiff.state import run_state
+from hookdiff import Due, Every, Loop, Reason, UserError, hookimpl, parse_every, run_state
 from hookdiff_checkpoint.files import read_checkpoint, write_checkpoint
 
 log = logging.getLogger("hookdiff")

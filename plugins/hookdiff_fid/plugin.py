@@ -12,8 +12,7 @@ import torch
 from attrs import define, evolve, field, validators
 from torch import Tensor
 
-from hookdiff import Due, Every, Loop, LoopConfig, Reason, SampleRequest, Samples, UserError, hookimpl
-from hookdiff.progress import parse_every
+from hookdiff import Due, Every, Loop, LoopConfig, Reason, SampleRequest, Samples, UserError, hookimpl, parse_every
 from hookdiff_fid.digits import load_digits_net
 from hookdiff_fid.frechet import Moments, frechet_distance
 
@@ -58,6 +57,7 @@ class FID:
         if loop.feed.shape != self.net.shape:
             expected, got = (" x ".join(map(str, shape)) for shape in (self.net.shape, loop.feed.shape))
             raise UserError(f"[plugins.fid] features = {self.features!r} takes images {expected}, the data has {got}")
+        loop.sample(SampleRequest(0, weights=self.weights))  # what cannot be had is told now
         if loop.is_main:
             logger.info("fid: %d images %s", self.num_samples, _when(self.every))
         real = _training_images(loop, self.batch_size)

@@ -9,10 +9,7 @@ from attrs import define, field
 from attrs.validators import ge, optional
 from torch import Tensor
 
-from hookdiff import Due, Every, Loop, Reason, SampleRequest, hookimpl
-from hookdiff.images import save_grid
-from hookdiff.progress import parse_every
-from hookdiff.sinks import as_pictures
+from hookdiff import Due, Every, Loop, Reason, SampleRequest, hookimpl, parse_every, save_grid
 
 log = logging.getLogger("hookdiff")
 
@@ -35,8 +32,9 @@ class SampleGrid:
     _made_at: int | None = field(init=False, default=None)  # step of the last grid
 
     @hookimpl
-    def on_start(self) -> None:
+    def on_start(self, loop: Loop) -> None:
         self._due = Due(self.every)
+        loop.sample(SampleRequest(0, weights=self.weights))  # what cannot be had is told now
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -64,7 +62,7 @@ class SampleGrid:
         loop.log.images({"samples": images})
         if loop.run_dir is not None:
             path = loop.run_dir / "samples" / f"step-{step:08d}.png"
-            save_grid(as_pictures(images), path, self.columns, self.scale)
+            save_grid(images, path, self.columns, self.scale)
 
     def _sample(self, loop: Loop) -> Tensor:
         # What fits in memory in training fits here; the images do not depend on how they are divided.

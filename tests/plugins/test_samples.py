@@ -199,10 +199,10 @@ def test_asks_for_the_weights_it_was_told() -> None:
     class Listener:
         @hookimpl
         def sample(self, request: Any) -> None:
-            asked.append((request.weights, request.seed, request.start, request.stream))
+            asked.append((request.weights, request.num, request.start, request.stream))
 
     make_loop(SampleGrid(num=200, weights="model"), steps=1, plugins={"listener": Listener()})[0].run()
-    assert asked == [("model", 0, 0, "sample"), ("model", 0, 128, "sample")]
+    assert asked == [("model", 0, 0, "sample"), ("model", 128, 0, "sample"), ("model", 72, 128, "sample")]
 
 
 @pytest.mark.parametrize(("key", "value"), [("num", 0), ("seed", -1), ("columns", 0), ("scale", 0), ("every", "soon")])
