@@ -1,0 +1,43 @@
+"""A plugin one can publish: Lookahead (Zhang et al. 2019, arXiv 1907.08610, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from attrs import define, field
+from attrs.validators import ge, gt, le
+from torch import Tensor
+
+from hookdiff import Loop, hookimpl
+
+
+@define(eq=False)
+class Lookahead:
+    """Keeps a slow copy of the weights that follows the fast ones, and every so often puts these back on it."""
+
+    every: int = field(default=5, validator=ge(1))  # updates, k in the paper
+    alpha: float = field(default=0.5, validator=[gt(0), le(1)])  # the part of the way that the slow weights go
+    slow: dict[str, Tensor] = field(init=False)  # by parameter name
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        self.slow = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
+
+    # Around the update, because this changes weights too: who listens afterwards sees the final ones.
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, loop: Loop) -> Generator[None, bool, bool]:
+        changed = yield
+        if changed and (loop.progress.step + 1) % self.every == 0:
+            fast, slow = [p.detach() for p in loop.model.parameters()], list(self.slow.values())
+            torch._foreach_lerp_(slow, fast, self.alpha)
+            torch._foreach_copy_(fast, slow)
+        return changed
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.slow)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            self.slow[name].copy_(value)
