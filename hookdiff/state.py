@@ -32,30 +32,31 @@ def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict
     """
     tensors: dict[str, Tensor] = {}
 
-    def walk(node: Any, path: str) -> Any:
+    def walk(node: Any, path: tuple[str, ...]) -> Any:
+        place = "/".join((where, *path))
         if isinstance(node, Mapping):
             rest = {}
             for key, value in node.items():
                 if not isinstance(key, str):
-                    raise TypeError(f"{where}/{path}: the key {key!r} is not a string")
-                inner = f"{path}/{_escape(key)}" if path else _escape(key)
+                    raise TypeError(f"{place}: the key {key!r} is not a string")
+                inner = (*path, _escape(key))
                 if isinstance(value, Tensor):
-                    tensors[inner] = value
+                    tensors["/".join(inner)] = value
                 else:
                     rest[key] = walk(value, inner)
             return rest
         if isinstance(node, (list, tuple)):
-            return [walk(item, f"{path}/{index}") for index, item in enumerate(node)]
+            return [walk(item, (*path, str(index))) for index, item in enumerate(node)]
         if isinstance(node, Tensor):
-            raise TypeError(f"{where}/{path} is a tensor in a list; give it a name in a dict")
+            raise TypeError(f"{place} is a tensor in a list; give it a name in a dict")
         if node is None or type(node) in (bool, int, float, str):
             return node
         raise TypeError(
-            f"{where}/{path} is a {type(node).__name__}; a state holds tensors, numbers, strings, None, lists of "
+            f"{place} is a {type(node).__name__}; a state holds tensors, numbers, strings, None, lists of "
             "those, and dicts with string keys"
         )
 
-    tree: dict[str, Any] = walk(state, "")
+    tree: dict[str, Any] = walk(state, ())
     return tensors, tree
 
 
@@ -174,6 +175,7 @@ def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[s
 def _load_optimizer(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
     parameters = {name: parameter for parameter, name in _names(model).items()}
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    optimizer.state.clear()  # of a rollback: at the saved step, some parameters may not have had any
     for name, entry in saved.items():
         parameter = parameters.get(name)
         if parameter is None or parameter not in held:
@@ -182,14 +184,14 @@ def _load_optimizer(optimizer: Optimizer, model: nn.Module, saved: State) -> Non
 
 
 def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer) -> Any:
-    """Give a loaded value the device and, where it has the parameter's shape, the memory format of the parameter."""
+    """Copy a loaded value to the device and, where it has the parameter's shape, to the parameter's memory format."""
     if not isinstance(value, Tensor):
         return value
     if key == "step":
         # Fused and capturable kernels keep the step count on the device, all others on the host.
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         on_device = group.get("fused") or group.get("capturable")
-        return value.to(parameter.device) if on_device else value.cpu()
+        return value.to(parameter.device if on_device else "cpu", copy=True)
     if value.shape != parameter.shape:
-        return value.to(parameter.device)
+        return value.to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

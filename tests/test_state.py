@@ -1,0 +1,381 @@
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from hookdiff import Loop, UserError, flatten, hookimpl, run_state, unflatten
+from hookdiff.state import load_weights
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
+
+# Few letters, so that keys meet: these are the ones with a meaning in a flat name.
+keys = st.text("/~01aé", max_size=3)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+tensors = st.integers(0, 99).map(lambda number: torch.tensor([number]))
+leaves = scalars | tensors | st.lists(scalars, max_size=2)
+states = st.dictionaries(
+    keys, st.recursive(leaves, lambda inner: st.dictionaries(keys, inner, max_size=3), max_leaves=8), max_size=4
+)
+
+
+def comparable(node: Any) -> Any:
+    """A tensor becomes a pair that `==` can tell from every other leaf."""
+    if isinstance(node, Mapping):
+        return {key: comparable(value) for key, value in node.items()}
+    return ("tensor", node.tolist()) if isinstance(node, Tensor) else node
+
+
+@given(state=states)
+def test_a_state_survives_being_taken_apart(state: dict[str, Any]) -> None:
+    flat, tree = flatten(state)
+    assert comparable(unflatten(flat, tree)) == comparable(state)
+
+
+@given(state=states)
+def test_no_two_tensors_share_a_name(state: dict[str, Any]) -> None:
+    def count(node: Any) -> int:
+        return sum(map(count, node.values())) if isinstance(node, Mapping) else isinstance(node, Tensor)
+
+    assert len(flatten(state)[0]) == count(state)
+
+
+def test_an_empty_key_is_a_key() -> None:
+    state = {"": {"a": torch.zeros(1)}, "a": torch.ones(1)}
+    assert comparable(unflatten(*flatten(state))) == comparable(state)
+
+
+def test_names_are_paths_and_those_of_a_model_stay_as_they_are() -> None:
+    flat, tree = flatten({"0.weight": torch.zeros(1), "a/b": {"c~d": torch.zeros(1), "n": 1}})
+    assert list(flat) == ["0.weight", "a~1b/c~0d"]
+    assert tree == {"a/b": {"n": 1}}
+
+
+def test_taking_a_state_apart_leaves_it_as_it_was() -> None:
+    state = {"a": {"t": torch.zeros(1), "n": 1}}
+    flat, tree = flatten(state)
+    unflatten(flat, tree)["a"]["n"] = 2
+    assert list(state["a"]) == ["t", "n"]
+    assert tree == {"a": {"n": 1}}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({3: 1}, "state: the key 3 is not a string"),
+        ({"a": {"b": {None: 1}}}, "state/a/b: the key None is not a string"),
+        ({"a/b": {"c": {1, 2}}}, "state/a~1b/c is a set"),
+        ({"a": [0, [1, b"x"]]}, "state/a/1/1 is a bytes"),
+        ({"a": [0, torch.zeros(1)]}, "state/a/1 is a tensor in a list; give it a name in a dict"),
+        ({"a": [{"b": 1j}]}, "state/a/0/b is a complex"),
+        ({"a": torch.float32}, "state/a is a dtype"),
+    ],
+)
+def test_what_a_state_cannot_hold_is_named_by_its_place(state: Any, message: str) -> None:
+    with pytest.raises(TypeError) as error:
+        flatten(state)
+    assert str(error.value).startswith(message)
+
+
+def saved(loop: Loop) -> dict[str, Any]:
+    """A state of `loop` as a file would give it back: nothing is shared with the run."""
+    flat, tree = flatten(run_state(loop))
+    return unflatten({name: tensor.detach().clone() for name, tensor in flat.items()}, copy.deepcopy(tree))
+
+
+class Memory:
+    """Keeps the state of one step in memory, and restores it."""
+
+    def __init__(self, step: int | None = None, state: Any = None) -> None:
+        self.step, self.state = step, state
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.step:
+            self.state = saved(loop)
+
+    @hookimpl
+    def restore(self) -> Any:
+        return self.state
+
+
+MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+    "sgd": lambda m: SGD(m.parameters(), lr=0.01),
+    "momentum": lambda m: SGD(m.parameters(), lr=0.01, momentum=0.9),
+    "adam": lambda m: Adam(m.parameters(), lr=0.01),
+    "amsgrad": lambda m: Adam(m.parameters(), lr=0.01, amsgrad=True, foreach=True),
+    "adamw": lambda m: AdamW(m.parameters(), lr=0.01, fused=True),
+    "several": lambda m: [AdamW(m[0].parameters(), lr=0.01), SGD(m[3].parameters(), lr=0.01, momentum=0.9)],
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+def test_any_optimizer_goes_on_where_it_was(make: Callable[[nn.Module], Any]) -> None:
+    whole, memory = toy_loop(optimizers=make), Memory(7)
+    toy_loop({"memory": memory}, optimizers=make, steps=7).run()
+    whole.run()
+    again = toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make)
+    again.run()
+    assert_same(weights(again), weights(whole))
+    assert_same(flatten(run_state(again))[0], flatten(run_state(whole))[0])
+
+
+def test_optimizer_state_finds_its_parameter_in_another_order() -> None:
+    def backwards(model: nn.Module) -> Optimizer:
+        first, *others = reversed(list(model.parameters()))
+        return AdamW([{"params": others[::-1]}, {"params": [first]}], lr=0.01, fused=True)
+
+    whole, memory = toy_loop(), Memory(7)
+    toy_loop({"memory": memory}, steps=7).run()
+    whole.run()
+    again = toy_loop({"memory": memory}, optimizers=backwards)
+    again.run()
+    assert_same(weights(again), weights(whole))
+
+
+@pytest.mark.parametrize(("kept", "loaded"), [(True, False), (False, True)], ids=["from fused", "to fused"])
+def test_a_state_moves_between_kernels(kept: bool, loaded: bool) -> None:
+    def make(fused: bool) -> Callable[[nn.Module], Optimizer]:
+        return lambda model: AdamW(model.parameters(), lr=0.01, fused=fused)
+
+    memory = Memory(7)
+    toy_loop({"memory": memory}, optimizers=make(kept), steps=7).run()
+    again, whole = toy_loop({"memory": memory}, optimizers=make(loaded)), toy_loop()
+    again.run()
+    whole.run()
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(again)[name], value)  # the kernels round differently
+
+
+def test_hyper_parameters_are_the_configs() -> None:
+    memory = Memory(3)
+    toy_loop({"memory": memory}, steps=3).run()
+
+    def other(model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=0.5, betas=(0.8, 0.9), weight_decay=0.0, fused=True)
+
+    with toy_loop({"memory": memory}, optimizers=other) as loop:
+        (group,) = loop.optimizers[0].param_groups
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (0.5, (0.8, 0.9), 0.0)
+        assert all(entry["step"] == 3 for entry in loop.optimizers[0].state.values())
+
+
+def test_moments_keep_the_memory_format_of_their_weights() -> None:
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def objective(net: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = net(batch.inputs).square().mean((1, 2, 3))
+        return loss
+
+    def loop(plugins: Mapping[str, object], **options: Any) -> Loop:
+        options |= {"model": copy.deepcopy(model), "objective": objective, "data": torch.ones(8, 3, 4, 4)}
+        return toy_loop(plugins, **options)
+
+    memory = Memory(1)
+    loop({"memory": memory}, steps=1).run()
+    state = memory.state["optimizers"]["0"]["weight"]
+    state["exp_avg"] = state["exp_avg"].contiguous()  # as safetensors gives it back
+    with loop({"memory": memory}) as again:
+        entry = again.optimizers[0].state[again.model.weight]  # type: ignore[index]
+        assert entry["exp_avg"].is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(entry["exp_avg"], state["exp_avg"])
+
+
+def test_loading_shares_nothing_with_what_was_given() -> None:
+    memory = Memory(3)
+    toy_loop({"memory": memory}, steps=3).run()
+    before = {name: tensor.clone() for name, tensor in flatten(memory.state)[0].items()}
+    toy_loop({"memory": Memory(state=memory.state)}).run()
+    assert_same(flatten(memory.state)[0], before)
+
+
+def refused(change: Callable[[dict[str, Any]], object]) -> str:
+    """What is said of a checkpoint that `change` has been at."""
+    loop = toy_loop(steps=2)
+    loop.run()
+    state = saved(loop)
+    change(state)
+    with pytest.raises(UserError) as error:
+        toy_loop({"memory": Memory(state=state)}).run()
+    return str(error.value)
+
+
+def test_a_missing_and_an_unexpected_weight_are_named() -> None:
+    message = refused(lambda state: state["model"].update({"0.wieght": state["model"].pop("0.weight")}))
+    head, *lines = message.splitlines()
+    assert head == "the checkpoint is of another model:"
+    assert lines == ["  missing 0.weight", "  unexpected 0.wieght; did you mean '0.weight'?"]
+
+
+def test_another_shape_is_told_with_both() -> None:
+    message = refused(lambda state: state["model"].update({"3.bias": torch.zeros(5)}))
+    assert message.endswith("\n  3.bias has shape (5,), the model has (4,)")
+
+
+def test_a_wholly_foreign_model_is_told_in_a_few_lines() -> None:
+    message = refused(lambda state: state.update(model={f"x{n}": torch.zeros(1) for n in range(100)}))
+    assert len(message.splitlines()) == 7
+    assert message.endswith("and 99 more")  # of 4 missing and 100 unexpected, 5 are shown
+
+
+def test_a_refused_model_is_left_as_it_was() -> None:
+    loop = toy_loop(steps=2)
+    loop.run()
+    state = saved(loop)
+    state["model"]["3.bias"] = torch.zeros(5)
+    other = toy_loop(model=toy_model(seed=3))
+    before = weights(other)
+    with pytest.raises(UserError, match="another model"):
+        load_weights(other, state)
+    assert_same(weights(other), before)
+
+
+def test_another_number_of_optimizers_is_refused() -> None:
+    message = refused(lambda state: state["optimizers"].update({"1": {}}))
+    assert message == "the checkpoint has 2 optimizers, the run has 1"
+
+
+def test_optimizer_state_of_a_parameter_that_is_not_held_is_refused() -> None:
+    memory = Memory(2)
+    toy_loop({"memory": memory}, steps=2).run()
+
+    def second_layer(model: Any) -> Optimizer:
+        return AdamW(model[3].parameters(), lr=0.01)
+
+    with pytest.raises(UserError, match=r"optimizer state of '0\.weight', which this optimizer does not hold"):
+        toy_loop({"memory": memory}, optimizers=second_layer).run()
+
+
+class Counter:
+    """Counts updates, and keeps the count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @hookimpl
+    def after_optimizer_step(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_plugins_go_on_where_they_were() -> None:
+    memory = Memory(7)
+    toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
+    counter = Counter()
+    toy_loop({"memory": memory, "counter": counter}).run()
+    assert counter.count == 20
+
+
+def test_a_plugin_without_saved_state_must_be_called_fresh() -> None:
+    memory = Memory(7)
+    toy_loop({"memory": memory}, steps=7).run()
+    with pytest.raises(UserError, match=r"no state of the plugin 'counter'.*add --fresh counter.*fresh=\['counter'\]"):
+        toy_loop({"memory": memory, "counter": Counter()}).run()
+    counter = Counter()
+    loop = toy_loop({"memory": memory, "counter": counter})
+    loop.fresh = ["counter"]
+    loop.run()
+    assert (loop.progress.step, counter.count) == (20, 13)
+
+
+def test_a_fresh_plugin_does_not_take_up_what_was_saved() -> None:
+    memory = Memory(7)
+    toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
+    counter = Counter()
+    loop = toy_loop({"memory": memory, "counter": counter})
+    loop.fresh = ["counter"]
+    loop.run()
+    assert counter.count == 13
+
+
+def test_state_that_nobody_claims_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory(7)
+    toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
+    loop = toy_loop({"memory": memory})
+    loop.run()
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, "the checkpoint has state of plugins that this run has not: counter")
+    ]
+    assert loop.progress.step == 20
+
+
+def test_the_state_is_never_that_of_borrowed_weights() -> None:
+    loop = toy_loop()
+    loop.weights = "ema"
+    with pytest.raises(AssertionError, match="borrowed"):
+        run_state(loop)
+
+
+class RollBackAt:
+    """Spoils the loss of one batch, and asks to go back."""
+
+    def __init__(self, *positions: int) -> None:
+        self.positions = positions
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop: Loop) -> Any:
+        output = yield
+        output.loss.data.fill_(float("nan") if loop.progress.position in self.positions else output.loss.item())
+        return output
+
+    @hookimpl
+    def on_nan(self) -> str:
+        return "rollback"
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+def test_a_rollback_brings_back_everything_but_the_place_in_the_data(make: Callable[[nn.Module], Any]) -> None:
+    memory, counter, then = Memory(3), Counter(), []
+
+    class Look:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            if loop.progress.position in (6, 9):
+                then.append((saved(loop), loop.progress.state_dict(), counter.count))
+
+    plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(5, 8), "look": Look()}
+    loop = toy_loop(plugins, optimizers=make, steps=10, batch_size=4)
+    loop.run()
+    for state, progress, count in then:
+        assert_same(flatten(state)[0], flatten(memory.state)[0])
+        assert (progress["step"], count) == (3, 3)
+    assert [progress["position"] for _, progress, _ in then] == [6, 9]
+    assert [progress["samples"] for _, progress, _ in then] == [24, 36]
+
+
+def test_a_rollback_to_the_start_forgets_the_optimizers_moments() -> None:
+    class Start:
+        state = None
+
+        @hookimpl
+        def on_start(self, loop: Loop) -> None:
+            self.state = saved(loop)
+
+        @hookimpl
+        def restore(self) -> Any:
+            return self.state
+
+    seen = []
+
+    class Look:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            seen.append(len(loop.optimizers[0].state))
+
+    toy_loop({"start": Start(), "bad": RollBackAt(2), "look": Look()}, steps=3).run()
+    assert seen == [0, 4, 4, 0, 4, 4]
+
+
+def test_a_rollback_needs_somewhere_to_go() -> None:
+    with pytest.raises(UserError, match="no plugin has a state to go back to"):
+        toy_loop({"bad": RollBackAt(2)}).run()
