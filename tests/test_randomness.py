@@ -1,0 +1,121 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookdiff import SampleRequest, derive_seed
+from hookdiff.randomness import STREAMS, Randomness, splitmix64, this_rank
+
+CPU = torch.device("cpu")
+GAMMA = 0x9E3779B97F4A7C15  # by which SplitMix64 moves its state before each output
+
+addresses = st.tuples(
+    st.integers(0, 2**32), st.sampled_from(STREAMS), st.integers(0, 2**32), st.integers(0, 64), st.integers(0, 2**32)
+)
+
+
+def test_splitmix64_gives_the_published_outputs() -> None:
+    outputs = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert [splitmix64(1234567 + number * GAMMA) for number in range(5)] == outputs
+
+
+@given(value=st.integers(0, 2**64 - 1), bit=st.integers(0, 63))
+def test_one_bit_changes_about_half_of_the_output(value: int, bit: int) -> None:
+    assert 10 <= (splitmix64(value) ^ splitmix64(value ^ (1 << bit))).bit_count() <= 54  # 32 +- 5.5 sigma
+
+
+@pytest.mark.parametrize(
+    ("address", "seed"),
+    [
+        ((0, "data"), 8695987549771912286),
+        ((3, "noise", 1), 7800313230506819922),
+        ((3, "augment", 5, 0, 7), 9543526490586248894),
+        ((3, "model", 1, 2, 3), 8989099753515021792),
+        ((2**63, "sample", 9), 9915792771085310164),
+        ((1, "evaluate", 10**6), 3629177935965067233),
+    ],
+)
+def test_the_mix_never_changes(address: tuple[int, str, int], seed: int) -> None:
+    # Another seed for the same address would break every resume, replay and published curve.
+    assert derive_seed(*address) == seed
+
+
+@given(one=addresses, other=addresses)
+def test_different_addresses_have_different_seeds(one: tuple[int, str, int], other: tuple[int, str, int]) -> None:
+    assert (derive_seed(*one) == derive_seed(*other)) == (one == other)
+
+
+@given(one=addresses, place=st.integers(0, 4), step=st.integers(1, 5))
+def test_neighbours_have_different_seeds(one: tuple[int, str, int], place: int, step: int) -> None:
+    other = list(one)
+    stream = STREAMS[(STREAMS.index(one[1]) + step) % len(STREAMS)]
+    other[place] = stream if place == 1 else other[place] + step  # type: ignore[operator]
+    assert 0 <= derive_seed(*one) != derive_seed(*other) < 2**64  # type: ignore[arg-type]
+
+
+def test_a_run_never_draws_the_same_numbers_twice() -> None:
+    grid = itertools.product(range(3), STREAMS, range(20), range(3), range(3))
+    seeds = [derive_seed(*address) & 0xFFFFFFFF for address in grid]  # what a CPU generator sees of them
+    assert len(set(seeds)) == len(seeds) == 3240
+
+
+def test_streams_are_never_reordered() -> None:
+    assert STREAMS == ("data", "augment", "noise", "model", "sample", "evaluate")
+
+
+@given(address=st.tuples(st.sampled_from(STREAMS), st.integers(0, 10**6)), drawn=st.integers(0, 1500))
+def test_a_generator_begins_anew_whatever_it_gave_before(address: tuple[str, int], drawn: int) -> None:
+    random = Randomness(seed=5, rank=1)
+    random.generator(*address, CPU)
+    torch.rand(drawn, generator=random.generator("noise", 3, CPU))
+    expected = torch.Generator().manual_seed(derive_seed(5, *address, 1))
+    got = random.generator(*address, CPU)
+    assert torch.equal(torch.randn(20, generator=got), torch.randn(20, generator=expected))
+
+
+def test_asking_for_one_stream_leaves_the_others_alone() -> None:
+    random = Randomness(seed=5)
+    noise = random.generator("noise", 3, CPU)
+    first = torch.rand(4, generator=noise)
+    torch.rand(4, generator=random.generator("sample", 9, CPU))
+    random.seed_dropout(4, 0, CPU)
+    rest = torch.rand(4, generator=noise)
+    whole = torch.rand(8, generator=Randomness(seed=5).generator("noise", 3, CPU))
+    assert torch.equal(torch.cat((first, rest)), whole)
+
+
+def test_ranks_draw_different_noise() -> None:
+    draws = [torch.randn(8, generator=Randomness(5, rank).generator("noise", 3, CPU)) for rank in range(4)]
+    assert len({draw.numpy().tobytes() for draw in draws}) == 4
+
+
+def test_the_numbers_themselves_are_known() -> None:
+    draw = torch.randn(3, generator=Randomness(3).generator("noise", 1, CPU))
+    assert draw.tolist() == pytest.approx([-0.12092422, 0.23691024, -0.37860397])
+
+
+@given(position=st.integers(0, 10**6), part=st.integers(0, 100))
+def test_seeding_dropout_is_torchs_own_seeding(position: int, part: int) -> None:
+    Randomness(seed=7, rank=2).seed_dropout(position, part, CPU)
+    got = torch.nn.functional.dropout(torch.ones(100))
+    torch.manual_seed(derive_seed(7, "model", position, 2, part))
+    assert torch.equal(torch.nn.functional.dropout(torch.ones(100)), got)
+
+
+@given(start=st.integers(0, 50), num=st.integers(0, 5))
+def test_an_image_has_a_generator_of_its_own(start: int, num: int) -> None:
+    generators = SampleRequest(num, seed=3, start=start, stream="evaluate").generators()
+    expected = [derive_seed(3, "evaluate", start + k) for k in range(num)]
+    assert [generator.initial_seed() for generator in generators] == expected
+
+
+def test_a_process_that_is_alone_is_the_first_of_one() -> None:
+    assert this_rank() == (0, 1, True)
