@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy
 import torch
-from attrs import define, field, validators
+from attrs import define, evolve, field, validators
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -59,20 +59,22 @@ class Feed:
 
     @classmethod
     def of(cls, data: Feed | InMemory | Source | Tensor) -> Feed:
-        """Return `data` as a Feed."""
+        """Return `data` as a Feed of its own: two Loops may be given the same."""
         if isinstance(data, Feed):
-            return data
+            return evolve(data)
         return cls(InMemory(data) if isinstance(data, Tensor) else data)
 
     def bind(self, config: LoopConfig, device: torch.device, rank: int = 0, num_ranks: int = 1) -> Feed:
         """Tell the feed whose batches it makes.
 
-        Raises UserError when the source cannot fill one batch.
+        Raises UserError when the source cannot fill one batch, or a batch not all ranks.
         """
         self.batch_size, self.seed, self.device = config.batch_size, config.seed, device
         self.rank, self.num_ranks = rank, num_ranks
         if isinstance(self.source, InMemory):
             self.source = self.source.to(device)
+        if self.batch_size < num_ranks:
+            raise UserError(f"batch_size is {self.batch_size}: too small for {num_ranks} ranks")
         if self.exhausted(0):
             way_out = "lower batch_size or set drop_last = false" if len(self.source) else "nothing to train on"
             raise UserError(f"the data has {len(self.source)} samples, batch_size is {self.batch_size}: {way_out}")
@@ -88,7 +90,8 @@ class Feed:
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
         total = len(self.source)
-        return total - total % self.batch_size if self.drop_last else total
+        rest = total % self.batch_size
+        return total - rest if self.exhausted(total - rest) else total
 
     @property
     def num_batches(self) -> int:
@@ -97,8 +100,9 @@ class Feed:
 
     def exhausted(self, start: int) -> bool:
         """Whether an epoch of which `start` samples are consumed has no further batch."""
-        left = len(self.source) - start
-        return left < self.batch_size if self.drop_last else left <= 0
+        # A rest that is too small for each rank to get a sample is left out too.
+        least = self.batch_size if self.drop_last else self.num_ranks
+        return len(self.source) - start < least
 
     def order(self, epoch: int) -> Tensor:
         """Return the permutation of epoch `epoch`: (samples,), int64."""

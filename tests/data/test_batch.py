@@ -1,0 +1,39 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookdiff import Batch
+
+
+def batch_of(num: int) -> Batch:
+    rows = torch.arange(num)
+    return Batch(rows.float().unsqueeze(1), rows * 10, rows + 100, {"noise": -rows.float()}, total=3 * num)
+
+
+@given(num=st.integers(1, 20), size=st.none() | st.integers(1, 25))
+def test_slices_together_are_the_whole(num: int, size: int | None) -> None:
+    whole = batch_of(num)
+    parts = whole.split(size)
+    for name in ("inputs", "labels", "indices"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+    assert torch.equal(torch.cat([part.draws["noise"] for part in parts]), whole.draws["noise"])
+    assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
+    assert 0 < len(parts[-1]) <= (size or num)
+
+
+def test_a_slice_knows_the_whole_step() -> None:
+    assert [part.total for part in batch_of(7).split(3)] == [21, 21, 21]
+
+
+def test_a_batch_alone_is_the_whole_step() -> None:
+    assert Batch(torch.zeros(5, 1)).total == 5
+
+
+def test_one_slice_is_the_batch_itself() -> None:
+    batch = batch_of(4)
+    assert batch.split(None) == batch.split(4) == batch.split(9) == [batch]
+
+
+def test_what_a_batch_lacks_its_slices_lack_too() -> None:
+    part = Batch(torch.zeros(5, 1))[1:3]
+    assert (len(part), part.labels, part.indices, part.draws, part.total) == (2, None, None, {}, 5)

@@ -1,0 +1,25 @@
+import torch
+
+from hookdiff.data import digits
+
+
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    data = digits()
+    assert (data.images.shape, data.images.dtype) == ((1797, 1, 8, 8), torch.uint8)
+    assert (data.images.min(), data.images.max()) == (0, 255)
+    assert data.labels is not None
+    assert (len(data), data.num_classes, data.labels.dtype) == (1797, 10, torch.int64)
+    assert torch.bincount(data.labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+def test_counts_of_dark_pixels_are_spread_over_all_bytes() -> None:
+    counts = torch.arange(17)
+    assert digits().images.unique().tolist() == (counts * 255 / 16).round().int().tolist()
+
+
+def test_the_first_digit_is_a_zero() -> None:
+    data = digits()
+    image = data.images[0, 0]
+    assert data.labels is not None
+    assert data.labels[0] == 0
+    assert image[3:5, 3:5].max() < 64 < image[1:7, 2:6].float().mean()  # a hole in the middle of a ring

@@ -1,0 +1,302 @@
+import itertools
+import random
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, Progress, UserError, hookimpl
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
+
+CPU = torch.device("cpu")
+
+
+class Numbers:
+    """Sample i is the number i; `looked_up` are the samples that this process loaded."""
+
+    def __init__(self, length: int = 23) -> None:
+        self.length, self.looked_up = length, list[int]()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        self.looked_up.append(index)
+        return torch.full((1, 2, 2), float(index))
+
+
+class Augmented(Numbers):
+    """Draws from every generator that an augmentation may use."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        draws = torch.tensor([index, random.random(), numpy.random.rand(), float(torch.rand(()))])
+        return draws.reshape(1, 2, 2), index % 3
+
+
+def bound(source: Any, batch_size: int = 5, seed: int = 0, rank: int = 0, num_ranks: int = 1, **options: Any) -> Feed:
+    return Feed(source, **options).bind(LoopConfig(batch_size=batch_size, seed=seed), CPU, rank, num_ranks)
+
+
+def indices(batches: Any) -> list[int]:
+    return [int(index) for batch in batches for index in batch.indices]
+
+
+@pytest.mark.parametrize("seed", [0, 2**40])
+def test_the_number_of_workers_changes_no_pixel(seed: int) -> None:
+    here, two = (bound(Augmented(), seed=seed, workers=workers, drop_last=False) for workers in (0, 2))
+    for one, other in zip(here.batches(1), two.batches(1), strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert one.labels is not None
+        assert other.labels is not None
+        assert torch.equal(one.labels, other.labels)
+        assert torch.equal(one.labels, other.indices % 3)  # type: ignore[operator]
+
+
+def test_an_augmentation_depends_on_seed_epoch_and_sample_alone() -> None:
+    def drawn(epoch: int = 0, start: int = 0, **options: Any) -> dict[int, tuple[float, ...]]:
+        batches = bound(Augmented(), drop_last=False, **options).batches(epoch, start)
+        rows = torch.cat([batch.inputs.flatten(1) for batch in batches]).tolist()
+        return {int(index): tuple(rest) for index, *rest in rows}
+
+    plain = drawn()
+    assert drawn(batch_size=7) == plain
+    assert drawn(start=13).items() <= plain.items()
+    assert drawn(rank=1, num_ranks=3).items() <= plain.items()
+    values = {value for rows in (plain, drawn(epoch=1), drawn(seed=1)) for row in rows.values() for value in row}
+    assert len(values) == 3 * 23 * 3  # no sample, epoch, seed or generator gives what another gave
+
+
+@given(
+    length=st.integers(1, 40),
+    batch_size=st.integers(1, 12),
+    start=st.integers(0, 40),
+    epoch=st.integers(0, 3),
+    drop_last=st.booleans(),
+    in_memory=st.booleans(),
+)
+def test_an_epoch_resumes_at_any_sample(
+    length: int, batch_size: int, start: int, epoch: int, drop_last: bool, in_memory: bool
+) -> None:
+    batch_size, start = min(batch_size, length), min(start, length)
+    source = InMemory(torch.arange(length).float().reshape(-1, 1, 1, 1)) if in_memory else Numbers(length)
+    feed = bound(source, batch_size, drop_last=drop_last)
+    order = feed.order(epoch).tolist()
+    batches = list(feed.batches(epoch, start))
+    left = length - start
+    expected = order[start : length - left % batch_size] if drop_last else order[start:]
+    assert indices(batches) == expected
+    assert [int(batch.inputs.flatten(1)[k, 0]) for batch in batches for k in range(len(batch))] == expected
+    assert all(len(batch) == batch_size for batch in batches[:-1])
+    assert feed.exhausted(start + sum(batch.total for batch in batches))
+    assert feed.exhausted(start) == (not batches)
+
+
+@given(batch_size=st.integers(1, 23), num_ranks=st.integers(1, 5), drop_last=st.booleans())
+def test_the_counts_of_an_epoch_are_those_of_its_batches(batch_size: int, num_ranks: int, drop_last: bool) -> None:
+    feed = bound(Numbers(), max(batch_size, num_ranks), num_ranks=num_ranks, drop_last=drop_last)
+    batches = list(feed.batches(0))
+    assert feed.num_batches == len(batches)
+    assert len(feed) == sum(batch.total for batch in batches)
+    if num_ranks == 1:
+        assert len(feed) == (23 - 23 % batch_size if drop_last else 23)
+
+
+@given(num_ranks=st.integers(1, 5), batch_size=st.integers(5, 23), start=st.integers(0, 10), drop_last=st.booleans())
+def test_the_ranks_share_a_batch_among_them(num_ranks: int, batch_size: int, start: int, drop_last: bool) -> None:
+    def epoch(rank: int = 0, num_ranks: int = 1) -> list[Batch]:
+        return list(bound(Numbers(), batch_size, 0, rank, num_ranks, drop_last=drop_last).batches(2, start))
+
+    shares = [epoch(rank, num_ranks) for rank in range(num_ranks)]
+    assert len({len(share) for share in shares}) == 1
+    for whole, *parts in itertools.zip_longest(epoch(), *shares):
+        if parts[0] is None:  # the last one, too small for each rank to get a sample
+            assert len(whole) < num_ranks
+            continue
+        assert sorted(indices(parts)) == sorted(indices([whole]))
+        assert len(set(indices(parts))) == len(whole)
+        assert {part.total for part in parts} == {whole.total} == {len(whole)}
+        assert 0 < max(map(len, parts)) <= min(map(len, parts)) + 1
+
+
+def test_each_epoch_has_an_order_of_its_own() -> None:
+    feed = bound(Numbers(200), batch_size=200)
+    orders = [tuple(feed.order(epoch).tolist()) for epoch in range(4)]
+    orders.append(tuple(bound(Numbers(200), batch_size=200, seed=1).order(0).tolist()))
+    assert all(sorted(order) == list(range(200)) for order in orders)
+    assert len(set(orders)) == 5
+    for one, other in itertools.pairwise(orders):
+        assert sum(a == b for a, b in zip(one, other, strict=True)) < 10  # one place stays on average
+
+
+def test_epochs_follow_each_other_in_a_run() -> None:
+    seen: list[int] = []
+
+    class Look:
+        @hookimpl
+        def before_step(self, batch: Batch) -> None:
+            seen.extend(indices([batch]))
+
+    data = torch.linspace(-1, 1, 160).reshape(40, 4)
+    loop = toy_loop({"look": Look()}, data=Feed(InMemory(data), drop_last=False), batch_size=12, epochs=2, seed=4)
+    loop.run()
+    assert seen == [*loop.feed.order(0).tolist(), *loop.feed.order(1).tolist()]
+    assert loop.progress == Progress(step=8, position=8, epoch=2, samples=0)
+
+
+def test_the_last_batch_has_the_total_of_what_is_there() -> None:
+    totals = [batch.total for batch in bound(Numbers(), 10, rank=1, num_ranks=2, drop_last=False).batches(0)]
+    assert totals == [10, 10, 3]
+
+
+@pytest.mark.parametrize(
+    ("length", "drop_last", "way_out"),
+    [
+        (4, True, "the data has 4 samples, batch_size is 5: lower batch_size or set drop_last = false"),
+        (0, True, "the data has 0 samples, batch_size is 5: nothing to train on"),
+        (0, False, "the data has 0 samples, batch_size is 5: nothing to train on"),
+    ],
+)
+def test_too_few_samples_are_told_at_once(length: int, drop_last: bool, way_out: str) -> None:
+    with pytest.raises(UserError) as error:
+        bound(Numbers(length), drop_last=drop_last)
+    assert str(error.value) == way_out
+
+
+def test_a_batch_too_small_for_the_ranks_is_told_at_once() -> None:
+    with pytest.raises(UserError, match="batch_size is 3: too small for 4 ranks"):
+        bound(Numbers(), batch_size=3, num_ranks=4)
+
+
+def test_fewer_samples_than_a_batch_are_one_batch_if_none_is_dropped() -> None:
+    assert [len(batch) for batch in bound(Numbers(4), drop_last=False).batches(0)] == [4]
+
+
+class Bytes(Numbers):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([[[0, 51, 255, index]]], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bytes_become_numbers_from_minus_one_to_one(workers: int) -> None:
+    for batch in bound(Bytes(), workers=workers).batches(0):
+        assert batch.inputs.dtype == torch.float32
+        assert batch.inputs[:, 0, 0, :3].tolist() == [[-1, pytest.approx(-0.6), 1]] * 5
+        assert batch.labels is None
+
+
+def replaced(at: int, value: Any) -> Numbers:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return value if index == at else super().__getitem__(index)
+
+    return Broken()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("value", "kind"), [(numpy.zeros(4), "ndarray"), (("x.png", 3), "str"), (None, "NoneType")])
+def test_a_sample_that_is_no_tensor_is_named(value: Any, kind: str, workers: int) -> None:
+    feed = bound(replaced(17, value), drop_last=False, workers=workers)
+    with pytest.raises(UserError, match=f"sample 17 of the data is a {kind}, expected a tensor c h w") as caught:
+        list(feed.batches(0))
+    traceback.clear_frames(caught.tb)  # or the workers are only let go when garbage is collected, which takes seconds
+
+
+def test_labels_that_only_some_have_are_none() -> None:
+    class Half(Numbers):
+        def __getitem__(self, index: int) -> tuple[Tensor, int | None]:
+            return torch.zeros(1, 1, 1), index if index % 2 else None
+
+    assert all(batch.labels is None for batch in bound(Half()).batches(0))
+
+
+def test_the_shape_is_looked_up_once() -> None:
+    source = Numbers()
+    feed = bound(source)
+    assert (feed.shape, feed.shape, source.looked_up) == ((1, 2, 2), (1, 2, 2), [0])
+    assert bound(InMemory(torch.zeros(9, 3, 4, 5))).shape == (3, 4, 5)
+
+
+def test_nothing_is_loaded_ahead_without_workers() -> None:
+    source = Numbers()
+    feed = bound(source)
+    next(feed.batches(0))
+    assert source.looked_up == feed.order(0)[:5].tolist()
+
+
+@pytest.mark.parametrize("given", [torch.zeros(8, 4), InMemory(torch.zeros(8, 4)), Feed(Numbers(8)), Numbers(8)])
+def test_anything_with_a_length_is_data(given: Any) -> None:
+    feed = Feed.of(given).bind(LoopConfig(batch_size=4), CPU)
+    assert sorted(indices(feed.batches(0))) == list(range(8))
+
+
+def test_two_loops_may_share_a_feed() -> None:
+    feed = Feed(Numbers(40), drop_last=False)
+    one, other = toy_loop(data=feed, batch_size=7, seed=1), toy_loop(data=feed, batch_size=11, seed=2)
+    assert [len(batch) for batch in one.feed.batches(0)] == [7] * 5 + [5]
+    assert one.feed.order(0).tolist() != other.feed.order(0).tolist()
+    assert not other.feed.drop_last
+
+
+@pytest.mark.parametrize(("key", "value"), [("workers", -1), ("prefetch", 0)])
+def test_a_bad_option_is_refused_by_name(key: str, value: int) -> None:
+    with pytest.raises(ValueError, match=key):
+        Feed(Numbers(), **{key: value})  # type: ignore[arg-type]
+
+
+class Rows(Augmented):
+    """Four numbers a sample, which the toy net takes."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0].flatten() / 23
+
+
+def train(source: Any, **options: Any) -> Loop:
+    loop = toy_loop(data=Feed(source, **options), model=toy_model(dropout=0.5), steps=6)
+    loop.run()
+    return loop
+
+
+def test_loading_does_not_disturb_what_training_draws() -> None:
+    # Without workers, a sample is loaded in the process that trains, whose generators it seeds.
+    loop = train(Rows())
+    assert_same(weights(loop), weights(train(Rows(), workers=2)))
+    first = torch.cat([batch.inputs for epoch in range(3) for batch in loop.feed.batches(epoch)])
+    order = torch.cat([loop.feed.order(epoch)[:16] for epoch in range(3)])
+
+    class Played(Rows):
+        """The same pixels in the same order, with nothing drawn."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __getitem__(self, index: int) -> Tensor:
+            assert order[self.count] == index
+            self.count += 1
+            return first[self.count - 1]
+
+    assert_same(weights(loop), weights(train(Played())))
+
+
+@pytest.mark.parametrize("make", [lambda: InMemory(torch.zeros(40, 4)), lambda: None])
+def test_data_in_memory_leaves_the_default_generators_alone(make: Callable[[], Any]) -> None:
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+
+    before = states()
+    loop = toy_loop(data=make())
+    list(loop.feed.batches(0))
+    assert states() == before
+
+
+def test_an_epoch_with_workers_leaves_the_default_generators_alone() -> None:
+    before = random.getstate(), torch.get_rng_state()
+    list(bound(Augmented(), workers=2).batches(0))
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])

@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from hookdiff import InMemory
+from hookdiff.data.memory import to_unit_range
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.zeros(4), r"expected images n c h w, uint8 or float, got \(4,\) of torch.float32"),
+        (torch.zeros(4, 1, 2, 2, dtype=torch.int64), r"got \(4, 1, 2, 2\) of torch.int64"),
+        (torch.zeros(4, 1, 2, 2, dtype=torch.bool), "of torch.bool"),
+    ],
+)
+def test_images_of_another_shape_or_dtype_are_refused(images: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        InMemory(images)
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(3).long(), torch.zeros(4, 1).long(), torch.zeros(4)])
+def test_labels_of_another_shape_or_dtype_are_refused(labels: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"expected 4 labels of int64, got \(\d(, 1|,)\) of torch\."):
+        InMemory(torch.zeros(4, 1, 2, 2), labels)
+
+
+def test_every_byte_has_its_place_between_minus_one_and_one() -> None:
+    scaled = to_unit_range(torch.arange(256, dtype=torch.uint8))
+    assert (scaled[0], scaled[255], scaled.dtype) == (-1, 1, torch.float32)
+    torch.testing.assert_close(scaled.double(), torch.arange(256).double() / 127.5 - 1, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_pass_as_float32(dtype: torch.dtype) -> None:
+    images = torch.tensor([-1.0, 0.5, 3.0], dtype=dtype)
+    assert torch.equal(to_unit_range(images), torch.tensor([-1.0, 0.5, 3.0]))
+
+
+def test_scaling_leaves_the_images_as_they_are() -> None:
+    stored = torch.full((2, 1, 1, 1), 255, dtype=torch.uint8)
+    data = InMemory(stored)
+    data.fetch(torch.tensor([0, 1]))[0].zero_()
+    assert stored.tolist() == [[[[255]]], [[[255]]]]
+    floats = InMemory(torch.ones(2, 1, 1, 1))
+    floats.fetch(torch.tensor([0, 1]))[0].zero_()
+    assert floats.images.sum() == 2
+
+
+def test_fetching_takes_rows_in_the_order_asked_for() -> None:
+    data = InMemory(torch.arange(5.0).reshape(5, 1, 1, 1), torch.arange(5) * 2)
+    images, labels = data.fetch(torch.tensor([3, 0, 3]))
+    assert images.flatten().tolist() == [3, 0, 3]
+    assert labels is not None
+    assert labels.tolist() == [6, 0, 6]
+    assert InMemory(torch.zeros(2, 1)).fetch(torch.tensor([1]))[1] is None
+
+
+def test_classes_are_counted_from_zero() -> None:
+    assert InMemory(torch.zeros(3, 1), torch.tensor([0, 4, 2])).num_classes == 5
+    assert InMemory(torch.zeros(3, 1)).num_classes is None
