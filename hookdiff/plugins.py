@@ -69,7 +69,7 @@ class _Manager(pluggy.PluginManager):
     """Looks for hooks among a class's functions only: a field that is not set yet must not be touched."""
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        if not callable(inspect.getattr_static(plugin, name, None)):
+        if not callable(_static(plugin, name)):
             return None
         return super().parse_hookimpl_opts(plugin, name)
 
@@ -81,16 +81,27 @@ def check_plugin(name: str, plugin: object) -> None:
     if inspect.isclass(plugin):
         raise PluginError(f"the plugin {name!r} is the class {plugin.__name__}; give an instance: {plugin.__name__}()")
     for attribute in dir(plugin):
-        member = inspect.getattr_static(plugin, attribute, None)
+        member = _static(plugin, attribute)
         if not callable(member):
             continue
         options = getattr(member, "hookdiff_impl", None)
-        if options is None and attribute in HOOK_NAMES:
-            raise PluginError(f"the plugin {name!r} has a method {attribute} without @hookimpl; it would not be heard")
-        if options is not None and (options.get("specname") or attribute) not in HOOK_NAMES:
-            raise PluginError(f"the plugin {name!r}: there is no hook {attribute!r}{nearest(attribute, HOOK_NAMES)}")
-        if options is not None and options.get("hookwrapper"):
+        if options is None:
+            if attribute in HOOK_NAMES:
+                raise PluginError(
+                    f"the plugin {name!r} has a method {attribute} without @hookimpl; it would not be heard"
+                )
+            continue
+        hook = options["specname"] or attribute
+        if hook not in HOOK_NAMES:
+            raise PluginError(f"the plugin {name!r}: there is no hook {hook!r}{nearest(hook, HOOK_NAMES)}")
+        if options["hookwrapper"]:
             raise PluginError(f"the plugin {name!r}: use wrapper=True in place of hookwrapper=True in {attribute}")
+
+
+def _static(plugin: object, attribute: str) -> object:
+    """Return what the attribute is without asking for its value; of static and class methods, the function."""
+    member = inspect.getattr_static(plugin, attribute, None)
+    return member.__func__ if isinstance(member, staticmethod | classmethod) else member
 
 
 def check_partners(classes: Mapping[str, type]) -> None:

@@ -1,0 +1,225 @@
+import pluggy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookdiff import HookError, UserError, hookimpl
+from hookdiff.dispatch import compile_hook, in_order
+from hookdiff.hookspecs import Hooks
+from hookdiff.plugins import Plugins
+from hookdiff.testing import toy_loop
+
+MOMENT, SEAM = "on_nan", "backward"  # both of two arguments
+ARGUMENTS = {MOMENT: {"loop": "the loop", "report": "the report"}, SEAM: {"loop": "the loop", "loss": "the loss"}}
+
+
+class Mine(Exception):
+    pass
+
+
+class Other(Exception):
+    pass
+
+
+def plain(name, hook, heard, answer, **marks):
+    """Return a plugin that notes that it was called and returns `answer`, or raises it."""
+
+    def call():
+        heard.append(name)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return type("Plain", (), {hook: staticmethod(hookimpl(**marks)(call))})()
+
+
+def around(name, hook, heard, reaction, **marks):
+    """Return a plugin that wraps the hook: it notes what it sees at its yield, and reacts."""
+
+    def call():
+        heard.append(f"{name} before")
+        if reaction == "fail at once":
+            raise Other(name)
+        try:
+            result = yield
+        except Mine as error:
+            heard.append(f"{name} saw {error!r}")
+            if reaction == "swallow":
+                return f"{name} instead"
+            if reaction == "raise another":
+                raise Other(name) from error
+            raise
+        heard.append(f"{name} saw {result!r}")
+        if reaction == "replace":
+            return [name, result]
+        return None if reaction == "lose" else result
+
+    return type("Around", (), {hook: staticmethod(hookimpl(wrapper=True, **marks)(call))})()
+
+
+phases = st.sampled_from([{}, {"tryfirst": True}, {"trylast": True}])
+answers = st.none() | st.integers(0, 3) | st.just(False) | st.builds(Mine)
+reactions = st.sampled_from(["pass on", "replace", "lose", "swallow", "raise another", "fail at once"])
+kinds = st.tuples(st.just(plain), answers, phases) | st.tuples(st.just(around), reactions, phases)
+
+
+def make(hook, drawn, heard):
+    return {
+        f"p{number}": kind(f"p{number}", hook, heard, what, **marks) for number, (kind, what, marks) in enumerate(drawn)
+    }
+
+
+def outcome(call, heard):
+    heard.clear()
+    try:
+        result = call()
+    except Exception as error:
+        return type(error).__name__, str(error), list(heard)
+    return "returned", result, list(heard)
+
+
+def in_pluggy(hook, plugins):
+    """Return pluggy's own hook. What is registered last is called first there, but of several `trylast` it is last."""
+    manager = pluggy.PluginManager("hookdiff")
+    manager.add_hookspecs(Hooks)
+
+    last = [name for name, plugin in plugins.items() if getattr(plugin, hook).hookdiff_impl["trylast"]]
+    for name in [*last, *(name for name in reversed(plugins) if name not in last)]:
+        manager.register(plugins[name], name)
+    return getattr(manager.hook, hook)
+
+
+@given(drawn=st.lists(kinds, max_size=7))
+def test_a_moment_gives_what_pluggy_gives(drawn):
+    heard = []
+    plugins = make(MOMENT, drawn, heard)
+    ours, theirs = getattr(Plugins(plugins).hook, MOMENT), in_pluggy(MOMENT, plugins)
+    assert outcome(lambda: ours(**ARGUMENTS[MOMENT]), heard) == outcome(lambda: theirs(**ARGUMENTS[MOMENT]), heard)
+
+
+@given(drawn=st.lists(kinds, max_size=7))
+def test_a_seam_gives_what_pluggy_gives_except_none(drawn):
+    heard = []
+    plugins = make(SEAM, drawn, heard)
+    last = plain("default", SEAM, heard, "by default", trylast=True)
+    # Plugins brings a default of its own, which would need a real loss.
+    order = Plugins(plugins).order(SEAM)[:-1]
+    manager = pluggy.PluginManager("hookdiff")
+    manager.register(last, "default")
+    ours = compile_hook(SEAM, [*order, *manager.hook.backward.get_hookimpls()], firstresult=True)
+    theirs = in_pluggy(SEAM, {**plugins, "default": last})
+    expected = outcome(lambda: theirs(**ARGUMENTS[SEAM]), heard)
+    if expected[:2] == ("returned", None):
+        names = ", ".join([*(impl.plugin_name for impl in order), "default"])
+        expected = "HookError", f"the hook 'backward' ended in None; it went through: {names}", expected[2]
+    assert outcome(lambda: ours(**ARGUMENTS[SEAM]), heard) == expected
+
+
+@given(drawn=st.lists(kinds, max_size=8))
+def test_the_order_is_wrappers_then_phases_then_the_config(drawn):
+    plugins = make(MOMENT, drawn, [])
+
+    def key(name):
+        kind, _, marks = drawn[int(name[1:])]
+        return (
+            kind is plain,
+            0 if "tryfirst" in marks else 2 if "trylast" in marks else 1,
+        )  # a stable sort does the rest
+
+    assert [impl.plugin_name for impl in Plugins(plugins).order(MOMENT)] == sorted(plugins, key=key)
+
+
+def test_ties_are_called_as_they_are_ranked():
+    impls = Plugins(make(MOMENT, [(plain, 0, {"trylast": True})] * 3, [])).order(MOMENT)
+    assert [i.plugin_name for i in in_order(impls, {"p0": 2, "p1": 0, "p2": 1})] == ["p1", "p2", "p0"]
+
+
+def test_the_outermost_wrapper_has_the_last_word():
+    heard = []
+    drawn = [(around, "replace", {}), (around, "swallow", {}), (plain, Mine("broken"), {})]
+    result = getattr(Plugins(make(MOMENT, drawn, heard)).hook, MOMENT)(**ARGUMENTS[MOMENT])
+    assert result == ["p0", "p1 instead"]
+    assert heard == ["p0 before", "p1 before", "p2", "p1 saw Mine('broken')", "p0 saw 'p1 instead'"]
+
+
+def hook_of(plugin):
+    return Plugins({"odd": plugin}).hook
+
+
+def test_a_wrapper_without_a_yield_is_an_error():
+    class NoYield:
+        @hookimpl(wrapper=True)
+        def before_step(self, loop):
+            if loop:
+                yield
+
+    with pytest.raises(HookError, match="'before_step' returned without a yield"):
+        hook_of(NoYield()).before_step(loop=None, batch=None)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_wrapper_with_a_second_yield_is_an_error_and_is_closed(broken):
+    closed = []
+
+    class TwoYields:
+        @hookimpl(wrapper=True)
+        def before_step(self):
+            try:
+                try:
+                    yield
+                except Mine:
+                    yield
+                yield
+            finally:
+                closed.append(True)
+
+    class Broken:
+        @hookimpl
+        def before_step(self):
+            if broken:
+                raise Mine
+
+    with pytest.raises(HookError, match="'before_step' has a second yield"):
+        Plugins({"two": TwoYields(), "broken": Broken()}).hook.before_step(loop=None, batch=None)
+    assert closed == [True]
+
+
+def test_a_wrapper_that_forgets_to_return_stops_the_run():
+    class Forgetful:
+        @hookimpl(wrapper=True)
+        def optimizer_step(self):
+            yield
+
+    with pytest.raises(HookError, match=r"'optimizer_step' ended in None; it went through: forgetful, defaults"):
+        toy_loop({"forgetful": Forgetful()}).run()
+
+
+@pytest.mark.parametrize("takes", [(), ("loop",), ("images",), ("step", "loop"), ("loop", "step", "images")])
+def test_a_plugin_gets_the_arguments_it_names(takes):
+    got = []
+    scope = {"got": got, "hookimpl": hookimpl}
+    exec(f"@hookimpl\ndef on_images(self, {', '.join(takes)}): got.append(({', '.join((*takes, ''))}))", scope)
+    hook_of(type("Takes", (), {"on_images": scope["on_images"]})()).on_images(loop=1, step=2, images=3)
+    assert got == [tuple({"loop": 1, "step": 2, "images": 3}[name] for name in takes)]
+
+
+def test_hooks_take_keywords_only():
+    hook = Plugins({}).hook
+    for name, arguments in (("on_start", ["loop"]), ("unscale", ["loop"])):
+        with pytest.raises(TypeError, match="positional"):
+            getattr(hook, name)(*arguments)
+
+
+def test_falsy_results_count_and_none_does_not():
+    drawn = [(plain, answer, {}) for answer in (None, 0, False, None, 2)]
+    assert getattr(Plugins(make(MOMENT, drawn, [])).hook, MOMENT)(**ARGUMENTS[MOMENT]) == [0, False, 2]
+    assert getattr(Plugins(make(SEAM, drawn, heard := [])).hook, SEAM)(**ARGUMENTS[SEAM]) == 0
+    assert heard == ["p0", "p1"]  # who comes after the answer is not asked
+
+
+def test_an_error_of_a_plugin_travels_untouched():
+    error = UserError("mine")
+    drawn = [(around, "pass on", {}), (plain, error, {})]
+    with pytest.raises(UserError) as caught:
+        getattr(Plugins(make(MOMENT, drawn, [])).hook, MOMENT)(**ARGUMENTS[MOMENT])
+    assert caught.value is error
