@@ -49,7 +49,7 @@ def plugin_class(given: str) -> type:
         raise PluginError(f"the plugin {given!r} is a {type(kind).__name__}, expected a class")
     needs: Mapping[str, str] = getattr(kind, "needs", {})
     for module, requirement in needs.items():
-        if importlib.util.find_spec(module) is None:
+        if not _is_there(module):
             raise PluginError(f"the plugin {given!r} needs the package {module}: pip install '{requirement}'")
     return kind
 
@@ -59,11 +59,18 @@ def import_object(path: str, what: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:  # the last two where `module` starts with a dot, or is empty
         raise PluginError(f"{what}: cannot import {module}: {error}") from error
     if not hasattr(found, name):
         raise PluginError(f"{what}: {module} has no {name!r}{nearest(name, dir(found))}")
     return getattr(found, name)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 def _load(name: str) -> Any:
