@@ -6,11 +6,14 @@ validators run field by field, and all problems are told at once.
 
 from __future__ import annotations
 
+import datetime
+import enum
 import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import PurePath
 from typing import Any, cast
 
 import attrs
@@ -62,18 +65,18 @@ def arguments(target: Callable[..., Any], table: Mapping[str, Any], where: str, 
             try:
                 field.validator(so_far, field, result[key])
             except (ValueError, TypeError) as error:
-                problems.add(f"{where}.{key}", _message(error))
+                problems.add(f"{where}.{key}", _message(error).removeprefix(f"'{field.name}' "))
     return result
 
 
 def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of `target` that a config may set."""
+    """Return the named parameters of `target` that a config may set; none where Python does not know them."""
     skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {
-        name: parameter
-        for name, parameter in inspect.signature(target).parameters.items()
-        if parameter.kind not in skipped and name not in ("self", "params")
-    }
+    try:
+        known = inspect.signature(target).parameters
+    except ValueError:  # some callables that are written in C
+        return {}
+    return {n: p for n, p in known.items() if p.kind not in skipped and n not in ("self", "params")}
 
 
 def missing(target: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
@@ -82,24 +85,43 @@ def missing(target: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
 
 
 def resolved(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` and the defaults of `target` as TOML values; what TOML cannot say (None) is left out."""
-    table = {}
+    """Return `given` and the defaults of `target` as TOML values.
+
+    What TOML cannot say (None) is left out, and so is a default that would not come back as it is.
+    """
+    table, hints = {}, _hints(target)
     for name, parameter in parameters(target).items():
-        default = None if parameter.default is inspect.Parameter.empty else parameter.default
-        value = _as_toml(given.get(name, default))
-        if value is not None:
+        value = _as_toml(given.get(name, parameter.default))
+        if value is not None and (name in given or _comes_back(parameter.default, value, hints.get(name, Any))):
             table[name] = value
     return table
 
 
+def _comes_back(default: Any, said: Any, kind: Any) -> bool:
+    try:
+        return bool(_structure(said, kind) == default)
+    except (ValueError, TypeError):
+        return False
+
+
 def _as_toml(value: Any) -> Any:
+    """Return `value` as TOML says it; None where it cannot say all of it."""
     if isinstance(value, Every):
         return int(value.amount) if value.unit == "steps" else str(value)
-    if isinstance(value, (tuple, list)):
-        return [_as_toml(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return _as_toml(value.value)
+    if isinstance(value, PurePath):
+        return str(value)
+    if fields := _fields(type(value)):
+        return resolved(type(value), {alias: getattr(value, field.name) for alias, field in fields.items()})
+    if isinstance(value, (tuple, list, set, frozenset)):
+        items = [_as_toml(item) for item in value]
+        return None if None in items else items
     if isinstance(value, Mapping):
-        return {str(key): _as_toml(item) for key, item in value.items()}
-    return value if isinstance(value, (bool, int, float, str)) else None
+        table = {str(key): _as_toml(item) for key, item in value.items()}
+        return None if None in table.values() else table
+    plain = (bool, int, float, str, datetime.date, datetime.time)
+    return value if isinstance(value, plain) else None
 
 
 def _fields(target: Any) -> dict[str, attrs.Attribute[Any]]:
@@ -110,16 +132,26 @@ def _fields(target: Any) -> dict[str, attrs.Attribute[Any]]:
 
 
 def _hints(target: Any) -> dict[str, Any]:
-    fields = _fields(target)
-    if not fields:
-        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    hints: dict[str, Any] = {}
-    for alias, field in fields.items():
-        # One by one, each in its own module: a field that is no argument may name a type only checkers see.
-        owner = next(kind for kind in target.__mro__ if field.name in vars(kind).get("__annotations__", {}))
-        alone = types.SimpleNamespace(__annotations__={alias: field.type})
-        hints |= typing.get_type_hints(alone, vars(sys.modules[owner.__module__]))
-    return hints
+    """Return the types of the arguments that have one."""
+    if fields := _fields(target):
+        return {alias: _hint(field.type, _scope(target, field.name)) for alias, field in fields.items() if field.type}
+    scope = getattr(inspect.unwrap(target.__init__ if inspect.isclass(target) else target), "__globals__", {})
+    typed = {name: parameter.annotation for name, parameter in parameters(target).items()}
+    return {name: _hint(kind, scope) for name, kind in typed.items() if kind is not inspect.Parameter.empty}
+
+
+def _scope(target: type, field: str) -> dict[str, Any]:
+    """Return the names of the module of the class, `target` or a base of it, that declares `field`."""
+    owners = (kind for kind in target.__mro__ if field in vars(kind).get("__annotations__", {}))
+    return vars(sys.modules[next(owners, target).__module__])
+
+
+def _hint(annotation: Any, scope: dict[str, Any]) -> Any:
+    alone = types.SimpleNamespace(__annotations__={"it": annotation})
+    try:
+        return typing.get_type_hints(alone, scope)["it"]
+    except Exception:  # evaluating it may raise anything; most often only checkers import its name
+        return Any
 
 
 def _value(value: Any, kind: Any) -> Any:
@@ -142,7 +174,7 @@ def _readings(text: str) -> Iterator[Any]:
     for source in (text, f"[{text}]") if "," in text else (text,):
         try:
             yield tomli.loads(f"x = {source}")["x"]
-        except tomli.TOMLDecodeError:
+        except (ValueError, RecursionError):
             continue
     yield str(text)
 
@@ -152,6 +184,8 @@ def _structure(value: Any, kind: Any) -> Any:
         return _converter.structure(value, kind)
     except StructureHandlerNotFoundError:
         raise ValueError(f"cannot be set in a config: it takes {_named(kind)}") from None
+    except (BaseValidationError, OverflowError) as error:
+        raise ValueError(_message(error)) from None
 
 
 def _exactly(wanted: type | tuple[type, ...], described: str) -> Callable[[Any, Any], Any]:
@@ -173,7 +207,7 @@ def _union(value: Any, kind: Any) -> Any:
             return _converter.structure(value, member)
         except StructureHandlerNotFoundError:
             continue
-        except (ValueError, TypeError, BaseValidationError) as error:
+        except (ValueError, TypeError, OverflowError, BaseValidationError) as error:
             errors.append(_message(error))
     raise ValueError(errors[0] if len(errors) == 1 else f"expected {_named(kind)}, got {value!r}")
 
@@ -181,20 +215,46 @@ def _union(value: Any, kind: Any) -> Any:
 def _sequence(value: Any, kind: Any) -> Any:
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"expected a list, got {value!r}")
-    inner = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple and not (len(inner) == 2 and inner[1] is Ellipsis):
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple and not (len(inner) == 2 and inner[1] is Ellipsis):
         if len(value) != len(inner):
             raise ValueError(f"expected a list of {len(inner)}, got {len(value)} items")
         kinds: Sequence[Any] = inner
     else:
-        kinds = [inner[0]] * len(value)
-    items = []
-    for number, (item, item_kind) in enumerate(zip(value, kinds, strict=True), 1):
-        try:
-            items.append(_converter.structure(item, item_kind))
-        except (ValueError, TypeError, BaseValidationError) as error:
-            raise ValueError(f"item {number}: {_message(error)}") from None
-    return tuple(items) if typing.get_origin(kind) is tuple else items
+        kinds = [inner[0] if inner else Any] * len(value)
+    items = [
+        _inside(f"item {number}", item, item_kind)
+        for number, (item, item_kind) in enumerate(zip(value, kinds, strict=True), 1)
+    ]
+    made = origin or kind
+    return made(items) if made in (list, set, frozenset) else tuple(items)
+
+
+def _mapping(value: Any, kind: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a table, got {value!r}")
+    keys, values = typing.get_args(kind) or (str, Any)
+    return {_inside(key, key, keys): _inside(key, item, values) for key, item in value.items()}
+
+
+def _attrs_class(value: Any, kind: Any) -> Any:
+    """Check a table inside a table by the same rules."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a table, got {value!r}")
+    problems = Problems()
+    given = arguments(kind, value, "", problems)
+    if lacking := missing(kind, value):
+        problems.add("", f"needs {', '.join(lacking)}")
+    if problems.found:
+        raise ValueError("; ".join(line.lstrip(".: ") for line in problems.found))
+    return kind(**given)
+
+
+def _inside(place: str, value: Any, kind: Any) -> Any:
+    try:
+        return _structure(value, kind)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{place}: {_message(error)}") from None
 
 
 def _literal(value: Any, kind: Any) -> Any:
@@ -216,7 +276,11 @@ def _is_union(kind: Any) -> bool:
 
 
 def _is_sequence(kind: Any) -> bool:
-    return typing.get_origin(kind) in (tuple, list) and bool(typing.get_args(kind))
+    return (typing.get_origin(kind) or kind) in (tuple, list, set, frozenset, Sequence, Collection, Iterable)
+
+
+def _is_mapping(kind: Any) -> bool:
+    return (typing.get_origin(kind) or kind) in (dict, Mapping, MutableMapping)
 
 
 def _is_literal(kind: Any) -> bool:
@@ -245,4 +309,6 @@ _converter.register_structure_hook(str, _exactly(str, "a string"))
 _converter.register_structure_hook(Every, _every)
 _converter.register_structure_hook_func(_is_union, _union)
 _converter.register_structure_hook_func(_is_sequence, _sequence)
+_converter.register_structure_hook_func(_is_mapping, _mapping)
+_converter.register_structure_hook_func(lambda kind: bool(_fields(kind)), _attrs_class)
 _converter.register_structure_hook_func(_is_literal, _literal)

@@ -1,0 +1,371 @@
+import enum
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+
+import pytest
+import tomli
+import tomli_w
+import torch
+from attrs import define, field
+from attrs.validators import ge, in_, le, optional
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookdiff.progress import Every, parse_every
+from hookdiff.structure import Problems, Text, arguments, missing, parameters, resolved
+
+if TYPE_CHECKING:
+    from nowhere import Nothing
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@define
+class Inner:
+    size: int = field(validator=ge(1))
+    label: str = "none"
+
+
+def taking(kind):
+    def target(x):
+        return x
+
+    target.__annotations__ = {"x": kind}
+    return target
+
+
+def read(kind, value):
+    """Return the typed value, or the message of the one problem it has."""
+    problems = Problems()
+    result = arguments(taking(kind), {"x": value}, "t", problems)
+    assert len(result) + len(problems.found) == 1
+    return result["x"] if result else problems.found[0]
+
+
+def same(one, other):
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        (bool, True, True),
+        (int, 7, 7),
+        (float, 7, 7.0),
+        (float, 7.5, 7.5),
+        (str, "7", "7"),
+        (Any, {"a": [1, "b"]}, {"a": [1, "b"]}),
+        (int | None, 3, 3),
+        (Optional[str], "a", "a"),  # noqa: UP045
+        (int | str, 1, 1),
+        (int | str, "1", "1"),
+        (int | float, 1, 1),
+        (float | int, 1, 1),
+        (float | str, 1, 1.0),
+        (bool | int, 1, 1),
+        (bool | int, True, True),
+        (int | bool, True, True),
+        (float | torch.Tensor, 1, 1.0),
+        (tuple[int, ...], [1, 2], (1, 2)),
+        (tuple[int, ...], [], ()),
+        (tuple[float, int], [1, 2], (1.0, 2)),
+        (tuple[tuple[int, int], ...], [[1, 2], [3, 4]], ((1, 2), (3, 4))),
+        (list[str], ["a"], ["a"]),
+        (Sequence[int], [1], (1,)),
+        (Iterable[int], [1], (1,)),
+        (set[str], ["a", "a"], {"a"}),
+        (tuple, [1, "a"], (1, "a")),
+        (dict[str, float], {"a": 1}, {"a": 1.0}),
+        (Mapping[str, list[int]], {"a": [1]}, {"a": [1]}),
+        (dict, {"a": 1}, {"a": 1}),
+        (Literal["a", "b"], "b", "b"),
+        (Literal[1, 2], 2, 2),
+        (Literal["auto", 1] | None, "auto", "auto"),
+        (Path, "a/b", Path("a/b")),
+        (Colour, "red", Colour.RED),
+        (Annotated[int, "of something"], 3, 3),
+        (Inner, {"size": 3}, Inner(3)),
+        (list[Inner], [{"size": 3, "label": "x"}], [Inner(3, "x")]),
+        (Every, 500, Every(500)),
+        (Every, "2 epochs", Every(2, "epochs")),
+        (Every, "15 min", Every(900, "seconds")),
+    ],
+)
+def test_what_is_taken(kind, value, expected):
+    assert same(read(kind, value), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        (bool, "false", "expected true or false, got 'false'"),
+        (bool, 0, "expected true or false, got 0"),
+        (int, True, "expected an integer, got True"),
+        (int, 7.0, "expected an integer, got 7.0"),
+        (int, "7", "expected an integer, got '7'"),
+        (float, True, "expected a number, got True"),
+        (float, "1e-3", "expected a number, got '1e-3'"),
+        (float, 10**400, "int too large to convert to float"),
+        (str, 7, "expected a string, got 7"),
+        (str, True, "expected a string, got True"),
+        (int | None, "none", "expected an integer, got 'none'"),
+        (int | str, 1.5, "expected an integer or a string, got 1.5"),
+        (int | float, True, "expected an integer or a number, got True"),
+        (tuple[int, ...], 3, "expected a list, got 3"),
+        (tuple[int, ...], "12", "expected a list, got '12'"),
+        (tuple[int, ...], [1, "2"], "item 2: expected an integer, got '2'"),
+        (tuple[float, float], [0.9], "expected a list of 2, got 1 items"),
+        (tuple[float, int], [0.9, 0.9], "item 2: expected an integer, got 0.9"),
+        (tuple[tuple[int, int], ...], [[1, 2], [3, True]], "item 2: item 2: expected an integer, got True"),
+        (list[int] | None, ["a"], "item 1: expected an integer, got 'a'"),
+        (list, "abc", "expected a list, got 'abc'"),
+        (Sequence[str], "abc", "expected a list, got 'abc'"),
+        (set[str], "abc", "expected a list, got 'abc'"),
+        (dict[str, int], [1], "expected a table, got [1]"),
+        (dict[str, int], {"a": {"b": 1}}, "a: expected an integer, got {'b': 1}"),
+        (
+            Literal["linear", "cosine"],
+            "cosin",
+            "expected one of 'linear', 'cosine', got 'cosin'; did you mean 'cosine'?",
+        ),
+        (Literal["a"], ["a"], "expected one of 'a', got ['a']"),
+        (Literal[1, 2], True, "expected one of 1, 2, got True"),
+        (Literal[1, 2], 3, "expected one of 1, 2, got 3"),
+        (Colour, "green", "'green' is not a valid Colour"),
+        (torch.Tensor, 1, "cannot be set in a config: it takes Tensor"),
+        (list[torch.Tensor], [1], "item 1: cannot be set in a config: it takes Tensor"),
+        (torch.Tensor | None, 1, "expected Tensor, got 1"),
+        (Every, True, "expected steps (500), epochs ('2 epochs') or time ('15 min'), got True"),
+        (Every, 1.5, "expected steps (500), epochs ('2 epochs') or time ('15 min'), got 1.5"),
+        (Every, "often", "expected steps (500), epochs ('2 epochs') or time ('15 min'), got 'often'"),
+        (Every, "1.5 epochs", "expected a whole number of epochs, got '1.5 epochs'"),
+        (Inner, 3, "expected a table, got 3"),
+        (Inner, {}, "needs size"),
+        (Inner, {"size": 0}, "size: must be >= 1: 0"),
+        (Inner, {"size": 1, "lable": "x"}, "lable: unknown key; did you mean 'label'?; known: size, label"),
+        (Inner, {"size": "a", "label": 1}, "size: expected an integer, got 'a'; label: expected a string, got 1"),
+        (list[Inner], [{"size": 1}, {"size": 0}], "item 2: size: must be >= 1: 0"),
+    ],
+)
+def test_what_is_refused(kind, value, message):
+    assert read(kind, value) == f"t.x: {message}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        (bool, "true", True),
+        (int, "7", 7),
+        (float, "7", 7.0),
+        (float, "2e-4", 2e-4),
+        (str, "7", "7"),
+        (str, "true", "true"),
+        (str, "two words", "two words"),
+        (str, '"quoted"', "quoted"),
+        (str, "", ""),
+        (str | None, "none", None),
+        (str, "none", "none"),
+        (int | None, "none", None),
+        (int | str, "7", 7),
+        (tuple[int, ...], "1,2,4", (1, 2, 4)),
+        (tuple[int, ...], "[1, 2, 4]", (1, 2, 4)),
+        (tuple[str, ...], '["a", "b"]', ("a", "b")),
+        (tuple[float, float], "0.9,0.99", (0.9, 0.99)),
+        (dict[str, int], "{a = 1}", {"a": 1}),
+        (Every, "500", Every(500)),
+        (Every, "2 epochs", Every(2, "epochs")),
+        (Literal["a", "b"], "a", "a"),
+        (Path, "a/b.txt", Path("a/b.txt")),
+        (Any, "1e3", 1000.0),
+        (Any, "words", "words"),
+    ],
+)
+def test_text_is_read_as_what_the_key_expects(kind, text, expected):
+    assert same(read(kind, Text(text)), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (bool, "yes", "expected true or false, got 'yes'"),
+        (int, "7.5", "expected an integer, got 7.5"),
+        (int, "many", "expected an integer, got 'many'"),
+        (int, "none", "expected an integer, got 'none'"),
+        (tuple[int, ...], "1,b", "expected a list, got '1,b'"),
+        (tuple[int, ...], "7", "expected a list, got 7"),
+        (int, "[" * 2000, f"expected an integer, got {'[' * 2000!r}"),
+        (int, "9" * 5000, f"expected an integer, got {'9' * 5000!r}"),
+    ],
+)
+def test_text_that_the_key_cannot_take(kind, text, message):
+    assert read(kind, Text(text)) == f"t.x: {message}"
+
+
+@given(value=st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False))
+def test_no_type_is_ever_coerced_to_another(value):
+    for kind in (bool, int, str):
+        result = read(kind, value)
+        assert same(result, value) if type(value) is kind else result.startswith("t.x: expected ")
+
+
+@define(eq=False)
+class Options:
+    low: int = field(default=0, validator=[ge(0), le(10)])
+    high: int = field(default=10, validator=optional(ge(0)))
+    mode: str = field(default="a", validator=in_(("a", "b")))
+    every: Every = field(default=Every(0), converter=parse_every)
+    _private: int = field(default=1, validator=ge(1))
+    state: "Nothing" = field(init=False)
+
+    @high.validator
+    def _above(self, attribute, value):
+        if value < self.low:
+            raise ValueError(f"'high' must be at least low ({self.low})")
+
+
+def found(target, table):
+    problems = Problems()
+    arguments(target, table, "t", problems)
+    return problems.found
+
+
+def test_all_problems_are_told_at_once_each_with_its_place():
+    table = {"low": "x", "hihg": 1, "mode": "c", "every": "often", "private": 0}
+    assert found(Options, table) == [
+        "t.low: expected an integer, got 'x'",
+        "t.hihg: unknown key; did you mean 'high'?; known: low, high, mode, every, private",
+        "t.every: expected steps (500), epochs ('2 epochs') or time ('15 min'), got 'often'",
+        "t.mode: must be in ('a', 'b') (got 'c')",
+        "t.private: must be >= 1: 0",
+    ]
+
+
+def test_a_validator_sees_the_other_fields_given_or_by_default():
+    assert found(Options, {"low": 5, "high": 4}) == ["t.high: must be at least low (5)"]
+    assert found(Options, {"high": 4}) == []
+    assert found(Options, {"low": 11, "high": 12}) == ["t.low: must be <= 10: 11"]
+
+
+def test_validators_of_fields_that_are_not_given_do_not_run():
+    assert found(Options, {"low": 11}) == ["t.low: must be <= 10: 11"]  # high = 10 < 11 is not told as well
+
+
+def test_a_message_that_does_not_start_with_the_field_stays_whole():
+    def refuse(instance, attribute, value):
+        raise ValueError("'low' must be below this")
+
+    kind = define(type("Odd", (), {"__annotations__": {"x": int}, "x": field(default=0, validator=refuse)}))
+    assert found(kind, {"x": 1}) == ["t.x: 'low' must be below this"]
+
+
+def test_types_that_only_checkers_know_check_nothing():
+    def target(a: "Nothing", b: "int" = 1, c: "Nothing | None" = None): ...
+
+    problems = Problems()
+    assert arguments(target, {"a": [1], "c": 2}, "t", problems) == {"a": [1], "c": 2}
+    assert found(target, {"b": "x"}) == ["t.b: expected an integer, got 'x'"]
+    assert arguments(define(type("K", (), {"__annotations__": {"a": "Nothing"}})), {"a": 1}, "t", problems) == {"a": 1}
+    assert problems.found == []
+
+
+def test_whatever_can_be_called_has_parameters():
+    class Custom:
+        def __call__(self, x: int): ...
+
+    class Plain:
+        def __init__(self, x: int, *args, y: str = "", **kwargs): ...
+
+    assert list(parameters(Plain)) == ["x", "y"]
+    assert found(Plain, {"x": "a"}) == ["t.x: expected an integer, got 'a'"]
+    assert found(functools.partial(Plain, y="b"), {"x": "a"}) == ["t.x: expected an integer, got 'a'"]
+    assert list(parameters(Custom())) == ["x"]
+    assert parameters(dict) == {}  # Python does not know
+    assert found(dict, {"x": 1}) == ["t.x: unknown key; known: none"]
+    assert "params" not in parameters(torch.optim.AdamW)
+
+
+def test_an_inherited_init_is_read_in_its_own_module():
+    class Child(torch.optim.AdamW):
+        pass
+
+    assert found(Child, {"lr": "x"}) == [
+        "t.lr: expected a number, got 'x'"
+    ]  # of a number or a tensor, what a config can say
+    assert found(Child, {"betas": [0.9]}) == ["t.betas: expected a list of 2, got 1 items"]
+
+
+def test_missing_lists_what_has_no_default():
+    def target(a, b, c=1): ...
+
+    assert missing(target, {"a": 1}) == ["b"]
+    assert missing(target, {"a": 1, "b": 2}) == []
+    assert missing(Options, {}) == []
+
+
+def round_trip(target, given):
+    """Write what was given and the defaults as TOML, and read it."""
+    problems = Problems()
+    again = arguments(target, tomli.loads(tomli_w.dumps(resolved(target, given))), "t", problems)
+    assert problems.found == []
+    return again
+
+
+def test_resolved_comes_back_as_it_was():
+    def target(
+        a: int = 1,
+        b: float = 2.5,
+        c: tuple[int, ...] = (1, 2),
+        d: Every = Every(15, "seconds"),  # noqa: B008
+        e: Colour = Colour.RED,
+        f: Path = Path("x"),
+        g: Inner | None = None,
+        h: dict[str, list[int]] | None = None,
+        i: str | None = None,
+        j: set[str] = frozenset(),
+    ): ...
+
+    problems = Problems()
+    table = {"b": 3, "e": "blue", "f": "a/b", "g": {"size": 2}, "h": {"p": [1]}, "j": ["s"], "d": "1000000 s"}
+    given = arguments(target, table, "t", problems)
+    again = round_trip(target, given)
+    assert again == {"a": 1, "c": (1, 2), **given}
+    assert round_trip(target, again) == again
+    assert resolved(target, {})["d"] == "15 s"
+
+
+amounts = st.builds(Every, st.integers(0, 10**12).map(float), st.sampled_from(["steps", "epochs"])) | st.builds(
+    Every, st.floats(0, 1e12), st.just("seconds")
+)
+
+
+@given(every=amounts)
+def test_how_often_comes_back_as_it_was(every):
+    assert round_trip(taking(Every), {"x": every}) == {"x": every}
+
+
+@pytest.mark.parametrize(
+    ("kind", "default"),
+    [
+        (bool, 1),  # annotations of other people's code are sometimes wrong
+        (int, "64"),
+        (Any, Path("a")),  # without a type it would come back as a string
+        (Any, Colour.RED),
+        (Any, (1, 2)),
+        (tuple[Any, ...], (None, 1)),
+        (dict[str, Any], {"a": torch.nn.SiLU}),
+        (Any, torch.float32),
+    ],
+)
+def test_a_default_that_would_not_come_back_is_left_out(kind, default):
+    target = taking(kind)
+    target.__defaults__ = (default,)
+    assert resolved(target, {}) == {}
+
+
+def test_a_factory_is_no_value():
+    assert resolved(define(type("K", (), {"__annotations__": {"a": int}, "a": field(factory=int)})), {}) == {}
