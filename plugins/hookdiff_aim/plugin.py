@@ -103,6 +103,9 @@ def _open(folder: str, run_hash: str | None, experiment: str | None) -> Any:
     aim = _aim()
     # Otherwise Aim patches stdout and starts a thread that watches the machine.
     options = {"experiment": experiment, "system_tracking_interval": None, "capture_terminal_logs": False}
+    if run_hash is not None:
+        # Aim keeps its list of runs for half a second; to that list, a run made since then does not exist.
+        aim.Repo._all_run_hashes.cache_clear()
     try:
         return aim.Run(run_hash, repo=folder, **options)
     except aim.sdk.errors.MissingRunError:

@@ -139,8 +139,6 @@ def test_a_run_can_be_read_back(runs_dir: Path, caplog: pytest.LogCaptureFixture
     assert not locks(runs_dir)
 
 
-# Slow set: Aim now and then says that a run just closed is missing; under investigation.
-@pytest.mark.slow
 @needs_aim
 def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     sink = Aim()
@@ -183,8 +181,22 @@ def test_a_lost_aim_run_is_begun_anew(runs_dir: Path, caplog: pytest.LogCaptureF
     assert list(read(runs_dir)[sink.state_dict()["run"]]["metrics"]["loss"]) == [1]
 
 
-# Slow set: Aim now and then says that a run just closed is missing; under investigation.
-@pytest.mark.slow
+@needs_aim
+def test_a_run_made_just_now_is_not_lost(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = Aim()
+    make_loop({"aim": sink}, runs_dir / "just-now", steps=1).run()
+    resumed = Aim()
+    resumed.load_state_dict(sink.state_dict())
+    loop = make_loop({"aim": resumed}, runs_dir / "just-now", steps=2)
+    aim = plugin._aim()
+    listed = aim.Repo._all_run_hashes
+    # As if Aim had listed the runs just before this one was made.
+    listed.cache[listed.cache_key(aim.Repo.from_path(str(runs_dir)))] = set()
+    loop.run()
+    assert resumed.state_dict() == sink.state_dict()
+    assert not caplog.records
+
+
 @needs_aim
 def test_the_lock_of_a_killed_machine_does_not_stay(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = Aim()
