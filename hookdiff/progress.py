@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from hookdiff.hookspecs import Reason
 
 _UNITS = {"step": 1, "steps": 1, "epoch": 1, "epochs": 1, "s": 1, "sec": 1, "min": 60, "h": 3600}
-
+_SUFFIXES = {"steps": "", "epochs": " epochs", "seconds": " s"}
 
 Outcome = Literal["updated", "void", "skipped", "stopped", "held"]
 
@@ -66,9 +67,8 @@ class Every:
     unit: str = "steps"  # steps, epochs or seconds
 
     def __str__(self) -> str:
-        if self.unit == "seconds":
-            return f"{self.amount:g} s"
-        return f"{self.amount:g}" if self.unit == "steps" else f"{self.amount:g} epochs"
+        amount = int(self.amount) if float(self.amount).is_integer() else self.amount
+        return f"{amount}{_SUFFIXES[self.unit]}"
 
     def after_step(self, step: int) -> bool:
         """Whether it is due after update number `step` (1 is the first)."""
@@ -86,13 +86,13 @@ def parse_every(value: int | str | Every) -> Every:
     """
     if isinstance(value, Every):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value))
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e[-+]?\d+)?)\s*([a-z]*)\s*", str(value))
     unit = (match[2] or "steps") if match else ""
     if not match or isinstance(value, bool) or unit not in _UNITS:
         raise ValueError(f"expected steps (500), epochs ('2 epochs') or time ('15 min'), got {value!r}")
     kind = "steps" if unit.startswith("step") else "epochs" if unit.startswith("epoch") else "seconds"
     amount = float(match[1]) * _UNITS[unit]
-    if kind != "seconds" and amount != int(amount):
+    if not amount.is_integer() and (kind != "seconds" or math.isinf(amount)):
         raise ValueError(f"expected a whole number of {kind}, got {value!r}")
     return Every(amount, kind)
 
