@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
@@ -23,30 +24,32 @@ class Metrics:
     """
 
     _file: IO[bytes] | None = field(default=None, init=False)
-    _keep: int = field(default=0, init=False)  # bytes of an earlier run that belong to this one
+    _length: int = field(default=0, init=False)  # bytes of the file that belong to this run
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         """Append one line."""
         if loop.run_dir is None or not loop.is_main:
             return
-        if self._file is None:
+        if self._file is None or self._file.closed:
             path = loop.run_dir / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             self._file = loop.resources.enter_context(path.open("r+b"))
-            self._file.truncate(self._keep)
-            self._file.seek(self._keep)
+            # Not past the end: where the earlier file was not kept, there is nothing to go on from.
+            self._file.truncate(min(self._length, self._file.seek(0, os.SEEK_END)))
+            self._file.seek(0, os.SEEK_END)
         record = {"step": step, "time": round(time.time(), 3), **values}
         self._file.write(json.dumps(record).encode() + b"\n")
         self._file.flush()
+        self._length = self._file.tell()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length of the file, in bytes."""
-        return {"bytes": self._file.tell() if self._file else self._keep}
+        return {"bytes": self._length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Cut the file to the length that it had, when the next line is written."""
         if self._file:
             self._file.close()
-        self._file, self._keep = None, state["bytes"]
+        self._length = state["bytes"]

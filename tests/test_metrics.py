@@ -1,0 +1,167 @@
+import copy
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hookdiff import Loop, Metrics, hookimpl, run_state
+from hookdiff.testing import toy_loop
+
+
+class Saver:
+    """Keeps the state of the metrics at one step and gives it to them, or to those of another run, as they start."""
+
+    def __init__(self, metrics: Metrics, at: int = 0, state: Any = None) -> None:
+        self.metrics, self.at, self.state = metrics, at, state
+
+    @hookimpl
+    def on_start(self) -> None:
+        if self.state is not None:
+            self.metrics.load_state_dict(self.state)
+
+    @hookimpl(trylast=True)
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.at:
+            self.state = run_state(loop)["plugins"]["metrics"]
+
+
+def train(run_dir: Path | None, at: int = 0, state: Any = None, extra: Mapping[str, object] | None = None) -> Saver:
+    metrics = Metrics()
+    saver = Saver(metrics, at, state)
+    toy_loop({"metrics": metrics, "saver": saver, **(extra or {})}, run_dir=run_dir).run()
+    return saver
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_step_that_logged_is_one_line(tmp_path: Path) -> None:
+    began = time.time()
+    train(tmp_path)
+    told = lines(tmp_path)
+    assert [line["step"] for line in told] == [5, 10, 15, 20]
+    for line in told:
+        assert list(line) == ["step", "time", "loss", "grad_norm"]
+        assert began - 1 <= line["time"] <= time.time() + 1
+
+
+def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    class Reader:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            assert len(lines(tmp_path) if loop.progress.step >= 5 else []) == loop.progress.step // 5
+
+    train(tmp_path, extra={"reader": Reader()})
+
+
+def test_the_run_directory_is_made_when_the_first_line_is(tmp_path: Path) -> None:
+    class Look:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            assert (tmp_path / "a").exists() == (loop.progress.step >= 5)
+
+    train(tmp_path / "a" / "b", extra={"look": Look()})
+    assert len(lines(tmp_path / "a" / "b")) == 4
+
+
+def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    loop = toy_loop({"metrics": Metrics()}, run_dir=tmp_path)
+    loop.is_main = False
+    loop.run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_run_replaces_the_lines_of_an_earlier_one(tmp_path: Path) -> None:
+    train(tmp_path)
+    train(tmp_path)
+    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+
+
+@pytest.mark.parametrize(("at", "kept"), [(3, []), (5, [5]), (12, [5, 10]), (20, [5, 10, 15, 20])])
+def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path, at: int, kept: list[int]) -> None:
+    saver = train(tmp_path, at)
+    before = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    again = train(tmp_path, state=saver.state)
+    after = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    assert after[: len(kept)] == before[: len(kept)]
+    assert [line["step"] for line in lines(tmp_path)] == [*kept, 5, 10, 15, 20]
+    assert again.metrics.state_dict() == {"bytes": (tmp_path / "metrics.jsonl").stat().st_size}
+
+
+def test_until_it_writes_a_resumed_run_leaves_the_file_and_its_state_alone(tmp_path: Path) -> None:
+    saver = train(tmp_path, 10)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    metrics = Metrics()
+    toy_loop({"metrics": metrics, "saver": Saver(metrics, state=saver.state)}, run_dir=tmp_path, steps=4).run()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert metrics.state_dict() == saver.state
+
+
+def test_a_file_that_was_lost_is_begun_anew(tmp_path: Path) -> None:
+    saver = train(tmp_path, 10)
+    (tmp_path / "metrics.jsonl").unlink()
+    train(tmp_path, state=saver.state)
+    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+
+
+def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
+    class Back:
+        state = None
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self, loop: Loop) -> Any:
+            output = yield
+            output.loss.data.mul_(math.nan if loop.progress.position == 17 else 1)
+            return output
+
+        @hookimpl(trylast=True)
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.position == 10:
+                self.state = copy.deepcopy(run_state(loop))
+
+        @hookimpl
+        def restore(self) -> Any:
+            return self.state
+
+        @hookimpl
+        def on_nan(self) -> str:
+            return "rollback"
+
+    loop = toy_loop({"metrics": Metrics(), "back": Back()}, run_dir=tmp_path)
+    loop.run()
+    assert loop.progress.position == 20 + 17 - 10 + 1
+    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+
+
+def test_a_loop_that_runs_again_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    loop = toy_loop({"metrics": Metrics()}, run_dir=tmp_path, steps=10)
+    loop.run()
+    length = run_state(loop)["plugins"]["metrics"]["bytes"]
+    assert length == (tmp_path / "metrics.jsonl").stat().st_size
+    loop.config, loop.reason = type(loop.config)(steps=20, batch_size=8, log_every=5), None
+    loop.run()
+    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+
+
+def test_values_that_are_no_numbers_are_written_all_the_same(tmp_path: Path) -> None:
+    class Odd:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step == 5:
+                loop.log({"a": math.nan, "b": math.inf, "c": -math.inf})
+
+    train(tmp_path, extra={"odd": Odd()})
+    told = lines(tmp_path)[0]
+    assert math.isnan(told["a"])
+    assert (told["b"], told["c"]) == (math.inf, -math.inf)
