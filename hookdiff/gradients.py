@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -17,6 +18,8 @@ class Gradients:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        # At least float32, where the squares of half precision do not overflow; torch refuses a dtype that narrows.
+        self._dtype = functools.reduce(torch.promote_types, (p.dtype for _, p in self._parameters), torch.float32)
         self._norms: Tensor | None = None
         self._host: tuple[float, float] | None = None
 
@@ -38,9 +41,9 @@ class Gradients:
 
     @property
     def norms(self) -> Tensor:
-        """L2 norm of each of `tensors`: (tensors,), float32, on the device."""
+        """L2 norm of each of `tensors`: (tensors,), on the device; float32, or float64 where a weight is."""
         if self._norms is None:
-            self._norms = torch.stack(torch._foreach_norm(self.tensors(), 2, torch.float32))
+            self._norms = torch.stack(torch._foreach_norm(self.tensors(), 2, self._dtype))
         return self._norms
 
     @property
