@@ -82,8 +82,11 @@ class Log:
 
 
 def _to_host(values: Iterable[Value]) -> list[float]:
-    """Return `values` as floats, all tensors in one transfer."""
+    """Return `values` as floats, all tensors of a device in one transfer."""
     listed = list(values)
-    tensors = [value.detach().float() for value in listed if isinstance(value, Tensor)]
-    moved = iter(torch.stack(tensors).tolist()) if tensors else iter(())
-    return [next(moved) if isinstance(value, Tensor) else float(value) for value in listed]
+    tensors: dict[torch.device, list[Tensor]] = {}
+    for value in listed:
+        if isinstance(value, Tensor):
+            tensors.setdefault(value.device, []).append(value.detach().float())
+    moved = {device: iter(torch.stack(group).tolist()) for device, group in tensors.items()}
+    return [next(moved[value.device]) if isinstance(value, Tensor) else float(value) for value in listed]

@@ -1,0 +1,223 @@
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hookdiff import Loop, SampleRequest, hookimpl
+from hookdiff.testing import toy_loop
+
+
+class Sink:
+    """Writes down what reaches the sinks, call by call."""
+
+    def __init__(self) -> None:
+        self.told = list[tuple[int, dict[str, float]]]()
+        self.pictures = dict[int, Mapping[str, Tensor]]()
+
+    @hookimpl
+    def on_log(self, step: int, values: Mapping[str, float]) -> None:
+        self.told.append((step, dict(values)))
+
+    @hookimpl
+    def on_images(self, step: int, images: Mapping[str, Tensor]) -> None:
+        self.pictures[step] = images
+
+
+class Average:
+    """Averages one value a step, and logs others as told."""
+
+    def __init__(self, values: list[float], as_tensor: bool = False, cuts: tuple[int, ...] = ()) -> None:
+        self.values, self.as_tensor, self.cuts = values, as_tensor, cuts
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        value = self.values[loop.progress.step - 1]
+        loop.log.average({"mine": torch.tensor(value) if self.as_tensor else value})
+        if loop.progress.step in self.cuts:
+            loop.log.state_dict()
+
+
+class Host(TorchFunctionMode):
+    """Counts how often a value is read on the host."""
+
+    READERS = (Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.numpy, Tensor.__float__, Tensor.__bool__, Tensor.__int__)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func in self.READERS
+        return func(*args, **(kwargs or {}))
+
+
+def averaged(values: list[float], **options: Any) -> list[float]:
+    sink = Sink()
+    toy_loop({"average": Average(values, **options), "sink": sink}, steps=len(values), log_every=5).run()
+    return [told["mine"] for _, told in sink.told if "mine" in told]
+
+
+def test_a_mean_is_over_the_steps_since_the_last_log() -> None:
+    values = [float(n * n) for n in range(12)]
+    assert averaged(values) == [sum(values[:5]) / 5, sum(values[5:10]) / 5]  # the last window is not full
+
+
+@given(
+    values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=10, max_size=10),
+    cuts=st.sets(st.integers(1, 10)).map(tuple),
+    as_tensor=st.booleans(),
+)
+def test_a_window_cut_by_checkpoints_has_the_same_mean_to_the_bit(
+    values: list[float], cuts: tuple[int, ...], as_tensor: bool
+) -> None:
+    assert averaged(values, as_tensor=as_tensor, cuts=cuts) == averaged(values)
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=10, max_size=10), cut=st.integers(1, 9))
+def test_a_window_cut_by_a_resume_has_the_same_mean_to_the_bit(values: list[float], cut: int) -> None:
+    sink = Sink()
+    first, second = toy_loop(log_every=10), toy_loop({"sink": sink}, log_every=10)
+    for loop, mine in ((first, values[:cut]), (second, values[cut:])):
+        if loop is second:
+            loop.log.load_state_dict(json.loads(json.dumps(first.log.state_dict())))
+            loop.progress.step = cut
+        for value in mine:
+            loop.progress.step += 1
+            loop.log.average({"mine": value})
+            loop.log.flush()
+    total = 0.0
+    for value in values:
+        total += value
+    assert sink.told == [(10, {"mine": total / 10})]
+
+
+def test_a_mean_counts_only_the_steps_that_gave_a_value() -> None:
+    class Seldom:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step in (2, 5):
+                loop.log.average({"seldom": loop.progress.step})
+
+    toy_loop({"seldom": Seldom(), "sink": (sink := Sink())}, steps=10).run()
+    assert [told.get("seldom") for _, told in sink.told] == [3.5, None]
+
+
+def test_values_of_a_step_arrive_once_it_is_over_and_together() -> None:
+    class Chatty:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            sink.told.append((-1, {}))
+
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            loop.log({"a": loop.progress.step})
+            loop.log({"b": torch.tensor(0.5), "a": 7})
+
+    sink = Sink()
+    toy_loop({"chatty": Chatty(), "sink": sink}, steps=3, log_every=100).run()
+    assert sink.told == [entry for step in (1, 2, 3) for entry in ((-1, {}), (step, {"a": 7.0, "b": 0.5}))]
+
+
+def test_what_is_logged_last_of_all_arrives_too() -> None:
+    class Late:
+        @hookimpl(trylast=True)
+        def on_stop(self, loop: Loop) -> None:
+            loop.log({"late": 1})
+
+    toy_loop({"late": Late(), "sink": (sink := Sink())}, steps=3, log_every=100).run()
+    assert sink.told == [(3, {"late": 1.0})]
+
+
+@given(
+    value=st.floats(width=32)
+    | st.integers(-(2**24), 2**24)
+    | st.booleans()
+    | st.floats(width=16).map(lambda x: torch.tensor(x, dtype=torch.float16))
+)
+def test_any_scalar_becomes_a_float(value: Any) -> None:
+    loop = toy_loop({"sink": (sink := Sink())})
+    loop.log({"value": value, "tensor": torch.tensor(float(value))})
+    loop.log.flush()
+    ((_, told),) = sink.told
+    assert {type(number) for number in told.values()} == {float}
+    assert struct.pack("d", told["value"]) == struct.pack("d", told["tensor"]) or math.isnan(value)
+
+
+def test_all_tensors_are_read_together() -> None:
+    loop = toy_loop({"sink": (sink := Sink())}, log_every=1)
+    with Host() as host:
+        for number in range(50):
+            loop.log({f"a{number}": torch.tensor(float(number)), "text": 1.5})
+            loop.log.average({f"b{number}": torch.tensor(float(number)), "c": 2.0})
+        assert host.reads == 0
+        loop.log.flush()
+    assert host.reads == 2  # one for the values, one for the means
+    ((_, told),) = sink.told
+    assert [told[f"a{n}"] for n in range(50)] == [told[f"b{n}"] for n in range(50)] == list(range(50))
+    assert (told["text"], told["c"]) == (1.5, 2.0)
+
+
+def test_a_step_reads_the_device_once_however_many_ask() -> None:
+    class Curious:
+        @hookimpl
+        def after_backward(self, loop: Loop) -> None:
+            assert loop.gradients.finite
+            assert loop.gradients.total_norm > 0
+            loop.gradients.scale_(0.5)
+            loop.log.average({"norm": loop.gradients.total_norm, "first": loop.gradients.norms[0]})
+
+    loop, reads = toy_loop({"one": Curious(), "other": Curious()}, log_every=100, steps=5), []
+    with loop, Host() as host:
+        for _ in loop.steps():
+            reads.append(host.reads)
+    assert reads == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
+def test_tensors_may_be_on_any_device() -> None:
+    loop = toy_loop({"sink": (sink := Sink())})
+    a, b, c = (torch.tensor(float(n), device=device) for n, device in enumerate(("cuda", "cpu", "cuda")))
+    loop.log({"a": a, "b": b, "c": c, "d": 3.0})
+    loop.log.flush()
+    assert sink.told == [(0, {"a": 0.0, "b": 1.0, "c": 2.0, "d": 3.0})]
+
+
+def test_nothing_keeps_a_graph_alive() -> None:
+    weight = torch.ones((), requires_grad=True)
+    loop = toy_loop({"sink": (sink := Sink())}, log_every=1)
+    loop.log({"a": weight * 2})
+    loop.log.average({"b": weight * 3})
+    loop.log.flush()
+    assert sink.told == [(0, {"a": 2.0, "b": 3.0})]
+
+
+@pytest.mark.parametrize("log_every", [1, 3, 7])
+def test_due_is_every_so_many_steps(log_every: int) -> None:
+    due = []
+
+    class Look:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            due.append(loop.log.due)
+
+    toy_loop({"look": Look(), "sink": (sink := Sink())}, log_every=log_every).run()
+    assert [step for step, is_due in enumerate(due, 1) if is_due] == list(range(log_every, 21, log_every))
+    assert [step for step, _ in sink.told] == list(range(log_every, 21, log_every))
+
+
+def test_pictures_arrive_at_once_as_bytes() -> None:
+    loop = toy_loop({"sink": (sink := Sink())})
+    with loop:
+        next(loop.steps())
+        loop.log.images({"a": torch.tensor([-1.0, 0.0, 1.0, 9.0]).reshape(4, 1, 1, 1), "b": torch.zeros(1, 3, 2, 2)})
+        loop.sample(SampleRequest(1))
+        assert sink.pictures[1]["a"].flatten().tolist() == [0, 128, 255, 255]
+        assert {images.dtype for images in sink.pictures[1].values()} == {torch.uint8}
