@@ -16,10 +16,10 @@ from hookdiff.progress import LoopConfig
 
 
 class ToyObjective:
-    """Learns to remove noise from four numbers: a diffusion in small, with draws, timesteps and a loss a sample."""
+    """Learns to remove noise from samples of any shape: a diffusion in small, with timesteps and a loss a sample."""
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
-        """Draw the noise (n 4) and the timesteps (n) of a step."""
+        """Draw the noise, of the shape of the inputs, and the timesteps (n) of a step."""
         noise = torch.randn(batch.inputs.shape, generator=generator)
         timesteps = torch.randint(0, 10, (len(batch),), generator=generator)
         draws = {"noise": noise, "timesteps": timesteps}
@@ -28,8 +28,8 @@ class ToyObjective:
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:
         """Return the squared error of the predicted noise."""
         noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
-        level = (timesteps.float() / 10).unsqueeze(1)
-        error = (net(batch.inputs + level * noise).float() - noise).square().mean(1)
+        level = (timesteps.float() / 10).reshape(-1, *[1] * (noise.dim() - 1))
+        error = (net(batch.inputs + level * noise).float() - noise).square().flatten(1).mean(1)
         return LossOutput(error.mean(), error.detach(), timesteps)
 
 
