@@ -106,7 +106,7 @@ def test_a_model_in_double_precision_can_be_trained() -> None:
 
 def test_parameters_without_a_gradient_are_left_out() -> None:
     model = toy_model()
-    model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    model[0].weight.requires_grad_(False)  # type: ignore[index]
     loop = toy_loop(model=model, steps=1)
     with loop:
         next(loop.steps())

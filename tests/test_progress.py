@@ -85,7 +85,7 @@ def test_nothing_is_never(unit: str) -> None:
 def test_time_is_measured_from_the_last_time_it_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [105.0, 109.9, 110.0, 111.0, 119.9, 127.0, 136.0, 137.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    due = Due("10 s", since=100.0)  # type: ignore[arg-type]
+    due = Due("10 s", since=100.0)
     seen = []
     while clock:
         seen.append(due.after_step(1))
@@ -95,7 +95,7 @@ def test_time_is_measured_from_the_last_time_it_was_due(monkeypatch: pytest.Monk
 
 
 def test_due_reads_what_a_config_says() -> None:
-    assert Due("2 epochs").every == Every(2, "epochs")  # type: ignore[arg-type]
+    assert Due("2 epochs").every == Every(2, "epochs")
 
 
 @given(outcomes=st.lists(st.sampled_from(["updated", "void", "skipped", "held"]), max_size=20))

@@ -104,7 +104,7 @@ class Memory:
         return self.state
 
 
-MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+MAKERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda m: SGD(m.parameters(), lr=0.01),
     "momentum": lambda m: SGD(m.parameters(), lr=0.01, momentum=0.9),
     "adam": lambda m: Adam(m.parameters(), lr=0.01),
@@ -166,7 +166,7 @@ def test_hyper_parameters_are_the_configs() -> None:
 
 
 def test_moments_keep_the_memory_format_of_their_weights() -> None:
-    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
 
     def objective(net: nn.Module, batch: Any) -> Tensor:
         loss: Tensor = net(batch.inputs).square().mean((1, 2, 3))

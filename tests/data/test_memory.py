@@ -26,7 +26,7 @@ def test_labels_of_another_shape_or_dtype_are_refused(labels: torch.Tensor) -> N
 
 def test_every_byte_has_its_place_between_minus_one_and_one() -> None:
     scaled = to_unit_range(torch.arange(256, dtype=torch.uint8))
-    assert (scaled[0], scaled[255], scaled.dtype) == (-1, 1, torch.float32)
+    assert (scaled[0].item(), scaled[255].item(), scaled.dtype) == (-1, 1, torch.float32)
     torch.testing.assert_close(scaled.double(), torch.arange(256).double() / 127.5 - 1, rtol=0, atol=1e-7)
 
 
