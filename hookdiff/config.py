@@ -55,10 +55,10 @@ class Part:
         return evolve(self, arguments={**self.arguments, **taken})
 
     def build(self, *first: Any) -> Any:
-        """Make the thing; a ValueError or TypeError of its own becomes a ConfigError that names the table."""
+        """Make the thing; what it raises because of its arguments becomes a ConfigError that names the table."""
         try:
             return self.target(*first, **self.arguments)
-        except (ValueError, TypeError) as error:
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.where}: {error}") from error
 
     def resolved(self) -> dict[str, Any]:
@@ -103,9 +103,7 @@ def load(path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = ()) 
     problems = Problems()
     for setting in settings:
         _set(table, setting, problems)
-    for name in plugins:
-        _switch(table, name, problems)
-    config = _check(table, path.stem, problems)
+    config = _check(table, path.stem, plugins, problems)
     if problems.found or config is None:
         found = problems.found
         count = f"{len(found)} problem" + ("s" if len(found) > 1 else "")
@@ -117,10 +115,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Parse the file at `path`; raises ConfigError with the line of what is no TOML."""
     try:
         return tomli.loads(path.read_text("utf-8"))
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:  # of tomli, or of Python for a number too long or a nest too deep
+        raise ConfigError(f"{path}: not TOML: {error}") from None
     except FileNotFoundError:
         near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
         raise ConfigError(f"{path}: no such file{near}") from None
@@ -142,20 +140,15 @@ def _set(table: dict[str, Any], setting: str, problems: Problems) -> None:
     table[last] = Text(value.strip())
 
 
-def _switch(table: dict[str, Any], name: str, problems: Problems) -> None:
-    run = table.setdefault("run", {})
-    listed = run.get("plugins", []) if isinstance(run, dict) else None
-    if not isinstance(listed, list):
-        return  # told when the table is checked
+def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str, ...]:
     if not name.startswith("no:"):
-        run["plugins"] = listed if name in listed else [*listed, name]
-    elif name[3:] in listed:
-        run["plugins"] = [other for other in listed if other != name[3:]]
-    else:
-        problems.add(f"--plugins {name}", f"{name[3:]!r} is not switched on{nearest(name[3:], map(str, listed))}")
+        return listed if name in listed else (*listed, name)
+    if name[3:] not in listed:
+        problems.add(f"--plugins {name}", f"{name[3:]!r} is not switched on{nearest(name[3:], listed)}")
+    return tuple(other for other in listed if other != name[3:])
 
 
-def _check(table: dict[str, Any], stem: str, problems: Problems) -> Config | None:
+def _check(table: dict[str, Any], stem: str, switches: Iterable[str], problems: Problems) -> Config | None:
     known = ("run", "data", "model", "diffusion", "optimizer", "sampling", "plugins")
     for name in table:
         if name not in known:
@@ -170,8 +163,10 @@ def _check(table: dict[str, Any], stem: str, problems: Problems) -> Config | Non
             problems.add(name, f"the table [{name}] is missing")
 
     run = arguments(RunConfig, {"name": stem, **tables["run"]}, "run", problems)
-    if ("steps" in run) == ("epochs" in run) and not {"steps", "epochs"} <= _failed(tables["run"], run):
-        problems.add("run", "set steps or epochs, not both" if "steps" in run else "set steps or epochs")
+    _check_length(tables["run"], run, problems)
+    if "plugins" in run or "plugins" not in tables["run"]:
+        for name in switches:
+            run["plugins"] = _switch(run.get("plugins", ()), name, problems)
     loading = {key: value for key, value in tables["data"].items() if key in FEED_KEYS}
     rest = {key: value for key, value in tables["data"].items() if key not in FEED_KEYS}
     feed = arguments(Feed, loading, "data", problems)
@@ -186,15 +181,21 @@ def _check(table: dict[str, Any], stem: str, problems: Problems) -> Config | Non
     return Config(RunConfig(**run), data, feed, model, optimizer, diffusion, sampling, plugins)
 
 
-def _failed(table: Mapping[str, Any], checked: Mapping[str, Any]) -> set[str]:
-    return {key for key in table if key not in checked}
+def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems: Problems) -> None:
+    """Tell of a run with no length or two. A key that is wrong or misspelt has been told, and counts as set."""
+    known, lengths = parameters(RunConfig), ("steps", "epochs")
+    given = [key for key in lengths if key in table and checked.get(key, table[key]) is not None]
+    if len(given) == 2:
+        problems.add("run", "set steps or epochs, not both")
+    elif not given and not any(nearest(key, lengths) for key in table if key not in known):
+        problems.add("run", "set steps or epochs")
 
 
 def _part(where: str, key: str, table: Mapping[str, Any], known: Mapping[str, str], problems: Problems) -> Part | None:
     """Check a table whose `key` names what it configures: one of `known`, or `module:Name`."""
     use = table.get(key)
     if not isinstance(use, str):
-        if table or use is not None:
+        if not any(line.startswith(f"{where}: ") for line in problems.found):  # the table itself may be missing
             got = "is missing" if use is None else f"expected a string, got {use!r}"
             problems.add(f"{where}.{key}", f"{got}; known: {', '.join(known)}, or module:Name")
         return None

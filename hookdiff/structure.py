@@ -65,7 +65,8 @@ def arguments(target: Callable[..., Any], table: Mapping[str, Any], where: str, 
             try:
                 field.validator(so_far, field, result[key])
             except (ValueError, TypeError) as error:
-                problems.add(f"{where}.{key}", _message(error).removeprefix(f"'{field.name}' "))
+                told = _message(error).removeprefix(f"'{field.name}' ").removeprefix(f"{field.name} ")
+                problems.add(f"{where}.{key}", told)
     return result
 
 
