@@ -11,11 +11,12 @@ from attrs import evolve
 from torch import nn
 
 from hookdiff.config import Config, Part
-from hookdiff.data.feed import Feed
+from hookdiff.data.feed import Feed, Source
 from hookdiff.data.memory import InMemory
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.loop import Loop
 from hookdiff.metrics import Metrics
+from hookdiff.plugins import Plugins
 from hookdiff.run_dir import RunDir
 from hookdiff.structure import missing
 
@@ -35,13 +36,18 @@ def build(
     initialised from the run's seed. Raises ConfigError that names the table of what cannot be built.
     """
     device = pick_device(config.run.device)
-    feed = Feed(config.data.build(), **config.feed)
+    source = config.data.build()
+    if not isinstance(source, InMemory | Source):
+        raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}, which has no length or [i]")
+    feed = Feed(source, **config.feed)
     config = fit_to_data(config, feed)
     # Plugins, samples and data have streams of their own, so the default generator is the model's.
     torch.manual_seed(config.run.seed)
     model = config.model.build()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.use: {config.model.use} made a {type(model).__name__}, expected a torch.nn.Module")
+    if not any(True for _ in model.parameters()):
+        raise ConfigError(f"model.use: {config.model.use} made a model without parameters")
     model.to(device)
     if config.run.channels_last:
         model.to(memory_format=torch.channels_last)
@@ -95,7 +101,7 @@ def probe(config: Config) -> None:
     steps: list[Any] = [
         lambda: pick_device(config.run.device),
         lambda: _probe_model(config.model),
-        lambda: config.optimizer.build([nn.Parameter(torch.zeros(1))]),
+        lambda: build_optimizer(config.optimizer, nn.Linear(1, 1)),
         lambda: _probe_sampling(config),
     ]
     for step in [*steps, *(part.build for part in config.plugins.values())]:
@@ -105,12 +111,17 @@ def probe(config: Config) -> None:
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+    Plugins({name: part.build() for name, part in config.plugins.items()})  # do they keep the contract?
 
 
 def _probe_model(part: Part) -> None:
-    if not missing(part.target, part.arguments):
+    if missing(part.target, part.arguments):
+        return
+    try:
         with torch.device("meta"):
             part.build()
+    except ConfigError:
+        part.build()  # many models look at a value while they are made, which fails on the meta device alone
 
 
 def _probe_sampling(config: Config) -> None:
@@ -126,7 +137,10 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        return torch.zeros(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
+        device = torch.zeros(0, device=name).device
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"run.device: {name!r} cannot be used here: {reason}") from None
+    if device.type == "meta":
+        raise ConfigError("run.device: 'meta' computes nothing")
+    return device

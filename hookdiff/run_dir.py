@@ -35,11 +35,12 @@ class RunDir:
             return
         try:
             if self.overwrite and self.path.exists():
+                check_run_dir(self.path, overwrite=True)
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / CONFIG).write_text(tomli_w.dumps(loop.hparams), "utf-8")
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
+            raise UserError(f"{self.path}: cannot be written: {error.strerror or error}") from None
 
 
 def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> None:

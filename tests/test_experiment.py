@@ -1,0 +1,315 @@
+import pytest
+import tomli
+import torch
+from torch import nn
+
+from hookdiff import ConfigError, Feed, InMemory, PluginError, UserError, hookimpl
+from hookdiff.config import Part, load
+from hookdiff.experiment import build, build_optimizer, fit_to_data, pick_device, probe
+from hookdiff.run_dir import CONFIG, RunDir, check_run_dir
+from hookdiff.testing import assert_same, toy_loop, weights
+
+UNET = '[model]\nuse = "unet"\nchannels = 8\nnum_res_blocks = 1\nhead_dim = 8\n'
+TEXT = """
+[run]
+steps = 3
+batch_size = 16
+log_every = 1
+device = "cpu"
+[data]
+source = "digits"
+[diffusion]
+timesteps = 20
+[sampling]
+steps = 2
+"""
+USER = """
+import torch
+from torch import nn
+from hookdiff import hookimpl
+
+class Net(nn.Module):
+    def __init__(self, in_channels: int, image_size: int = 0, num_classes: int | None = None):
+        super().__init__()
+        self.facts = in_channels, image_size, num_classes
+        self.layer = nn.Conv2d(in_channels, in_channels, 1)
+
+class Needy(Net):
+    def __init__(self, in_channels: int, must: int):
+        super().__init__(in_channels)
+
+class Looks(Net):
+    def __init__(self, in_channels: int, width: int = 3):
+        super().__init__(in_channels)
+        if width < 0:
+            raise ValueError("width must not be negative")
+        self.rates = [x.item() for x in torch.linspace(0, 1, width)]
+
+class Empty(nn.Module):
+    pass
+
+def three():
+    return 3
+
+class metrics: ...
+class run_dir: ...
+
+class Unheard:
+    def on_start(self, loop): ...
+
+class Late:
+    @hookimpl
+    def on_start(self, loop):
+        from hookdiff import UserError
+        raise UserError("not today")
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Return a function that loads the config above with settings and plugins; `hd_user` is a module of the user's."""
+    (tmp_path / "hd_user.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def loaded(*given, plugins=(), model=UNET):
+        (tmp_path / "small.toml").write_text(TEXT + model)
+        return load(tmp_path / "small.toml", plugins, given)
+
+    return loaded
+
+
+def own(name):
+    return f'[model]\nuse = "hd_user:{name}"\n'
+
+
+def test_a_loop_is_built_as_the_config_says(config, tmp_path):
+    loop = build(config("optimizer.lr=0.5", "run.seed=4", plugins=["ema"]), tmp_path / "run")
+    assert list(loop.plugins) == ["run_dir", "metrics", "ema"]
+    assert (loop.config.seed, loop.feed.shape, loop.objective.timesteps, loop.sampler.steps) == (4, (1, 8, 8), 20, 2)
+    assert not (tmp_path / "run").exists()  # before it starts
+    with loop:
+        assert loop.optimizers[0].param_groups[0]["lr"] == 0.5
+        assert loop.optimizers[0].param_groups[0]["fused"]
+
+
+def test_the_model_comes_from_the_seed_of_the_run_alone(config, tmp_path):
+    torch.manual_seed(1)
+    one = build(config("run.seed=4"), tmp_path / "a")
+    torch.manual_seed(2)
+    assert_same(weights(one), weights(build(config("run.seed=4"), tmp_path / "b")))
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_same(weights(one), weights(build(config("run.seed=5"), tmp_path / "c")))
+
+
+@pytest.mark.parametrize("given", ["true", "false"])
+def test_the_memory_format_is_that_of_the_config(config, tmp_path, given):
+    loop = build(config(f"run.channels_last={given}"), tmp_path / "run")
+    weight = loop.model.down[0][0].conv1.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last) == (given == "true")
+
+
+def test_the_written_config_gives_the_same_run_again(config, tmp_path):
+    loop = build(config(plugins=["ema", "clip"]), tmp_path / "run")
+    loop.run()
+    again = load(tmp_path / "run" / CONFIG)
+    assert again.resolved() == loop.hparams == tomli.loads((tmp_path / "run" / CONFIG).read_text())
+    other = build(again, tmp_path / "again")
+    other.run()
+    assert_same(weights(loop), weights(other))
+
+
+def test_hooks_leave_out_who_has_none_of_them(config, tmp_path):
+    loop = build(config(plugins=["ema", "clip", "checkpoint"]), tmp_path, hooks=("restore", "sample"))
+    assert list(loop.plugins) == ["ema", "checkpoint"]
+
+
+def test_the_data_decides_what_the_config_leaves_open(config, tmp_path):
+    loop = build(config(model=own("Net")), tmp_path / "run")
+    assert loop.model.facts == (1, 8, 10)
+    assert loop.hparams["model"] == {"use": "hd_user:Net", "in_channels": 1, "image_size": 8, "num_classes": 10}
+    loop = build(config("model.image_size=4", model=own("Net")), tmp_path / "run")
+    assert loop.model.facts == (1, 4, 10)
+
+
+def test_data_without_labels_or_sides(config):
+    given = config(model=own("Net"))
+    flat = fit_to_data(given, Feed(InMemory(torch.zeros(5, 3))))
+    assert flat.model.arguments == {"in_channels": 3, "image_size": None, "num_classes": None}
+    pairs = fit_to_data(given, Feed([(torch.zeros(3, 4, 6), 1)]))
+    assert pairs.model.arguments == {"in_channels": 3, "image_size": 6}
+
+
+def test_what_neither_the_config_nor_the_data_tells_is_missing(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"^model: hd_user:Needy needs must$"):
+        build(config(model=own("Needy")), tmp_path / "run")
+    assert build(config("model.must=1", model=own("Needy")), tmp_path / "run").model.facts[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "message"),
+    [
+        ([], "three", "model.use: hd_user:three made a int, expected a torch.nn.Module"),
+        ([], "Empty", "model.use: hd_user:Empty made a model without parameters"),
+        (["data.source=hd_user:three"], "Net", "data.source: hd_user:three made a int, which has no length or [i]"),
+        (["model.width=-1"], "Looks", "model: width must not be negative"),
+    ],
+)
+def test_what_cannot_be_trained_is_told_with_its_table(config, tmp_path, given, model, message):
+    with pytest.raises(ConfigError) as caught:
+        build(config(*given, model=own(model)), tmp_path / "run")
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ["metrics", "run_dir"])
+def test_names_of_the_core_are_taken(config, tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"^run\.plugins: the name '{name}' is taken by the core$"):
+        build(config(plugins=[f"hd_user:{name}"]), tmp_path / "run")
+
+
+def test_a_probe_tells_all_problems_and_builds_no_loop(config):
+    bad = config(
+        "model.image_size=7",
+        "optimizer.lr=-1",
+        "run.device=nowhere",
+        "plugins.clip.min_norm=2",
+        "sampling.steps=21",
+        plugins=["clip"],
+    )
+    with pytest.raises(ConfigError) as caught:
+        probe(bad)
+    starts = [
+        "run.device: 'nowhere'",
+        "model: image_size=7",
+        "optimizer: Invalid",
+        "sampling: ",
+        "plugins.clip: min_norm",
+    ]
+    lines = str(caught.value).split("\n")
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+
+
+def test_a_probe_leaves_the_memory_alone(config):
+    probe(config("model.channels=262144"))  # terabytes
+
+
+def test_a_probe_takes_models_that_cannot_be_made_on_the_meta_device(config):
+    probe(config("model.in_channels=1", model=own("Looks")))
+    with pytest.raises(ConfigError, match="^model: width must not be negative$"):
+        probe(config("model.in_channels=1", "model.width=-1", model=own("Looks")))
+
+
+def test_a_probe_tells_of_a_plugin_that_breaks_the_contract(config):
+    with pytest.raises(PluginError, match="'unheard' has a method on_start without @hookimpl"):
+        probe(config(plugins=["hd_user:Unheard"]))
+
+
+def test_a_probe_looks_at_the_optimizer_as_it_will_be_made(config):
+    with pytest.raises(ConfigError, match="^optimizer: `fused` does not support `differentiable`$"):
+        probe(config("optimizer.differentiable=true"))
+
+
+def test_auto_is_a_device_that_is_there():
+    expected = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    assert pick_device("auto").type == expected
+    assert pick_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cpu:", "cuda:99", "hpu", "meta"])
+def test_a_device_that_is_not_there(name):
+    with pytest.raises(ConfigError, match=rf"^run\.device: '{name}' "):
+        pick_device(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "expected"),
+    [
+        (torch.optim.AdamW, {}, True),
+        (torch.optim.AdamW, {"fused": False}, False),
+        (torch.optim.AdamW, {"foreach": True}, None),
+        (torch.optim.SGD, {"lr": 0.1}, True),
+        (torch.optim.Adadelta, {}, None),
+    ],
+)
+def test_optimizers_are_fused_unless_told_otherwise(kind, arguments, expected):
+    optimizer = build_optimizer(Part("optimizer", "mine", kind, arguments), nn.Linear(1, 1))
+    assert optimizer.param_groups[0].get("fused") == expected
+
+
+def tree(path):
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def earlier_run(path):
+    path.mkdir(parents=True)
+    (path / CONFIG).write_text("# earlier\n")
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+    return tree(path)
+
+
+def test_the_first_run_may_begin_anywhere(tmp_path):
+    check_run_dir(tmp_path / "new" / "deep")
+    check_run_dir(tmp_path)  # there, but empty
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_run_is_only_touched_on_request(tmp_path):
+    earlier_run(tmp_path / "run")
+    with pytest.raises(UserError, match=r"run exists; go on with --resume, start over with --overwrite, or choose"):
+        check_run_dir(tmp_path / "run")
+    check_run_dir(tmp_path / "run", resume=True)
+    check_run_dir(tmp_path / "run", overwrite=True)
+
+
+def test_a_foreign_directory_or_file_is_never_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years")
+    for path in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(UserError, match="is no run directory"):
+            check_run_dir(path, overwrite=True)
+        with pytest.raises(UserError, match="is no run directory"):
+            toy_loop({"run_dir": RunDir(path, overwrite=True)}).run()
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("plugins", [["hd_user:Late"], ["hd_user:Late", "ema", "checkpoint"]])
+def test_a_run_that_cannot_start_leaves_everything_as_it_was(config, tmp_path, overwrite, plugins):
+    path = tmp_path / "runs" / "mine"
+    before = earlier_run(path) if overwrite else {}
+    with pytest.raises(UserError, match="^not today$"):
+        build(config(plugins=plugins), path, overwrite=overwrite).run()
+    assert tree(tmp_path / "runs") == {
+        path.relative_to(tmp_path / "runs") / name: data for name, data in before.items()
+    }
+    assert path.exists() == overwrite
+
+
+def test_a_run_that_starts_replaces_the_earlier_one(config, tmp_path):
+    earlier_run(tmp_path / "run")
+    (tmp_path / "run" / "samples").mkdir()
+    build(config(), tmp_path / "run", overwrite=True).run()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {CONFIG, "metrics.jsonl"}
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_run_directory_that_cannot_be_made_is_an_error_of_the_user(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/run: cannot be written: Not a directory$"):
+        toy_loop({"run_dir": RunDir(tmp_path / "file" / "run")}).run()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / CONFIG).write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(UserError, match=r"link: cannot be written: .*symbolic link"):
+        toy_loop({"run_dir": RunDir(tmp_path / "link", overwrite=True)}).run()
+
+
+def test_the_run_directory_is_made_after_all_others_have_started(tmp_path):
+    seen = []
+
+    class Looks:
+        @hookimpl(trylast=True)
+        def on_start(self):
+            seen.append((tmp_path / "run").exists())
+
+    toy_loop({"looks": Looks(), "run_dir": RunDir(tmp_path / "run")}, steps=1).run()
+    assert seen == [False]
+    assert (tmp_path / "run" / CONFIG).is_file()
