@@ -194,7 +194,7 @@ def test_a_probe_leaves_the_memory_alone(config):
 
 def test_a_probe_takes_models_that_cannot_be_made_on_the_meta_device(config):
     probe(config("model.in_channels=1", model=own("Looks")))
-    with pytest.raises(ConfigError, match="^model: width must not be negative$"):
+    with pytest.raises(ConfigError, match=r"^model: width must not be negative$"):
         probe(config("model.in_channels=1", "model.width=-1", model=own("Looks")))
 
 
@@ -204,7 +204,7 @@ def test_a_probe_tells_of_a_plugin_that_breaks_the_contract(config):
 
 
 def test_a_probe_looks_at_the_optimizer_as_it_will_be_made(config):
-    with pytest.raises(ConfigError, match="^optimizer: `fused` does not support `differentiable`$"):
+    with pytest.raises(ConfigError, match=r"^optimizer: `fused` does not support `differentiable`$"):
         probe(config("optimizer.differentiable=true"))
 
 
@@ -275,7 +275,7 @@ def test_a_foreign_directory_or_file_is_never_overwritten(tmp_path):
 def test_a_run_that_cannot_start_leaves_everything_as_it_was(config, tmp_path, overwrite, plugins):
     path = tmp_path / "runs" / "mine"
     before = earlier_run(path) if overwrite else {}
-    with pytest.raises(UserError, match="^not today$"):
+    with pytest.raises(UserError, match=r"^not today$"):
         build(config(plugins=plugins), path, overwrite=overwrite).run()
     assert tree(tmp_path / "runs") == {
         path.relative_to(tmp_path / "runs") / name: data for name, data in before.items()

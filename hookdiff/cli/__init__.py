@@ -54,7 +54,8 @@ def group() -> None:
 def main() -> None:
     """Run the command line; the user's mistakes end in one message and exit code 2."""
     try:
-        group.main(standalone_mode=False)
+        code = group.main(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -19,12 +19,11 @@ def command(order: Path | None, plugins: tuple[str, ...], settings: tuple[str, .
         _print_order(order, plugins, settings)
         return
     from hookdiff.discovery import distribution, installed, plugin_class
-    from hookdiff.errors import PluginError
 
     for name, entries in installed().items():
         try:
             summary = (inspect.getdoc(plugin_class(name)) or "").partition("\n")[0]
-        except PluginError as error:
+        except Exception as error:  # whatever it is, it must not hide the others
             summary = f"cannot be used: {error}"
         owners = ", ".join(distribution(entry) for entry in entries)
         click.echo(f"{name:<12} {summary}  ({owners})")

@@ -40,7 +40,7 @@ def command(
     """Train from CONFIG."""
     from hookdiff import experiment
     from hookdiff.config import load
-    from hookdiff.errors import UserError
+    from hookdiff.errors import UserError, nearest
     from hookdiff.run_dir import check_run_dir
 
     if resume and overwrite:
@@ -48,6 +48,9 @@ def command(
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO)
     checked = load(config, plugins, settings)
+    for name in fresh:
+        if name not in checked.plugins:
+            raise UserError(f"--fresh {name}: no plugin of this run{nearest(name, checked.plugins)}")
     run_dir = out or Path("runs") / checked.run.name
     resume = resume and run_dir.exists()
     check_run_dir(run_dir, resume, overwrite)
@@ -57,7 +60,7 @@ def command(
     with _stop_on_signal(loop, caught):
         reason = loop.run()
     click.echo(summary(loop, reason, checked.run.name))
-    sys.exit(128 + caught[0] if caught else BY_REASON[reason])
+    sys.exit(128 + caught[0] if caught and reason == "signal" else BY_REASON[reason])
 
 
 @contextmanager

@@ -32,11 +32,15 @@ def command(
         f"sampling.{key}={value}" for key, value in (("steps", steps), ("sampler", sampler)) if value is not None
     ]
     config = load(run / CONFIG, settings=settings)
+    experiment.probe(config)
     loop = experiment.build(config, run, resume=True, hooks=("prepare_model", "restore", "sample"))
     out = out or run / "samples" / f"seed-{seed}.png"
     with loop:
         if loop.progress.step == 0:
             raise UserError(f"{run} has no checkpoint to sample from")
         made = loop.sample(SampleRequest(num, seed, weights=weights))
-        save_grid(made.images, out)
+        try:
+            save_grid(made.images, out)
+        except OSError as error:
+            raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
     click.echo(f"{out}: {num} images from the {made.weights} weights of step {loop.progress.step}")

@@ -1,0 +1,381 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import tomli
+from safetensors.torch import load_file
+
+from hookdiff.cli import COMMANDS, main
+from hookdiff.config import load
+from hookdiff.plugins import HOOK_NAMES
+from hookdiff.testing import assert_same
+
+CONFIG = """
+[run]
+steps = 6
+batch_size = 16
+log_every = 2
+device = "cpu"
+plugins = ["ema", "lr", "checkpoint"]
+[data]
+source = "digits"
+[model]
+use = "unet"
+channels = 8
+num_res_blocks = 1
+head_dim = 8
+[diffusion]
+timesteps = 20
+[sampling]
+steps = 2
+[plugins.lr]
+total = 6
+"""
+USER = """
+import os
+import signal
+from hookdiff import hookimpl
+
+class NaN:
+    "Makes the third loss a NaN."
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop):
+        from attrs import evolve
+        output = yield
+        return evolve(output, loss=output.loss * float("nan")) if loop.progress.position == 2 else output
+
+class Late:
+    "Gets a signal when the run is already done."
+
+    @hookimpl
+    def on_stop(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+class Bug:
+    "Is wrong."
+
+    @hookimpl
+    def on_start(self):
+        raise KeyError("a bug of its own")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Go to a folder with a config and a module of the user's."""
+    (tmp_path / "small.toml").write_text(CONFIG)
+    (tmp_path / "hd_cli_user.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def hookdiff(folder, monkeypatch, capfd):
+    """Return a function that runs the command line in this process: its exit code, stdout and stderr."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        return caught.value.code, out, err
+
+    return call
+
+
+def start(folder, *words, python=()):
+    """Start the command line as a process of its own."""
+    code = ["-c", "from hookdiff.cli import main; main()", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *python, *code],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def records(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key != "time"} for line in lines]
+
+
+def checkpoints(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def saved(run, file="model"):
+    return load_file(run / "checkpoints" / checkpoints(run)[-1] / f"{file}.safetensors")
+
+
+def test_help_lists_the_commands(hookdiff):
+    code, out, _ = hookdiff("--help")
+    assert code == 0
+    assert all(re.search(rf"^  {command} ", out, re.MULTILINE) for command in COMMANDS)
+    assert "75" in out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["sample", "--help"], ["--version"]])
+def test_help_imports_neither_torch_nor_plugins(folder, words):
+    code, out, times = finish(start(folder, *words, python=["-X", "importtime"]))
+    imported = {line.rpartition("|")[2].strip() for line in times.splitlines()}
+    assert code == 0
+    assert out
+    assert "hookdiff.cli" in imported
+    assert not {name for name in imported if name.split(".")[0] in ("torch", "numpy") or name.startswith("hookdiff_")}
+
+
+def test_plugins_lists_all_with_their_first_line(hookdiff):
+    code, out, _ = hookdiff("plugins")
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0
+    assert {"amp", "checkpoint", "clip", "ema", "fid", "lr", "samples"} <= rows.keys()
+    assert re.fullmatch(r"ema +Keeps a moving average .* \(hookdiff \S+\)", rows["ema"])
+
+
+def test_one_broken_plugin_does_not_hide_the_others(hookdiff, folder):
+    info = folder / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hookdiff.plugins]\nabroken = hd_cli_broken:X\n")
+    (folder / "hd_cli_broken.py").write_text("1 / 0\n")
+    code, out, _ = hookdiff("plugins")
+    assert code == 0
+    assert re.search(r"^abroken +cannot be used: division by zero  \(broken 1\.0\)$", out, re.MULTILINE)
+    assert re.search(r"^ema ", out, re.MULTILINE)
+
+
+def test_order_prints_who_is_called_when(hookdiff):
+    code, out, _ = hookdiff("plugins", "--order", "small.toml", "--plugins", "clip,samples")
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert code == 0
+    assert list(rows) == list(HOOK_NAMES)
+    assert rows["after_optimizer_step"] == "ema (first) > lr > samples > checkpoint (last)"
+    assert rows["sample"] == "ema (around)"
+    assert rows["after_backward"] == "clip (last)"
+    assert rows["on_nan"] == "-"
+
+
+def test_hooks_prints_the_contract(hookdiff):
+    code, out, _ = hookdiff("hooks")
+    assert code == 0
+    assert [line.split("(")[0] for line in out.splitlines() if re.match(r"\w+\(", line)] == list(HOOK_NAMES)
+    code, out, _ = hookdiff("hooks", "backward")
+    assert out.startswith("backward(loop: Loop, loss: Tensor) -> bool\n    Seam: ")
+
+
+def test_check_prints_toml_that_loads_to_the_same(hookdiff, folder):
+    code, out, _ = hookdiff("check", "small.toml", "--plugins", "clip,no:lr", "--set", "run.name=x")
+    assert code == 0
+    (folder / "again.toml").write_text(out)
+    assert load(folder / "again.toml").resolved() == tomli.loads(out)
+    assert tomli.loads(out)["run"]["plugins"] == ["ema", "checkpoint", "clip"]
+    assert hookdiff("check", "again.toml")[1] == out
+    assert sorted(path.name for path in folder.glob("run*")) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("run", "Missing argument 'CONFIG'"),
+        ("run nowhere.toml", "hookdiff: nowhere.toml: no such file"),
+        ("run smal.toml", "hookdiff: smal.toml: no such file; did you mean 'small.toml'?"),
+        ("run .", "hookdiff: .: cannot be read: Is a directory"),
+        ("run small.toml --set run.step=3", "  run.step: unknown key; did you mean 'steps'?"),
+        ("run small.toml --set run.device=nowhere", "hookdiff: run.device: 'nowhere' cannot be used here: "),
+        ("run small.toml --plugins emma", "did you mean 'ema'?"),
+        ("run small.toml --resume --overwrite", "hookdiff: --resume and --overwrite exclude each other"),
+        ("run small.toml --resume --fresh emma", "hookdiff: --fresh emma: no plugin of this run; did you mean 'ema'?"),
+        ("run small.toml --out . --overwrite", "hookdiff: . is no run directory"),
+        ("run small.toml --out small.toml/x", "hookdiff: small.toml/x: cannot be written: Not a directory"),
+        ("run small.toml --set run.batch_size=2000", "hookdiff: the data has 1797 samples, batch_size is 2000: lower"),
+        ("run small.toml --set plugins.lr.warmup=6", "hookdiff: plugins.lr.warmup: 6 steps leave nothing"),
+        ("check small.toml --set model.image_size=7", "hookdiff: model: image_size=7 does not fit"),
+        ("check small.toml --set sampling.steps=21", "hookdiff: sampling: sampling.steps = 21 is more than"),
+        ("check small.toml --set nonsense", "  --set nonsense: expected table.key=value"),
+        ("hooks after_backwards", "hookdiff: there is no hook 'after_backwards'; did you mean 'after_backward'?"),
+        ("plugins --order nowhere.toml", "hookdiff: nowhere.toml: no such file"),
+        ("sample .", "hookdiff: . is no run directory: it has no config.toml"),
+        ("sample . --num 0", "Invalid value for '--num'"),
+        ("runn", "No such command 'runn'"),
+        ("run small.toml --nonsense", "No such option '--nonsense'"),
+    ],
+)
+def test_a_mistake_of_the_user_is_one_message_and_exit_code_2(hookdiff, folder, words, expected):
+    before = sorted(folder.iterdir())
+    code, out, err = hookdiff(*words.split())
+    assert (code, out) == (2, "")
+    assert expected in err
+    assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
+
+
+def test_a_run_goes_on_exactly_where_it_was(hookdiff, folder, caplog):
+    assert hookdiff("run", "small.toml", "--out", "whole")[0] == 0
+    code, out, _ = hookdiff("run", "small.toml", "--out", "cut", "--set", "run.steps=3")
+    assert code == 0
+    assert out.startswith("small: done after 3 steps, 0 epochs\n")
+    assert len(records(folder / "cut")) == 1
+    code, _, err = hookdiff("run", "small.toml", "--out", "cut")
+    assert code == 2
+    assert "cut exists; go on with --resume, start over with --overwrite" in err
+    assert hookdiff("run", "small.toml", "--out", "cut", "--resume")[0] == 0
+    assert "resuming from cut/checkpoints/step-00000003" in caplog.text
+    assert records(folder / "cut") == records(folder / "whole")
+    assert [record["step"] for record in records(folder / "cut")] == [2, 4, 6]
+    for file in ("model", "ema", "optimizers"):
+        assert_same(saved(folder / "cut", file), saved(folder / "whole", file))
+    assert checkpoints(folder / "cut") == ["step-00000003", "step-00000006"]
+
+    code, _, _ = hookdiff("run", "small.toml", "--out", "cut", "--overwrite", "--set", "run.seed=1")
+    assert code == 0
+    assert checkpoints(folder / "cut") == ["step-00000006"]
+    assert records(folder / "cut") != records(folder / "whole")
+
+
+def test_resume_starts_where_there_is_nothing_to_go_on_from(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--resume", "--set", "run.steps=1")[0] == 0
+    assert checkpoints(folder / "runs" / "small") == ["step-00000001"]
+
+
+def test_a_plugin_that_is_new_on_resume_needs_fresh(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--plugins", "no:ema", "--set", "run.steps=1")[0] == 0
+    code, _, err = hookdiff("run", "small.toml", "--resume")
+    assert code == 2
+    assert "add --fresh ema" in err
+    assert hookdiff("run", "small.toml", "--resume", "--fresh", "ema")[0] == 0
+
+
+def test_samples_come_from_a_checkpoint(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=2", "--set", "optimizer.lr=0.1")[0] == 0
+    before = sorted(path for path in (folder / "run").rglob("*") if path.is_file())
+
+    def sample(*words):
+        code, out, _ = hookdiff("sample", "run", "--num", 3, "--out", "x.png", *words)
+        assert code == 0
+        return (folder / "x.png").read_bytes(), out
+
+    averaged, out = sample()
+    assert out == "x.png: 3 images from the ema weights of step 2\n"
+    assert averaged.startswith(b"\x89PNG")
+    assert sample()[0] == averaged
+    assert sample("--weights", "ema")[0] == averaged
+    own, out = sample("--weights", "model")
+    assert out == "x.png: 3 images from the model weights of step 2\n"
+    assert own != averaged
+    assert sample("--seed", 1)[0] != averaged
+    assert sample("--steps", 3)[0] != averaged
+    assert sample("--sampler", "ddpm")[0] != averaged
+    assert sorted(path for path in (folder / "run").rglob("*") if path.is_file()) == before
+
+    for words, expected in (
+        (["--weights", "emma"], "no plugin of this run holds weights named 'emma'"),
+        (["--steps", 21], "sampling.steps = 21 is more than diffusion.timesteps = 20"),
+        (["--steps", 0], "sampling.steps: must be >= 1: 0"),
+        (["--sampler", "dim"], "sampling.sampler: must be one of ddim, ddpm, not 'dim'; did you mean 'ddim'?"),
+        (["--out", "small.toml/x.png"], "small.toml/x.png: cannot be written: "),
+        (["--out", "run"], "run: cannot be written: "),
+    ):
+        code, _, err = hookdiff("sample", "run", "--num", 1, *words)
+        assert code == 2
+        assert expected in err
+    assert hookdiff("sample", "run", "--num", 1, "--seed", 7)[1].startswith("run/samples/seed-7.png: 1 images")
+
+
+def test_there_is_nothing_to_sample_without_a_checkpoint(hookdiff):
+    assert hookdiff("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--set", "run.steps=1")[0] == 0
+    code, _, err = hookdiff("sample", "run")
+    assert code == 2
+    assert err.endswith("hookdiff: run has no checkpoint to sample from\n")
+
+
+def test_a_nan_exits_3_and_keeps_the_weights_before_it(hookdiff, folder):
+    code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--plugins", "hd_cli_user:NaN")
+    assert code == 3
+    assert out.startswith("small: stopped: not finite after 2 steps")
+    assert checkpoints(folder / "run") == ["step-00000002"]
+    assert all(value.isfinite().all() for value in saved(folder / "run").values())
+
+
+def test_a_run_that_is_out_of_time_exits_75_and_can_go_on(hookdiff, folder):
+    code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--set", "run.max_time=0.000001 s")
+    assert code == 75
+    assert out.startswith("small: out of time after ")
+    assert checkpoints(folder / "run")
+    assert hookdiff("run", "small.toml", "--out", "run", "--resume")[0] == 0
+
+
+def test_a_signal_after_the_end_does_not_make_a_run_that_is_done_a_stopped_one(hookdiff):
+    assert hookdiff("run", "small.toml", "--plugins", "hd_cli_user:Late", "--set", "run.steps=1")[0] == 0
+
+
+def test_a_bug_in_a_plugin_has_its_traceback(folder):
+    code, _, err = finish(start(folder, "run", "small.toml", "--plugins", "hd_cli_user:Bug"))
+    assert code == 1
+    assert "Traceback" in err
+    assert err.endswith("KeyError: 'a bug of its own'\n")
+    assert not (folder / "runs").exists()
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(folder, number, code):
+    run = folder / "run"
+    process = start(folder, "run", "small.toml", "--out", run, "--set", "run.steps=1000000", "--set", "run.log_every=1")
+    wait_for(lambda: (run / "metrics.jsonl").exists(), process)
+    process.send_signal(number)
+    returned, out, err = finish(process)
+    assert returned == code
+    assert "stopping after this step; once more leaves at once" in err
+    assert "Traceback" not in err
+    (name,) = checkpoints(run)
+    step = int(name.removeprefix("step-"))
+    assert step == records(run)[-1]["step"]
+    assert out.startswith(f"small: signal after {step} steps")
+
+
+SLOW = """
+    import time
+    from hookdiff import hookimpl
+
+    class Slow:
+        @hookimpl
+        def after_backward(self):
+            print("in a long step", flush=True)
+            time.sleep(60)
+"""
+
+
+def test_a_second_signal_leaves_at_once(folder):
+    (folder / "hd_slow.py").write_text(textwrap.dedent(SLOW))
+    process = start(folder, "run", "small.toml", "--plugins", "hd_slow:Slow")
+    assert process.stdout.readline() == "in a long step\n"
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == "stopping after this step; once more leaves at once\n"
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    assert time.monotonic() - began < 30
