@@ -39,9 +39,10 @@ LOCAL = [name for name, kind in KINDS.items() if not getattr(kind, "needs", {})]
 
 
 class Listener:
-    """A plugin of the user's own: reads gradients, logs, and writes down what is told."""
+    """A plugin of the user's own: reads gradients, logs, keeps a state, and writes down what is told."""
 
     def __init__(self) -> None:
+        self.updates = torch.zeros(1)
         self.told: dict[int, dict[str, float]] = {}
 
     @hookimpl
@@ -50,11 +51,18 @@ class Listener:
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
-        loop.log({"mine": loop.progress.step})
+        self.updates += 1
+        loop.log({"mine": self.updates[0]})
 
     @hookimpl
     def on_log(self, step: int, values: Mapping[str, float]) -> None:
         self.told.setdefault(step, {}).update(values)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.updates = state["updates"]
 
 
 def net() -> nn.Module:
