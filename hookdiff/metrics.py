@@ -15,6 +15,8 @@ from hookdiff.hookspecs import hookimpl
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
+METRICS = "metrics.jsonl"
+
 
 @define(eq=False)
 class Metrics:
@@ -32,7 +34,7 @@ class Metrics:
         if loop.run_dir is None or not loop.is_main:
             return
         if self._file is None or self._file.closed:
-            path = loop.run_dir / "metrics.jsonl"
+            path = loop.run_dir / METRICS
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             self._file = loop.resources.enter_context(path.open("r+b"))

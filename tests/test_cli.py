@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hookdiff.cli import COMMANDS, main
 from hookdiff.config import load
 from hookdiff.plugins import HOOK_NAMES
-from hookdiff.testing import assert_same
+from hookdiff.testing import assert_same, toy_loop
 
 CONFIG = """
 [run]
@@ -95,7 +95,7 @@ def hookdiff(folder, monkeypatch, capfd):
 def start(folder, *words, python=()):
     """Start the command line as a process of its own."""
     code = ["-c", "from hookdiff.cli import main; main()", *map(str, words)]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, *sys.path))), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *python, *code],
         cwd=folder,
@@ -229,7 +229,7 @@ def test_a_run_goes_on_exactly_where_it_was(hookdiff, folder, caplog):
     assert hookdiff("run", "small.toml", "--out", "whole")[0] == 0
     code, out, _ = hookdiff("run", "small.toml", "--out", "cut", "--set", "run.steps=3")
     assert code == 0
-    assert out.startswith("small: done after 3 steps, 0 epochs\n")
+    assert out.startswith("small: done after 3 steps, 0 epochs, in 0:")
     assert len(records(folder / "cut")) == 1
     code, _, err = hookdiff("run", "small.toml", "--out", "cut")
     assert code == 2
@@ -379,3 +379,23 @@ def test_a_second_signal_leaves_at_once(folder):
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == 130
     assert time.monotonic() - began < 30
+
+
+def test_the_last_table_says_what_was_made_and_how_evaluations_went(tmp_path):
+    from hookdiff.cli.summary import summary
+
+    lines = [{"step": n, "time": 0.0, "loss": 1 / n, **({"fd/x": 8.0 - n} if n % 3 == 0 else {})} for n in range(1, 19)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "samples").mkdir()
+    for name in ("step-00000001.png", "step-00000010.png"):
+        (tmp_path / "samples" / name).touch()
+    (tmp_path / "empty").mkdir()
+    loop = toy_loop(run_dir=tmp_path)
+    assert summary(loop, "time", "it", 125.4) == (
+        "it: out of time after 0 steps, 0 epochs, in 2:05\n"
+        f"  {tmp_path}/config.toml    every key; running it again gives the same run\n"
+        f"  {tmp_path}/empty          empty\n"
+        f"  {tmp_path}/metrics.jsonl  18 lines; fd/x ... 2, -1, -4, -7, -10\n"
+        f"  {tmp_path}/samples        2, newest step-00000010.png"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ def command(
 ) -> None:
     """Train from CONFIG."""
     from hookdiff import experiment
+    from hookdiff.cli.summary import summary
     from hookdiff.config import load
     from hookdiff.errors import UserError, nearest
     from hookdiff.run_dir import check_run_dir
@@ -59,7 +61,7 @@ def command(
     caught: list[int] = []
     with _stop_on_signal(loop, caught):
         reason = loop.run()
-    click.echo(summary(loop, reason, checked.run.name))
+    click.echo(summary(loop, reason, checked.run.name, time.monotonic() - loop.began))
     sys.exit(128 + caught[0] if caught and reason == "signal" else BY_REASON[reason])
 
 
@@ -80,15 +82,3 @@ def _stop_on_signal(loop: Loop, caught: list[int]) -> Iterator[None]:
     finally:
         for each, before in previous.items():
             signal.signal(each, before)
-
-
-def summary(loop: Loop, reason: str, name: str) -> str:
-    """Return the table of what was made and where."""
-    assert loop.run_dir
-    told = {"done": "done", "plugin": "stopped by a plugin", "on_nan": "stopped: not finite", "time": "out of time"}
-    lines = [f"{name}: {told.get(reason, reason)} after {loop.progress.step} steps, {loop.progress.epoch} epochs"]
-    for path in sorted(loop.run_dir.iterdir()):
-        inside = sorted(path.iterdir()) if path.is_dir() else []
-        what = f"{len(inside)} files, newest {inside[-1].name}" if inside else f"{path.stat().st_size:,} bytes"
-        lines.append(f"  {path!s:<36} {what}")
-    return "\n".join(lines)

@@ -1,0 +1,47 @@
+"""What a run leaves its user with: the table of what was made and where."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hookdiff.metrics import METRICS
+from hookdiff.run_dir import CONFIG
+
+if TYPE_CHECKING:
+    from hookdiff.loop import Loop
+
+_TOLD = {"plugin": "stopped by a plugin", "on_nan": "stopped: not finite", "time": "out of time"}
+
+
+def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
+    """Return the table of the run called `name`, which took `seconds`."""
+    assert loop.run_dir
+    took = f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+    done = f"{_TOLD.get(reason, reason)} after {loop.progress.step} steps, {loop.progress.epoch} epochs, in {took}"
+    rows = [(f"{path}", _what(path)) for path in sorted(loop.run_dir.iterdir())]
+    width = max(len(path) for path, _ in rows)
+    return "\n".join([f"{name}: {done}", *(f"  {path:<{width}}  {what}" for path, what in rows)])
+
+
+def _what(path: Path) -> str:
+    if path.is_dir():
+        inside = sorted(path.iterdir())
+        return f"{len(inside)}, newest {inside[-1].name}" if inside else "empty"
+    if path.name == CONFIG:
+        return "every key; running it again gives the same run"
+    return "; ".join(_measured(path)) if path.name == METRICS else f"{path.stat().st_size:,} bytes"
+
+
+def _measured(path: Path, most: int = 5) -> list[str]:
+    """Return the number of lines, and the last values of what was measured now and then and not in most lines."""
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    times = Counter(name for record in records for name in record)
+    told = [f"{len(records)} line" + "s" * (len(records) != 1)]
+    for name, count in times.items():
+        if count < len(records) / 2:
+            values = [f"{record[name]:.3g}" for record in records if name in record]
+            told.append(f"{name} {'... ' * (count > most)}{', '.join(values[-most:])}")
+    return told

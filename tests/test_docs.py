@@ -1,0 +1,165 @@
+"""README and docs/: their code runs, and their tables are those of the source."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import tomli_w
+
+from hookdiff import Feed
+from hookdiff.cli import COMMANDS, main
+from hookdiff.config import OPTIMIZERS, RunConfig, load
+from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.discovery import installed, plugin_class
+from hookdiff.hookspecs import Hooks
+from hookdiff.models import UNet
+from hookdiff.plugins import HOOK_NAMES
+from hookdiff.structure import parameters, resolved
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+OURS = [n for n, (entry, *_) in installed().items() if entry.dist and entry.dist.name == "hookdiff"]
+SHORT = [
+    *("--set", "run.steps=4", "--set", "run.batch_size=16", "--set", "run.log_every=2", "--set", "sampling.steps=2"),
+    *("--set", "plugins.fid.num_samples=16", "--set", "plugins.lr.warmup=2", "--set", "run.micro_batch=8"),
+]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Return the fenced blocks of `page` in `language`."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout as a reader has it, with the run that the tutorial begins with, in short."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    first = shlex.split(blocks("docs/tutorial.md", "sh")[0])[1:]
+    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *first, *SHORT]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "runs/basic/metrics.jsonl" in done.stdout
+    return folder
+
+
+def test_all_code_is_in_a_language_that_is_tested() -> None:
+    told = {fence for page in PAGES for fence in re.findall(r"^```(\w*)$", (ROOT / page).read_text("utf-8"), re.M)}
+    assert told == {"", "python", "sh", "toml"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_runs(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The blocks of a page are one program, read from top to bottom; the run that it looks at is the short one.
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), names)
+
+
+def commands() -> Iterator[Any]:
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            for line in block.splitlines():
+                yield pytest.param(line, id=f"{page}: {line}")
+
+
+@pytest.mark.parametrize("line", list(commands()))
+def test_commands_run(
+    line: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, command, *rest = shlex.split(line)
+    assert (program, command in COMMANDS) == ("hookdiff", True)
+    if command == "run":
+        resumes = "--resume" in rest
+        rest += SHORT if resumes else [*SHORT, "--out", str(tmp_path / "run")]
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [program, command, *rest])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")])
+def test_toml_is_understood(page: str, tmp_path: Path) -> None:
+    for block in blocks(page, "toml"):
+        table = tomli.loads(block)
+        if "project" in table:
+            assert list(table["project"]["entry-points"]) == ["hookdiff.plugins"]
+            continue
+        path = tmp_path / "config.toml"
+        path.write_text(tomli_w.dumps(table))
+        load(path)
+
+
+def tables() -> dict[str, Any]:
+    """Return what each section of docs/config.md is about."""
+    core = {"run": RunConfig, "data": Feed, "model": UNet, "diffusion": Diffusion, "sampling": Sampling}
+    return {**core, **{f"plugins.{name}": plugin_class(name) for name in OURS}}
+
+
+def sections() -> dict[str, str]:
+    _, *parts = re.split(r"^## \[([\w.]+)\]$", (ROOT / "docs" / "config.md").read_text("utf-8"), flags=re.M)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_the_config_reference_has_every_table() -> None:
+    assert sections().keys() == tables().keys() | {"optimizer"}
+    assert all(f'"{name}"' in sections()["optimizer"] for name in OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", ["run", "data", "model", "diffusion", "sampling", *(f"plugins.{n}" for n in OURS)])
+def test_the_config_reference_has_every_key_with_its_default(name: str) -> None:
+    target = tables()[name]
+    rows = re.findall(r"^\| `(\w+)` \|(.*?)\| .+ \|$", sections()[name], re.M)
+    said = {key: default.strip() for key, default in rows}
+    assert list(said) == list(parameters(target))
+    known = resolved(target, {"name": "the file's name"} if name == "run" else {})
+    for key, default in said.items():
+        value = tomli_w.dumps({"x": known[key]}, multiline_strings=False)[4:].strip() if key in known else ""
+        value = re.sub(r"\s+", " ", value).replace("[ ", "[").replace(", ]", "]")
+        if default in ("from the data", "the file's name"):
+            continue
+        assert default == (f"`{value}`" if value else ""), key
+
+
+@pytest.mark.parametrize("page", ["docs/hooks.md"])
+def test_the_hook_reference_has_every_hook_with_its_arguments_and_kind(page: str) -> None:
+    found = re.findall(r"^### (\w+)\((.*)\)\n\n(Moment|Seam): ", (ROOT / page).read_text("utf-8"), re.M)
+    said = {name: (arguments, kind) for name, arguments, kind in found}
+    assert said.keys() == set(HOOK_NAMES)
+    for name in HOOK_NAMES:
+        spec = getattr(Hooks, name)
+        _, *arguments = inspect.signature(spec).parameters
+        kind = "Seam" if spec.hookdiff_spec["firstresult"] else "Moment"
+        assert said[name] == (", ".join(arguments), kind)
+
+
+def test_the_readme_names_every_plugin_and_every_hook() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`.+`) \| .+ \|$", readme, re.M)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted([*OURS, *HOOK_NAMES])
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text("utf-8")):
+            assert link.startswith("https://") or ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+
+
+def test_the_lines_beside_make_are_those_of_the_makefile() -> None:
+    rules = (ROOT / "Makefile").read_text("utf-8")
+    (command,) = blocks("README.md", "sh")
+    assert command.strip() in rules
+    assert "pip install -e ." in rules
