@@ -1,12 +1,12 @@
 """Time per step of hookdiff's loop over that of the best loop one writes by hand, and of other trainers.
 
-    python benchmarks/loop.py [tiny unet] [--rounds 7] [--threads 1]
+    python benchmarks/loop.py [tiny unet] [--rounds N] [--threads 1]
 
 All train the same network on the same digits with the same features: AdamW (fused), clipping by norm, an average
-of the weights, a learning rate schedule, a line of mean loss and norm every 50 steps. In each round every one of them
-trains anew, in an order that turns from round to round; the first steps are not timed. The table has the median
-time of a step and the median over the rounds of its ratio to the hand-written loop of the same round. Lightning,
-accelerate and ignite take part when they are installed.
+of the weights, a learning rate schedule, a line of mean loss and norm every 50 steps. They take turns: in each round
+every one of them makes a block of steps, in an order that is shuffled for each, so that whatever else the machine does
+falls on all alike. The table has the median time of a step, and the median over the rounds of its ratio to
+the hand-written loop of the same round. Lightning, accelerate and ignite take part when they are installed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import importlib.util
 import json
 import logging
 import math
+import random
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from typing import IO, Any
 import torch
 from attrs import define
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hookdiff import Loop, LoopConfig
 from hookdiff.data import digits
@@ -37,6 +40,7 @@ from hookdiff_ema import EMA
 from hookdiff_lr import LR
 
 RATE, DECAY, LOG_EVERY, WARMUP = 1e-3, 0.999, 50, 100
+STEPS = 1_000_000  # of the schedule; nobody gets there
 
 
 class Denoiser(nn.Module):
@@ -44,39 +48,60 @@ class Denoiser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.time = nn.Embedding(1000, 64)
-        self.layers = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+        self.first, self.last = nn.Linear(65, 32), nn.Linear(32, 64)
 
     def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
-        return self.layers(x.flatten(1) + self.time(timesteps)).view_as(x)
+        seen = torch.cat((x.flatten(1), timesteps[:, None] / 1000), 1)
+        return self.last(functional.silu(self.first(seen))).view_as(x)
 
 
 @define(frozen=True)
 class Workload:
     model: Callable[[], nn.Module]
     batch_size: int
-    warm: int  # steps before the clock starts
-    steps: int  # that are timed
+    block: int  # steps of a turn
+    rounds: int
 
 
 WORKLOADS = {
-    "tiny": Workload(Denoiser, 64, 100, 1000),
-    "unet": Workload(lambda: UNet(channels=32, num_res_blocks=1), 32, 3, 20),
+    "tiny": Workload(Denoiser, 16, 20, 600),
+    "unet": Workload(lambda: UNet(channels=32, num_res_blocks=1), 16, 1, 100),
 }
 
 
-class Clock:
-    """Notes when the timed steps began; `seconds` is the time of one of them once the last is done."""
+class Turn:
+    """One contestant, on a thread of its own that runs only while it is its turn."""
 
-    def __init__(self, work: Workload) -> None:
-        self.work, self.done, self.seconds = work, 0, math.nan
+    def __init__(
+        self, train: Callable[[Workload, Path, Callable[[], None]], None], work: Workload, folder: Path
+    ) -> None:
+        self.work, self.left, self.seconds = work, 1, math.nan  # the first step, on its own, is not timed
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        threads = torch.get_num_threads()
+
+        def run() -> None:
+            torch.set_num_threads(threads)  # OpenMP asks each thread for itself
+            train(work, folder, self.step)
+
+        threading.Thread(target=run, daemon=True).start()
+        self.done.acquire()
 
     def step(self) -> None:
-        self.done += 1
-        if self.done == self.work.warm:
-            self.began = time.perf_counter()
-        if self.done == self.work.warm + self.work.steps:
-            self.seconds = (time.perf_counter() - self.began) / self.work.steps
+        """Count a step; called by the contestant after each."""
+        self.left -= 1
+        if self.left == 0:
+            self.seconds = (time.perf_counter() - self.began) / self.work.block if self.go_on else math.nan
+            self.done.release()
+            self.go.acquire()
+            self.left, self.go_on, self.began = self.work.block, True, time.perf_counter()
+
+    go_on, began = False, 0.0
+
+    def take(self) -> float:
+        """Let it make a block of steps; return the seconds of one."""
+        self.go.release()
+        self.done.acquire()
+        return self.seconds
 
 
 class Parts:
@@ -84,7 +109,7 @@ class Parts:
 
     def __init__(self, work: Workload, file: IO[str]) -> None:
         torch.manual_seed(0)
-        self.model, self.file, self.total = work.model(), file, work.warm + work.steps
+        self.model, self.file = work.model(), file
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
         schedule = make_schedule("cosine", 1000)
         self.alpha = schedule.alphas_cumprod.sqrt().float()
@@ -98,12 +123,12 @@ class Parts:
     def loss(self, model: nn.Module, x: Tensor) -> Tensor:
         noise, t = torch.randn_like(x), torch.randint(0, 1000, (len(x),))
         alpha, sigma = self.alpha[t].view(-1, 1, 1, 1), self.sigma[t].view(-1, 1, 1, 1)
-        return (model(alpha * x + sigma * noise, t) - noise).square().mean()
+        return functional.mse_loss(model(alpha * x + sigma * noise, t), noise)
 
     def factor(self, step: int) -> float:
         if step < WARMUP:
             return step / WARMUP
-        return (1 + math.cos(math.pi * (step - WARMUP) / max(1, self.total - WARMUP))) / 2
+        return (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
 
     def set_rate(self) -> None:
         self.optimizer.param_groups[0]["lr"] = RATE * self.factor(self.done)
@@ -131,11 +156,10 @@ def batches(work: Workload) -> Iterator[Tensor]:
             yield images[rows]
 
 
-def by_hand(work: Workload, folder: Path) -> float:
-    clock = Clock(work)
+def by_hand(work: Workload, folder: Path, step: Callable[[], None]) -> None:
     with (folder / "log.jsonl").open("w") as file:
         parts = Parts(work, file)
-        for _, x in zip(range(parts.total), batches(work), strict=False):
+        for x in batches(work):
             parts.set_rate()
             parts.optimizer.zero_grad(set_to_none=True)
             loss = parts.loss(parts.model, x)
@@ -143,24 +167,22 @@ def by_hand(work: Workload, folder: Path) -> float:
             norm = nn.utils.clip_grad_norm_(parts.parameters, 1.0, foreach=True)
             parts.optimizer.step()
             parts.count(loss, norm)
-            clock.step()
-    return clock.seconds
+            step()
 
 
-def hookdiff(work: Workload, folder: Path) -> float:
+def hookdiff(work: Workload, folder: Path, step: Callable[[], None]) -> None:
     from hookdiff.metrics import Metrics
 
-    clock = Clock(work)
     torch.manual_seed(0)
     loop = Loop(
         work.model(),
         lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
         Diffusion(schedule="cosine"),
         digits(),
-        LoopConfig(steps=work.warm + work.steps, batch_size=work.batch_size, log_every=LOG_EVERY),
+        LoopConfig(steps=STEPS, batch_size=work.batch_size, log_every=LOG_EVERY),
         {
             "metrics": Metrics(),
-            "lr": LR(warmup=min(WARMUP, work.warm)),
+            "lr": LR(warmup=WARMUP),
             "clip": Clip(max_norm=1.0),
             "ema": EMA(decay=DECAY),
         },
@@ -168,20 +190,18 @@ def hookdiff(work: Workload, folder: Path) -> float:
     )
     with loop:
         for _ in loop.steps():
-            clock.step()
-    return clock.seconds
+            step()
 
 
-def accelerate(work: Workload, folder: Path) -> float:
+def accelerate(work: Workload, folder: Path, step: Callable[[], None]) -> None:
     from accelerate import Accelerator
 
-    clock = Clock(work)
     with (folder / "log.jsonl").open("w") as file:
         parts = Parts(work, file)
         accelerator = Accelerator(cpu=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(parts.optimizer, parts.factor)
         model, optimizer, scheduler = accelerator.prepare(parts.model, parts.optimizer, scheduler)
-        for _, x in zip(range(parts.total), batches(work), strict=False):
+        for x in batches(work):
             with accelerator.accumulate(model):
                 loss = parts.loss(model, x)
                 accelerator.backward(loss)
@@ -190,14 +210,12 @@ def accelerate(work: Workload, folder: Path) -> float:
                 scheduler.step()
                 optimizer.zero_grad()
             parts.count(loss, norm)
-            clock.step()
-    return clock.seconds
+            step()
 
 
-def ignite(work: Workload, folder: Path) -> float:
+def ignite(work: Workload, folder: Path, step: Callable[[], None]) -> None:
     from ignite.engine import Engine, Events
 
-    clock = Clock(work)
     with (folder / "log.jsonl").open("w") as file:
         parts = Parts(work, file)
 
@@ -212,15 +230,13 @@ def ignite(work: Workload, folder: Path) -> float:
         engine = Engine(update)
         engine.add_event_handler(Events.ITERATION_STARTED, parts.set_rate)
         engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: parts.count(*engine.state.output))
-        engine.add_event_handler(Events.ITERATION_COMPLETED, clock.step)
-        engine.run(batches(work), max_epochs=1, epoch_length=parts.total)
-    return clock.seconds
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: step())
+        engine.run(batches(work), max_epochs=1, epoch_length=STEPS)
 
 
-def lightning(work: Workload, folder: Path) -> float:
+def lightning(work: Workload, folder: Path, step: Callable[[], None]) -> None:
     import lightning as pl
 
-    clock = Clock(work)
     with (folder / "log.jsonl").open("w") as file:
         parts = Parts(work, file)
 
@@ -244,7 +260,7 @@ def lightning(work: Workload, folder: Path) -> float:
 
             def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
                 parts.count(outputs["loss"], self.norm)
-                clock.step()
+                step()
 
         class Endless(torch.utils.data.IterableDataset[Tensor]):
             def __iter__(self) -> Iterator[Tensor]:
@@ -252,7 +268,7 @@ def lightning(work: Workload, folder: Path) -> float:
 
         trainer = pl.Trainer(
             accelerator="cpu",
-            max_steps=parts.total,
+            max_steps=STEPS,
             callbacks=[Rest()],
             logger=False,
             enable_checkpointing=False,
@@ -260,7 +276,6 @@ def lightning(work: Workload, folder: Path) -> float:
             enable_model_summary=False,
         )
         trainer.fit(Module(), torch.utils.data.DataLoader(Endless(), batch_size=None))
-    return clock.seconds
 
 
 CONTESTANTS = {"by hand": by_hand, "hookdiff": hookdiff}
@@ -269,20 +284,25 @@ for other in (accelerate, ignite, lightning):
         CONTESTANTS[other.__name__] = other
 
 
-def compare(work: Workload, rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    names = list(CONTESTANTS)
-    for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            with tempfile.TemporaryDirectory() as folder:
-                seconds[name].append(CONTESTANTS[name](work, Path(folder)))
+def compare(work: Workload, rounds: int, folder: Path) -> dict[str, list[float]]:
+    turns = {}
+    for name, train in CONTESTANTS.items():
+        (folder / name).mkdir()
+        turns[name] = Turn(train, work, folder / name)
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    order = random.Random(0)
+    for number in range(-5, rounds):  # the first few to get warm
+        for name in order.sample(list(turns), len(turns)):
+            took = turns[name].take()
+            if number >= 0:
+                seconds[name].append(took)
     return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; all unless given")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, help="turns of each; the workload's own number unless given")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if unknown := set(options.workloads) - set(WORKLOADS):
@@ -290,14 +310,16 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds")
+    print(f"torch {torch.__version__}, {options.threads} threads")
     for name in options.workloads or WORKLOADS:
-        seconds = compare(WORKLOADS[name], options.rounds)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            seconds = compare(WORKLOADS[name], options.rounds or WORKLOADS[name].rounds, Path(folder))
         for contestant, times in seconds.items():
             ratios = [mine / base for mine, base in zip(times, seconds["by hand"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
             print(
                 f"{name:<6} {contestant:<10} {statistics.median(times) * 1e3:8.3f} ms a step"
-                f"   ratio {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})"
+                f"   ratio {middle:.3f}  (half within {low:.3f} to {high:.3f})"
             )
 
 

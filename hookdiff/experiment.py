@@ -56,7 +56,8 @@ def build(
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
     plugins |= {name: part.build() for name, part in config.plugins.items()}
     if hooks is not None:
-        plugins = {name: plugin for name, plugin in plugins.items() if any(hasattr(plugin, hook) for hook in hooks)}
+        # What is left out stays as a name that hears nothing, so that its saved state is not taken for a stranger's.
+        plugins = {name: p if any(hasattr(p, hook) for hook in hooks) else object() for name, p in plugins.items()}
     loop = Loop(
         model,
         lambda prepared: build_optimizer(config.optimizer, prepared),

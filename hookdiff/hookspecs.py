@@ -163,3 +163,6 @@ class Hooks(Protocol):
 
         May change: files; no state.
         """
+
+
+HOOK_NAMES = tuple(name for name, member in vars(Hooks).items() if hasattr(member, "hookdiff_spec"))

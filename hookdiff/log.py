@@ -24,6 +24,7 @@ class Log:
         self._records: dict[int, dict[str, Value]] = {}
         self._window: dict[str, list[Value]] = {}  # since the last look at the device
         self._sums: dict[str, tuple[float, int]] = {}  # sum and count from before it
+        self._closed = -1  # the step of the last means: one that changes no weight may follow, and is not due again
 
     @property
     def due(self) -> bool:
@@ -46,7 +47,7 @@ class Log:
 
     def flush(self) -> None:
         """Tell the sinks what has been logged."""
-        if self.due and (self._window or self._sums):
+        if self.due and self._closed != self._loop.progress.step and (self._window or self._sums):
             self._close_window()
         records, self._records = self._records, {}
         numbers = iter(_to_host(value for values in records.values() for value in values.values()))
@@ -57,7 +58,7 @@ class Log:
     def _close_window(self) -> None:
         self._sum_window()
         self({name: total / count for name, (total, count) in self._sums.items()})
-        self._sums = {}
+        self._sums, self._closed = {}, self._loop.progress.step
 
     def state_dict(self) -> dict[str, Any]:
         """Flush, and return the sums of the window under way, so that a resumed run logs the same means."""
@@ -67,7 +68,7 @@ class Log:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the sums of a saved window."""
-        self._window = {}
+        self._window, self._closed = {}, self._loop.progress.step
         self._sums = {name: (total, count) for name, (total, count) in state.items()}
 
     def _sum_window(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hookdiff import nonfinite, state
 from hookdiff.data import Batch, Feed
-from hookdiff.gradients import Gradients
+from hookdiff.gradients import Gradients, clear_gradients
 from hookdiff.hookspecs import Reason
 from hookdiff.log import Log
 from hookdiff.objective import Objective, as_objective, join
@@ -121,8 +121,7 @@ class Loop:
         hook, progress, gradients = self.hook, self.progress, self.gradients
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         hook.before_step(loop=self, batch=batch)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        clear_gradients(self.optimizers)
 
         outputs, parts = [], batch.split(self.config.micro_batch)  # the draws are sliced too
         for index, part in enumerate(parts):

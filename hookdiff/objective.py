@@ -24,7 +24,7 @@ class LossOutput:
     def detach(self) -> LossOutput:
         """Return the same values without their graph."""
         fields = (self.loss, self.per_sample, self.timesteps, self.log_snr)
-        return LossOutput(*(value if value is None else value.detach() for value in fields))  # type: ignore[arg-type]
+        return LossOutput(*(v.detach() if v is not None and v.requires_grad else v for v in fields))  # type: ignore[arg-type]
 
 
 class Objective(Protocol):

@@ -12,9 +12,7 @@ import pluggy
 from hookdiff.defaults import Defaults
 from hookdiff.dispatch import compile_hook, in_order
 from hookdiff.errors import PluginError, nearest
-from hookdiff.hookspecs import Hooks
-
-HOOK_NAMES = tuple(name for name, member in vars(Hooks).items() if inspect.isfunction(member) and name[0] != "_")
+from hookdiff.hookspecs import HOOK_NAMES, Hooks
 
 # A plugin's tensors are saved in a file of the plugin's name; these are taken.
 RESERVED = ("defaults", "manifest", "model", "optimizers")

@@ -129,7 +129,7 @@ class LoopConfig:
 
     steps: int | None = field(default=None, validator=validators.optional(validators.ge(1)))  # updates
     epochs: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
-    seed: int = field(default=0, validator=validators.ge(0))
+    seed: int = field(default=0, validator=[validators.ge(0), validators.lt(2**63)])
     batch_size: int = field(default=128, validator=validators.ge(1))  # samples of a step, over all ranks
     micro_batch: int | None = field(default=None, validator=validators.optional(validators.ge(1)))  # what fits
     log_every: int = field(default=50, validator=validators.ge(1))  # steps

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from hookdiff.cli import COMMANDS, main
 from hookdiff.config import load
-from hookdiff.plugins import HOOK_NAMES
+from hookdiff.hookspecs import HOOK_NAMES
 from hookdiff.testing import assert_same, toy_loop
 
 CONFIG = """

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import hookdiff
-from hookdiff.hookspecs import Hooks
-from hookdiff.plugins import HOOK_NAMES
+from hookdiff.hookspecs import HOOK_NAMES, Hooks
 
 CORE = Path(hookdiff.__file__).parent
 ROOT = CORE.parent

@@ -20,9 +20,8 @@ from hookdiff.cli import COMMANDS, main
 from hookdiff.config import OPTIMIZERS, RunConfig, load
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.discovery import installed, plugin_class
-from hookdiff.hookspecs import Hooks
+from hookdiff.hookspecs import HOOK_NAMES, Hooks
 from hookdiff.models import UNet
-from hookdiff.plugins import HOOK_NAMES
 from hookdiff.structure import parameters, resolved
 
 ROOT = Path(__file__).parents[1]

@@ -120,7 +120,9 @@ def test_the_written_config_gives_the_same_run_again(config, tmp_path):
 
 def test_hooks_leave_out_who_has_none_of_them(config, tmp_path):
     loop = build(config(plugins=["ema", "clip", "checkpoint"]), tmp_path, hooks=("restore", "sample"))
-    assert list(loop.plugins) == ["ema", "checkpoint"]
+    heard = [name for name, plugin in loop.plugins.items() if type(plugin) is not object]
+    assert heard == ["ema", "checkpoint"]
+    assert "clip" in loop.plugins  # by name alone: its saved state is no stranger's
 
 
 def test_the_data_decides_what_the_config_leaves_open(config, tmp_path):

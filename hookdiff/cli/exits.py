@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 WRONG_INPUT = 2
-BY_REASON = {"done": 0, "plugin": 0, "on_nan": 3, "time": 75}  # 75: EX_TEMPFAIL, try again with --resume
+BY_REASON = {"done": 0, "plugin": 0, "on_nan": 3, "time": 75, "signal": 130}  # 75: EX_TEMPFAIL, try again

@@ -12,8 +12,7 @@ import click
 def command(names: tuple[str, ...]) -> None:
     """Print the contract of all hooks, or of NAMES."""
     from hookdiff.errors import UserError, nearest
-    from hookdiff.hookspecs import Hooks
-    from hookdiff.plugins import HOOK_NAMES
+    from hookdiff.hookspecs import HOOK_NAMES, Hooks
 
     for name in names:
         if name not in HOOK_NAMES:

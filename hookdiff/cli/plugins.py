@@ -31,7 +31,8 @@ def command(order: Path | None, plugins: tuple[str, ...], settings: tuple[str, .
 
 def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...]) -> None:
     from hookdiff.config import load
-    from hookdiff.plugins import HOOK_NAMES, Plugins
+    from hookdiff.hookspecs import HOOK_NAMES
+    from hookdiff.plugins import Plugins
 
     config = load(path, names, settings)
     plugins = Plugins({name: part.build() for name, part in config.plugins.items()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any, Protocol, runtime_checkable
 
 import numpy
@@ -22,6 +23,8 @@ from hookdiff.data.memory import InMemory, to_unit_range
 from hookdiff.errors import UserError
 from hookdiff.progress import LoopConfig
 from hookdiff.randomness import derive_seed
+
+_AT_ONCE = 1 << 20  # numbers that are fetched from memory in one go: 4 MiB
 
 Sample = tuple[Tensor, int | None, int]  # c h w; label; index
 
@@ -117,11 +120,21 @@ class Feed:
             parts.append(order[start : start + self.batch_size])
             start += self.batch_size
         if isinstance(self.source, InMemory):
-            for part in parts:
-                mine = part[self.rank :: self.num_ranks]
-                yield Batch(*self.source.fetch(mine, self.device), mine, total=len(part))
+            yield from self._fetch(self.source, parts)
         else:
             yield from self._load(self.source, epoch, parts)
+
+    def _fetch(self, source: InMemory, parts: Sequence[Tensor]) -> Iterator[Batch]:
+        # Several small batches at once, then slices of them: the calls cost more than the pixels.
+        at_once = max(1, _AT_ONCE // (self.batch_size * source.images[0].numel()))
+        for first in range(0, len(parts), at_once):
+            group = parts[first : first + at_once]
+            shares = [part[self.rank :: self.num_ranks] for part in group]
+            sizes = [len(share) for share in shares]
+            images, labels = source.fetch(torch.cat(shares), self.device)
+            inputs, classes = torch.split(images, sizes), repeat(None) if labels is None else torch.split(labels, sizes)
+            for part, share, x, y in zip(group, shares, inputs, classes, strict=False):
+                yield Batch(x, y, share, total=len(part))
 
     def _load(self, source: Source, epoch: int, parts: Sequence[Tensor]) -> Iterator[Batch]:
         cuda = self.device.type == "cuda"

@@ -7,15 +7,18 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from attrs import Attribute, define, evolve, field
-from attrs.validators import ge
+from attrs import Attribute, define, field
+from attrs.validators import ge, le
 from torch import Generator, Tensor
+from torch.nn import functional
 
 from hookdiff.data.batch import Batch
 from hookdiff.diffusion.parametrization import PREDICTION_TYPES, Parametrization, q_sample
 from hookdiff.diffusion.schedules import SCHEDULES, NoiseSchedule, make_schedule
 from hookdiff.errors import nearest
 from hookdiff.objective import LossOutput
+
+_TABLES = "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod", "log_snr"
 
 Net = Callable[[Tensor, Tensor], Tensor]  # (x_t: n c h w, timesteps: n, int64) -> n c h w
 
@@ -50,7 +53,7 @@ class Diffusion:
     """
 
     schedule: str = field(default="linear", validator=one_of(SCHEDULES))
-    timesteps: int = field(default=1000, validator=ge(1))
+    timesteps: int = field(default=1000, validator=[ge(1), le(1_000_000)])
     prediction_type: str = field(default="epsilon", validator=one_of(PREDICTION_TYPES))
 
     @cached_property
@@ -74,7 +77,7 @@ class Diffusion:
         noise = torch.randn(shape, generator=generator, device=where, dtype=torch.float32)
         timesteps = torch.randint(self.timesteps, (len(batch),), generator=generator, device=where)
         drawn = {"noise": to_device(noise, device), "timesteps": to_device(timesteps, device)}
-        return evolve(batch, draws={**batch.draws, **drawn})
+        return Batch(batch.inputs, batch.labels, batch.indices, {**batch.draws, **drawn}, batch.total)
 
     def __call__(self, net: Net, batch: Batch) -> LossOutput:
         """Return the mean squared error of `net` on a batch that went through `draw`.
@@ -86,8 +89,9 @@ class Diffusion:
             ValueError: if the network's output has another shape than its input.
         """
         noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
-        alpha = self.noise_schedule.gather("sqrt_alphas_cumprod", timesteps, noise.ndim)
-        sigma = self.noise_schedule.gather("sqrt_one_minus_alphas_cumprod", timesteps, noise.ndim)
+        alpha, sigma, log_snr = self.noise_schedule.gather_all(_TABLES, timesteps)
+        broadcast = (-1, *[1] * (noise.ndim - 1))
+        alpha, sigma = alpha.view(broadcast), sigma.view(broadcast)
         # Autocast leaves additions and multiplications alone, so x_t and the target stay float32. Timesteps
         # stay integers, because bfloat16 takes 999 for 1000.
         output = net(q_sample(batch.inputs, noise, alpha, sigma), timesteps)
@@ -95,10 +99,5 @@ class Diffusion:
         if output.shape != target.shape:  # it might broadcast, and train on nonsense
             shapes = f"{tuple(output.shape)} for images of shape {tuple(target.shape)}"
             raise ValueError(f"the network returned shape {shapes}")
-        per_sample = (output.float() - target).square().flatten(1).mean(1)
-        return LossOutput(
-            loss=per_sample.mean(),
-            per_sample=per_sample.detach(),
-            timesteps=timesteps,
-            log_snr=self.noise_schedule.gather("log_snr", timesteps),
-        )
+        error = functional.mse_loss(output.float(), target, reduction="none")
+        return LossOutput(error.mean(), error.detach().flatten(1).mean(1), timesteps, log_snr)

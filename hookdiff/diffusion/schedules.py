@@ -58,7 +58,7 @@ class NoiseSchedule:
     """
 
     betas: Tensor = field(converter=_as_table)
-    _float32: dict[tuple[str, torch.device], Tensor] = field(init=False, factory=dict, repr=False)
+    _float32: dict[tuple[tuple[str, ...], torch.device], Tensor] = field(init=False, factory=dict, repr=False)
 
     @betas.validator
     def _check_betas(self, attribute: Attribute[Tensor], betas: Tensor) -> None:
@@ -123,14 +123,19 @@ class NoiseSchedule:
         Returns:
             float32 of shape n 1 1 ... (`ndim` axes), on the device of `timesteps`.
         """
-        key = name, timesteps.device
+        (values,) = self.gather_all((name,), timesteps)
+        return values.reshape(-1, *[1] * (ndim - 1))
+
+    def gather_all(self, names: tuple[str, ...], timesteps: Tensor) -> tuple[Tensor, ...]:
+        """Return the values of several tables at `timesteps`, each as `gather` does, in one look-up."""
+        key = names, timesteps.device
         if key not in self._float32:
             # float32 only now that all is computed: 1 - alphas_cumprod would be off by 2e-4 at first.
             # Before the move, as some devices (mps) hold no float64. And kept there, because a copy a step
             # would make the host wait for the device.
-            table: Tensor = getattr(self, name)
-            self._float32[key] = table.float().to(timesteps.device)
-        return self._float32[key][timesteps].reshape(-1, *[1] * (ndim - 1))
+            tables: list[Tensor] = [getattr(self, name) for name in names]
+            self._float32[key] = torch.stack(tables).float().to(timesteps.device)
+        return self._float32[key][:, timesteps].unbind()
 
 
 SCHEDULES: dict[str, Callable[[int], Tensor]] = {"linear": linear_betas, "cosine": cosine_betas}

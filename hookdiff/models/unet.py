@@ -314,7 +314,8 @@ def _check_attention(sides: tuple[int, ...], head_dim: int, levels: list[int], w
     used = [width for side, width in zip(levels, widths, strict=True) if side in sides]
     if any(width % head_dim for width in used):
         common = math.gcd(*used)
-        divisors = [n for n in range(1, common + 1) if common % n == 0]
+        small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+        divisors = [*small, *(common // n for n in small)]
         raise ValueError(
             f"head_dim={head_dim} does not divide the channels of each level with attention "
             f"({', '.join(map(str, used))}); nearest: {min(divisors, key=lambda n: abs(n - head_dim))}"

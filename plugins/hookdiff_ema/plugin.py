@@ -36,6 +36,7 @@ class EMA:
     num_updates: int = field(default=0, init=False)
     _parameters: list[Tensor] = field(init=False)  # of the model, in the order of the shadow
     _shadow: list[Tensor] = field(init=False)  # the values of the shadow
+    _is_float32: bool = field(init=False)  # all of the parameters
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
@@ -44,6 +45,7 @@ class EMA:
         # Listed once: parameters keep their addresses, and walking the modules costs more than the update.
         self._parameters = [parameter.detach() for parameter in named.values()]
         self._shadow = list(self.shadow.values())
+        self._is_float32 = all(parameter.dtype == torch.float32 for parameter in self._parameters)
 
     @hookimpl(tryfirst=True)
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -73,7 +75,7 @@ class EMA:
         return distance
 
     def _weights(self) -> list[Tensor]:
-        return [parameter.float() for parameter in self._parameters]  # no copy of what is float32
+        return self._parameters if self._is_float32 else [parameter.float() for parameter in self._parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shadow under the model's own keys, and the count of updates."""

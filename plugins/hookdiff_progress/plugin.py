@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -83,12 +85,18 @@ class Pace:
         self._marks.append(self._now())
 
     def parts(self) -> Iterable[str]:
-        """Return "1234 img/s" and "ETA 0:12" as far as they are known."""
-        (began, batches, steps), (now, batches_now, steps_now) = self._marks[0], self._now()
+        """Return "1234 img/s" and "ETA 0:12" as far as they are known.
+
+        Evaluations make a run longer but not the training slower: the pace is the median over the logs, the time left
+        goes by their mean.
+        """
+        last = self._now()
+        (began, _, steps), (now, _, steps_now) = self._marks[0], last
         config, total = self._loop.config, total_steps(self._loop)
         seconds, left = now - began, []
-        if batches_now > batches and seconds > 0:  # some clocks stand still for 15 ms
-            yield f"{(batches_now - batches) * config.batch_size / seconds:.0f} img/s"
+        spans = [(end - start, b - a) for (start, a, _), (end, b, _) in pairwise([*self._marks, last])]
+        if paces := [done / took for took, done in spans if done > 0 and took > 0]:  # some clocks stand still for 15 ms
+            yield f"{statistics.median(paces) * config.batch_size:.0f} img/s"
         if total is not None and steps_now > steps:
             left.append((total - steps_now) * seconds / (steps_now - steps))
         if config.max_time.amount:
