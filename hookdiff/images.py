@@ -37,5 +37,6 @@ def save_grid(images: Tensor, path: Path, columns: int | None = None, scale: int
     grid = make_grid(shown, nrow=columns or math.ceil(math.sqrt(len(shown))), padding=4, pad_value=255)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    Image.fromarray(grid.permute(1, 2, 0).to(torch.uint8).numpy()).save(partial, "PNG")
+    picture = grid[0] if shown.shape[1] == 1 else grid.permute(1, 2, 0)
+    Image.fromarray(picture.to(torch.uint8).numpy()).save(partial, "PNG")
     os.replace(partial, path)

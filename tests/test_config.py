@@ -98,6 +98,7 @@ TABLES = "run, data, model, diffusion, optimizer, sampling, plugins"
         ("run.plugins", ["ema", ":X"], "run.plugins: the plugin ':X': cannot import : "),
         ("run.plugins", ["ema", "json:loads"], "run.plugins: the plugin 'json:loads' is a function, expected a class"),
         ("run.seed", -1, "run.seed: must be >= 0: -1"),
+        ("run.seed", 2**63, f"run.seed: must be < {2**63}: {2**63}"),
         ("run.steps", 0, "run.steps: must be >= 1: 0"),
         ("run.steps", "many", "run.steps: expected an integer, got 'many'"),
         ("run.epochs", 2, "run: set steps or epochs, not both"),

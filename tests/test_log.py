@@ -221,3 +221,24 @@ def test_pictures_arrive_at_once_as_bytes() -> None:
         loop.sample(SampleRequest(1))
         assert sink.pictures[1]["a"].flatten().tolist() == [0, 128, 255, 255]
         assert {images.dtype for images in sink.pictures[1].values()} == {torch.uint8}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_step_that_changes_nothing_does_not_close_the_means_again(cut: bool) -> None:
+    class Hold:
+        @hookimpl
+        def after_backward(self, loop: Loop) -> None:
+            loop.log.average({"position": float(loop.progress.position)})
+
+        @hookimpl
+        def optimizer_step(self, loop: Loop) -> bool | None:
+            return False if loop.progress.position in (2, 3) else None  # right after the means of step 2
+
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            if cut:
+                loop.log.load_state_dict(loop.log.state_dict())
+
+    toy_loop({"hold": Hold(), "sink": (sink := Sink())}, log_every=2, steps=4).run()
+    told = [(step, values["position"]) for step, values in sink.told if "position" in values]
+    assert told == [(2, 0.5), (4, (2 + 3 + 4 + 5) / 4)]

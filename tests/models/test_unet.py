@@ -377,6 +377,11 @@ def test_refuses_what_does_not_fit(options: dict[str, Any], message: str) -> Non
     assert str(caught.value) == message
 
 
+def test_the_nearest_head_dim_is_found_among_a_great_many_channels() -> None:
+    with pytest.raises(ValueError, match=r"nearest: 32$"), torch.device("meta"):
+        UNet(channels=2**40, head_dim=33)
+
+
 def test_head_dim_matters_only_where_there_is_attention() -> None:
     UNet(channels=10, head_dim=32, attention_resolutions=())
 
