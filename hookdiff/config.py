@@ -5,7 +5,7 @@ Nothing is built here: a table with a `use` (or `source`) key names what it conf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class Part:
 class Config:
     """A whole, checked config."""
 
+    path: Path
     run: RunConfig
     data: Part
     feed: Mapping[str, Any]
@@ -103,12 +104,16 @@ def load(path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = ()) 
     problems = Problems()
     for setting in settings:
         _set(table, setting, problems)
-    config = _check(table, path.stem, plugins, problems)
+    config = _check(table, path, plugins, problems)
     if problems.found or config is None:
-        found = problems.found
-        count = f"{len(found)} problem" + ("s" if len(found) > 1 else "")
-        raise ConfigError(f"{path}: {count}\n" + "\n".join(f"  {line}" for line in found))
+        raise refusal(path, problems.found)
     return config
+
+
+def refusal(path: Path, found: Sequence[str]) -> ConfigError:
+    """Return the error that lists all that was `found` to be wrong with the config at `path`."""
+    count = f"{len(found)} problem" + ("s" if len(found) > 1 else "")
+    return ConfigError(f"{path}: {count}\n" + "\n".join(f"  {line}" for line in found))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str
     return tuple(other for other in listed if other != name[3:])
 
 
-def _check(table: dict[str, Any], stem: str, switches: Iterable[str], problems: Problems) -> Config | None:
+def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems: Problems) -> Config | None:
     known = ("run", "data", "model", "diffusion", "optimizer", "sampling", "plugins")
     for name in table:
         if name not in known:
@@ -162,7 +167,7 @@ def _check(table: dict[str, Any], stem: str, switches: Iterable[str], problems: 
         elif name in ("run", "data", "model") and name not in table:
             problems.add(name, f"the table [{name}] is missing")
 
-    run = arguments(RunConfig, {"name": stem, **tables["run"]}, "run", problems)
+    run = arguments(RunConfig, {"name": path.stem, **tables["run"]}, "run", problems)
     _check_length(tables["run"], run, problems)
     if "plugins" in run or "plugins" not in tables["run"]:
         for name in switches:
@@ -178,7 +183,7 @@ def _check(table: dict[str, Any], stem: str, switches: Iterable[str], problems: 
     plugins = _plugins(run.get("plugins", ()), tables["plugins"], problems)
     if problems.found or data is None or model is None or optimizer is None:
         return None
-    return Config(RunConfig(**run), data, feed, model, optimizer, diffusion, sampling, plugins)
+    return Config(path, RunConfig(**run), data, feed, model, optimizer, diffusion, sampling, plugins)
 
 
 def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems: Problems) -> None:

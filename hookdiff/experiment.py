@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from hookdiff.config import Config, Part
+from hookdiff.config import Config, Part, refusal
 from hookdiff.data.feed import Feed, Source
 from hookdiff.data.memory import InMemory
 from hookdiff.errors import ConfigError, UserError
@@ -111,7 +111,7 @@ def probe(config: Config) -> None:
         except UserError as error:
             problems.append(str(error))
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise refusal(config.path, problems)
     Plugins({name: part.build() for name, part in config.plugins.items()})  # do they keep the contract?
 
 

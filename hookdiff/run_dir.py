@@ -49,5 +49,7 @@ def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> 
         return
     if not overwrite:
         raise UserError(f"{path} exists; go on with --resume, start over with --overwrite, or choose --out DIR")
+    if path.is_symlink():
+        raise UserError(f"{path} is a symbolic link, so what it leads to is not removed")
     if not (path / CONFIG).is_file():
         raise UserError(f"{path} is no run directory (it has no {CONFIG}), so it is not overwritten")

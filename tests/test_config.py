@@ -1,6 +1,8 @@
 import contextlib
 import math
+import re
 import string
+from importlib.util import find_spec
 from pathlib import Path
 
 import attrs
@@ -303,7 +305,8 @@ def same(one, other):
 
 
 def test_resolved_is_read_as_the_same_config(tmp_path):
-    table = {**GOOD, "run": {**GOOD["run"], "plugins": sorted(installed()), "max_time": "1000 h"}}
+    usable = [name for name, (entry, *_) in sorted(installed().items()) if name != "aim" or find_spec("aim")]
+    table = {**GOOD, "run": {**GOOD["run"], "plugins": usable, "max_time": "1000 h"}}
     table["plugins"] = {"checkpoint": {"every": "2 epochs"}, "samples": {"every": "90 s"}, "fid": {"every": 0}}
     config = load(write(tmp_path / "first.toml", table))
     again = load(write(tmp_path / "second.toml", config.resolved()))
@@ -434,7 +437,7 @@ def test_what_only_building_shows_is_told_with_its_table(path, setting):
     if table == "plugins":
         experiment.probe(config)
     else:
-        with pytest.raises(ConfigError, match=rf"^{table}[.:]"):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))}: 1 problem\n  {table}[.:]"):
             experiment.probe(config)
 
 

@@ -19,7 +19,7 @@ from hookdiff import Feed
 from hookdiff.cli import COMMANDS, main
 from hookdiff.config import OPTIMIZERS, RunConfig, load
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.discovery import installed, plugin_class
+from hookdiff.discovery import installed
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
 from hookdiff.models import UNet
 from hookdiff.structure import parameters, resolved
@@ -104,7 +104,7 @@ def test_toml_is_understood(page: str, tmp_path: Path) -> None:
 def tables() -> dict[str, Any]:
     """Return what each section of docs/config.md is about."""
     core = {"run": RunConfig, "data": Feed, "model": UNet, "diffusion": Diffusion, "sampling": Sampling}
-    return {**core, **{f"plugins.{name}": plugin_class(name) for name in OURS}}
+    return {**core, **{f"plugins.{name}": installed()[name][0].load() for name in OURS}}
 
 
 def sections() -> dict[str, str]:

@@ -180,11 +180,12 @@ def test_a_probe_tells_all_problems_and_builds_no_loop(config):
     with pytest.raises(ConfigError) as caught:
         probe(bad)
     starts = [
-        "run.device: 'nowhere'",
-        "model: image_size=7",
-        "optimizer: Invalid",
-        "sampling: ",
-        "plugins.clip: min_norm",
+        f"{bad.path}: 5 problems",
+        "  run.device: 'nowhere'",
+        "  model: image_size=7",
+        "  optimizer: Invalid",
+        "  sampling: ",
+        "  plugins.clip: min_norm",
     ]
     lines = str(caught.value).split("\n")
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
@@ -196,7 +197,7 @@ def test_a_probe_leaves_the_memory_alone(config):
 
 def test_a_probe_takes_models_that_cannot_be_made_on_the_meta_device(config):
     probe(config("model.in_channels=1", model=own("Looks")))
-    with pytest.raises(ConfigError, match=r"^model: width must not be negative$"):
+    with pytest.raises(ConfigError, match=r"\n  model: width must not be negative$"):
         probe(config("model.in_channels=1", "model.width=-1", model=own("Looks")))
 
 
@@ -206,7 +207,7 @@ def test_a_probe_tells_of_a_plugin_that_breaks_the_contract(config):
 
 
 def test_a_probe_looks_at_the_optimizer_as_it_will_be_made(config):
-    with pytest.raises(ConfigError, match=r"^optimizer: `fused` does not support `differentiable`$"):
+    with pytest.raises(ConfigError, match=r"\n  optimizer: `fused` does not support `differentiable`$"):
         probe(config("optimizer.differentiable=true"))
 
 
@@ -300,8 +301,9 @@ def test_a_run_directory_that_cannot_be_made_is_an_error_of_the_user(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / CONFIG).write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(UserError, match=r"link: cannot be written: .*symbolic link"):
+    with pytest.raises(UserError, match=r"link is a symbolic link, so what it leads to is not removed"):
         toy_loop({"run_dir": RunDir(tmp_path / "link", overwrite=True)}).run()
+    assert (tmp_path / "real" / CONFIG).exists()
 
 
 def test_the_run_directory_is_made_after_all_others_have_started(tmp_path):

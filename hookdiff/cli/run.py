@@ -72,8 +72,11 @@ def _stop_on_signal(loop: Loop, caught: list[int]) -> Iterator[None]:
     def handler(number: int, frame: object) -> None:
         caught.append(number)
         loop.stop("signal")
-        for each, before in previous.items():
-            signal.signal(each, before)
+        # Not back to Python's own handler: that one waits for the call under way, and a signal can slip past it.
+        for each in previous:
+            signal.signal(each, signal.SIG_DFL)
+        if sys.__stderr__ and sys.__stderr__.isatty():
+            sys.__stderr__.write("\x1b[?25h")  # a bar hides the cursor, and may not get to show it again
         log.warning("stopping after this step; once more leaves at once")
 
     previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
