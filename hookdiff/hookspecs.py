@@ -138,14 +138,14 @@ class Hooks(Protocol):
 
     @hookspec
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        """Moment: what `loop.log` and `loop.average` took at `step`, as numbers on the host.
+        """Moment: what `loop.log` and `loop.log.average` took at `step`, as numbers on the host.
 
         May change: nothing.
         """
 
     @hookspec
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Tensor]) -> None:
-        """Moment: `loop.log_images` took pictures: n c h w, uint8, on the CPU.
+        """Moment: `loop.log.images` took pictures: n c h w, uint8, on the CPU.
 
         May change: nothing.
         """
