@@ -151,6 +151,7 @@ def test_the_readme_names_every_plugin_and_every_hook() -> None:
     assert sorted(named) == sorted([*OURS, *HOOK_NAMES])
 
 
+@pytest.mark.skipif(not (ROOT / "hookdiff").is_dir(), reason="needs the sources, which the pages link to")
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text("utf-8")):
