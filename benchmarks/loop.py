@@ -75,7 +75,8 @@ class Turn:
     def __init__(
         self, train: Callable[[Workload, Path, Callable[[], None]], None], work: Workload, folder: Path
     ) -> None:
-        self.work, self.left, self.seconds = work, 1, math.nan  # the first step, on its own, is not timed
+        self.work, self.left = work, 1  # the first step waits for the first turn; nobody asks how long it took
+        self.began = time.perf_counter()
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         threads = torch.get_num_threads()
 
@@ -90,12 +91,10 @@ class Turn:
         """Count a step; called by the contestant after each."""
         self.left -= 1
         if self.left == 0:
-            self.seconds = (time.perf_counter() - self.began) / self.work.block if self.go_on else math.nan
+            self.seconds = (time.perf_counter() - self.began) / self.work.block
             self.done.release()
             self.go.acquire()
-            self.left, self.go_on, self.began = self.work.block, True, time.perf_counter()
-
-    go_on, began = False, 0.0
+            self.left, self.began = self.work.block, time.perf_counter()
 
     def take(self) -> float:
         """Let it make a block of steps; return the seconds of one."""

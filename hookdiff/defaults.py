@@ -42,7 +42,7 @@ class Defaults:
 
     @hookimpl(trylast=True)
     def backward(self, loss: Tensor) -> bool:
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         return True
 
     @hookimpl(trylast=True)

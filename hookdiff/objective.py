@@ -23,8 +23,11 @@ class LossOutput:
 
     def detach(self) -> LossOutput:
         """Return the same values without their graph."""
-        fields = (self.loss, self.per_sample, self.timesteps, self.log_snr)
-        return LossOutput(*(v.detach() if v is not None and v.requires_grad else v for v in fields))  # type: ignore[arg-type]
+
+        def free(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.detach()
+
+        return LossOutput(self.loss.detach(), free(self.per_sample), free(self.timesteps), free(self.log_snr))
 
 
 class Objective(Protocol):

@@ -151,7 +151,7 @@ def _hint(annotation: Any, scope: dict[str, Any]) -> Any:
     alone = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
         return typing.get_type_hints(alone, scope)["it"]
-    except Exception:  # evaluating it may raise anything; most often only checkers import its name
+    except (AttributeError, NameError, SyntaxError, TypeError):  # most often only checkers import its name
         return Any
 
 
