@@ -89,9 +89,7 @@ class Diffusion:
             ValueError: if the network's output has another shape than its input.
         """
         noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
-        alpha, sigma, log_snr = self.noise_schedule.gather_all(_TABLES, timesteps)
-        broadcast = (-1, *[1] * (noise.ndim - 1))
-        alpha, sigma = alpha.view(broadcast), sigma.view(broadcast)
+        alpha, sigma, log_snr = self.noise_schedule.gather(_TABLES, timesteps, noise.ndim)
         # Autocast leaves additions and multiplications alone, so x_t and the target stay float32. Timesteps
         # stay integers, because bfloat16 takes 999 for 1000.
         output = net(q_sample(batch.inputs, noise, alpha, sigma), timesteps)
@@ -100,4 +98,4 @@ class Diffusion:
             shapes = f"{tuple(output.shape)} for images of shape {tuple(target.shape)}"
             raise ValueError(f"the network returned shape {shapes}")
         error = functional.mse_loss(output.float(), target, reduction="none")
-        return LossOutput(error.mean(), error.detach().flatten(1).mean(1), timesteps, log_snr)
+        return LossOutput(error.mean(), error.detach().flatten(1).mean(1), timesteps, log_snr.flatten())

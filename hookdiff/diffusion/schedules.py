@@ -112,22 +112,17 @@ class NoiseSchedule:
         """Weight of x_t in the same mean."""
         return (1 - self.alphas_cumprod_prev) * (1 - self.betas).sqrt() / (1 - self.alphas_cumprod)
 
-    def gather(self, name: str, timesteps: Tensor, ndim: int = 1) -> Tensor:
-        """Return the values of table `name` at `timesteps`, in float32 and ready to multiply a batch.
+    def gather(self, names: tuple[str, ...], timesteps: Tensor, ndim: int = 1) -> tuple[Tensor, ...]:
+        """Return the values of several tables at `timesteps`, in float32 and ready to multiply a batch.
 
         Args:
-            name: any table of this class, such as "alphas_cumprod" or "log_snr".
+            names: any tables of this class, such as ("alphas_cumprod", "log_snr").
             timesteps: int64 of shape n, each in 0..T-1, on any device.
-            ndim: number of axes of the result.
+            ndim: number of axes of the results.
 
         Returns:
-            float32 of shape n 1 1 ... (`ndim` axes), on the device of `timesteps`.
+            for each name float32 of shape n 1 1 ... (`ndim` axes), on the device of `timesteps`.
         """
-        (values,) = self.gather_all((name,), timesteps)
-        return values.reshape(-1, *[1] * (ndim - 1))
-
-    def gather_all(self, names: tuple[str, ...], timesteps: Tensor) -> tuple[Tensor, ...]:
-        """Return the values of several tables at `timesteps`, each as `gather` does, in one look-up."""
         key = names, timesteps.device
         if key not in self._float32:
             # float32 only now that all is computed: 1 - alphas_cumprod would be off by 2e-4 at first.
@@ -135,7 +130,7 @@ class NoiseSchedule:
             # would make the host wait for the device.
             tables: list[Tensor] = [getattr(self, name) for name in names]
             self._float32[key] = torch.stack(tables).float().to(timesteps.device)
-        return self._float32[key][:, timesteps].unbind()
+        return self._float32[key][:, timesteps].reshape(len(names), -1, *[1] * (ndim - 1)).unbind()
 
 
 SCHEDULES: dict[str, Callable[[int], Tensor]] = {"linear": linear_betas, "cosine": cosine_betas}

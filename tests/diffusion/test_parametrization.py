@@ -116,8 +116,8 @@ def test_v_is_edm_with_unit_data(x0: float, noise: float, angle: float) -> None:
 
 def test_rates_of_a_batch() -> None:
     timesteps = torch.tensor([0, 500, 999])
-    alpha = SCHEDULE.gather("sqrt_alphas_cumprod", timesteps, ndim=4)
-    sigma = SCHEDULE.gather("sqrt_one_minus_alphas_cumprod", timesteps, ndim=4)
+    alpha = SCHEDULE.gather(("sqrt_alphas_cumprod",), timesteps, ndim=4)[0]
+    sigma = SCHEDULE.gather(("sqrt_one_minus_alphas_cumprod",), timesteps, ndim=4)[0]
     x0, noise = torch.randn(2, 3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     x_t = q_sample(x0, noise, alpha, sigma)
     assert x_t.dtype == torch.float32

@@ -130,7 +130,7 @@ def test_loss_floor_of_gaussian_data(prediction_type: str, s: float, floor: floa
     batch = attrs.evolve(batch, draws={**batch.draws, "timesteps": torch.arange(16_000) % 1000})
 
     def net(x: Tensor, timesteps: Tensor) -> Tensor:
-        remaining = diffusion.noise_schedule.gather("alphas_cumprod", timesteps, x.ndim)
+        remaining = diffusion.noise_schedule.gather(("alphas_cumprod",), timesteps, x.ndim)[0]
         alpha, sigma = remaining.sqrt(), (1 - remaining).sqrt()
         y = (x - alpha * 2) / (remaining * s**2 + 1 - remaining)
         return diffusion.parametrization.target(2 + alpha * s**2 * y, sigma * y, alpha, sigma)

@@ -138,23 +138,23 @@ def test_the_image_fades_and_never_quite(name: str, timesteps: int) -> None:
 
 def test_gather() -> None:
     timesteps = torch.tensor([0, 999, 499])
-    values = LINEAR.gather("sqrt_one_minus_alphas_cumprod", timesteps, ndim=4)
+    values = LINEAR.gather(("sqrt_one_minus_alphas_cumprod",), timesteps, ndim=4)[0]
     assert values.shape == (3, 1, 1, 1)
     assert values.dtype == torch.float32
     # computed in float64 and rounded once: float32 arithmetic would be off by 1e-4 in the first of these
     assert torch.equal(values.flatten(), LINEAR.sqrt_one_minus_alphas_cumprod[timesteps].float())
-    assert LINEAR.gather("log_snr", timesteps).shape == (3,)
+    assert LINEAR.gather(("log_snr",), timesteps)[0].shape == (3,)
 
 
 def test_gather_reads_on_the_device_of_the_timesteps() -> None:
-    values = LINEAR.gather("snr", torch.zeros(3, dtype=torch.int64, device="meta"))
+    values = LINEAR.gather(("snr",), torch.zeros(3, dtype=torch.int64, device="meta"))[0]
     assert values.device.type == "meta"
-    assert LINEAR.gather("snr", torch.zeros(3, dtype=torch.int64)).tolist() == [9999] * 3
+    assert LINEAR.gather(("snr",), torch.zeros(3, dtype=torch.int64))[0].tolist() == [9999] * 3
 
 
 def test_copies_and_pickles() -> None:
     schedule = make_schedule("cosine", 10)
-    schedule.gather("snr", torch.tensor([3]))
+    schedule.gather(("snr",), torch.tensor([3]))
     for other in (copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
         assert torch.equal(other.snr, schedule.snr)
 
