@@ -3,4 +3,10 @@
 from __future__ import annotations
 
 WRONG_INPUT = 2
-BY_REASON = {"done": 0, "plugin": 0, "on_nan": 3, "time": 75, "signal": 130}  # 75: EX_TEMPFAIL, try again
+BY_REASON = {
+    "done": 0,
+    "plugin": 0,
+    "on_nan": 3,
+    "time": 75,  # EX_TEMPFAIL: try again with --resume
+    "signal": 130,
+}
