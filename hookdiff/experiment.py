@@ -94,7 +94,10 @@ def build_optimizer(part: Part, model: nn.Module) -> Any:
 
 
 def probe(config: Config) -> None:
-    """Find what only building shows, without building: the model on the meta device, the rest on one number.
+    """Find what only building shows, without the data and without a loop.
+
+    The model is made on the meta device, which takes no memory, or for real if it cannot be made there; the optimizer
+    on one weight.
 
     Raises ConfigError that lists every problem.
     """
