@@ -23,6 +23,29 @@ def linear_betas(timesteps: int, beta_start: float = 1e-4, beta_end: float = 0.0
     return torch.linspace(beta_start, beta_end, timesteps, dtype=torch.float64, device="cpu")
 
 
+def scaled_linear_betas(timesteps: int, beta_start: float = 0.00085, beta_end: float = 0.012) -> Tensor:
+    """Betas whose square roots grow linearly, as in Stable Diffusion (Rombach et al. 2022, arXiv 2112.10752).
+
+    The default ends are those of its releases.
+
+    Returns:
+        float64 of shape `timesteps`, on the CPU.
+    """
+    return torch.linspace(beta_start**0.5, beta_end**0.5, timesteps, dtype=torch.float64, device="cpu").square()
+
+
+def sigmoid_betas(timesteps: int, beta_start: float = 1e-4, beta_end: float = 0.02) -> Tensor:
+    """Betas that rise from one end to the other as a sigmoid over [-6, 6] does.
+
+    That of GeoDiff (Xu et al. 2022, arXiv 2203.02923), as in diffusers.
+
+    Returns:
+        float64 of shape `timesteps`, on the CPU.
+    """
+    rise = torch.linspace(-6, 6, timesteps, dtype=torch.float64, device="cpu").sigmoid()
+    return beta_start + (beta_end - beta_start) * rise
+
+
 def cosine_betas(timesteps: int, offset: float = 0.008, max_beta: float = 0.999) -> Tensor:
     """Betas whose alphas_cumprod follow a squared cosine.
 
@@ -35,6 +58,26 @@ def cosine_betas(timesteps: int, offset: float = 0.008, max_beta: float = 0.999)
     time = torch.arange(timesteps + 1, dtype=torch.float64, device="cpu") / timesteps
     remaining = torch.cos((time + offset) / (1 + offset) * torch.pi / 2).square()
     return (1 - remaining[1:] / remaining[:-1]).clamp(max=max_beta)
+
+
+def rescale_betas_zero_snr(betas: Tensor) -> Tensor:
+    """Return betas that leave nothing of the image at the last timestep.
+
+    Lin et al. 2023 (arXiv 2305.08891), algorithm 1: sqrt(alphas_cumprod) is shifted to end at 0 and scaled to begin
+    where it did. The last beta is then 1.
+
+    Args:
+        betas: float64 of shape T, at least 2.
+
+    Raises:
+        ValueError: if there is only one timestep, which would have to be both ends.
+    """
+    if len(betas) < 2:
+        raise ValueError("a zero terminal SNR takes at least 2 timesteps")
+    root = (1 - betas).cumprod(0).sqrt()
+    first, last = root[0].clone(), root[-1].clone()
+    remaining = ((root - last) * (first / (first - last))).square()
+    return 1 - remaining / torch.cat([remaining.new_ones(1), remaining[:-1]])
 
 
 def _as_table(values: Tensor | Sequence[float]) -> Tensor:
@@ -51,7 +94,8 @@ class NoiseSchedule:
     tables through `gather`.
 
     Args:
-        betas: variance of the noise added at each timestep, between 0 and 1 (both excluded), shape T.
+        betas: variance of the noise added at each timestep, between 0 and 1 (both excluded), shape T. The last may
+            be 1: nothing of the image is left then, and `log_snr` ends at minus infinity.
 
     Raises:
         ValueError: if `betas` is empty, is not one-dimensional, or leaves its range.
@@ -64,12 +108,12 @@ class NoiseSchedule:
     def _check_betas(self, attribute: Attribute[Tensor], betas: Tensor) -> None:
         if betas.ndim != 1 or not len(betas):
             raise ValueError(f"betas must be a list of numbers, not a tensor of shape {tuple(betas.shape)}")
-        if not ((betas > 0) & (betas < 1)).all():
+        if not ((betas > 0) & (betas < 1))[:-1].all() or not 0 < betas[-1] <= 1:
             raise ValueError(f"betas must lie between 0 and 1, got {betas.min():g} to {betas.max():g}")
 
     @cached_property
     def alphas_cumprod(self) -> Tensor:
-        """Share of the image in the variance of x_t: strictly decreasing, between 0 and 1."""
+        """Share of the image in the variance of x_t: strictly decreasing, below 1; 0 at most at the last timestep."""
         return (1 - self.betas).cumprod(0)
 
     @cached_property
@@ -133,17 +177,38 @@ class NoiseSchedule:
         return self._float32[key][:, timesteps].reshape(len(names), -1, *[1] * (ndim - 1)).unbind()
 
 
-SCHEDULES: dict[str, Callable[[int], Tensor]] = {"linear": linear_betas, "cosine": cosine_betas}
+BETAS: dict[str, Callable[..., Tensor]] = {
+    "linear": linear_betas,
+    "scaled_linear": scaled_linear_betas,
+    "cosine": cosine_betas,
+    "sigmoid": sigmoid_betas,
+}
 
 
-def make_schedule(name: str, timesteps: int) -> NoiseSchedule:
-    """Return the schedule called `name` in SCHEDULES, with `timesteps` (1 or more) timesteps.
+def make_schedule(
+    name: str,
+    timesteps: int,
+    beta_start: float | None = None,
+    beta_end: float | None = None,
+    *,
+    zero_snr: bool = False,
+) -> NoiseSchedule:
+    """Return the schedule called `name` in BETAS, with `timesteps` (1 or more) timesteps.
+
+    Args:
+        name: "linear", "scaled_linear", "cosine" or "sigmoid".
+        timesteps: their number.
+        beta_start: the first beta, between 0 and 1; None is the schedule's own. The cosine has none.
+        beta_end: the last beta, in the same way.
+        zero_snr: apply `rescale_betas_zero_snr`.
 
     Raises:
-        ValueError: if the name is unknown or `timesteps` is below 1.
+        ValueError: if the name is unknown, `timesteps` is below 1 (2 with `zero_snr`), or a beta leaves its range.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"no noise schedule named {name!r}; known: {', '.join(SCHEDULES)}")
+    if name not in BETAS:
+        raise ValueError(f"no noise schedule named {name!r}; known: {', '.join(BETAS)}")
     if timesteps < 1:
         raise ValueError(f"a noise schedule needs at least 1 timestep, got {timesteps}")
-    return NoiseSchedule(SCHEDULES[name](timesteps))
+    ends = {"beta_start": beta_start, "beta_end": beta_end}
+    betas = BETAS[name](timesteps, **{end: beta for end, beta in ends.items() if beta is not None})
+    return NoiseSchedule(rescale_betas_zero_snr(betas) if zero_snr else betas)
