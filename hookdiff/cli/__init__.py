@@ -15,6 +15,7 @@ COMMANDS = {
     "check": "Check a config and print it with every default; build nothing.",
     "sample": "Make images from a trained run.",
     "plugins": "List the installed plugins, or the order in which a config's are called.",
+    "selftest": "Prove on this machine that what hookdiff computes is right.",
     "hooks": "Print the contract: every hook, when it fires, and who may change what.",
 }
 

@@ -1,0 +1,60 @@
+"""`hookdiff selftest`: proofs that a user can run on their own machine."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+
+import click
+
+from hookdiff.cli.exits import FAILED
+
+
+@click.group()
+def command() -> None:
+    """Prove on this machine that what hookdiff computes is right."""
+
+
+@command.command()
+@click.option("--prediction-type", "names", multiple=True, help="Only this one; may be given several times.")
+def gaussian(names: tuple[str, ...]) -> None:
+    """Train and sample where the optimum is known in closed form.
+
+    The data is N(1, 0.5²) in every pixel. For each prediction type, loss weighting and sampler: the loss, what was
+    learned of mean and deviation (std), and the deviation of samples made in few steps, each beside its exact value,
+    which is computed by formulas written a second time. Takes about half a minute; exit code 1 if a number is off.
+    """
+    from hookdiff.errors import UserError, nearest
+    from hookdiff.selftest.gaussian import CASES, SAMPLERS, STEPS, TOLERANCE, Check, run
+
+    known = {case.prediction_type for case in CASES}
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"--prediction-type {name}: unknown{nearest(name, known)}; known: {', '.join(sorted(known))}"
+            )
+    cases = [case for case in CASES if not names or case.prediction_type in names]
+    shown = ["mean", "std", *(f"{sampler} std" for sampler in SAMPLERS)]
+    failed: list[Check] = []
+    for case, trainings in groupby(run(cases), key=lambda checks: checks[0].case):
+        click.echo(f"{case}; samples in {STEPS} steps")
+        click.echo(_row("", ["loss", "exact", "mean", "std", *SAMPLERS]))
+        for number, checks in enumerate(trainings):
+            by_name = {check.name: check for check in checks}
+            if number == 0:  # the exact numbers but for the loss are the same for all weightings
+                click.echo(_row("exact", ["", "", *(f"{by_name[name].exact:.4f}" for name in shown)]))
+            loss = by_name["loss"]
+            numbers = [loss.measured, loss.exact, *(by_name[name].measured for name in shown)]
+            wrong = [check for check in checks if not check.passed]
+            told = _row(checks[0].weighting, [f"{value:.4f}" for value in numbers])
+            click.echo(told + ("  FAILED" if wrong else ""))
+            failed += wrong
+        click.echo()
+    if failed:
+        click.echo("\n".join(f"FAILED  {check}" for check in failed))
+        sys.exit(FAILED)
+    click.echo(f"all within {TOLERANCE:.0%} of the exact value (means: of the deviation)")
+
+
+def _row(name: str, cells: list[str]) -> str:
+    return f"  {name:<9}" + "".join(f"{cell:>11}" for cell in cells)
