@@ -63,6 +63,25 @@ class Defaults:
             raise UserError(f"no plugin of this run holds weights named {request.weights!r}")
         if request.num == 0:
             return Samples(torch.empty(0, *loop.feed.shape), loop.weights)
+        wanted = _wanted(loop, request)
         with evaluating(loop.model):
-            images = loop.sampler.sample(loop.model, loop.objective, loop.feed.shape, request.generators(), loop.device)
+            images = loop.sampler.sample(
+                loop.model, loop.objective, loop.feed.shape, request.generators(), loop.device, **wanted
+            )
         return Samples(images, loop.weights)
+
+
+def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
+    """Return what `request` asks of the sampler beyond images from noise."""
+    wanted: dict[str, Any] = {}
+    if getattr(loop.objective, "conditional", False):
+        num_classes: int = getattr(loop.model, "num_classes", 0)
+        labels = request.labels or request.default_labels(num_classes, getattr(loop.feed, "labels", None))
+        if len(labels) != request.num or not all(-1 <= label < num_classes for label in labels):
+            raise UserError(f"expected {request.num} labels from 0 to {num_classes - 1}, or -1 for none, got {labels}")
+        wanted["labels"] = torch.tensor(labels)
+    elif request.labels:
+        raise UserError("labels were given, but the network was trained without")
+    if request.images is not None:
+        wanted |= {"images": request.images, "strength": request.strength}
+    return wanted

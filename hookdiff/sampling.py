@@ -21,11 +21,25 @@ class SampleRequest:
     start: int = 0
     stream: str = "sample"  # "evaluate" for images that are measured, so that they are not those one looks at
     weights: str | None = None  # "model", or the name of an average; None: an average if there is one
+    labels: tuple[int, ...] | None = None  # one an image, -1 is no class; None: see `default_labels`
+    images: Tensor | None = field(default=None, eq=False)  # n c h w in [-1, 1]: to start from, in place of pure noise
+    strength: float = 0.8  # with `images`: share of the sampler's steps that are made, in (0, 1]
 
     def generators(self) -> list[Generator]:
         """One CPU generator an image: image k is the same in any grid, batch and device."""
         numbers = range(self.start, self.start + self.num)
         return [Generator().manual_seed(derive_seed(self.seed, self.stream, k)) for k in numbers]
+
+    def default_labels(self, num_classes: int, known: Tensor | None) -> tuple[int, ...]:
+        """Return the labels of the images when none are given: that of image k is the same in any request.
+
+        Images to look at have the classes in turn. Images that are measured ("evaluate") have those of random samples
+        of the data, if `known` (n, int64) has its labels, so that they are as frequent as there.
+        """
+        numbers = range(self.start, self.start + self.num)
+        if self.stream != "evaluate" or known is None or not len(known):
+            return tuple(k % num_classes for k in numbers)
+        return tuple(int(known[derive_seed(self.seed, self.stream, k, part=1) % len(known)]) for k in numbers)
 
 
 @define(frozen=True, eq=False)
@@ -47,5 +61,10 @@ class Sampler(Protocol):
         generators: Sequence[Generator],
         device: torch.device,
         /,
+        **wanted: Any,
     ) -> Tensor:
-        """Return one image of `shape` (c h w) per generator; `objective` is the one that `net` was trained with."""
+        """Return one image of `shape` (c h w) per generator; `objective` is the one that `net` was trained with.
+
+        It also gets, by name and where they are wanted, `labels` (n, int64), and `images` with `strength` (see
+        `SampleRequest`).
+        """

@@ -36,7 +36,9 @@ class ToyObjective:
 class ToySampler:
     """Makes images of whatever the net answers to noise."""
 
-    def sample(self, net: nn.Module, objective: Any, shape: Any, generators: Any, device: torch.device, /) -> Tensor:
+    def sample(
+        self, net: nn.Module, objective: Any, shape: Any, generators: Any, device: torch.device, /, **wanted: Any
+    ) -> Tensor:
         """Return one image of `shape` per generator."""
         noise = torch.stack([torch.randn(tuple(shape), generator=generator) for generator in generators])
         images: Tensor = net(noise)
