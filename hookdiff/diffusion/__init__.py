@@ -9,8 +9,8 @@ from hookdiff.diffusion.parametrization import (
     Parametrization,
     Sample,
     VPrediction,
+    make_parametrization,
     noise_from_x0,
-    parametrization,
     q_sample,
 )
 from hookdiff.diffusion.process import (
@@ -71,9 +71,9 @@ __all__ = [
     "karras_sigmas",
     "linear_betas",
     "loss_weights",
+    "make_parametrization",
     "make_schedule",
     "noise_from_x0",
-    "parametrization",
     "q_sample",
     "rescale_betas_zero_snr",
     "sampling_timesteps",

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hookdiff.data.batch import Batch
 from hookdiff.diffusion.options import between, one_of, read_by
-from hookdiff.diffusion.parametrization import PREDICTION_TYPES, Parametrization, parametrization, q_sample
+from hookdiff.diffusion.parametrization import PREDICTION_TYPES, Parametrization, make_parametrization, q_sample
 from hookdiff.diffusion.process import Discrete, Flow, Process, VarianceExploding
 from hookdiff.diffusion.schedules import BETAS, make_schedule
 from hookdiff.diffusion.times import TIMES, USUAL, uniforms
@@ -41,7 +41,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def _can_be_read(diffusion: Any, option: Attribute[Any], value: str | None) -> None:
     """Refuse a prediction that does not tell x0 at the noisy end."""
     name = value or _NATURAL.get(diffusion.schedule, "epsilon")
-    if not parametrization(name).needs_alpha:
+    if not make_parametrization(name).needs_alpha:
         return
     if diffusion.rescale_betas_zero_snr:
         why, instead = "with rescale_betas_zero_snr", "v_prediction"
@@ -129,7 +129,7 @@ class Diffusion:
     @cached_property
     def parametrization(self) -> Parametrization:
         """The meaning of the network's output."""
-        return parametrization(self.prediction_type or _NATURAL.get(self.schedule, "epsilon"), self.sigma_data)
+        return make_parametrization(self.prediction_type or _NATURAL.get(self.schedule, "epsilon"), self.sigma_data)
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
         """Return `batch` with the randomness of this step in its draws.

@@ -180,7 +180,7 @@ class EDM:
         return self._variance(alpha, sigma) / self.sigma_data**2
 
 
-def parametrization(name: str, sigma_data: float = 0.5) -> Parametrization:
+def make_parametrization(name: str, sigma_data: float = 0.5) -> Parametrization:
     """Return the parametrization called `name`, one of PREDICTION_TYPES; `sigma_data` is read by "edm"."""
     return EDM(sigma_data) if name == "edm" else _PLAIN[name]
 

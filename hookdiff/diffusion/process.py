@@ -177,8 +177,9 @@ class Discrete:
         low, high = levels[[upper - 1, min(upper, len(levels) - 1)]].tolist()
         share = (float(wanted) - low) / (high - low) if high > low else 0.0
         time = upper - 1 + min(max(share, 0.0), 1.0)
-        alpha = 1 / math.sqrt(1 + ratio * ratio)
-        return Point(alpha, ratio * alpha, int(time) if time == int(time) else time)
+        nearest, alpha = round(time), 1 / math.sqrt(1 + ratio * ratio)
+        at_timestep = abs(time - nearest) < 1e-9  # the logarithm has been rounded
+        return Point(alpha, ratio * alpha, nearest if at_timestep else time)
 
 
 @define(eq=False, frozen=True)

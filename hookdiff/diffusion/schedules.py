@@ -77,7 +77,7 @@ def rescale_betas_zero_snr(betas: Tensor) -> Tensor:
     root = (1 - betas).cumprod(0).sqrt()
     first, last = root[0].clone(), root[-1].clone()
     remaining = ((root - last) * (first / (first - last))).square()
-    return 1 - remaining / torch.cat([remaining.new_ones(1), remaining[:-1]])
+    return torch.cat([betas[:1], 1 - remaining[1:] / remaining[:-1]])
 
 
 def _as_table(values: Tensor | Sequence[float]) -> Tensor:
