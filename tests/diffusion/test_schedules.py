@@ -6,14 +6,26 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion import SCHEDULES, NoiseSchedule, cosine_betas, linear_betas, make_schedule
+from hookdiff.diffusion import (
+    BETAS,
+    NoiseSchedule,
+    cosine_betas,
+    linear_betas,
+    make_schedule,
+    rescale_betas_zero_snr,
+    sigmoid_betas,
+)
 
 LINEAR = make_schedule("linear", 1000)
 COSINE = make_schedule("cosine", 1000)
+ZERO = make_schedule("linear", 1000, zero_snr=True)
+SCALED = make_schedule("scaled_linear", 1000)
+
+random_betas = st.lists(st.floats(1e-5, 0.3), min_size=1, max_size=60)
 
 
 def close(actual: Tensor | float, expected: float) -> bool:
@@ -33,10 +45,15 @@ def close(actual: Tensor | float, expected: float) -> bool:
         ("betas", 500, 0.01005995996),
         ("sqrt_alphas_cumprod", 999, 0.00635281808757),
         ("snr", 0, 9999),
+        ("snr", 99, 8.710448569),
+        ("snr", 129, 5.06471381515),
+        ("snr", 130, 4.98321051227),
+        ("snr", 249, 1.101217204),
         ("snr", 499, 0.0852899444626),
         ("snr", 999, 4.03599265117e-05),
         ("log_snr", 0, 9.21024036698),
         ("log_snr", 999, -10.1176731833),
+        ("posterior_variance", 0, 0),
         ("posterior_variance", 1, 5.4531876613e-05),
         ("posterior_variance", 500, 0.0100513357789),
         ("posterior_variance", 999, 0.0199999835266),
@@ -44,6 +61,7 @@ def close(actual: Tensor | float, expected: float) -> bool:
         ("posterior_mean_coef1", 1, 0.54529149951),
         ("posterior_mean_coef1", 500, 0.00305805707563),
         ("posterior_mean_coef1", 999, 0.000128351487172),
+        ("posterior_mean_coef2", 0, 0),
         ("posterior_mean_coef2", 1, 0.454708498991),
         ("posterior_mean_coef2", 500, 0.994104350757),
         ("posterior_mean_coef2", 999, 0.989948678268),
@@ -54,11 +72,11 @@ def test_linear(table: str, timestep: int, expected: float) -> None:
 
 
 def test_linear_as_a_whole() -> None:
+    assert torch.equal(LINEAR.betas, torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64))
     assert close(LINEAR.betas.sum(), 10.05)
     assert int((LINEAR.snr < 1).nonzero()[0]) == 259
-    assert LINEAR.posterior_variance[0] == 0
-    assert LINEAR.posterior_mean_coef2[0] == 0
-    sigma = ((1 - LINEAR.alphas_cumprod) / LINEAR.alphas_cumprod).sqrt()
+    assert int((LINEAR.snr < 5).nonzero()[0]) == 130
+    sigma = (LINEAR.log_snr / -2).exp()  # of the variance-exploding process that is the same
     assert close(sigma[0], 0.0100005000375)
     assert close(sigma[499], 3.42413661904)
     assert close(sigma[999], 157.40728081)
@@ -67,13 +85,46 @@ def test_linear_as_a_whole() -> None:
 def test_linear_ends_as_near_to_noise_as_the_paper_says() -> None:
     mean, var = LINEAR.sqrt_alphas_cumprod[-1] * 0.5, 1 - 0.75 * LINEAR.alphas_cumprod[-1]  # of x_T
     kl = (var + mean**2 - 1 - var.log()) / 2  # to N(0, 1), in nats, for x_0 of mean 0.5 and variance 0.25
-    assert float(kl) == pytest.approx(5.04501626e-06, rel=1e-8)
+    assert float(kl) == pytest.approx(5.04501626e-06, rel=1e-8)  # it has 9 digits
+
+
+def test_float32_tables_are_rounded_once() -> None:
+    timesteps = torch.arange(1000)
+    (remaining,) = LINEAR.gather(("alphas_cumprod",), timesteps)
+    assert float(remaining[999]) == pytest.approx(4.03582976538e-05, rel=1e-6)
+    assert float(remaining[999]) == pytest.approx(4.0358304e-05, rel=1e-6)  # of a product in float32
 
 
 def test_linear_keeps_its_ends_for_any_number_of_timesteps() -> None:
     betas = linear_betas(10)
     assert betas[0] == 1e-4
     assert betas[-1] == 0.02
+
+
+def test_scaled_linear() -> None:
+    assert close(SCALED.betas[0], 0.00085)
+    assert close(SCALED.betas[-1], 0.012)
+    assert close(SCALED.alphas_cumprod[499], 0.277669650456)
+    assert close(SCALED.alphas_cumprod[999], 0.00466009851308)
+    assert close(SCALED.sqrt_alphas_cumprod[999], 0.0682649142172)
+    assert close(SCALED.snr[999], 0.00468191670616)
+    assert close(SCALED.snr[0] ** -0.5, 0.0291671581517)
+    assert close(SCALED.snr[999] ** -0.5, 14.6146412293)
+
+
+def test_sigmoid() -> None:
+    betas = sigmoid_betas(13)  # one a unit from -6 to 6
+    for k, beta in enumerate(betas):
+        assert close(beta, 1e-4 + (0.02 - 1e-4) / (1 + math.exp(6 - k)))
+
+
+@pytest.mark.parametrize("name", ["linear", "scaled_linear", "sigmoid"])
+def test_ends_can_be_given(name: str) -> None:
+    betas = make_schedule(name, 50, beta_start=0.001, beta_end=0.03).betas
+    rel = 0.08 if name == "sigmoid" else 1e-12  # which only tends to its ends: to a 400th of the range
+    assert float(betas[0]) == pytest.approx(0.001, rel=rel)
+    assert float(betas[-1]) == pytest.approx(0.03, rel=rel)
+    assert (betas.diff() > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -101,10 +152,13 @@ def test_cosine_as_a_whole() -> None:
     assert int((COSINE.alphas_cumprod < 0.5).nonzero()[0]) == 496
     assert (cosine_betas(1000) == 0.999).nonzero().flatten().tolist() == [999]
     assert cosine_betas(1000, max_beta=1.0)[-1] == 1
+    f_0 = math.cos(0.008 / 1.008 * math.pi / 2) ** 2
+    assert f_0 == pytest.approx(0.999844591, abs=5e-10)
+    halfway = math.cos((0.5 + 0.008) / 1.008 * math.pi / 2) ** 2
+    assert close(COSINE.alphas_cumprod[499], halfway / f_0)
 
 
 @given(st.integers(2, 3000), st.data())
-@settings(max_examples=50, deadline=None)
 def test_cosine_telescopes(timesteps: int, data: st.DataObject) -> None:
     def f(time: float) -> float:
         return math.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
@@ -113,16 +167,48 @@ def test_cosine_telescopes(timesteps: int, data: st.DataObject) -> None:
     assert close(make_schedule("cosine", timesteps).alphas_cumprod[t], f((t + 1) / timesteps) / f(0))
 
 
-def test_built_from_the_betas_of_stable_diffusion() -> None:
-    schedule = NoiseSchedule(torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2)
-    assert close(schedule.alphas_cumprod[499], 0.277669650456)
-    assert close(schedule.alphas_cumprod[999], 0.00466009851308)
-    assert close(schedule.sqrt_alphas_cumprod[999], 0.0682649142172)
-    assert close(schedule.snr[999], 0.00468191670616)
+@pytest.mark.parametrize(
+    ("table", "timestep", "expected"),
+    [
+        ("alphas_cumprod", 99, 0.896378309827),
+        ("alphas_cumprod", 249, 0.521533340699),
+        ("alphas_cumprod", 499, 0.0760287505471),
+        ("alphas_cumprod", 500, 0.0752462157043),
+        ("alphas_cumprod", 749, 0.00268952169992),
+        ("alphas_cumprod", 998, 4.21326246509e-09),
+        ("betas", 500, 0.0102926174264),
+        ("betas", 998, 0.75226723115),
+    ],
+)
+def test_rescaled_linear(table: str, timestep: int, expected: float) -> None:
+    assert close(getattr(ZERO, table)[timestep], expected)
 
 
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 3000))
-@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("betas", [LINEAR.betas, COSINE.betas, SCALED.betas], ids=["linear", "cosine", "scaled"])
+def test_rescaled_ends(betas: Tensor) -> None:
+    rescaled = rescale_betas_zero_snr(betas)
+    remaining = NoiseSchedule(rescaled).alphas_cumprod
+    assert remaining[0] == 1 - betas[0]
+    assert remaining[-1] == 0
+    assert rescaled[-1] == 1
+    assert (remaining.diff() < 0).all()
+    torch.testing.assert_close(rescale_betas_zero_snr(rescaled), rescaled, rtol=0, atol=1e-14)
+
+
+@given(random_betas.filter(lambda betas: len(betas) > 1))
+def test_rescaling_shifts_and_scales_the_square_root(betas: list[float]) -> None:
+    before = NoiseSchedule(betas).sqrt_alphas_cumprod
+    rescaled = rescale_betas_zero_snr(torch.tensor(betas, dtype=torch.float64))
+    after = NoiseSchedule(rescaled)
+    assert after.alphas_cumprod[-1] == after.snr[-1] == 0
+    assert after.log_snr[-1] == -torch.inf
+    assert float(after.sqrt_alphas_cumprod[0]) == pytest.approx(float(before[0]), rel=1e-15)
+    share = (before - before[-1]) / (before[0] - before[-1])
+    torch.testing.assert_close(after.sqrt_alphas_cumprod / before[0], share, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(rescale_betas_zero_snr(rescaled), rescaled, rtol=1e-8, atol=1e-12)
+
+
+@given(st.sampled_from(sorted(BETAS)), st.integers(1, 3000))
 def test_the_image_fades_and_never_quite(name: str, timesteps: int) -> None:
     schedule = make_schedule(name, timesteps)
     remaining = schedule.alphas_cumprod
@@ -136,6 +222,25 @@ def test_the_image_fades_and_never_quite(name: str, timesteps: int) -> None:
     assert schedule.log_snr.isfinite().all()
 
 
+@given(random_betas)
+def test_tables_of_random_betas_are_those_of_the_chain(betas: list[float]) -> None:
+    """x_t = sqrt(1 - beta) x_{t-1} + sqrt(beta) noise, followed one step at a time, and Bayes' rule."""
+    schedule, alpha, variance = NoiseSchedule(betas), 1.0, 0.0
+    for t, beta in enumerate(betas):
+        before_alpha, before = alpha, variance
+        alpha, variance = alpha * math.sqrt(1 - beta), variance * (1 - beta) + beta
+        assert close(schedule.sqrt_alphas_cumprod[t], alpha)
+        assert close(schedule.sqrt_one_minus_alphas_cumprod[t], math.sqrt(variance))
+        assert close(schedule.snr[t], alpha**2 / variance)
+        assert float(schedule.log_snr[t]) == pytest.approx(math.log(alpha**2 / variance), rel=1e-9, abs=1e-9)
+        gain = before * math.sqrt(1 - beta) / variance  # of x_{t-1} from x_t
+        assert float(schedule.posterior_mean_coef2[t]) == pytest.approx(gain, rel=1e-9, abs=1e-15)
+        expected = before_alpha - gain * alpha
+        assert float(schedule.posterior_mean_coef1[t]) == pytest.approx(expected, rel=1e-7, abs=1e-9)
+        expected = before - gain * math.sqrt(1 - beta) * before
+        assert float(schedule.posterior_variance[t]) == pytest.approx(expected, rel=1e-7, abs=1e-9)
+
+
 def test_gather() -> None:
     timesteps = torch.tensor([0, 999, 499])
     values = LINEAR.gather(("sqrt_one_minus_alphas_cumprod",), timesteps, ndim=4)[0]
@@ -143,7 +248,9 @@ def test_gather() -> None:
     assert values.dtype == torch.float32
     # computed in float64 and rounded once: float32 arithmetic would be off by 1e-4 in the first of these
     assert torch.equal(values.flatten(), LINEAR.sqrt_one_minus_alphas_cumprod[timesteps].float())
-    assert LINEAR.gather(("log_snr",), timesteps)[0].shape == (3,)
+    alpha, log_snr = LINEAR.gather(("sqrt_alphas_cumprod", "log_snr"), timesteps)
+    assert log_snr.shape == (3,)
+    assert torch.equal(alpha, LINEAR.sqrt_alphas_cumprod[timesteps].float())
 
 
 def test_gather_reads_on_the_device_of_the_timesteps() -> None:
@@ -160,12 +267,18 @@ def test_copies_and_pickles() -> None:
 
 
 def test_bad_schedules_say_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match=r"'sigmoid'; known: linear, cosine"):
-        make_schedule("sigmoid", 1000)
+    with pytest.raises(ValueError, match=r"'square'; known: linear, scaled_linear, cosine, sigmoid"):
+        make_schedule("square", 1000)
     with pytest.raises(ValueError, match="at least 1 timestep, got 0"):
         make_schedule("linear", 0)
+    with pytest.raises(ValueError, match="a zero terminal SNR takes at least 2 timesteps"):
+        make_schedule("linear", 1, zero_snr=True)
     with pytest.raises(ValueError, match=r"between 0 and 1, got 0\.5 to 1"):
-        NoiseSchedule([0.5, 1.0])
+        NoiseSchedule([0.5, 1.0, 0.5])
+    with pytest.raises(ValueError, match=r"between 0 and 1, got 0\.5 to 1\.5"):
+        NoiseSchedule([0.5, 1.5])
+    with pytest.raises(ValueError, match="between 0 and 1, got 0 to 0"):
+        NoiseSchedule([0.0])
     with pytest.raises(ValueError, match=r"shape \(1, 1\)"):
         NoiseSchedule(torch.tensor([[0.5]]))
     with pytest.raises(ValueError, match=r"shape \(0,\)"):
