@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Generator, distributed
+from torch import Generator, Tensor, distributed
 
 STREAMS = ("data", "augment", "noise", "model", "sample", "evaluate")
 
 _MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
 
 
 def splitmix64(value: int) -> int:
     """One output of SplitMix64 for the state `value` (Steele, Lea & Flood 2014, fig. 17)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value + _GAMMA) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -40,6 +41,34 @@ def _prefix(seed: int, stream: str, rank: int) -> int:
 
 def _extend(prefix: int, position: int, part: int) -> int:
     return splitmix64(splitmix64(prefix ^ position) ^ part)
+
+
+def uniforms(seed: int, stream: str, position: int, parts: Tensor, count: int) -> Tensor:
+    """Return `count` numbers in [0, 1) for each of `parts` (n, int64): n count, float64.
+
+    Row k is the SplitMix64 generator that `derive_seed(seed, stream, position, part=parts[k])` starts, 53 bits a
+    number: it does not matter which parts are asked for together.
+    """
+    states = splitmix64_tensor(parts ^ _signed(splitmix64(_prefix(seed, stream, 0) ^ position)))
+    steps = torch.tensor([_signed(step * _GAMMA) for step in range(count)], dtype=torch.int64)
+    return _shifted(splitmix64_tensor(states[:, None] + steps), 11).double() * 2.0**-53
+
+
+def splitmix64_tensor(values: Tensor) -> Tensor:
+    """Return `splitmix64` of each of `values`, whose int64 stand for 64 bits without a sign."""
+    values = values + _signed(_GAMMA)  # integers of torch wrap, as those of C do
+    values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
+    values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)
+    return values ^ _shifted(values, 31)
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    return (values >> bits) & (_MASK >> bits)  # the shift alone would fill up with the sign
 
 
 class Randomness:

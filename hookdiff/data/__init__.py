@@ -1,8 +1,28 @@
 """Sources of samples, and how they become batches."""
 
+from hookdiff.data.arrays import Arrays
 from hookdiff.data.batch import Batch
 from hookdiff.data.digits import digits
 from hookdiff.data.feed import Feed
+from hookdiff.data.folder import Folder
+from hookdiff.data.hub import HuggingFace
+from hookdiff.data.idx import fashion_mnist
 from hookdiff.data.memory import InMemory
+from hookdiff.data.source import Images, Source
+from hookdiff.data.store import Store
+from hookdiff.data.transforms import Transforms
 
-__all__ = ["Batch", "Feed", "InMemory", "digits"]
+__all__ = [
+    "Arrays",
+    "Batch",
+    "Feed",
+    "Folder",
+    "HuggingFace",
+    "Images",
+    "InMemory",
+    "Source",
+    "Store",
+    "Transforms",
+    "digits",
+    "fashion_mnist",
+]

@@ -1,0 +1,115 @@
+"""The random stage of the transforms, for a whole batch at once, on the device that holds it.
+
+What is drawn for a sample is a pure function of (seed, epoch, index): no batch size, rank, worker or kind of store
+changes a pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hookdiff.data.memory import to_unit_range
+from hookdiff.data.transforms import Transforms
+from hookdiff.randomness import uniforms
+
+# Each has columns of its own, so that what is switched on changes nothing else.
+_TOP, _LEFT, _FLIP, _FACTORS, _ORDER = 0, 1, 2, slice(3, 7), slice(7, 11)
+
+
+def augment(images: Tensor, transforms: Transforms, seed: int, epoch: int, indices: Tensor) -> Tensor:
+    """Return inputs (n c h w, float32 in [-1, 1]) from first-stage `images` of the samples `indices` (n, CPU)."""
+    if not transforms.random:
+        return to_unit_range(images)
+    draws = uniforms(seed, "augment", epoch, indices, 11)
+    size, side = transforms.image_size, images.shape[-1]
+    if size is not None and size != side:
+        top, left = (draws[:, [_TOP, _LEFT]] * (side - size + 1)).long().to(images.device).unbind(1)
+        images = _crop(images, top, left, size)
+    if transforms.flip:
+        share = 0.5 if transforms.flip is True else transforms.flip
+        mirrored = (draws[:, _FLIP] < share).to(images.device)
+        images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+    if any(transforms.color_jitter):
+        images = jitter(
+            to_unit_range(images).add(1).div_(2), transforms.color_jitter, draws[:, _FACTORS], draws[:, _ORDER]
+        )
+        return images.mul_(2).sub_(1)
+    return to_unit_range(images)
+
+
+def plain(images: Tensor, transforms: Transforms) -> Tensor:
+    """Return inputs (n c h w, float32 in [-1, 1]) from first-stage `images`: the centre, and nothing at random."""
+    size, side = transforms.image_size, images.shape[-1]
+    if size is not None and size != side:
+        start = round((side - size) / 2)
+        images = images[..., start : start + size, start : start + size]
+    return to_unit_range(images)
+
+
+def _crop(images: Tensor, top: Tensor, left: Tensor, size: int) -> Tensor:
+    windows = images.unfold(2, size, 1).unfold(3, size, 1)  # n c y x size size: a view of every place
+    return windows[torch.arange(len(images), device=images.device), :, top, left]
+
+
+def jitter(images: Tensor, strengths: tuple[float, float, float, float], draws: Tensor, order: Tensor) -> Tensor:
+    """Change `images` (n c h w, float32 in [0, 1]) in place as torchvision's ColorJitter does.
+
+    Factors of brightness, contrast and saturation are from 1 - strength (at least 0) to 1 + strength, shifts of the
+    hue from -strength to strength of a turn, applied in an order that is drawn for each sample. draws and order:
+    n 4, from [0, 1).
+    """
+    changes: list[Callable[[Tensor, Tensor], Tensor]] = [_brighten, _contrast, _saturate, _turn]
+    turns = order.argsort(1)
+    for turn in range(4):
+        for number, (change, strength) in enumerate(zip(changes, strengths, strict=True)):
+            rows = (turns[:, turn] == number).nonzero().squeeze(1)
+            if not strength or not len(rows) or (number > 1 and images.shape[1] == 1):
+                continue  # grey has neither saturation nor hue
+            low, high = (-strength, strength) if change is _turn else (max(0.0, 1 - strength), 1 + strength)
+            factors = (low + draws[rows, number] * (high - low)).float().to(images.device).view(-1, 1, 1, 1)
+            rows = rows.to(images.device)
+            images[rows] = change(images[rows], factors).clamp_(0, 1)
+    return images
+
+
+def _grey(images: Tensor) -> Tensor:
+    if images.shape[1] == 1:
+        return images
+    red, green, blue = images.unbind(1)
+    return (0.2989 * red + 0.587 * green + 0.114 * blue).unsqueeze(1)  # Rec. 601, as torchvision rounds it
+
+
+def _brighten(images: Tensor, factors: Tensor) -> Tensor:
+    return images * factors
+
+
+def _contrast(images: Tensor, factors: Tensor) -> Tensor:
+    # Whole numbers, because the order in which floats are added, and so the last bit, depends on the batch.
+    counts = (_grey(images) * 2**24).round().long().sum((1, 2, 3), keepdim=True)
+    means = counts.float() / (2**24 * images[0, 0].numel())
+    return images * factors + means * (1 - factors)
+
+
+def _saturate(images: Tensor, factors: Tensor) -> Tensor:
+    return images * factors + _grey(images) * (1 - factors)
+
+
+def _turn(images: Tensor, shifts: Tensor) -> Tensor:
+    """Turn the hue by `shifts` of a circle, through the HSV of Smith (1978)."""
+    red, green, blue = images.unbind(1)
+    value, chroma = images.amax(1), images.amax(1) - images.amin(1)
+    safe = chroma.clamp(min=1e-12)
+    sixth = torch.where(
+        value == red,
+        (green - blue) / safe,
+        torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+    )
+    sixth = (sixth + 6 * shifts.squeeze(1)) % 6
+    parts = []
+    for corner in (5, 3, 1):  # where red, green and blue are at their lowest, from there in steps of a sixth
+        distance = (corner + sixth) % 6
+        parts.append(value - chroma * torch.minimum(distance, 4 - distance).clamp(0, 1))
+    return torch.stack(parts, 1)

@@ -1,0 +1,62 @@
+"""Pictures of any mode become grey or RGB: the one place that knows of depth, transparency and orientation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+from hookdiff.errors import UserError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+
+_GREY = ("1", "L", "LA", "La", "I", "F")
+_ORIENTATION = 0x0112  # of Exif
+
+
+class Unreadable(UserError):
+    """A sample that cannot be read; the message names it."""
+
+
+def num_channels(mode: str) -> int:
+    """Return 1 for the grey ones of Pillow's modes, 3 for the others."""
+    return 1 if mode in _GREY or mode.startswith("I;") else 3
+
+
+def upright_size(image: Any) -> tuple[int, int]:
+    """Return width and height of the upright picture; of a file that was only opened, without reading its pixels."""
+    # Pillow turns the size of a TIFF itself, and would read a whole PNG to look for an orientation behind its pixels.
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return int(image.width), int(image.height)
+    turned = image.getexif().get(_ORIENTATION, 1) > 4
+    return (int(image.height), int(image.width)) if turned else (int(image.width), int(image.height))
+
+
+def decode(image: Any, channels: int | None, background: str) -> Any:
+    """Return the picture upright, in mode L or RGB; transparency shows `background`. Only the first frame counts.
+
+    `channels` None keeps grey pictures grey. 16 bits are scaled to 8; 32-bit integers are taken for 16 bits, and
+    floats for [0, 1]. Raises ValueError where a value is outside of these, and whatever Pillow raises.
+    """
+    from PIL import Image, ImageOps
+
+    image.load()
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        ImageOps.exif_transpose(image, in_place=True)
+    if image.mode == "F" or image.mode.startswith("I"):
+        image = Image.fromarray(_eight_bits(numpy.asarray(image)))
+    mode = "L" if (channels or num_channels(image.mode)) == 1 else "RGB"
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        image = Image.new("RGB", image.size, background)
+        image.paste(layer.convert("RGB"), mask=layer.getchannel("A"))
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _eight_bits(values: Any) -> Any:
+    top = 1 if values.dtype.kind == "f" else 65535
+    if not (values.min() >= 0 and values.max() <= top):  # written so that NaN is refused too
+        raise ValueError(f"values from {values.min()} to {values.max()}, expected 0 to {top}")
+    if top == 1:
+        return numpy.rint(values * 255).astype(numpy.uint8)
+    return ((values.astype(numpy.uint32) + 128) // 257).astype(numpy.uint8)

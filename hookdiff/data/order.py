@@ -1,0 +1,75 @@
+"""Which samples are trained on, and in which order: pure functions of the data, the seed and the epoch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+
+from hookdiff.errors import UserError
+from hookdiff.randomness import derive_seed
+
+_SPLIT_SEED = 0  # not the run's: every run on the same data holds out the same samples
+
+
+def split(usable: Tensor, labels: Tensor | None, held_out: int | float) -> tuple[Tensor, Tensor]:
+    """Part `usable` (n, int64, sorted) into samples to train on and samples held out, both sorted.
+
+    held_out is a count, or a share below 1. With labels each class gives its share, as near as whole samples allow.
+    Raises UserError when there are not so many.
+    """
+    count = held_out if isinstance(held_out, int) else round(held_out * len(usable))
+    if not held_out:
+        return usable, usable[:0]
+    if not 0 < count < len(usable):
+        raise UserError(f"held_out = {held_out} of {len(usable)} samples is {count}: some must be left on either side")
+    generator = Generator().manual_seed(derive_seed(_SPLIT_SEED, "data"))
+    shuffled = usable[torch.randperm(len(usable), generator=generator)]
+    if labels is not None:
+        _, classes, sizes = torch.unique(labels[shuffled], return_inverse=True, return_counts=True)
+        exact = sizes.double() * count / len(usable)
+        quota = exact.floor().long()
+        rest = (exact - quota).argsort(descending=True, stable=True)
+        quota[rest[: count - int(quota.sum())]] += 1
+        by_class = classes.argsort(stable=True)
+        rank = torch.empty_like(classes)  # of each sample within its class
+        starts = sizes.cumsum(0) - sizes
+        rank[by_class] = torch.arange(len(classes)) - starts.repeat_interleave(sizes)
+        shuffled = torch.cat((shuffled[rank < quota[classes]], shuffled[rank >= quota[classes]]))
+    return shuffled[count:].sort().values, shuffled[:count].sort().values
+
+
+def balanced(labels: Tensor, generator: Generator) -> Tensor:
+    """Return as many positions as there are `labels` (n), each class equally often within one, shuffled.
+
+    A class gives all of its samples before it gives one again; who gets one more is drawn.
+    """
+    names, classes, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+    quota = torch.full((len(names),), len(labels) // len(names))
+    quota[torch.randperm(len(names), generator=generator)[: len(labels) % len(names)]] += 1
+    picked = []
+    for members, wanted in zip(classes.argsort(stable=True).split(sizes.tolist()), quota.tolist(), strict=True):
+        rounds = [members[torch.randperm(len(members), generator=generator)] for _ in range(-(-wanted // len(members)))]
+        picked += [torch.cat(rounds)[:wanted]] if rounds else []
+    positions = torch.cat(picked)
+    return positions[torch.randperm(len(positions), generator=generator)]
+
+
+def successors(parts: tuple[Tensor, ...], total: int) -> Tensor:
+    """Return who stands in for each sample that turns out unreadable: the next of its own part, (total,), int64."""
+    following = torch.arange(total)
+    for part in parts:
+        following[part] = part.roll(-1)
+    return following
+
+
+def stand_ins(following: Tensor, torn: Tensor) -> Tensor:
+    """Return for each sample itself, or if it is `torn` (bool) the first of its `following` that is not."""
+    found = torch.arange(len(following))
+    left = torn.nonzero().squeeze(1)
+    while len(left):
+        found[left] = following[found[left]]
+        back = found[left] == left
+        if back.any():
+            raise UserError("no sample of the data can be read: all stand in for each other")
+        left = left[torn[found[left]]]
+    return found
