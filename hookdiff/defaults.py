@@ -76,7 +76,7 @@ def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     if getattr(loop.objective, "conditional", False):
         num_classes: int = getattr(loop.model, "num_classes", 0)
-        labels = request.labels or request.default_labels(num_classes, getattr(loop.feed, "labels", None))
+        labels = request.labels or request.default_labels(num_classes, loop.feed.labels)
         if len(labels) != request.num or not all(-1 <= label < num_classes for label in labels):
             raise UserError(f"expected {request.num} labels from 0 to {num_classes - 1}, or -1 for none, got {labels}")
         wanted["labels"] = torch.tensor(labels)

@@ -61,10 +61,13 @@ class Sampler(Protocol):
         generators: Sequence[Generator],
         device: torch.device,
         /,
-        **wanted: Any,
+        *,
+        labels: Tensor | None = None,
+        images: Tensor | None = None,
+        strength: float = 0.8,
     ) -> Tensor:
         """Return one image of `shape` (c h w) per generator; `objective` is the one that `net` was trained with.
 
-        It also gets, by name and where they are wanted, `labels` (n, int64), and `images` with `strength` (see
+        What is by name is only given where it is wanted: `labels` (n, int64), and `images` with `strength` (see
         `SampleRequest`).
         """

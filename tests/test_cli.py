@@ -7,8 +7,10 @@ import sys
 import textwrap
 import time
 
+import numpy
 import pytest
 import tomli
+from PIL import Image
 from safetensors.torch import load_file
 
 from hookdiff.cli import COMMANDS, main
@@ -287,7 +289,10 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder):
         (["--weights", "emma"], "no plugin of this run holds weights named 'emma'"),
         (["--steps", 21], "sampling.steps = 21 is more than diffusion.timesteps = 20"),
         (["--steps", 0], "sampling.steps: must be >= 1: 0"),
-        (["--sampler", "dim"], "sampling.sampler: must be one of ddim, ddpm, not 'dim'; did you mean 'ddim'?"),
+        (
+            ["--sampler", "dim"],
+            "sampling.sampler: must be one of ddim, ddpm, euler, heun, dpmpp_2m, not 'dim'; did you mean",
+        ),
         (["--out", "small.toml/x.png"], "small.toml/x.png: cannot be written: "),
         (["--out", "run"], "run: cannot be written: "),
     ):
@@ -295,6 +300,74 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder):
         assert code == 2
         assert expected in err
     assert hookdiff("sample", "run", "--num", 1, "--seed", 7)[1].startswith("run/samples/seed-7.png: 1 images")
+
+
+def test_samples_of_classes_with_guidance(hookdiff, folder):
+    conditional = ("--set", "model.num_classes=10", "--set", "optimizer.lr=0.1", "--set", "run.steps=3")
+    assert hookdiff("run", "small.toml", "--out", "run", *conditional)[0] == 0
+    assert tomli.loads((folder / "run" / "config.toml").read_text())["diffusion"]["conditional"] is True
+
+    def sample(*words):
+        code, _, err = hookdiff("sample", "run", "--num", 20, "--out", "x.png", *words)
+        assert code == 0, err
+        return (folder / "x.png").read_bytes()
+
+    each = sample()  # the classes in turn
+    assert sample("--labels", "0,1,2,3,4,5,6,7,8,9") == each
+    assert sample("--labels", "3") != each
+    assert sample("--labels", "-1") != each
+    assert sample("--guidance-scale", 1) == each
+    assert sample("--guidance-scale", 3) != each
+    assert sample("--guidance-scale", 0) == sample("--labels", "-1")
+    for words, expected in (
+        (["--labels", "10"], "expected 20 labels from 0 to 9, or -1 for none"),
+        (["--labels", "one"], "--labels one: expected whole numbers with commas between"),
+        (["--guidance-scale", -1], "sampling.guidance_scale: must be >= 0: -1.0"),
+    ):
+        code, _, err = hookdiff("sample", "run", "--num", 20, *words)
+        assert code == 2
+        assert expected in err
+
+
+def test_samples_from_a_picture(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=2")[0] == 0
+    Image.new("RGB", (30, 20), (250, 250, 250)).save(folder / "white.jpg")
+
+    def sample(*words):
+        code, _, err = hookdiff("sample", "run", "--num", 4, "--steps", 20, "--out", "x.png", *words)
+        assert code == 0, err
+        return numpy.asarray(Image.open(folder / "x.png").convert("L"), dtype=float).mean()
+
+    # One step of twenty leaves the picture nearly as it is; all of them leave little.
+    assert sample("--image", "white.jpg", "--strength", 0.05) > sample("--image", "white.jpg", "--strength", 1) > 0
+    code, _, err = hookdiff("sample", "run", "--image", "small.toml")
+    assert code == 2
+    assert "small.toml: cannot be read as a picture: " in err
+    code, _, err = hookdiff("sample", "run", "--labels", "1", "--num", 1)
+    assert code == 2
+    assert "labels were given, but the network was trained without" in err
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["sampling.guidance_scale=2"], "'guidance_scale' needs a network that was trained with labels"),
+        (["diffusion.conditional=true"], "diffusion.conditional: unet takes no labels; set model.num_classes"),
+        (["diffusion.data_mean=0.1, 0.2"], "diffusion: data_mean has 2 numbers for images of 1 channels"),
+        (["diffusion.schedule=flow", "diffusion.timesteps=1000", "sampling.spacing=karras"], "'spacing' 'karras' does"),
+        (
+            ["model.num_classes=10", "diffusion.label_dropout=0", "sampling.guidance_scale=2"],
+            "'guidance_scale' needs diffusion.label_dropout above 0",
+        ),
+        (["diffusion.rescale_betas_zero_snr=true"], "'prediction_type' cannot be 'epsilon': at the end with rescale"),
+    ],
+)
+def test_what_does_not_fit_together_is_told_before_training(hookdiff, folder, settings, expected):
+    code, out, err = hookdiff("run", "small.toml", *(word for each in settings for word in ("--set", each)))
+    assert code == 2
+    assert out == ""
+    assert expected in err
+    assert not (folder / "runs").exists()
 
 
 def test_there_is_nothing_to_sample_without_a_checkpoint(hookdiff):

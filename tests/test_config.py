@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hookdiff import ConfigError, Every, UserError, experiment
 from hookdiff.config import Config, load, read_toml
+from hookdiff.data import Store, Transforms
 from hookdiff.discovery import installed
 
 GOOD = {
@@ -76,13 +77,14 @@ def test_numbers_and_times_have_their_types(path):
 
 
 TABLES = "run, data, model, diffusion, optimizer, sampling, plugins"
+SOURCES = "digits, folder, fashion-mnist, torchvision:NAME, huggingface, array"
 
 
 @pytest.mark.parametrize(
     ("dotted", "value", "expected"),
     [
         ("run.batchsize", 3, "run.batchsize: unknown key; did you mean 'batch_size'?; known: steps, epochs, "),
-        ("data.sorce", "x", "data.sorce: unknown key; known: none"),
+        ("data.sorce", "x", "data.sorce: unknown key; did you mean 'source'?; known: image_size, resize, "),
         ("model.chanels", 8, "model.chanels: unknown key; did you mean 'channels'?; known: in_channels, "),
         ("plugins.ema.decya", 0.9, "plugins.ema.decya: unknown key; did you mean 'decay'?; known: decay, warmup"),
         ("modle", {}, f"modle: unknown table; did you mean 'model'?; known: {TABLES}"),
@@ -113,8 +115,30 @@ TABLES = "run, data, model, diffusion, optimizer, sampling, plugins"
         ("run.device", 0, "run.device: expected a string, got 0"),
         ("data.workers", -1, "data.workers: must be >= 0: -1"),
         ("data.drop_last", "no", "data.drop_last: expected true or false, got 'no'"),
-        ("data.source", "digit", "data.source: unknown 'digit'; did you mean 'digits'?; known: digits, or module:Name"),
-        ("data.source", 3, "data.source: expected a string, got 3; known: digits, or module:Name"),
+        (
+            "data.source",
+            "digit",
+            f"data.source: unknown 'digit'; did you mean 'digits'?; known: {SOURCES}, or module:Name",
+        ),
+        ("data.source", 3, f"data.source: expected a string, got 3; known: {SOURCES}, or module:Name"),
+        ("data.source", "folder", "data: folder needs path"),
+        ("data.source", "torchvision:MNST", "data.source: torchvision.datasets has no 'MNST'; did you mean 'MNIST'?"),
+        ("data.source", "torchvision:MNIST", "data: torchvision:MNIST needs root"),
+        ("data.image_size", 0, "data.image_size: must be >= 1: 0"),
+        ("data.resize", 32, "data.resize: needs image_size, the side of what is cut out"),
+        ("data.flip", 1.5, "data.flip: must be from 0 to 1, or true for a half: 1.5"),
+        ("data.flip", "yes", "data.flip: expected true or false or a number, got 'yes'"),
+        ("data.color_jitter", [1, 1], "data.color_jitter: expected a list of 4, got 2 items"),
+        ("data.color_jitter", [0, 0, 0, 1], "data.color_jitter: must be >= 0, and the fourth, of hue, <= 0.5: [0.0, "),
+        ("data.channels", 4, "data.channels: expected one of 1, 3, got 4"),
+        (
+            "data.background",
+            "whit",
+            "data.background: must be a colour's name or '#rrggbb', not 'whit'; did you mean '",
+        ),
+        ("data.store", "ram", "data.store: expected one of 'auto', 'memory', 'disk', 'none', got 'ram'"),
+        ("data.held_out", 1.0, "data.held_out: must be a count, or a share from 0 to below 1: 1.0"),
+        ("data.root", "here", "data.root: unknown key; known: image_size, "),
         ("model.use", "nowhere:Net", "model.use: nowhere:Net: cannot import nowhere: No module named 'nowhere'"),
         (
             "model.use",
@@ -132,7 +156,7 @@ TABLES = "run, data, model, diffusion, optimizer, sampling, plugins"
         ),
         ("optimizer.lr", "1e-3", "optimizer.lr: expected a number, got '1e-3'"),
         ("optimizer.betas", [0.9], "optimizer.betas: expected a list of 2, got 1 items"),
-        ("diffusion.schedule", "cosin", "diffusion.schedule: must be one of linear, cosine, not 'cosin'; did you mean"),
+        ("diffusion.schedule", "cosin", "diffusion.schedule: must be one of linear, scaled_linear, cosine, sigmoid, flow, edm, not 'cosin'; did you mean"),
         ("sampling.eta", 2, "sampling.eta: must be <= 1: 2.0"),
         ("plugins.ema.decay", 1, "plugins.ema.decay: must be < 1: 1.0"),
         (
@@ -161,8 +185,8 @@ def test_a_missing_table(tmp_path, table):
 def test_a_missing_key(tmp_path, data, model):
     path = write(tmp_path / "bad.toml", {**GOOD, "data": data, "model": model})
     assert problems(path) == [
-        "data.source: is missing; known: digits, or module:Name",
-        "model.use: is missing; known: unet, or module:Name",
+        f"data.source: is missing; known: {SOURCES}, or module:Name",
+        "model.use: is missing; known: unet, dit, or module:Name",
     ]
 
 
@@ -281,7 +305,7 @@ def test_a_set_value_has_the_type_of_its_key(path, setting, where, expected):
 def test_set_reaches_every_table(path):
     config = load(path, settings=["model.channel_mults=1,2,4", "plugins.clip.max_norm=2", "data.workers=1"])
     assert config.model.arguments["channel_mults"] == (1, 2, 4)
-    assert config.feed == {"workers": 1}
+    assert config.feed == {"workers": 1, "transforms": Transforms(), "store": Store()}
     assert load(path, settings=["optimizer.use=sgd"]).optimizer.target.__name__ == "SGD"
     assert load(path, settings=["run.steps=none", "run.epochs=2"]).run.epochs == 2
 
@@ -333,6 +357,7 @@ values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionari
 known = [(table, key) for table, rest in GOOD.items() for key in rest]
 extra = [("run", "epochs"), ("run", "seed"), ("run", "device"), ("model", "channel_mults"), ("model", "dropout")]
 extra += [("optimizer", "betas"), ("optimizer", "weight_decay"), ("data", "workers"), ("sampling", "eta")]
+extra += [("data", key) for key in ("image_size", "resize", "flip", "color_jitter", "background", "store", "held_out")]
 mutations = st.one_of(
     st.tuples(st.just("drop"), st.sampled_from(known)),
     st.tuples(st.just("rename"), st.sampled_from(known), names),

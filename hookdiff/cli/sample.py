@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--num", default=64, show_default=True, type=click.IntRange(1), help="How many images.")
 @click.option("--steps", type=int, help="Steps of the sampler; the run's unless given.")
-@click.option("--sampler", help="ddim or ddpm; the run's unless given.")
+@click.option("--sampler", help="ddim, ddpm, euler, heun or dpmpp_2m; the run's unless given.")
+@click.option("--guidance-scale", type=float, help="Of classifier-free guidance; the run's unless given.")
+@click.option("--labels", metavar="N,N,...", help="Classes to take in turn, -1 is none; all in turn unless given.")
+@click.option("--image", type=click.Path(path_type=Path), help="A picture to start from, in place of noise.")
+@click.option(
+    "--strength",
+    default=0.8,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="With --image: share of the steps, 1 leaves little of the picture.",
+)
 @click.option("--seed", default=0, show_default=True, help="Image k of a seed is always the same.")
 @click.option("--weights", help="An average's name, or model; an average if there is one.")
 @click.option("--out", type=click.Path(path_type=Path), help="A .png; RUN/samples/seed-SEED.png unless given.")
 def command(
-    run: Path, num: int, steps: int | None, sampler: str | None, seed: int, weights: str | None, out: Path | None
+    run: Path,
+    num: int,
+    steps: int | None,
+    sampler: str | None,
+    guidance_scale: float | None,
+    labels: str | None,
+    image: Path | None,
+    strength: float,
+    seed: int,
+    weights: str | None,
+    out: Path | None,
 ) -> None:
     """Make images from the newest checkpoint of RUN, a run directory."""
     from hookdiff import experiment
@@ -28,19 +52,50 @@ def command(
 
     if not (run / CONFIG).is_file():
         raise UserError(f"{run} is no run directory: it has no {CONFIG}")
-    settings = [
-        f"sampling.{key}={value}" for key, value in (("steps", steps), ("sampler", sampler)) if value is not None
-    ]
+    changed = {"steps": steps, "sampler": sampler, "guidance_scale": guidance_scale}
+    settings = [f"sampling.{key}={value}" for key, value in changed.items() if value is not None]
+    classes = _in_turn(labels, num) if labels else None
     config = load(run / CONFIG, settings=settings)
-    experiment.probe(config)
+    experiment.probe(config, resume=True)
     loop = experiment.build(config, run, resume=True, hooks=("prepare_model", "restore", "sample"))
     out = out or run / "samples" / f"seed-{seed}.png"
     with loop:
         if loop.progress.step == 0:
             raise UserError(f"{run} has no checkpoint to sample from")
-        made = loop.sample(SampleRequest(num, seed, weights=weights))
+        start = None if image is None else _picture(image, loop.feed.shape).expand(num, *loop.feed.shape)
+        request = SampleRequest(num, seed, weights=weights, labels=classes, images=start, strength=strength)
+        made = loop.sample(request)
         try:
             save_grid(made.images, out)
         except OSError as error:
             raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
     click.echo(f"{out}: {num} images from the {made.weights} weights of step {loop.progress.step}")
+
+
+def _in_turn(labels: str, num: int) -> tuple[int, ...]:
+    from hookdiff.errors import UserError
+
+    try:
+        given = [int(label) for label in labels.split(",")]
+    except ValueError:
+        raise UserError(f"--labels {labels}: expected whole numbers with commas between, such as 0,1,2") from None
+    return tuple(given[k % len(given)] for k in range(num))
+
+
+def _picture(path: Path, shape: tuple[int, ...]) -> Tensor:
+    """Return the picture at `path` as training would see it, c h w in [-1, 1]."""
+    from PIL import Image
+
+    from hookdiff.data.memory import to_unit_range
+    from hookdiff.data.transforms import Transforms
+    from hookdiff.errors import UserError
+
+    channels, *sides = shape
+    if channels not in (1, 3) or len(set(sides)) != 1:
+        raise UserError(f"--image {path}: the run makes {' x '.join(map(str, shape))}, not grey or RGB squares")
+    transforms = Transforms(image_size=sides[0], channels=1 if channels == 1 else 3, upscale=True)
+    try:
+        with Image.open(path) as picture:
+            return to_unit_range(transforms.fit(picture))
+    except Exception as error:  # decoders raise whatever the bytes lead them to
+        raise UserError(f"{path}: cannot be read as a picture: {error}") from None

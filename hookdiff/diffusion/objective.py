@@ -73,30 +73,36 @@ class Diffusion:
 
     schedule: str = field(default="linear", validator=one_of(SCHEDULES))
     # schedules with timesteps
-    timesteps: int = field(default=1000, validator=and_(ge(1), le(1_000_000), read_by("schedule", *_DISCRETE)))
+    timesteps: int = field(
+        default=1000, validator=and_(ge(1), le(1_000_000), read_by("schedule", SCHEDULES, *_DISCRETE))
+    )
     beta_start: float | None = field(  # None: the schedule's own
         default=None,
-        validator=and_(between(0, 1, open_ends=True), read_by("schedule", "linear", "scaled_linear", "sigmoid")),
+        validator=and_(
+            between(0, 1, open_ends=True), read_by("schedule", SCHEDULES, "linear", "scaled_linear", "sigmoid")
+        ),
     )
     beta_end: float | None = field(
         default=None,
-        validator=and_(between(0, 1, open_ends=True), read_by("schedule", "linear", "scaled_linear", "sigmoid")),
+        validator=and_(
+            between(0, 1, open_ends=True), read_by("schedule", SCHEDULES, "linear", "scaled_linear", "sigmoid")
+        ),
     )
-    rescale_betas_zero_snr: bool = field(default=False, validator=read_by("schedule", *_DISCRETE))
+    rescale_betas_zero_snr: bool = field(default=False, validator=read_by("schedule", SCHEDULES, *_DISCRETE))
     # flow and edm
-    time_shift: float = field(default=1.0, validator=and_(gt(0), read_by("schedule", "flow")))
-    time_scale: float = field(default=1000.0, validator=and_(gt(0), read_by("schedule", "flow", "edm")))
-    sigma_min: float = field(default=0.002, validator=and_(gt(0), read_by("schedule", "edm")))
-    sigma_max: float = field(default=80.0, validator=and_(gt(0), read_by("schedule", "edm")))
+    time_shift: float = field(default=1.0, validator=and_(gt(0), read_by("schedule", SCHEDULES, "flow")))
+    time_scale: float = field(default=1000.0, validator=and_(gt(0), read_by("schedule", SCHEDULES, "flow", "edm")))
+    sigma_min: float = field(default=0.002, validator=and_(gt(0), read_by("schedule", SCHEDULES, "edm")))
+    sigma_max: float = field(default=80.0, validator=and_(gt(0), read_by("schedule", SCHEDULES, "edm")))
     # None: "epsilon", "flow_prediction" for schedule "flow", "edm" for schedule "edm"
     prediction_type: str | None = field(default=None, validator=and_(optional(one_of(PREDICTION_TYPES)), _can_be_read))
     sigma_data: float = field(default=0.5, validator=gt(0))  # of the images; prediction and weighting "edm"
     weighting: str = field(default="uniform", validator=one_of(WEIGHTINGS))
-    snr_gamma: float = field(default=5.0, validator=and_(gt(0), read_by("weighting", "min_snr")))
-    p2_k: float = field(default=1.0, validator=and_(gt(0), read_by("weighting", "p2")))
-    p2_gamma: float = field(default=1.0, validator=and_(ge(0), read_by("weighting", "p2")))
+    snr_gamma: float = field(default=5.0, validator=and_(gt(0), read_by("weighting", WEIGHTINGS, "min_snr")))
+    p2_k: float = field(default=1.0, validator=and_(gt(0), read_by("weighting", WEIGHTINGS, "p2")))
+    p2_gamma: float = field(default=1.0, validator=and_(ge(0), read_by("weighting", WEIGHTINGS, "p2")))
     loss: str = field(default="mse", validator=one_of(LOSSES))
-    huber_delta: float = field(default=1.0, validator=and_(gt(0), read_by("loss", "huber")))
+    huber_delta: float = field(default=1.0, validator=and_(gt(0), read_by("loss", LOSSES, "huber")))
     times: str | None = field(default=None, validator=optional(one_of(TIMES)))  # None: "uniform"; "log_normal" for edm
     time_mean: float | None = None  # of the normal distribution in `times`; None: the paper's
     time_std: float | None = field(default=None, validator=optional(gt(0)))

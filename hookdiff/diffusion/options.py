@@ -22,15 +22,17 @@ def one_of(names: Collection[str]) -> Validator:
     return check
 
 
-def read_by(other: str, *values: str) -> Validator:
-    """Validate that an option is left alone unless the option `other` has one of `values`: nothing else reads it."""
+def read_by(other: str, known: Collection[str], *values: str) -> Validator:
+    """Validate that an option is left alone unless the option `other` has one of `values`: nothing else reads it.
+
+    `known` are all values of the other one: where it has none of them, that is what is wrong.
+    """
 
     def check(instance: Any, option: Attribute[Any], value: object) -> None:
         chosen = getattr(instance, other)
-        if value != option.default and chosen not in values:
-            raise ValueError(
-                f"'{option.name}' is an option of {other} {' or '.join(map(repr, values))}, not {chosen!r}"
-            )
+        if value != option.default and chosen not in values and chosen in known:
+            read = " or ".join(map(repr, values))
+            raise ValueError(f"'{option.name}' is an option of {other} {read}, not {chosen!r}")
 
     return check
 

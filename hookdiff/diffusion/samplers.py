@@ -147,16 +147,17 @@ class Sampling:
     rho: float = field(default=7.0, validator=and_(gt(0)))  # spacing "karras": how dense where the noise is low
     time_shift: float | None = field(default=None, validator=optional(gt(0)))  # schedule "flow"; None: as in training
     # ddim only: how much of DDPM's noise is added back in each step, 0 to 1
-    eta: float = field(default=0.0, validator=and_(ge(0), le(1), read_by("sampler", "ddim")))
+    eta: float = field(default=0.0, validator=and_(ge(0), le(1), read_by("sampler", SAMPLERS, "ddim")))
     # ddpm only: the variance of that noise
     variance: str = field(
-        default="fixed_small", validator=and_(one_of(("fixed_small", "fixed_large")), read_by("sampler", "ddpm"))
+        default="fixed_small",
+        validator=and_(one_of(("fixed_small", "fixed_large")), read_by("sampler", SAMPLERS, "ddpm")),
     )
     # euler and heun: fresh noise in each step, S_churn of Karras et al. 2022, where s_tmin <= sigma / alpha <= s_tmax
-    s_churn: float = field(default=0.0, validator=and_(ge(0), read_by("sampler", "euler", "heun")))
-    s_tmin: float = field(default=0.0, validator=and_(ge(0), read_by("sampler", "euler", "heun")))
-    s_tmax: float = field(default=math.inf, validator=and_(ge(0), read_by("sampler", "euler", "heun")))
-    s_noise: float = field(default=1.0, validator=and_(gt(0), read_by("sampler", "euler", "heun")))  # its std
+    s_churn: float = field(default=0.0, validator=and_(ge(0), read_by("sampler", SAMPLERS, "euler", "heun")))
+    s_tmin: float = field(default=0.0, validator=and_(ge(0), read_by("sampler", SAMPLERS, "euler", "heun")))
+    s_tmax: float = field(default=math.inf, validator=and_(ge(0), read_by("sampler", SAMPLERS, "euler", "heun")))
+    s_noise: float = field(default=1.0, validator=and_(gt(0), read_by("sampler", SAMPLERS, "euler", "heun")))  # its std
     clip_sample: bool = True  # clamp every predicted image to [-1, 1]
     thresholding: bool = False  # instead, scale its range down to [-1, 1] where it is wider: Imagen's, per image
     dynamic_thresholding_ratio: float = field(
