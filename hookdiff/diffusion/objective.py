@@ -155,8 +155,8 @@ class Diffusion:
         if self.conditional:
             if batch.labels is None:
                 raise ValueError("the objective is conditional, but the data has no labels")
-            dropped = torch.rand(len(batch), generator=generator, device=where) < self.label_dropout
-            drawn["labels"] = torch.where(to_device(dropped, device), -1, batch.labels)
+            chance = torch.rand(len(batch), generator=generator, device=where, dtype=torch.float32)
+            drawn["labels"] = torch.where(to_device(chance < self.label_dropout, device), -1, batch.labels)
         return Batch(batch.inputs, batch.labels, batch.indices, {**batch.draws, **drawn}, batch.total)
 
     def draw_times(self, num: int, generator: Generator) -> Tensor:
