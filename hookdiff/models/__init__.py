@@ -1,5 +1,6 @@
 """Networks for diffusion."""
 
+from hookdiff.models.dit import DiT
 from hookdiff.models.unet import UNet
 
-__all__ = ["UNet"]
+__all__ = ["DiT", "UNet"]

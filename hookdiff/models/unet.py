@@ -1,11 +1,23 @@
 """A U-Net for diffusion, from 8x8 digits on two CPU cores to 64x64 images on a GPU."""
 
 import math
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hookdiff.models.checks import (
+    check_counts,
+    check_dropout,
+    check_images,
+    check_labels,
+    check_timesteps,
+    either,
+    nearest_divisor,
+    nearest_multiples,
+)
+from hookdiff.models.embedding import LabelEmbedding, TimeEmbedding
 
 # A fixed number of sines and cosines, so that a narrow net reads the time as sharply as a wide one.
 _TIME_FEATURES = 128
@@ -34,6 +46,10 @@ class UNet(nn.Module):
             cost grows with the fourth power of the side, so it is for levels of 32 and below.
         head_dim: channels of an attention head; the number of heads follows from the channels of the level.
         dropout: probability in [0, 1) that an activation is dropped inside a residual block while training.
+        num_classes: classes that the net is told of, labels 0 to num_classes - 1; 0 makes it unconditional. One
+            more row of the embedding stands for "no class", label -1.
+        gradient_checkpointing: keep only the inputs of the residual blocks while training and compute the rest
+            once more on the way back: the same gradients for less memory and about a third more time.
 
     Raises:
         ValueError: an argument is out of range or does not fit another; it names the nearest that does.
@@ -50,18 +66,21 @@ class UNet(nn.Module):
         attention_resolutions: tuple[int, ...] = (4,),
         head_dim: int = 32,
         dropout: float = 0.0,
+        num_classes: int = 0,
+        gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         counts = {"in_channels": in_channels, "channels": channels}
-        _check_counts(**counts, num_res_blocks=num_res_blocks, head_dim=head_dim)
+        check_counts(**counts, num_res_blocks=num_res_blocks, head_dim=head_dim)
+        check_counts(0, num_classes=num_classes)
         divisor = _check_levels(image_size, channel_mults)
         widths = [channels * mult for mult in channel_mults]
         sides = [image_size >> level for level in range(len(widths))]
         _check_attention(attention_resolutions, head_dim, sides, widths)
-        if not 0 <= dropout < 1:  # a NaN fails this too
-            raise ValueError(f"dropout={dropout} is not in [0, 1); nearest: {0.99 if dropout >= 1 else 0.0}")
+        check_dropout(dropout)
 
         self.in_channels = in_channels
+        self.num_classes = num_classes
         self.divisor = divisor  # height and width must be multiples of it
         time_width = 4 * channels
         bottom = len(widths) - 1
@@ -69,9 +88,18 @@ class UNet(nn.Module):
         def block(level: int, width_in: int, *, attend: bool = True) -> ResBlock:
             attend = attend and sides[level] in attention_resolutions
             num_heads = widths[level] // head_dim if attend else 0
-            return ResBlock(width_in, widths[level], time_width, num_heads=num_heads, dropout=dropout)
+            return ResBlock(
+                width_in,
+                widths[level],
+                time_width,
+                num_heads=num_heads,
+                dropout=dropout,
+                gradient_checkpointing=gradient_checkpointing,
+            )
 
-        self.time = TimeEmbedding(time_width)
+        self.time = TimeEmbedding(time_width, _TIME_FEATURES)
+        if num_classes:
+            self.label = LabelEmbedding(num_classes, time_width)
         self.conv_in = nn.Conv2d(in_channels, channels, 3, padding=1)
         self.down = nn.ModuleList()
         width = channels
@@ -98,7 +126,7 @@ class UNet(nn.Module):
         # Torch's own small uniform weights, which train better here than those of LeCun or Xavier: by about 1
         # percent of the loss on 8x8 digits.
         for module in self.modules():
-            if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm):
+            if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm | LabelEmbedding):
                 module.reset_parameters()
         # A residual branch that starts as zero keeps a deep net as easy to train as a shallow one (Goyal et
         # al. 2017, arXiv:1706.02677), and a zero output makes the first loss that of predicting nothing.
@@ -109,22 +137,29 @@ class UNet(nn.Module):
             for parameter in layer.parameters():
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
+    def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the prediction for a batch of noisy images.
 
         Args:
             x: images, n c h w; h and w are multiples of `divisor`. Keeps channels_last if the model has it.
             timesteps: times of the images, n integers, or floats of at least 32 bits, on a scale of about
                 0 to 1000: the net barely tells times apart that differ by much less than 1.
+            labels: classes of the images, n integers from -1, which is no class, to num_classes - 1; for a net
+                with classes, and for no other. A label above is told on the CPU, and is undefined on a GPU.
 
         Returns:
             n c h w, in the dtype of `x`.
 
         Raises:
-            ValueError: the size, the channels or the times do not fit; it names what does.
+            ValueError: the size, the channels, the times or the labels do not fit; it names what does.
         """
-        self._check_input(x, timesteps)
+        check_images(x, self.in_channels, self.divisor, f"the {len(self.down)} levels of channel_mults")
+        check_timesteps(timesteps, len(x))
+        check_labels(labels, len(x), self.num_classes)
         time = self.time(timesteps)
+        if labels is not None:
+            time = time + self.label(labels)
+        time = F.silu(time)
         h = self.conv_in(x)
         skips: list[list[Tensor]] = []
         for i, level in enumerate(self.down):
@@ -140,28 +175,6 @@ class UNet(nn.Module):
             h = level(h, time, skips.pop())
         out: Tensor = self.conv_out(F.silu(self.norm_out(h)))
         return out.to(x.dtype)  # under autocast it has half precision, and a sampler would go on in that
-
-    def _check_input(self, x: Tensor, timesteps: Tensor) -> None:
-        if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, expected (n, {self.in_channels}, h, w): "
-                f"the model was built with in_channels={self.in_channels}"
-            )
-        n, _, height, width = x.shape
-        if min(height, width) < 1 or height % self.divisor or width % self.divisor:
-            heights, widths = (_nearest_multiples(side, self.divisor) for side in (height, width))
-            nearest = _either(f"{h}x{w}" for h, w in zip(heights, widths, strict=True))
-            raise ValueError(
-                f"images of {height}x{width} do not fit, expected multiples of {self.divisor} "
-                f"for the {len(self.down)} levels of channel_mults; nearest: {nearest}"
-            )
-        if timesteps.shape != (n,):
-            raise ValueError(f"timesteps has shape {tuple(timesteps.shape)}, expected ({n},): one an image")
-        if timesteps.dtype in (torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"timesteps is {timesteps.dtype}, which has rounded them (bfloat16 turns 999 into 1000), "
-                "expected integers or float32"
-            )
 
 
 class DownLevel(nn.ModuleList):
@@ -190,7 +203,10 @@ class UpLevel(nn.ModuleDict):
 
 
 class ResBlock(nn.Module):
-    """Two convolutions beside a skip, scaled and shifted by the time, then attention if it has heads."""
+    """Two convolutions beside a skip, scaled and shifted by the time, then attention if it has heads.
+
+    `time` is whatever all blocks read: the time, or the time and the class.
+    """
 
     def __init__(
         self,
@@ -200,8 +216,10 @@ class ResBlock(nn.Module):
         *,
         num_heads: int,
         dropout: float,
+        gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        self.gradient_checkpointing = gradient_checkpointing
         self.norm1 = _group_norm(width_in)
         self.conv1 = nn.Conv2d(width_in, width, 3, padding=1)
         self.time = nn.Linear(time_width, 2 * width)
@@ -213,6 +231,12 @@ class ResBlock(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """Map n width_in h w to n width h w, given the embedded time, n time_width."""
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self._forward, x, time, use_reentrant=False)
+            return out
+        return self._forward(x, time)
+
+    def _forward(self, x: Tensor, time: Tensor) -> Tensor:
         h = self.conv1(F.silu(self.norm1(x)))
         scale, shift = self.time(time)[:, :, None, None].chunk(2, dim=1)
         h = torch.addcmul(shift, self.norm2(h), scale + 1)
@@ -243,46 +267,11 @@ class Attention(nn.Module):
         return x + out
 
 
-class TimeEmbedding(nn.Module):
-    """Turns times into features that every residual block reads."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear1 = nn.Linear(_TIME_FEATURES, width)
-        self.linear2 = nn.Linear(width, width)
-
-    def forward(self, timesteps: Tensor) -> Tensor:
-        """Map n times to n width."""
-        # For a model cast as a whole; under autocast the weights stay float32.
-        features = sinusoids(timesteps, _TIME_FEATURES).to(self.linear1.weight.dtype)
-        return F.silu(self.linear2(F.silu(self.linear1(features))))
-
-
-def sinusoids(timesteps: Tensor, num_features: int) -> Tensor:
-    """Embed n times as n num_features cosines, then sines, in float32 whatever the dtype or the autocast.
-
-    Cosine i and sine i have the angular frequency 10000^(-2i / num_features), `num_features` being even
-    (Vaswani et al. 2017, arXiv:1706.03762): periods from 2 pi to almost 20000 pi.
-    """
-    # Computed afresh: a buffer would turn bf16 with the model, and to_empty would lose it. And multiplied
-    # elementwise: autocast does matrix products in half precision.
-    half = num_features // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=timesteps.device) / half
-    angles = timesteps.float()[:, None] * torch.exp(-math.log(10000.0) * exponents)
-    return torch.cat([angles.cos(), angles.sin()], dim=1)
-
-
 def _group_norm(width: int, *, affine: bool = True) -> nn.GroupNorm:
     # Several channels a group: a channel alone would lose the bias of its convolution, and at 1x1 everything.
     most = max(1, min(32, width // 4))
     num_groups = max(n for n in range(1, most + 1) if width % n == 0)
     return nn.GroupNorm(num_groups, width, affine=affine)
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name}={count} is less than 1; nearest: 1")
 
 
 def _check_levels(image_size: int, channel_mults: tuple[int, ...]) -> int:
@@ -297,7 +286,7 @@ def _check_levels(image_size: int, channel_mults: tuple[int, ...]) -> int:
         raise ValueError(
             f"image_size={image_size} does not fit, expected at least 8 and a multiple of {divisor} "
             f"for the {len(channel_mults)} levels of channel_mults; "
-            f"nearest: {_either(_nearest_multiples(max(8, image_size), divisor))}"
+            f"nearest: {either(nearest_multiples(max(8, image_size), divisor))}"
         )
     return divisor
 
@@ -313,20 +302,7 @@ def _check_attention(sides: tuple[int, ...], head_dim: int, levels: list[int], w
             )
     used = [width for side, width in zip(levels, widths, strict=True) if side in sides]
     if any(width % head_dim for width in used):
-        common = math.gcd(*used)
-        small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
-        divisors = [*small, *(common // n for n in small)]
         raise ValueError(
             f"head_dim={head_dim} does not divide the channels of each level with attention "
-            f"({', '.join(map(str, used))}); nearest: {min(divisors, key=lambda n: abs(n - head_dim))}"
+            f"({', '.join(map(str, used))}); nearest: {nearest_divisor(math.gcd(*used), head_dim)}"
         )
-
-
-def _nearest_multiples(size: int, divisor: int) -> tuple[int, int]:
-    """Return the positive multiples of `divisor` around `size`, twice the same one if it is alone."""
-    above = math.ceil(size / divisor) * divisor or divisor
-    return size // divisor * divisor or above, above
-
-
-def _either(choices: Iterable[object]) -> str:
-    return " or ".join(dict.fromkeys(map(str, choices)))

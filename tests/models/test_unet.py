@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hookdiff.models import UNet
-from hookdiff.models.unet import Attention, ResBlock, sinusoids
+from hookdiff.models.unet import Attention, ResBlock
 
 MISFIT = "images of {} do not fit, expected multiples of 4 for the 3 levels of channel_mults; nearest: {}"
 TINY: dict[str, Any] = {"channels": 8, "num_res_blocks": 1, "head_dim": 8}
@@ -88,7 +88,7 @@ def test_arguments_are_plain_keywords_with_defaults() -> None:
     parameters = inspect.signature(UNet).parameters
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in parameters.values())
     hints = get_type_hints(UNet.__init__)
-    assert {hints[name] for name in parameters} == {int, float, tuple[int, ...]}
+    assert {hints[name] for name in parameters} == {bool, int, float, tuple[int, ...]}
 
 
 @pytest.mark.parametrize("mults", [(1,), (1, 2), (2, 1, 3)])
@@ -121,18 +121,6 @@ def test_overfits_a_batch_and_learns_to_read_the_time() -> None:
         optimizer.step()
     assert F.mse_loss(model(x, t), target) < 0.05
     assert F.mse_loss(model(x, t.flip(0)), target) > 0.5
-
-
-def test_sinusoids_follow_the_paper_in_float32() -> None:
-    t = torch.tensor([0, 1, 999, 1000])
-    frequencies = 10000 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
-    angles = t.double().outer(frequencies)
-    expected = torch.cat([angles.cos(), angles.sin()], dim=1)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = sinusoids(t, 8)
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=0)
-    assert torch.equal(got, sinusoids(t.double(), 8))
 
 
 def test_bf16_autocast_tells_999_from_1000() -> None:
@@ -229,6 +217,93 @@ def test_dropout_draws_from_the_default_generator_so_checkpointing_repeats_it() 
     assert all(map(torch.equal, gradients(True), gradients(False)))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, autocast: bool) -> None:
+    options = {"dropout": dropout, "num_classes": 3}
+    plain, saving = awake(tiny(**options)), awake(tiny(**options, gradient_checkpointing=True))
+    saving.load_state_dict(plain.state_dict())
+    x, t, labels = images(4, 1, 8, 8), torch.tensor([0, 5, 50, 999]), torch.tensor([0, -1, 2, 2])
+    calls = {"plain": 0, "saving": 0}
+    for name, model in (("plain", plain), ("saving", saving)):
+
+        def count(*_: Any, name: str = name) -> None:
+            calls[name] += 1
+
+        for module in model.modules():
+            if isinstance(module, ResBlock):
+                module.conv1.register_forward_hook(count)
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(x, t, labels).square().sum()
+        torch.autograd.backward(loss)
+    for (name, ours), theirs in zip(saving.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(grad_of(ours), grad_of(theirs)), name
+    blocks = calls["plain"]
+    assert calls["saving"] == 2 * blocks
+    with torch.no_grad():
+        saving(x, t, labels)
+    saving.eval()(x, t, labels)
+    assert calls["saving"] == 4 * blocks  # nothing is kept there, so nothing is computed twice
+
+
+def test_minus_one_is_the_last_row() -> None:
+    model = awake(tiny(num_classes=3))
+    x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
+    none = model(x, t, torch.tensor([-1, -1]))
+    assert not torch.allclose(none, model(x, t, torch.tensor([1, 1])))
+    with torch.no_grad():
+        model.label.weight[1] = model.label.weight[3]
+    assert torch.equal(none, model(x, t, torch.tensor([1, 1])))
+
+
+def test_the_class_is_added_to_the_time_before_any_block_reads_it() -> None:
+    model = awake(tiny(num_classes=3))
+    t, labels = torch.tensor([5, 50]), torch.tensor([2, 0])
+    read: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, ResBlock):
+            module.register_forward_pre_hook(lambda module, args: read.append(args[1]))
+    model(images(2, 1, 8, 8), t, labels)
+    expected = F.silu(model.time(t) + model.label.weight[labels])
+    assert len(read) == 6
+    assert all(torch.equal(time, expected) for time in read)
+
+
+def test_labels_without_classes_and_classes_without_labels() -> None:
+    x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
+    with pytest.raises(ValueError, match=r"num_classes=3 and got no labels: call it as model\(x, timesteps, labels\)"):
+        tiny(num_classes=3)(x, t)
+    with pytest.raises(ValueError, match=r"got labels and was built without classes: set num_classes, or"):
+        tiny()(x, t, torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"^labels has 3, expected -1 \(no class\) to 2: "):
+        tiny(num_classes=3)(x, t, torch.tensor([0, 3]))
+
+
+def test_learns_to_read_the_class() -> None:
+    model = tiny(channels=16, num_classes=3)
+    x, target = images(1, 1, 8, 8).expand(4, 1, 8, 8), images(4, 1, 8, 8)
+    t, labels = torch.full((4,), 500), torch.tensor([0, 1, 2, -1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.autograd.backward(F.mse_loss(model(x, t, labels), target))
+        optimizer.step()
+    assert F.mse_loss(model(x, t, labels), target) < 0.05
+    assert F.mse_loss(model(x, t, labels.flip(0)), target) > 0.5
+
+
+@pytest.mark.slow
+def test_compiles_in_place_to_the_same() -> None:
+    model = awake(tiny(num_classes=3))
+    x, t, labels = images(2, 1, 8, 8), torch.tensor([5, 50]), torch.tensor([2, -1])
+    expected = model(x, t, labels)
+    keys = list(model.state_dict())
+    model.compile(fullgraph=True)
+    torch.testing.assert_close(model(x, t, labels), expected, atol=1e-4, rtol=1e-4)
+    assert list(model.state_dict()) == keys
+
+
 def test_state_dict_round_trip() -> None:
     model, other = awake(tiny()), UNet(**TINY)
     x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
@@ -239,6 +314,7 @@ def test_state_dict_round_trip() -> None:
 
 def test_names_are_stable() -> None:
     model = tiny(num_res_blocks=2)
+    assert tiny(num_classes=1).state_dict().keys() - tiny().state_dict().keys() == {"label.weight"}
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]  # no buffers
     layers = [name.removesuffix(".weight") for name in model.state_dict() if name.endswith(".weight")]
     block = ["norm1", "conv1", "time", "conv2"]
@@ -366,6 +442,7 @@ def test_can_be_built_on_the_meta_device_and_drawn_later() -> None:
             {"channels": 48, "attention_resolutions": (4, 8)},
             "head_dim=32 does not divide the channels of each level with attention (48, 96); nearest: 24",
         ),
+        ({"num_classes": -1}, "num_classes=-1 is less than 0; nearest: 0"),
         ({"dropout": 1.0}, "dropout=1.0 is not in [0, 1); nearest: 0.99"),
         ({"dropout": -0.1}, "dropout=-0.1 is not in [0, 1); nearest: 0.0"),
         ({"dropout": float("nan")}, "dropout=nan is not in [0, 1); nearest: 0.0"),

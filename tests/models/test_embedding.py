@@ -1,0 +1,83 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookdiff.models.checks import check_labels
+from hookdiff.models.embedding import LabelEmbedding, TimeEmbedding, sinusoids
+
+
+def test_sinusoids_follow_the_paper_in_float32() -> None:
+    t = torch.tensor([0, 1, 999, 1000])
+    frequencies = 10000 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    angles = t.double().outer(frequencies)
+    expected = torch.cat([angles.cos(), angles.sin()], dim=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = sinusoids(t, 8)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=0)
+    assert torch.equal(got, sinusoids(t.double(), 8))
+
+
+def test_times_below_zero_and_between_integers_are_their_own() -> None:
+    embed = TimeEmbedding(8, 16)
+    t = torch.tensor([-1600.0, -1.5, -1.0, 0.0, 0.5, 1.0, 1200.0])
+    rows = embed(t)
+    assert rows.shape == (7, 8)
+    assert rows.isfinite().all()
+    assert torch.unique(rows, dim=0).shape == rows.shape
+    torch.testing.assert_close(rows[5:6], embed(torch.tensor([1])))
+
+
+def test_a_time_goes_through_two_layers() -> None:
+    embed = TimeEmbedding(6, 4)
+    t = torch.tensor([3, 700])
+    hidden = F.silu(sinusoids(t, 4) @ embed.linear1.weight.T + embed.linear1.bias)
+    torch.testing.assert_close(embed(t), hidden @ embed.linear2.weight.T + embed.linear2.bias)
+
+
+@given(st.integers(1, 12), st.lists(st.integers(-1, 11), max_size=6), st.sampled_from([torch.int64, torch.int32]))
+def test_a_label_is_its_row_and_minus_one_the_last(num_classes: int, drawn: list[int], dtype: torch.dtype) -> None:
+    embed = LabelEmbedding(num_classes, 5)
+    labels = [min(label, num_classes - 1) for label in drawn]
+    assert embed.weight.shape == (num_classes + 1, 5)
+    expected = torch.stack([embed.weight[label] for label in labels]) if labels else torch.empty(0, 5)
+    assert torch.equal(embed(torch.tensor(labels, dtype=dtype)), expected)  # python's own -1 is the last, too
+
+
+def labels(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_classes", "message"),
+    [
+        (
+            None,
+            10,
+            "the model was built with num_classes=10 and got no labels: call it as model(x, timesteps, labels), "
+            "with -1 where there is no class",
+        ),
+        (labels(0, 1), 0, "the model got labels and was built without classes: set num_classes, or give no labels"),
+        (labels(0), 10, "labels has shape (1,) of torch.int64, expected (2,) of int64: one an image"),
+        (torch.zeros(2), 10, "labels has shape (2,) of torch.float32, expected (2,) of int64: one an image"),
+        (
+            labels(0, 10),
+            10,
+            "labels has 10, expected -1 (no class) to 9: the model was built with num_classes=10",
+        ),
+        (labels(-2, 0), 10, "labels has -2, expected -1 (no class) to 9: the model was built with num_classes=10"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(given: torch.Tensor | None, num_classes: int, message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole message is compared below
+        check_labels(given, 2, num_classes)
+    assert str(caught.value) == message
+
+
+def test_labels_that_fit() -> None:
+    check_labels(None, 2, 0)
+    check_labels(labels(-1, 9), 2, 10)
+    check_labels(labels(), 0, 10)
+    check_labels(labels(5, 50).to("meta"), 2, 10)  # their values would be waited for
