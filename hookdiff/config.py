@@ -10,20 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import tomli
-from attrs import define, evolve, field
+from attrs import asdict, define, evolve, field
 
-from hookdiff.data.feed import Feed
+from hookdiff.data import Feed, Store, Transforms
+from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.discovery import import_object, installed, plugin_class, plugin_name
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
 from hookdiff.plugins import check_partners
 from hookdiff.progress import LoopConfig
+from hookdiff.start import KEYS as START_KEYS
+from hookdiff.start import Start
 from hookdiff.structure import Problems, Text, arguments, missing, parameters, resolved
 
-SOURCES = {"digits": "hookdiff.data:digits"}
-MODELS = {"unet": "hookdiff.models:UNet"}
+SOURCES = {
+    "digits": "hookdiff.data:digits",
+    "folder": "hookdiff.data:Folder",
+    "fashion-mnist": "hookdiff.data:fashion_mnist",
+    "torchvision:NAME": "torchvision:NAME",
+    "huggingface": "hookdiff.data:HuggingFace",
+    "array": "hookdiff.data:Arrays",
+}
+MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
 OPTIMIZERS = {"adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW", "sgd": "torch.optim:SGD"}
-FEED_KEYS = ("drop_last", "workers", "prefetch", "pin_memory")
+FEED_KEYS = ("held_out", "balanced", "drop_last", "workers", "prefetch", "pin_memory")
 
 
 @define(frozen=True, kw_only=True)
@@ -73,20 +83,21 @@ class Config:
     path: Path
     run: RunConfig
     data: Part
-    feed: Mapping[str, Any]
+    feed: Mapping[str, Any]  # arguments of Feed, besides the source
     model: Part
     optimizer: Part
     diffusion: Part
     sampling: Part
     plugins: Mapping[str, Part]  # those that are switched on, in order
+    start: Mapping[str, Any] = field(factory=dict)  # of the table [model]: the weights to start from
 
     def resolved(self) -> dict[str, Any]:
         """Return the config with every default written out; running it again gives the same run."""
         run = resolved(RunConfig, {name: getattr(self.run, name) for name in parameters(RunConfig)})
         return {
             "run": run,
-            "data": {"source": self.data.use, **self.data.resolved(), **_feed_table(self.feed)},
-            "model": {"use": self.model.use, **self.model.resolved()},
+            "data": {"source": self.data.use, **self.data.resolved(), **_feed_table(self.feed, self.data)},
+            "model": {"use": self.model.use, **self.model.resolved(), **_start_table(self.start)},
             "diffusion": self.diffusion.resolved(),
             "optimizer": {"use": self.optimizer.use, **self.optimizer.resolved()},
             "sampling": self.sampling.resolved(),
@@ -172,18 +183,19 @@ def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems:
     if "plugins" in run or "plugins" not in tables["run"]:
         for name in switches:
             run["plugins"] = _switch(run.get("plugins", ()), name, problems)
-    loading = {key: value for key, value in tables["data"].items() if key in FEED_KEYS}
-    rest = {key: value for key, value in tables["data"].items() if key not in FEED_KEYS}
-    feed = arguments(Feed, loading, "data", problems)
-    data = _part("data", "source", rest, SOURCES, problems)
-    model = _part("model", "use", tables["model"], MODELS, problems)
+    data, feed = _data(tables["data"], problems)
+    start = arguments(Start, {k: v for k, v in tables["model"].items() if k in START_KEYS}, "model", problems)
+    if start.get("start_partial") and not tables["model"].get("start_from"):
+        problems.add("model.start_partial", "needs start_from")
+    rest = {key: value for key, value in tables["model"].items() if key not in START_KEYS}
+    model = _part("model", "use", rest, MODELS, problems, beside=START_KEYS)
     optimizer = _part("optimizer", "use", {"use": "adamw", **tables["optimizer"]}, OPTIMIZERS, problems)
     diffusion = Part("diffusion", "", Diffusion, arguments(Diffusion, tables["diffusion"], "diffusion", problems))
     sampling = Part("sampling", "", Sampling, arguments(Sampling, tables["sampling"], "sampling", problems))
     plugins = _plugins(run.get("plugins", ()), tables["plugins"], problems)
     if problems.found or data is None or model is None or optimizer is None:
         return None
-    return Config(path, RunConfig(**run), data, feed, model, optimizer, diffusion, sampling, plugins)
+    return Config(path, RunConfig(**run), data, feed, model, optimizer, diffusion, sampling, plugins, start)
 
 
 def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems: Problems) -> None:
@@ -196,7 +208,47 @@ def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems
         problems.add("run", "set steps or epochs")
 
 
-def _part(where: str, key: str, table: Mapping[str, Any], known: Mapping[str, str], problems: Problems) -> Part | None:
+def _data(table: Mapping[str, Any], problems: Problems) -> tuple[Part | None, dict[str, Any]]:
+    """Check the table [data]: a key that the source takes is the source's, the others are shared by all sources."""
+    before = len(problems.found)
+    use = {key: value for key, value in table.items() if key == "source"}
+    data = _part("data", "source", use, SOURCES, problems, _import_source)
+    own = parameters(data.target) if data else {}
+    shared = {Transforms: parameters(Transforms), Store: parameters(Store), Feed: FEED_KEYS}
+    known = [*own, *(key for keys in shared.values() for key in keys if key not in own)]
+    for key in table:
+        if data and key != "source" and key not in known:
+            near = nearest(key, ["source", *known])
+            problems.add(f"data.{key}", f"unknown key{near}; known: {', '.join(known)}")
+    checked = {
+        kind: arguments(kind, {k: v for k, v in table.items() if k in keys and k not in own}, "data", problems)
+        for kind, keys in shared.items()
+    }
+    if data:
+        given = {key: value for key, value in table.items() if key in own}
+        data = evolve(data, arguments=arguments(data.target, given, "data", problems))
+        if lacking := missing(data.target, given):
+            problems.add("data", f"{data.use} needs {', '.join(lacking)}")
+    if len(problems.found) > before:
+        return None, {}
+    options = {"transforms": Transforms(**checked[Transforms]), "store": Store(**checked[Store])}
+    return data, {**options, **checked[Feed]}
+
+
+def _import_source(path: str, what: str) -> Any:
+    module, _, name = path.partition(":")
+    return vision(name) if module == "torchvision" else import_object(path, what)
+
+
+def _part(
+    where: str,
+    key: str,
+    table: Mapping[str, Any],
+    known: Mapping[str, str],
+    problems: Problems,
+    import_target: Callable[[str, str], Any] = import_object,
+    beside: Iterable[str] = (),
+) -> Part | None:
     """Check a table whose `key` names what it configures: one of `known`, or `module:Name`."""
     use = table.get(key)
     if not isinstance(use, str):
@@ -210,7 +262,7 @@ def _part(where: str, key: str, table: Mapping[str, Any], known: Mapping[str, st
         problems.add(f"{where}.{key}", f"unknown {use!r}{nearest(use, known)}; known: {names}, or module:Name")
         return None
     try:
-        target = import_object(path, use)
+        target = import_target(path, use)
     except UserError as error:
         problems.add(f"{where}.{key}", str(error))
         return None
@@ -218,7 +270,7 @@ def _part(where: str, key: str, table: Mapping[str, Any], known: Mapping[str, st
         problems.add(f"{where}.{key}", f"{path} is a {type(target).__name__}, expected a class or a function")
         return None
     rest = {name: value for name, value in table.items() if name != key}
-    return Part(where, str(use), target, arguments(target, rest, where, problems))
+    return Part(where, str(use), target, arguments(target, rest, where, problems, beside))
 
 
 def _plugins(names: Iterable[str], tables: Mapping[str, Any], problems: Problems) -> dict[str, Part]:
@@ -252,5 +304,13 @@ def _plugins(names: Iterable[str], tables: Mapping[str, Any], problems: Problems
     return parts
 
 
-def _feed_table(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in resolved(Feed, given).items() if name in FEED_KEYS}
+def _feed_table(given: Mapping[str, Any], data: Part) -> dict[str, Any]:
+    own = parameters(data.target)
+    feed = {name: value for name, value in resolved(Feed, given).items() if name in FEED_KEYS}
+    shared = [given["transforms"], given["store"]]
+    table = {**{k: v for part in shared for k, v in resolved(type(part), asdict(part)).items()}, **feed}
+    return {name: value for name, value in table.items() if name not in own}
+
+
+def _start_table(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if given.get("start_from")}

@@ -11,13 +11,15 @@ from attrs import evolve
 from torch import nn
 
 from hookdiff.config import Config, Part, refusal
-from hookdiff.data.feed import Feed, Source
-from hookdiff.data.memory import InMemory
+from hookdiff.data import Feed, Images, InMemory, Source
+from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.loop import Loop
 from hookdiff.metrics import Metrics
+from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.plugins import Plugins
 from hookdiff.run_dir import RunDir
+from hookdiff.start import Start, check_file
 from hookdiff.structure import missing
 
 
@@ -36,22 +38,20 @@ def build(
     initialised from the run's seed. Raises ConfigError that names the table of what cannot be built.
     """
     device = pick_device(config.run.device)
-    source = config.data.build()
-    if not isinstance(source, InMemory | Source):
-        raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}, which has no length or [i]")
-    feed = Feed(source, **config.feed)
+    feed = build_feed(config)
     config = fit_to_data(config, feed)
     # Plugins, samples and data have streams of their own, so the default generator is the model's.
     torch.manual_seed(config.run.seed)
-    model = config.model.build()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model.use: {config.model.use} made a {type(model).__name__}, expected a torch.nn.Module")
-    if not any(True for _ in model.parameters()):
-        raise ConfigError(f"model.use: {config.model.use} made a model without parameters")
+    model = build_model(config.model)
     model.to(device)
     if config.run.channels_last:
         model.to(memory_format=torch.channels_last)
+    check_model(config.model, model, feed)
+    config = fit_to_model(config, model)
+    objective, sampler = build_objective(config, feed)
     plugins: dict[str, object] = {"run_dir": RunDir(run_dir, overwrite), "metrics": Metrics()}
+    if config.start.get("start_from"):
+        plugins["start"] = Start(**config.start)
     if clash := plugins.keys() & config.plugins.keys():
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
     plugins |= {name: part.build() for name, part in config.plugins.items()}
@@ -61,11 +61,11 @@ def build(
     loop = Loop(
         model,
         lambda prepared: build_optimizer(config.optimizer, prepared),
-        config.diffusion.build(),
+        objective,
         feed,
         config.run,
         plugins,
-        sampler=config.sampling.build(),
+        sampler=sampler,
         run_dir=run_dir,
         resume=resume,
         fresh=fresh,
@@ -74,16 +74,89 @@ def build(
     return loop
 
 
+def build_feed(config: Config) -> Feed:
+    """Look at the data, and decode it where it is to be kept; raises ConfigError for what cannot be trained on."""
+    source = config.data.build()
+    if not isinstance(source, InMemory | Images | Source):  # a tensor is a Source in this respect
+        raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}, which has no length or [i]")
+    try:
+        return Feed(source, **config.feed)
+    except UserError as error:
+        raise ConfigError(f"data: {error}") from error
+
+
 def fit_to_data(config: Config, feed: Feed) -> Config:
-    """Let the data decide those of the model's arguments that the config leaves open."""
-    channels, *sides = feed.shape
-    facts: dict[str, Any] = {"in_channels": channels, "image_size": sides[-1] if sides else None}
-    if isinstance(feed.source, InMemory):
-        facts["num_classes"] = feed.source.num_classes
+    """Let the data decide those of the model's arguments that the config leaves open.
+
+    Whether a model is told of classes is asked for in the config, so their number is only given to one that cannot do
+    without.
+    """
+    facts = _facts(feed)
+    if feed.num_classes is not None and "num_classes" in missing(config.model.target, config.model.arguments):
+        facts["num_classes"] = feed.num_classes
     model = config.model.given(**facts)
     if lacking := missing(model.target, model.arguments):
         raise ConfigError(f"model: {model.use} needs {', '.join(lacking)}")
     return evolve(config, model=model)
+
+
+def _facts(feed: Feed) -> dict[str, Any]:
+    """Return what the data says of a model, by the names that arguments have for it here and in diffusers."""
+    channels, *sides = feed.shape
+    side = {"image_size": sides[-1], "sample_size": sides[-1]} if sides else {}
+    return {"in_channels": channels, "out_channels": channels, **side}
+
+
+def build_model(part: Part) -> nn.Module:
+    """Make the model, following our contract also where another library made it."""
+    model = part.build()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.use: {part.use} made a {type(model).__name__}, expected a torch.nn.Module")
+    if not any(True for _ in model.parameters()):
+        raise ConfigError(f"model.use: {part.use} made a model without parameters")
+    try:
+        return adapt(model)
+    except ValueError as error:
+        raise ConfigError(f"{part.where}: {error}") from None
+
+
+def check_model(part: Part, model: nn.Module, feed: Feed) -> None:
+    """Raise ConfigError unless `model` takes images and classes as the data has them, and returns the same shape."""
+    asked, known = getattr(model, "num_classes", None) or 0, feed.num_classes or 0
+    if 0 < asked < known:
+        raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}, the data has {known} classes")
+    try:
+        check_contract(model, feed.shape)
+    except ValueError as error:
+        differing = {key: said for key, said in _facts(feed).items() if part.arguments.get(key, said) != said}
+        likely = "; the data says " + ", ".join(f"{key} = {said}" for key, said in differing.items())
+        raise ConfigError(f"{part.where}: {part.use} {error}{likely if differing else ''}") from error
+
+
+def fit_to_model(config: Config, model: nn.Module) -> Config:
+    """Tell the network the labels if it takes them, unless the config says otherwise."""
+    takes_labels = bool(getattr(model, "num_classes", 0))
+    diffusion = config.diffusion.given(conditional=takes_labels)
+    if diffusion.arguments["conditional"] and not takes_labels:
+        raise ConfigError(f"diffusion.conditional: {config.model.use} takes no labels; set model.num_classes")
+    return evolve(config, diffusion=diffusion)
+
+
+def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
+    """Make the objective and the sampler, and see that they fit each other and the data."""
+    objective: Diffusion = config.diffusion.build()
+    sampling: Sampling = config.sampling.build()
+    if objective.conditional and feed.labels is None:
+        raise ConfigError(f"diffusion.conditional: the network is told of classes, and {config.data.use} has no labels")
+    try:
+        objective.standardised(torch.zeros(1, *feed.shape))
+    except ValueError as error:
+        raise ConfigError(f"diffusion: {error}") from None
+    try:
+        sampling.points(objective)
+    except ValueError as error:
+        raise ConfigError(f"sampling: {error}") from None
+    return objective, sampling
 
 
 def build_optimizer(part: Part, model: nn.Module) -> Any:
@@ -93,11 +166,11 @@ def build_optimizer(part: Part, model: nn.Module) -> Any:
     return part.given(fused=True).build(model.parameters()) if fused else part.build(model.parameters())
 
 
-def probe(config: Config) -> None:
+def probe(config: Config, *, resume: bool = False) -> None:
     """Find what only building shows, without the data and without a loop.
 
     The model is made on the meta device, which takes no memory, or for real if it cannot be made there; the optimizer
-    on one weight.
+    on one weight. A run that may `resume` may do so without the file that its model started from.
 
     Raises ConfigError that lists every problem.
     """
@@ -105,6 +178,7 @@ def probe(config: Config) -> None:
     steps: list[Any] = [
         lambda: pick_device(config.run.device),
         lambda: _probe_model(config.model),
+        lambda: _probe_start(config.start.get("start_from") if not resume else None),
         lambda: build_optimizer(config.optimizer, nn.Linear(1, 1)),
         lambda: _probe_sampling(config),
     ]
@@ -123,15 +197,20 @@ def _probe_model(part: Part) -> None:
         return
     try:
         with torch.device("meta"):
-            part.build()
+            build_model(part)
     except ConfigError:
-        part.build()  # many models look at a value while they are made, which fails on the meta device alone
+        build_model(part)  # many models look at a value while they are made, which fails on the meta device alone
+
+
+def _probe_start(path: str | None) -> None:
+    if path:
+        check_file(Path(path))
 
 
 def _probe_sampling(config: Config) -> None:
     diffusion, sampling = config.diffusion.build(), config.sampling.build()
     try:
-        sampling.sample(None, diffusion, (1,), (), "cpu")  # no images: only the options are looked at
+        sampling.points(diffusion)
     except ValueError as error:
         raise ConfigError(f"sampling: {error}") from None
 

@@ -40,18 +40,25 @@ class Problems:
         self.found.append(f"{where}: {message}")
 
 
-def arguments(target: Callable[..., Any], table: Mapping[str, Any], where: str, problems: Problems) -> dict[str, Any]:
+def arguments(
+    target: Callable[..., Any],
+    table: Mapping[str, Any],
+    where: str,
+    problems: Problems,
+    beside: Iterable[str] = (),
+) -> dict[str, Any]:
     """Check `table` against the signature of `target` and return the typed arguments it sets.
 
-    Problems are added under `where`. Arguments that `target` requires and the table lacks are not looked for here:
-    whoever builds may add some (`missing` tells).
+    Problems are added under `where`; `beside` are keys of the same place that others read. Arguments that `target`
+    requires and the table lacks are not looked for here: whoever builds may add some (`missing` tells).
     """
     known = parameters(target)
     hints = _hints(target)
     result = {}
     for key, value in table.items():
         if key not in known:
-            problems.add(f"{where}.{key}", f"unknown key{nearest(key, known)}; known: {', '.join(known) or 'none'}")
+            keys = (*known, *beside)
+            problems.add(f"{where}.{key}", f"unknown key{nearest(key, keys)}; known: {', '.join(keys) or 'none'}")
             continue
         try:
             result[key] = _value(value, hints.get(key, Any))

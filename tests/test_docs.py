@@ -17,11 +17,13 @@ import tomli_w
 
 from hookdiff import Feed
 from hookdiff.cli import COMMANDS, main
-from hookdiff.config import OPTIMIZERS, RunConfig, load
+from hookdiff.config import FEED_KEYS, MODELS, OPTIMIZERS, SOURCES, RunConfig, load
+from hookdiff.data import Store, Transforms
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.discovery import installed
+from hookdiff.discovery import import_object, installed
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
-from hookdiff.models import UNet
+from hookdiff.models import DiT, UNet
+from hookdiff.start import Start
 from hookdiff.structure import parameters, resolved
 
 ROOT = Path(__file__).parents[1]
@@ -101,23 +103,45 @@ def test_toml_is_understood(page: str, tmp_path: Path) -> None:
         load(path)
 
 
+def shared_data_keys() -> Any:
+    """Return a function that takes the keys of [data] that are no source's own."""
+    feed = parameters(Feed)
+    keys = {**parameters(Transforms), **parameters(Store), **{key: feed[key] for key in FEED_KEYS}}
+
+    def shared() -> None: ...
+
+    source = inspect.Parameter("source", inspect.Parameter.KEYWORD_ONLY)
+    keys = {key: keys[key].replace(annotation=type(keys[key].default)) for key in keys}
+    shared.__signature__ = inspect.Signature([source, *keys.values()])  # type: ignore[attr-defined]
+    return shared
+
+
 def tables() -> dict[str, Any]:
     """Return what each section of docs/config.md is about."""
-    core = {"run": RunConfig, "data": Feed, "model": UNet, "diffusion": Diffusion, "sampling": Sampling}
+    core = {"run": RunConfig, "data": shared_data_keys(), "model": Start, "diffusion": Diffusion, "sampling": Sampling}
+    core |= {'model: use = "unet"': UNet, 'model: use = "dit"': DiT}
+    ours = {name: path for name, path in SOURCES.items() if path.startswith("hookdiff.")}
+    core |= {f'data: source = "{name}"': import_object(path, name) for name, path in ours.items()}
     return {**core, **{f"plugins.{name}": installed()[name][0].load() for name in OURS}}
 
 
 def sections() -> dict[str, str]:
-    _, *parts = re.split(r"^## \[([\w.]+)\]$", (ROOT / "docs" / "config.md").read_text("utf-8"), flags=re.M)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    """Return the text under each heading; those of the third level are named after their table too."""
+    found, table = {}, ""
+    _, *parts = re.split(r"^##(#?) (.+)$", (ROOT / "docs" / "config.md").read_text("utf-8"), flags=re.M)
+    for inner, title, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        table = table if inner else title.strip("[]")
+        found[f"{table}: {title}" if inner else table] = text
+    return found
 
 
 def test_the_config_reference_has_every_table() -> None:
-    assert sections().keys() == tables().keys() | {"optimizer"}
+    assert sections().keys() == tables().keys() | {"optimizer", 'model: use = "diffusers:UNet2DModel"'}
+    assert all(f'model: use = "{name}"' in sections() for name in MODELS)
     assert all(f'"{name}"' in sections()["optimizer"] for name in OPTIMIZERS)
 
 
-@pytest.mark.parametrize("name", ["run", "data", "model", "diffusion", "sampling", *(f"plugins.{n}" for n in OURS)])
+@pytest.mark.parametrize("name", tables())
 def test_the_config_reference_has_every_key_with_its_default(name: str) -> None:
     target = tables()[name]
     rows = re.findall(r"^\| `(\w+)` \|(.*?)\| .+ \|$", sections()[name], re.M)

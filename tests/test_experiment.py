@@ -34,9 +34,16 @@ class Net(nn.Module):
         self.facts = in_channels, image_size, num_classes
         self.layer = nn.Conv2d(in_channels, in_channels, 1)
 
+    def forward(self, x, timesteps):
+        return self.layer(x)
+
 class Needy(Net):
     def __init__(self, in_channels: int, must: int):
         super().__init__(in_channels)
+
+class Theirs(Net):
+    def __init__(self, in_channels: int, num_classes: int, out_channels: int = 3, sample_size: tuple | int = 32):
+        super().__init__(in_channels, sample_size, (num_classes, out_channels))
 
 class Looks(Net):
     def __init__(self, in_channels: int, width: int = 3):
@@ -127,16 +134,18 @@ def test_hooks_leave_out_who_has_none_of_them(config, tmp_path):
 
 def test_the_data_decides_what_the_config_leaves_open(config, tmp_path):
     loop = build(config(model=own("Net")), tmp_path / "run")
-    assert loop.model.facts == (1, 8, 10)
-    assert loop.hparams["model"] == {"use": "hd_user:Net", "in_channels": 1, "image_size": 8, "num_classes": 10}
-    loop = build(config("model.image_size=4", model=own("Net")), tmp_path / "run")
-    assert loop.model.facts == (1, 4, 10)
+    assert loop.model.facts == (1, 8, None)  # whether it is told of classes is up to the config
+    assert loop.hparams["model"] == {"use": "hd_user:Net", "in_channels": 1, "image_size": 8}
+    loop = build(config("model.image_size=4", "model.num_classes=12", model=own("Net")), tmp_path / "run")
+    assert loop.model.facts == (1, 4, 12)
+    loop = build(config(model=own("Theirs")), tmp_path / "run")
+    assert loop.model.facts == (1, 8, (10, 1))
 
 
 def test_data_without_labels_or_sides(config):
     given = config(model=own("Net"))
     flat = fit_to_data(given, Feed(InMemory(torch.zeros(5, 3))))
-    assert flat.model.arguments == {"in_channels": 3, "image_size": None, "num_classes": None}
+    assert flat.model.arguments == {"in_channels": 3}
     pairs = fit_to_data(given, Feed([(torch.zeros(3, 4, 6), 1)]))
     assert pairs.model.arguments == {"in_channels": 3, "image_size": 6}
 

@@ -56,7 +56,7 @@ def command(
     run_dir = out or Path("runs") / checked.run.name
     resume = resume and run_dir.exists()
     check_run_dir(run_dir, resume, overwrite)
-    experiment.probe(checked)
+    experiment.probe(checked, resume=resume)
     loop = experiment.build(checked, run_dir, resume=resume, overwrite=overwrite, fresh=fresh)
     caught: list[int] = []
     with _stop_on_signal(loop, caught):

@@ -1,0 +1,116 @@
+"""Training that starts from given weights: a safetensors file of ours, or of another library."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import safetensors
+import torch
+from attrs import define, field
+from attrs.validators import min_len, optional
+from torch import Tensor, nn
+
+from hookdiff.errors import ConfigError, nearest
+from hookdiff.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from hookdiff.loop import Loop
+
+KEYS = "start_from", "start_partial"  # of the table [model]
+_TOLD = 5  # problems that are spelt out
+
+Shapes = Mapping[str, tuple[int, ...]]
+log = logging.getLogger("hookdiff")
+
+
+@define(eq=False)
+class Start:
+    """Loads the weights of a new run, first of all who start; a run that resumes has its own.
+
+    The arguments are keys of the table [model].
+    """
+
+    start_from: str | None = field(default=None, validator=optional(min_len(1)))  # a safetensors file
+    start_partial: bool = False  # load what fits by name and shape, and tell of the rest; else all must fit
+
+    @hookimpl(tryfirst=True)
+    def on_start(self, loop: Loop) -> None:
+        """Load the file; raises ConfigError that tells of all that does not fit."""
+        if self.start_from and loop.progress.position == 0:
+            load_into(loop.model, Path(self.start_from), self.start_partial)
+
+
+def load_into(model: nn.Module, path: Path, partial: bool = False) -> None:
+    """Copy the tensors of the safetensors file at `path` into those of `model` that have their names.
+
+    Raises ConfigError for a file that cannot be used, for one that has other names or shapes unless `partial`, and
+    for one of which nothing fits. The model is then as it was.
+    """
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    shapes, given = {name: tuple(tensor.shape) for name, tensor in own.items()}, check_file(path)
+    fitting = [name for name in own if given.get(name) == shapes[name]]
+    count = f"{len(fitting)} of the model's {len(own)} tensors"
+    differences = _differences(shapes, given)
+    if differences and not (partial and fitting):
+        way_out = f"\n  start_partial = true loads what fits: {count}" if fitting else ""
+        raise ConfigError(f"model.start_from: {path} is of another model: {differences}{way_out}")
+    with safetensors.safe_open(path, framework="pt") as file, torch.no_grad():
+        for name in fitting:
+            own[name].copy_(file.get_tensor(name))
+    log.info("started from %s: %s", path, count)
+    if differences:
+        log.warning("what of %s did not fit: %s", path, differences)
+
+
+def check_file(path: Path) -> Shapes:
+    """Return the shapes of the tensors in the safetensors file at `path`, of which only the header is read.
+
+    Raises ConfigError when it is missing, cut short, or of another format.
+    """
+    where = f"model.start_from: {path}"
+    if path.is_dir():
+        inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors file"
+        raise ConfigError(f"{where} is a folder; name one file: it has {inside}")
+    try:
+        with path.open("rb") as opened:
+            start = opened.read(2)
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 no mapping
+    except FileNotFoundError:
+        near = nearest(path.name, _names_in(path.parent))
+        raise ConfigError(f"{where}: no such file{near}") from None
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from None
+    except safetensors.SafetensorError as error:
+        if start == b"PK" or start[:1] == b"\x80":  # torch.save writes a zip archive, before torch 1.6 a bare pickle
+            raise ConfigError(
+                f"{where} is a pickle, which may run any code when it is read; load it with "
+                "torch.load(..., weights_only=True) and write it with safetensors.torch.save_file"
+            ) from None
+        raise ConfigError(f"{where}: cut short, or no safetensors file: {error}") from None
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+
+
+def _differences(own: Shapes, given: Shapes) -> str:
+    """Return how many names and shapes differ, and the first of each kind; an empty string if none."""
+    missing = [name for name in own if name not in given]
+    unexpected = [name for name in given if name not in own]
+    misshapen = [name for name in own if name in given and given[name] != own[name]]
+    # Generators, because looking for the nearest name takes long: only those that are told are looked for.
+    told = zip_longest(
+        (f"missing {name}{nearest(name, unexpected)}" for name in missing),
+        (f"unexpected {name}{nearest(name, missing)}" for name in unexpected),
+        (f"{name} has shape {given[name]}, the model has {own[name]}" for name in misshapen),
+    )
+    lines = list(islice(filter(None, chain.from_iterable(told)), _TOLD))
+    total = len(missing) + len(unexpected) + len(misshapen)
+    if total > len(lines):
+        lines.append(f"and {total - len(lines)} more")
+    return "\n  ".join((f"{total} difference{'s' * (total != 1)}", *lines)) if total else ""
