@@ -142,8 +142,7 @@ class Discrete:
 
     def from_fraction(self, fraction: Tensor) -> Tensor:
         """Return floor(fraction * T): timesteps, int64."""
-        num = len(self.schedule.betas)
-        return (fraction * num).long().clamp_(max=num - 1)  # the product of a fraction near 1 may be rounded to T
+        return (fraction * len(self.schedule.betas)).long()  # a float32 below 1 times T is never rounded up to T
 
     def from_log_ratio(self, log_ratio: Tensor) -> Tensor:
         """Return the timesteps, int64, whose noise level is nearest on the log scale."""

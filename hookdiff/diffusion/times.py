@@ -39,7 +39,7 @@ def uniform(process: Process, fraction: Tensor, mean: float, std: float) -> Tens
 
 def logit_normal(process: Process, fraction: Tensor, mean: float, std: float) -> Tensor:
     """More often from the middle of the way: its logit is N(mean, std²). Esser et al. 2024 (arXiv 2403.03206)."""
-    return process.from_fraction(_normal(fraction, mean, std).sigmoid())
+    return process.from_fraction(_normal(fraction, mean, std).sigmoid().clamp(max=_MOST))
 
 
 def log_normal(process: Process, fraction: Tensor, mean: float, std: float) -> Tensor:
