@@ -1,6 +1,7 @@
 """Networks for diffusion."""
 
+from hookdiff.models.adapters import adapt
 from hookdiff.models.dit import DiT
 from hookdiff.models.unet import UNet
 
-__all__ = ["DiT", "UNet"]
+__all__ = ["DiT", "UNet", "adapt"]
