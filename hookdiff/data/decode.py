@@ -28,7 +28,7 @@ def upright_size(image: Any) -> tuple[int, int]:
     # Pillow turns the size of a TIFF itself, and would read a whole PNG to look for an orientation behind its pixels.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return int(image.width), int(image.height)
-    turned = image.getexif().get(_ORIENTATION, 1) > 4
+    turned = _orientation(image) > 4
     return (int(image.height), int(image.width)) if turned else (int(image.width), int(image.height))
 
 
@@ -40,8 +40,10 @@ def decode(image: Any, channels: int | None, background: str) -> Any:
     """
     from PIL import Image, ImageOps
 
+    if image.format == "TIFF":
+        image.filename = ""  # else Pillow maps the file with width and height swapped, if it has to be turned
     image.load()
-    if image.getexif().get(_ORIENTATION, 1) != 1:
+    if _orientation(image) != 1:
         ImageOps.exif_transpose(image, in_place=True)
     if image.mode == "F" or image.mode.startswith("I"):
         image = Image.fromarray(_eight_bits(numpy.asarray(image)))
@@ -51,6 +53,15 @@ def decode(image: Any, channels: int | None, background: str) -> Any:
         image = Image.new("RGB", image.size, background)
         image.paste(layer.convert("RGB"), mask=layer.getchannel("A"))
     return image if image.mode == mode else image.convert(mode)
+
+
+def _orientation(image: Any) -> int:
+    """Return the orientation that Exif tells, 1 to 8; 1, upright, where that part of the file is broken."""
+    try:
+        told = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # the pixels may still be good
+        return 1
+    return told if told in range(1, 9) else 1
 
 
 def _eight_bits(values: Any) -> Any:

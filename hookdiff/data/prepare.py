@@ -11,7 +11,7 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff.data.memory import InMemory
-from hookdiff.data.source import Images, Source, in_threads
+from hookdiff.data.source import Images, Source
 from hookdiff.data.store import GIB, Cache, Store, fill
 from hookdiff.data.survey import Survey, check_readable, first_stage_shape, survey
 from hookdiff.data.transforms import Transforms
@@ -137,8 +137,7 @@ def _from_tensor(source: InMemory, transforms: Transforms, store: Store) -> Prep
             raise UserError(
                 f"the images, {told}, are smaller than {key} = {transforms.side}; upscale = true enlarges them"
             )
-        images = source.images.cpu()
-        fitted = torch.stack(list(in_threads(lambda index: transforms.fit(images[index]), range(len(source)))))
+        fitted = transforms.fit_stack(source.images)
         prepared.samples, shape = InMemory(fitted, labels, source.classes), tuple(fitted.shape[1:])
     prepared.shape = shape
     _check_colour(shape, transforms)

@@ -51,15 +51,15 @@ def survey(source: Images) -> Survey:
     """Look at every sample of `source`; where its `shape` says what all are like, at none."""
     found = Survey()
     if shape := getattr(source, "shape", None):
-        found.kinds[_kind(numpy.empty(shape, numpy.uint8))] = len(source)
-        found.examples[_kind(numpy.empty(shape, numpy.uint8))] = 0
+        found.kinds[kind_of(numpy.empty(shape, numpy.uint8))] = len(source)
+        found.examples[kind_of(numpy.empty(shape, numpy.uint8))] = 0
         return found
 
     def look(index: int) -> Kind | str:
         try:
             image = source.load(index)
             with closing_file(image):
-                return _kind(image)
+                return kind_of(image)
         except Exception as error:  # decoders raise whatever the bytes lead them to
             return f"{source.describe(index)}: {told(error)}"
 
@@ -71,7 +71,8 @@ def survey(source: Images) -> Survey:
     return found
 
 
-def _kind(image: Any) -> Kind:
+def kind_of(image: Any) -> Kind:
+    """Return mode, width and height of a Pillow image, or of pixels c h w or h w."""
     if not isinstance(image, (Tensor, numpy.ndarray)):
         return (image.mode, *upright_size(image))
     channels, height, width = (1, *image.shape) if image.ndim == 2 else image.shape

@@ -14,6 +14,7 @@ import numpy
 import torch
 from attrs import define, field, validators
 from torch import Tensor
+from torch.nn import functional
 
 from hookdiff.data.decode import decode
 from hookdiff.errors import nearest
@@ -52,7 +53,7 @@ def _is_colour(_: Any, __: Any, colour: str) -> None:
 class Transforms:
     """How pictures become samples of one shape, and how they vary from epoch to epoch."""
 
-    image_size: int | None = field(default=None, validator=validators.optional(validators.ge(1)))  # pixels, square
+    image_size: int | None = field(default=None, validator=validators.optional(validators.ge(2)))  # pixels, square
     resize: int | None = field(default=None, validator=_resize_fits)  # of the shorter side, before a random crop
     upscale: bool = False  # allow to enlarge
     channels: Literal[1, 3] | None = None  # grey or RGB; None: as the files are
@@ -103,6 +104,28 @@ class Transforms:
         pixels = torch.from_numpy(numpy.array(image))
         return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1).contiguous()
 
+    def fit_stack(self, images: Tensor) -> Tensor:
+        """Return the first stage of `images` (n c h w, uint8, c 1 or 3) as one tensor.
+
+        The same as that of `fit` for each, but for roundings, and many times faster.
+        """
+        return torch.cat([self._fit_chunk(chunk) for chunk in torch.split(images, 1024)])
+
+    def _fit_chunk(self, images: Tensor) -> Tensor:
+        channels, height, width = images.shape[1:]
+        if self.channels == 1 and channels == 3:
+            weights = torch.tensor([19595, 38470, 7471], device=images.device).view(1, 3, 1, 1)  # of Pillow
+            images = ((images * weights).sum(1, keepdim=True) + (1 << 15) >> 16).to(torch.uint8)
+        if self.side is not None and (height, width) != (self.side, self.side):
+            wide, high, left, top = _placed(width, height, self.side)
+            images = images.float()
+            for size in ((height, wide), (high, wide)):  # as Pillow rounds and clips after each direction
+                images = functional.interpolate(images, size, mode="bicubic", antialias=True).round_().clamp_(0, 255)
+            images = images[..., top : top + self.side, left : left + self.side].to(torch.uint8)
+        if self.channels == 3 and channels == 1:
+            images = images.expand(-1, 3, -1, -1)
+        return images.contiguous()
+
 
 def _as_picture(pixels: Tensor) -> Any:
     from PIL import Image
@@ -126,10 +149,13 @@ def _resized(image: Any, side: int, upscale: bool) -> Any:
         raise ValueError(f"{width} x {height} is smaller than {side} x {side}; upscale = true enlarges it")
     if width == height == side:
         return image
-    # The sizes and offsets of torchvision's Resize and CenterCrop, but only what is kept is computed.
+    wide, high, left, top = _placed(width, height, side)
+    resized = image.resize((wide, high), Image.Resampling.BICUBIC)
+    return resized.crop((left, top, left + side, top + side)) if wide != high else resized
+
+
+def _placed(width: int, height: int, side: int) -> tuple[int, int, int, int]:
+    """Return the resized width and height and the centre square's left and top, as torchvision rounds them."""
     short = min(width, height)
     wide, high = int(side * width / short), int(side * height / short)
-    left, top = round((wide - side) / 2), round((high - side) / 2)
-    across, down = width / wide, height / high
-    box = (left * across, top * down, min((left + side) * across, width), min((top + side) * down, height))
-    return image.resize((side, side), Image.Resampling.BICUBIC, box)
+    return wide, high, round((wide - side) / 2), round((high - side) / 2)
