@@ -238,7 +238,8 @@ class Sampling:
                 chain = Chain(self, net, diffusion, told, generators[rows])
                 for now, after in pairwise((*points, IMAGE)):
                     x = chain.step(x, now, after)
-                made[rows] = diffusion.restored(x)
+                shown = diffusion.restored(x)
+                made[rows] = shown.clamp(-1, 1) if self.clips else shown  # data_std and data_mean have rounded
         return made
 
     @property
