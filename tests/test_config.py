@@ -124,7 +124,7 @@ SOURCES = "digits, folder, fashion-mnist, torchvision:NAME, huggingface, array"
         ("data.source", "folder", "data: folder needs path"),
         ("data.source", "torchvision:MNST", "data.source: torchvision.datasets has no 'MNST'; did you mean 'MNIST'?"),
         ("data.source", "torchvision:MNIST", "data: torchvision:MNIST needs root"),
-        ("data.image_size", 0, "data.image_size: must be >= 1: 0"),
+        ("data.image_size", 1, "data.image_size: must be >= 2: 1"),
         ("data.resize", 32, "data.resize: needs image_size, the side of what is cut out"),
         ("data.flip", 1.5, "data.flip: must be from 0 to 1, or true for a half: 1.5"),
         ("data.flip", "yes", "data.flip: expected true or false or a number, got 'yes'"),
@@ -156,7 +156,11 @@ SOURCES = "digits, folder, fashion-mnist, torchvision:NAME, huggingface, array"
         ),
         ("optimizer.lr", "1e-3", "optimizer.lr: expected a number, got '1e-3'"),
         ("optimizer.betas", [0.9], "optimizer.betas: expected a list of 2, got 1 items"),
-        ("diffusion.schedule", "cosin", "diffusion.schedule: must be one of linear, scaled_linear, cosine, sigmoid, flow, edm, not 'cosin'; did you mean"),
+        (
+            "diffusion.schedule",
+            "cosin",
+            "diffusion.schedule: must be one of linear, scaled_linear, cosine, sigmoid, flow, edm, not 'cosin'; did you mean",
+        ),
         ("sampling.eta", 2, "sampling.eta: must be <= 1: 2.0"),
         ("plugins.ema.decay", 1, "plugins.ema.decay: must be < 1: 1.0"),
         (

@@ -13,6 +13,7 @@ from hookdiff.cli.exits import WRONG_INPUT
 COMMANDS = {
     "run": "Train from a config.",
     "check": "Check a config and print it with every default; build nothing.",
+    "data": "Look at what a config would train on: sizes, classes, what is broken, and a picture of it.",
     "sample": "Make images from a trained run.",
     "plugins": "List the installed plugins, or the order in which a config's are called.",
     "selftest": "Prove on this machine that what hookdiff computes is right.",

@@ -1,0 +1,109 @@
+"""`hookdiff data`: what a config would train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hookdiff.cli.options import config_argument, override_options
+
+if TYPE_CHECKING:
+    from hookdiff.data import Feed
+
+_MOST = 10  # classes, sizes, files that are told
+_SHOWN = 64  # images of the sheet
+
+
+@click.command()
+@config_argument
+@override_options
+@click.option("--out", type=click.Path(path_type=Path), help="Draw a .png of the first batch, as the model sees it.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--seconds", default=2.0, show_default=True, type=click.FloatRange(0), help="How long to time epochs.")
+def command(
+    config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool, seconds: float
+) -> None:
+    """Look at the data of CONFIG: every sample is read once."""
+    import json
+
+    from hookdiff import experiment
+    from hookdiff.config import load
+    from hookdiff.data.report import report
+
+    checked = load(config, plugins, settings)
+    device = experiment.pick_device(checked.run.device)
+    feed = experiment.build_feed(checked).bind(checked.run, device)
+    found = {"source": checked.data.use, **report(feed, seconds)}
+    sheet = _draw(feed, out) if out else None
+    if as_json:
+        click.echo(json.dumps({**found, "sheet": sheet}))
+        return
+    for name, told in _rows(found):
+        click.echo(f"{name:<12} {told}")
+    if sheet:
+        click.echo(f"{'sheet':<12} {sheet['path']}: the first {sheet['images']} images of epoch 0")
+        for row in sheet["labels"]:
+            click.echo(f"{'':<12} {' '.join(row)}")
+
+
+def _draw(feed: Feed, out: Path) -> dict[str, Any]:
+    """Draw the first batch of epoch 0 and return the labels row by row."""
+    import math
+
+    from hookdiff.errors import UserError
+    from hookdiff.images import save_grid
+
+    batch = next(feed.batches(0))[:_SHOWN]
+    columns = math.ceil(math.sqrt(len(batch)))
+    try:
+        save_grid(batch.inputs, out, columns)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
+    labels = [] if batch.labels is None else batch.labels.tolist()
+    names = [feed.classes[label] if feed.classes and label >= 0 else str(label) for label in labels]
+    rows = [names[start : start + columns] for start in range(0, len(names), columns)]
+    return {"path": str(out), "images": len(batch), "labels": rows}
+
+
+def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "source", found["source"]
+    held = f", {found['held_out']:,} of them held out" if found["held_out"] else ""
+    yield "samples", f"{found['samples']:,}{held}"
+    if found["sizes"]:
+        yield "sizes", _some([f"{width} x {height}: {count:,}" for width, height, count in found["sizes"]])
+        yield "modes", _some([f"{mode}: {count:,}" for mode, count in found["modes"].items()])
+    if found["classes"] is not None:
+        counts = found["classes"]
+        yield "classes", f"{len(counts):,}: {_some([f'{name} {count:,}' for name, count in counts.items()])}"
+        most, least = max(counts.values()), min(counts.values())
+        yield "balance", f"{least:,} to {most:,} samples a class" + (f", {most / least:.1f} times" if least else "")
+    else:
+        yield "classes", "no labels"
+    values = found["values"]
+    yield "trained on", f"{' x '.join(map(str, found['shape']))}, from {values['min']:.3g} to {values['max']:.3g}"
+    yield "mean", ", ".join(f"{value:.4f}" for value in values["mean"])
+    yield "std", ", ".join(f"{value:.4f}" for value in values["std"])
+    yield "store", _store(found["store"])
+    unreadable, duplicates = found["unreadable"], found["duplicates"]
+    yield "unreadable", f"{unreadable['count']:,}"
+    for line in unreadable["files"][:_MOST]:
+        yield "", line
+    yield "duplicates", f"{duplicates['count']:,} have the pixels of another" if duplicates["count"] else "0"
+    for group in duplicates["groups"]:
+        yield "", " = ".join(group[:3]) + (", ..." if len(group) > 3 else "")
+    yield "speed", f"{found['images_per_second']:,.0f} images/s"
+
+
+def _store(store: dict[str, Any]) -> str:
+    if store["place"] == "none":
+        workers = store["workers"]
+        return f"none: read again in every epoch, by {f'{workers} workers' if workers else 'the process that trains'}"
+    where = store["path"] or store["device"]
+    return f"{store['place']}: {store['bytes'] / 2**20:,.1f} MiB in {where}"
+
+
+def _some(told: list[str]) -> str:
+    return ", ".join(told[:_MOST]) + (f", and {len(told) - _MOST} more" if len(told) > _MOST else "")
