@@ -46,8 +46,8 @@ def build(
     model.to(device)
     if config.run.channels_last:
         model.to(memory_format=torch.channels_last)
-    check_model(config.model, model, feed)
     config = fit_to_model(config, model)
+    check_model(config, model, feed)
     objective, sampler = build_objective(config, feed)
     plugins: dict[str, object] = {"run_dir": RunDir(run_dir, overwrite), "metrics": Metrics()}
     if config.start.get("start_from"):
@@ -120,13 +120,14 @@ def build_model(part: Part) -> nn.Module:
         raise ConfigError(f"{part.where}: {error}") from None
 
 
-def check_model(part: Part, model: nn.Module, feed: Feed) -> None:
+def check_model(config: Config, model: nn.Module, feed: Feed) -> None:
     """Raise ConfigError unless `model` takes images and classes as the data has them, and returns the same shape."""
+    part = config.model
     asked, known = getattr(model, "num_classes", None) or 0, feed.num_classes or 0
     if 0 < asked < known:
         raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}, the data has {known} classes")
     try:
-        check_contract(model, feed.shape)
+        check_contract(model, feed.shape, labels=config.diffusion.arguments["conditional"])
     except ValueError as error:
         differing = {key: said for key, said in _facts(feed).items() if part.arguments.get(key, said) != said}
         likely = "; the data says " + ", ".join(f"{key} = {said}" for key, said in differing.items())

@@ -45,14 +45,14 @@ def adapt(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_contract(model: nn.Module, shape: Sequence[int]) -> None:
+def check_contract(model: nn.Module, shape: Sequence[int], *, labels: bool = False) -> None:
     """Call `model` once, as training will, and let it return the `sample` of its output if that is no tensor.
 
     Raises ValueError, which goes on after the model's name, unless it maps images of `shape` (c h w) to the same.
     """
     given = (2, *shape)
     try:
-        output = _tried(model, given)
+        output = _tried(model, given, labels)
     except Exception as error:  # whatever a model may raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"cannot be called with images of shape {given}: {reason}") from error
@@ -65,13 +65,12 @@ def check_contract(model: nn.Module, shape: Sequence[int]) -> None:
         raise ValueError(f"returned shape {tuple(output.shape)} for images of shape {given}, expected the same")
 
 
-def _tried(model: nn.Module, shape: tuple[int, ...]) -> Any:
+def _tried(model: nn.Module, shape: tuple[int, ...], labels: bool) -> Any:
     """Return what `model` makes of zeros: on the meta device, which computes nothing, if the model can go there."""
 
     def zeros(device: torch.device) -> tuple[Tensor, ...]:
         times = torch.zeros(shape[0], dtype=torch.int64, device=device)
-        labels = [times] if getattr(model, "num_classes", None) else []
-        return (torch.zeros(shape, device=device), times, *labels)
+        return (torch.zeros(shape, device=device), times, *([times] if labels else []))
 
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = torch.device("meta")

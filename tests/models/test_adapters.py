@@ -22,8 +22,6 @@ device = "cpu"
 plugins = ["ema"]
 [data]
 source = "digits"
-[diffusion]
-timesteps = 20
 [sampling]
 steps = 2
 """
@@ -63,8 +61,8 @@ def test_ours_keep_it_and_are_left_alone() -> None:
         for num_classes in (0, 3):
             model = kind(num_classes=num_classes)
             assert adapt(model) is model
-            check_contract(model, (1, 8, 8))
-            check_contract(model, (1, 16, 8))
+            check_contract(model, (1, 8, 8), labels=num_classes > 0)
+            check_contract(model, (1, 16, 8), labels=num_classes > 0)
             assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == (0, 0)
             assert model.training
 
@@ -143,6 +141,11 @@ def config(tmp_path, monkeypatch):
             "multiples of 3 for patch_size; nearest: 6x6 or 9x9; the data says image_size = 8",
         ),
         ('[model]\nuse = "unet"\nnum_classes = 9', "model: unet has num_classes = 9, the data has 10 classes"),
+        (
+            '[model]\nuse = "unet"\nnum_classes = 10\n[diffusion]\nconditional = false',
+            "model: unet cannot be called with images of shape (2, 1, 8, 8): the model was built with num_classes=10 "
+            "and got no labels: ",
+        ),
         (
             '[model]\nuse = "torch.nn:Conv2d"\nkernel_size = 3\nout_channels = 2',
             "model: torch.nn:Conv2d cannot be called with images of shape (2, 1, 8, 8): ",
