@@ -1,0 +1,278 @@
+"""The same schedules, and the same images from the same noise and network, as diffusers makes.
+
+Its schedulers keep their tables in float32, ours in float64: that is the tolerance. Where the two do other maths, the
+test that sees it says so and sets options so that they do the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookdiff.diffusion import Diffusion, Sampling, VPrediction, make_schedule, q_sample
+
+pytestmark = [
+    pytest.mark.slow,
+    # NumPy 2 says so of a tensor that becomes an array, as the schedulers do it
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
+]
+
+NAMES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2", "sigmoid": "sigmoid"}
+ENDS = {"scaled_linear": {"beta_start": 0.00085, "beta_end": 0.012}}  # of Stable Diffusion; they have one for all
+SHAPE, NUM = (3, 8, 8), 3
+PREDICTIONS = ["epsilon", "sample", "v_prediction"]
+
+
+@pytest.fixture(scope="module")
+def diffusers() -> Any:
+    return pytest.importorskip("diffusers")
+
+
+class Net(nn.Module):
+    """Small, with weights that are the same each time, and an answer that depends on the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 3, 3, padding=1)
+        self.of_time = nn.Linear(4, 16)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter[0].numel())
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        time = time.to(x.dtype).view(-1, 1)
+        waves = torch.cat([(time / 300).sin(), (time / 300).cos(), (time / 70).sin(), (time / 70).cos()], 1)
+        hidden = self.first(x) + self.of_time(waves).view(len(x), 16, 1, 1)
+        output: Tensor = self.last(nn.functional.silu(hidden))
+        return output
+
+
+class RoundedTime(Net):
+    """For a scheduler that knows whole timesteps alone."""
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return super().forward(x, time.double().round())
+
+
+def generators() -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(NUM)]
+
+
+def noise() -> Tensor:
+    return torch.randn(NUM, *SHAPE, generator=torch.Generator().manual_seed(99))
+
+
+@torch.no_grad()
+def theirs(scheduler: Any, net: Any, scale: float = 1.0, **options: Any) -> Tensor:
+    x = noise() * scale
+    for t in scheduler.timesteps:
+        output = net(scheduler.scale_model_input(x, t), t.expand(NUM))
+        x = scheduler.step(output, t, x, **options).prev_sample
+    return x
+
+
+def ours(diffusion: Diffusion, net: Any, **options: Any) -> Tensor:
+    options = {"clip_sample": False, **options}
+    return Sampling(**options).sample(net, diffusion, SHAPE, generators(), "cpu", noise=noise())
+
+
+def check(one: Tensor, other: Tensor) -> None:
+    size = max(1.0, float(other.abs().max()))  # that of samples without clipping, of a network that was never trained
+    assert other.isfinite().all()
+    assert other.std() > 0.1
+    torch.testing.assert_close(one / size, other / size, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("zero_snr", [False, True])
+def test_schedules(diffusers: Any, schedule: str, zero_snr: bool) -> None:
+    scheduler = diffusers.DDPMScheduler(
+        beta_schedule=NAMES[schedule], rescale_betas_zero_snr=zero_snr, **ENDS.get(schedule, {})
+    )
+    table = make_schedule(schedule, 1000, zero_snr=zero_snr)
+    torch.testing.assert_close(table.betas.float(), scheduler.betas, rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(table.alphas_cumprod.float(), scheduler.alphas_cumprod, rtol=1e-4, atol=1e-6)
+    assert (scheduler.alphas_cumprod[-1] == 0) == zero_snr
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_noised_images_and_velocities(diffusers: Any, schedule: str) -> None:
+    scheduler = diffusers.DDPMScheduler(beta_schedule=NAMES[schedule], **ENDS.get(schedule, {}))
+    timesteps = torch.tensor([0, 1, 300, 500, 998, 999])
+    x0, eps = torch.randn(2, 6, *SHAPE, generator=torch.Generator().manual_seed(1))
+    alpha, sigma, _ = Diffusion(schedule=schedule).process.rates(timesteps, 4)
+    noised = q_sample(x0, eps, alpha, sigma)
+    # theirs takes 1 - alphas_cumprod in float32, which is off by up to 3e-4 of it where it is small
+    torch.testing.assert_close(noised, scheduler.add_noise(x0, eps, timesteps), rtol=0, atol=2e-5)
+    velocity = VPrediction().target(x0, eps, alpha, sigma)
+    torch.testing.assert_close(velocity, scheduler.get_velocity(x0, eps, timesteps), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("prediction_type", PREDICTIONS)
+@pytest.mark.parametrize("spacing", ["trailing", "leading"])
+@pytest.mark.parametrize("eta", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("clip", [False, True])
+def test_ddim(diffusers: Any, prediction_type: str, spacing: str, eta: float, clip: bool) -> None:
+    scheduler = diffusers.DDIMScheduler(
+        prediction_type=prediction_type, timestep_spacing=spacing, clip_sample=clip, beta_schedule="linear"
+    )
+    scheduler.set_timesteps(20)
+    # by default it goes on with a noise that does not belong to the clipped image
+    made = theirs(scheduler, Net(), eta=eta, use_clipped_model_output=True, generator=generators())
+    diffusion = Diffusion(prediction_type=prediction_type)
+    check(ours(diffusion, Net(), steps=20, spacing=spacing, eta=eta, clip_sample=clip), made)
+
+
+@pytest.mark.parametrize("schedule", ["scaled_linear", "cosine"])
+@pytest.mark.parametrize("prediction_type", ["sample", "v_prediction"])
+def test_ddim_with_zero_terminal_snr(diffusers: Any, schedule: str, prediction_type: str) -> None:
+    scheduler = diffusers.DDIMScheduler(
+        prediction_type=prediction_type,
+        timestep_spacing="trailing",
+        clip_sample=False,
+        beta_schedule=NAMES[schedule],
+        rescale_betas_zero_snr=True,
+        **ENDS.get(schedule, {}),
+    )
+    scheduler.set_timesteps(20)
+    diffusion = Diffusion(schedule=schedule, prediction_type=prediction_type, rescale_betas_zero_snr=True)
+    check(ours(diffusion, Net(), steps=20), theirs(scheduler, Net()))
+
+
+def test_ddim_with_thresholding(diffusers: Any) -> None:
+    scheduler = diffusers.DDIMScheduler(
+        timestep_spacing="trailing", thresholding=True, dynamic_thresholding_ratio=0.9, sample_max_value=1e9
+    )
+    scheduler.set_timesteps(20)
+    made = theirs(scheduler, Net(), use_clipped_model_output=True)
+    check(ours(Diffusion(), Net(), steps=20, thresholding=True, dynamic_thresholding_ratio=0.9), made)
+
+
+@pytest.mark.parametrize("prediction_type", PREDICTIONS)
+@pytest.mark.parametrize(
+    ("variance", "spacing"),
+    # with "trailing" theirs adds the large noise to the image itself
+    [("fixed_small", "trailing"), ("fixed_small", "leading"), ("fixed_large", "leading")],
+)
+@pytest.mark.parametrize("clip", [False, True])
+def test_ddpm(diffusers: Any, prediction_type: str, variance: str, spacing: str, clip: bool) -> None:
+    scheduler = diffusers.DDPMScheduler(
+        prediction_type=prediction_type, variance_type=variance, timestep_spacing=spacing, clip_sample=clip
+    )
+    scheduler.set_timesteps(20)
+    made = theirs(scheduler, Net(), generator=generators())
+    diffusion = Diffusion(prediction_type=prediction_type)
+    options = {"sampler": "ddpm", "steps": 20, "spacing": spacing, "variance": variance, "clip_sample": clip}
+    check(ours(diffusion, Net(), **options), made)
+
+
+def scale_of(scheduler: Any) -> float:
+    """They have x / alpha, and with "trailing" its noise begins with sigma / alpha, which leaves out x0's share."""
+    return float((scheduler.sigmas[0].double() ** 2 + 1) ** 0.5)
+
+
+# Churn is not compared: their network has seen x before the noise is added, and not, as algorithm 2 wants it, after.
+
+
+@pytest.mark.parametrize("prediction_type", PREDICTIONS)
+@pytest.mark.parametrize("spacing", ["trailing", "leading", "karras"])
+@pytest.mark.parametrize("schedule", ["linear", "scaled_linear"])
+def test_euler(diffusers: Any, schedule: str, prediction_type: str, spacing: str) -> None:
+    karras = spacing == "karras"
+    scheduler = diffusers.EulerDiscreteScheduler(
+        beta_schedule=schedule,
+        prediction_type=prediction_type,
+        timestep_spacing="linspace" if karras else spacing,  # so that the noise levels go from end to end
+        use_karras_sigmas=karras,
+        **ENDS.get(schedule, {}),
+    )
+    scheduler.set_timesteps(20)
+    diffusion = Diffusion(schedule=schedule, prediction_type=prediction_type)
+    images = ours(diffusion, Net(), sampler="euler", steps=20, spacing=spacing)
+    check(images, theirs(scheduler, Net(), scale_of(scheduler)))
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])  # theirs has no other
+@pytest.mark.parametrize("spacing", ["trailing", "leading", "karras"])
+def test_heun(diffusers: Any, prediction_type: str, spacing: str) -> None:
+    karras = spacing == "karras"
+    scheduler = diffusers.HeunDiscreteScheduler(
+        beta_schedule="scaled_linear",
+        prediction_type=prediction_type,
+        timestep_spacing="linspace" if karras else spacing,
+        use_karras_sigmas=karras,
+        **ENDS["scaled_linear"],
+    )
+    scheduler.set_timesteps(20)
+    diffusion = Diffusion(schedule="scaled_linear", prediction_type=prediction_type)
+    images = ours(diffusion, Net(), sampler="heun", steps=20, spacing=spacing)
+    check(images, theirs(scheduler, Net(), scale_of(scheduler)))
+
+
+@pytest.mark.parametrize("prediction_type", PREDICTIONS)
+@pytest.mark.parametrize("spacing", ["trailing", "leading", "karras"])
+@pytest.mark.parametrize("steps", [2, 8, 20])
+def test_dpmpp_2m(diffusers: Any, prediction_type: str, spacing: str, steps: int) -> None:
+    scheduler = diffusers.DPMSolverMultistepScheduler(
+        prediction_type=prediction_type,
+        solver_order=2,
+        timestep_spacing="trailing",
+        use_karras_sigmas=spacing == "karras",
+        final_sigmas_type="zero",
+    )
+    if spacing == "leading":  # of theirs with this name, none is timestep 0
+        scheduler.set_timesteps(timesteps=[1000 // steps * i for i in reversed(range(steps))])
+    else:
+        scheduler.set_timesteps(steps)
+    net = RoundedTime()  # as theirs rounds the times of "karras"
+    images = ours(Diffusion(prediction_type=prediction_type), net, sampler="dpmpp_2m", steps=steps, spacing=spacing)
+    check(images, theirs(scheduler, net))
+
+
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m"])
+@pytest.mark.parametrize("sigma_data", [0.5, 1.0])
+def test_edm(diffusers: Any, sampler: str, sigma_data: float) -> None:
+    kinds = {"euler": diffusers.EDMEulerScheduler, "dpmpp_2m": diffusers.EDMDPMSolverMultistepScheduler}
+    scheduler = kinds[sampler](sigma_min=0.002, sigma_max=80.0, sigma_data=sigma_data, prediction_type="epsilon")
+    scheduler.set_timesteps(18)
+    diffusion = Diffusion(schedule="edm", sigma_data=sigma_data, time_scale=1.0)
+    # theirs begins with sqrt(sigma_max² + 1)
+    check(ours(diffusion, Net(), sampler=sampler, steps=18), theirs(scheduler, Net(), 80.0))
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+@pytest.mark.parametrize("steps", [1, 4, 20])
+def test_flow_euler(diffusers: Any, shift: float, steps: int) -> None:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])  # its own end short of 1 / steps
+    diffusion = Diffusion(schedule="flow", time_shift=shift)
+    check(ours(diffusion, Net(), sampler="euler", steps=steps), theirs(TimesOnly(scheduler), Net()))
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+@pytest.mark.parametrize("steps", [2, 4, 20])
+def test_flow_heun(diffusers: Any, shift: float, steps: int) -> None:
+    scheduler = diffusers.FlowMatchHeunDiscreteScheduler(num_train_timesteps=steps, shift=shift)
+    scheduler.sigma_min, scheduler.sigma_max = 1 / steps, 1.0  # which it would shift twice
+    scheduler.set_timesteps(steps)
+    net, diffusion = Net(), Diffusion(schedule="flow", time_shift=shift, time_scale=steps, prediction_type="sample")
+
+    def image(x: Tensor, time: Tensor) -> Tensor:
+        """Our last step is one of Euler too, if it is the image that is predicted."""
+        return x - time.view(-1, 1, 1, 1) / steps * net(x, time)
+
+    check(ours(diffusion, image, sampler="heun", steps=steps), theirs(TimesOnly(scheduler), net))
+
+
+class TimesOnly:
+    """A scheduler of flow matching, which has nothing to scale."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.timesteps, self.step = scheduler.timesteps, scheduler.step
+
+    def scale_model_input(self, x: Tensor, t: Tensor) -> Tensor:
+        return x
