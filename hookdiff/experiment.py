@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from attrs import evolve
-from torch import nn
+from torch import Generator, nn
 
 from hookdiff.config import Config, Part, refusal
 from hookdiff.data import Feed, Images, InMemory, Source
@@ -47,8 +47,8 @@ def build(
     if config.run.channels_last:
         model.to(memory_format=torch.channels_last)
     config = fit_to_model(config, model)
-    check_model(config, model, feed)
     objective, sampler = build_objective(config, feed)
+    check_model(config, model, feed, objective)
     plugins: dict[str, object] = {"run_dir": RunDir(run_dir, overwrite), "metrics": Metrics()}
     if config.start.get("start_from"):
         plugins["start"] = Start(**config.start)
@@ -120,14 +120,14 @@ def build_model(part: Part) -> nn.Module:
         raise ConfigError(f"{part.where}: {error}") from None
 
 
-def check_model(config: Config, model: nn.Module, feed: Feed) -> None:
-    """Raise ConfigError unless `model` takes images and classes as the data has them, and returns the same shape."""
-    part = config.model
+def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusion) -> None:
+    """Raise ConfigError unless `model` takes what `objective` makes of the data, and returns the same shape."""
+    part, times = config.model, objective.process.network_time(objective.draw_times(1, Generator()))
     asked, known = getattr(model, "num_classes", None) or 0, feed.num_classes or 0
     if 0 < asked < known:
         raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}, the data has {known} classes")
     try:
-        check_contract(model, feed.shape, labels=config.diffusion.arguments["conditional"])
+        check_contract(model, feed.shape, labels=bool(objective.conditional), times=times.dtype)
     except ValueError as error:
         differing = {key: said for key, said in _facts(feed).items() if part.arguments.get(key, said) != said}
         likely = "; the data says " + ", ".join(f"{key} = {said}" for key, said in differing.items())
@@ -178,7 +178,7 @@ def probe(config: Config, *, resume: bool = False) -> None:
     problems = []
     steps: list[Any] = [
         lambda: pick_device(config.run.device),
-        lambda: _probe_model(config.model),
+        lambda: _probe_model(config.model, config.feed["transforms"].image_size),
         lambda: _probe_start(config.start.get("start_from") if not resume else None),
         lambda: build_optimizer(config.optimizer, nn.Linear(1, 1)),
         lambda: _probe_sampling(config),
@@ -193,9 +193,23 @@ def probe(config: Config, *, resume: bool = False) -> None:
     Plugins({name: part.build() for name, part in config.plugins.items()})  # do they keep the contract?
 
 
-def _probe_model(part: Part) -> None:
+def _probe_model(part: Part, side: int | None) -> None:
     if missing(part.target, part.arguments):
         return
+    names = [name for name in ("image_size", "sample_size") if part.accepts(name)]
+    sides = (side,) if side or not names else (8, 28, 32, 64, 96, 256)
+    errors = []
+    for guess in sides:
+        try:
+            _probe_one_model(part.given(**dict.fromkeys(names, guess)))
+        except ConfigError as error:
+            errors.append(str(error))
+    # Where the data has the say, only what is wrong in the same way for any size is wrong.
+    if len(errors) == len(sides) and len(set(errors)) == 1:
+        raise ConfigError(errors[0])
+
+
+def _probe_one_model(part: Part) -> None:
     try:
         with torch.device("meta"):
             build_model(part)

@@ -45,17 +45,22 @@ def adapt(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_contract(model: nn.Module, shape: Sequence[int], *, labels: bool = False) -> None:
+def check_contract(
+    model: nn.Module, shape: Sequence[int], *, labels: bool = False, times: torch.dtype = torch.int64
+) -> None:
     """Call `model` once, as training will, and let it return the `sample` of its output if that is no tensor.
+
+    `times` is the dtype of what it is told of the time: flow and EDM tell it floats.
 
     Raises ValueError, which goes on after the model's name, unless it maps images of `shape` (c h w) to the same.
     """
     given = (2, *shape)
     try:
-        output = _tried(model, given, labels)
+        output = _tried(model, given, labels, times)
     except Exception as error:  # whatever a model may raise
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"cannot be called with images of shape {given}: {reason}") from error
+        told = "" if times == torch.int64 else f" and times in {str(times).removeprefix('torch.')}"
+        raise ValueError(f"cannot be called with images of shape {given}{told}: {reason}") from error
     if not isinstance(output, Tensor) and isinstance(getattr(output, "sample", None), Tensor):
         model.register_forward_hook(_take_sample)
         output = output.sample
@@ -65,12 +70,12 @@ def check_contract(model: nn.Module, shape: Sequence[int], *, labels: bool = Fal
         raise ValueError(f"returned shape {tuple(output.shape)} for images of shape {given}, expected the same")
 
 
-def _tried(model: nn.Module, shape: tuple[int, ...], labels: bool) -> Any:
+def _tried(model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.dtype) -> Any:
     """Return what `model` makes of zeros: on the meta device, which computes nothing, if the model can go there."""
 
     def zeros(device: torch.device) -> tuple[Tensor, ...]:
-        times = torch.zeros(shape[0], dtype=torch.int64, device=device)
-        return (torch.zeros(shape, device=device), times, *([times] if labels else []))
+        classes = torch.zeros(shape[0], dtype=torch.int64, device=device)
+        return (torch.zeros(shape, device=device), classes.to(times), *([classes] if labels else []))
 
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = torch.device("meta")

@@ -24,9 +24,9 @@ def check(tmp_path, monkeypatch, capsys):
     (tmp_path / "small.toml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
 
-    def checked(*settings):
+    def checked(*settings, command="check"):
         words = [word for setting in settings for word in ("--set", setting)]
-        monkeypatch.setattr(sys, "argv", ["hookdiff", "check", "small.toml", *words])
+        monkeypatch.setattr(sys, "argv", ["hookdiff", command, "small.toml", *words])
         with pytest.raises(SystemExit) as end:
             main()
         return end.value.code, *capsys.readouterr()
@@ -57,7 +57,7 @@ def test_a_config_with_a_dit_is_printed_with_every_default(check):
     [
         ("model.num_head=4", "model.num_head: unknown key; did you mean 'num_heads'?; known: in_channels, "),
         ("model.num_heads=3", "model: num_heads=3 does not divide hidden_size=128; nearest: 2"),
-        ("model.patch_size=3", "model: image_size=8 is no multiple of patch_size=3; nearest: 6 or 9, or patch_size=2"),
+        ("model.patch_size=0", "model: patch_size=0 is less than 1; nearest: 1"),
         ("model.depth=six", "model.depth: expected an integer, got 'six'"),
         ("model.use=dti", "model.use: unknown 'dti'; did you mean 'dit'?; known: unet, dit, or module:Name"),
         ("model.start_from=gone.safetensors", "model.start_from: gone.safetensors: no such file"),
@@ -68,3 +68,12 @@ def test_a_wrong_argument_is_one_line(check, setting, line):
     assert (code, out) == (2, "")
     assert err.startswith(f"hookdiff: small.toml: 1 problem\n  {line}")
     assert err.count("\n") == 2
+
+
+def test_what_depends_on_the_size_of_the_data_waits_for_it(check):
+    wrong_for_digits = "model: image_size=8 is no multiple of patch_size=3; nearest: 6 or 9, or patch_size=2"
+    assert check("model.patch_size=3")[0] == 0
+    code, _, err = check("model.patch_size=3", "model.image_size=8")
+    assert (code, err) == (2, f"hookdiff: small.toml: 1 problem\n  {wrong_for_digits}\n")
+    code, _, err = check("model.patch_size=3", command="run")
+    assert (code, err) == (2, f"hookdiff: {wrong_for_digits}\n")
