@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookdiff import SampleRequest, derive_seed
-from hookdiff.randomness import STREAMS, Randomness, splitmix64, this_rank
+from hookdiff.randomness import STREAMS, Randomness, splitmix64, splitmix64_tensor, this_rank, uniforms
 
 CPU = torch.device("cpu")
 GAMMA = 0x9E3779B97F4A7C15  # by which SplitMix64 moves its state before each output
@@ -119,3 +119,29 @@ def test_an_image_has_a_generator_of_its_own(start: int, num: int) -> None:
 
 def test_a_process_that_is_alone_is_the_first_of_one() -> None:
     assert this_rank() == (0, 1, True)
+
+
+@given(values=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
+def test_tensors_are_mixed_as_numbers_are(values: list[int]) -> None:
+    mixed = splitmix64_tensor(torch.tensor(values)).tolist()
+    assert [value % 2**64 for value in mixed] == [splitmix64(value % 2**64) for value in values]
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    position=st.integers(0, 2**40),
+    parts=st.lists(st.integers(0, 2**40), min_size=1, max_size=9),
+)
+def test_numbers_of_a_part_are_those_of_its_seed(seed: int, position: int, parts: list[int]) -> None:
+    found = uniforms(seed, "augment", position, torch.tensor(parts), 3)
+    for part, row in zip(parts, found.tolist(), strict=True):
+        state = derive_seed(seed, "augment", position, part=part)
+        outputs = [splitmix64((state + step * 0x9E3779B97F4A7C15) % 2**64) for step in range(3)]
+        assert row == [(output >> 11) / 2**53 for output in outputs]
+
+
+def test_numbers_are_spread_evenly() -> None:
+    found = uniforms(3, "augment", 7, torch.arange(20_000), 5)
+    assert 0 <= found.min() < 0.001 < 0.999 < found.max() < 1
+    torch.testing.assert_close(found.mean(0), torch.full((5,), 0.5, dtype=torch.float64), rtol=0, atol=0.01)
+    torch.testing.assert_close(torch.cov(found.T), torch.eye(5, dtype=torch.float64) / 12, rtol=0, atol=0.002)

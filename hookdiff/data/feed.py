@@ -181,9 +181,8 @@ class Feed:
 
         A random crop becomes the centre. A `Source` that augments on its own does so as in epoch 0.
         """
-        yield from self._make(
-            0, torch.split(indices, batch_size), 0, 1, lambda images, _: plain(images, self.transforms)
-        )
+        parts = torch.split(indices, batch_size) if len(indices) else ()
+        yield from self._make(0, parts, 0, 1, lambda images, _: plain(images, self.transforms))
 
     def _make(self, epoch: int, parts: Sequence[Tensor], rank: int, num_ranks: int, finish: Finish) -> Iterator[Batch]:
         shares = [part[rank::num_ranks] for part in parts]

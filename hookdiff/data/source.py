@@ -84,6 +84,8 @@ def closing_file(image: Any) -> AbstractContextManager[Any]:
 def told(error: Exception) -> str:
     """Return what a decoder's error says, on one line."""
     message = (str(error).splitlines() or [""])[0].removesuffix(".")
+    if type(error).__name__ == "UnidentifiedImageError":
+        return "no image that Pillow knows"
     named = getattr(error, "strerror", None) or message  # without the path, which is told anyway
     return named if isinstance(error, (OSError, ValueError)) and named else f"{type(error).__name__}: {message}"
 

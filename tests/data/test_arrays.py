@@ -1,0 +1,143 @@
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from hookdiff import UserError
+from hookdiff.data import Arrays, Feed, Store, Transforms
+
+RGB = numpy.random.default_rng(0).integers(0, 256, (6, 3, 5, 7), dtype=numpy.uint8)
+
+
+def saved(path: Path, array: Any) -> str:
+    numpy.save(path, array)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("array", "layout", "expected"),
+    [
+        (RGB, "n c h w", RGB),
+        (RGB, None, RGB),
+        (RGB.transpose(0, 2, 3, 1), "n h w c", RGB),
+        (RGB.transpose(0, 2, 3, 1), None, RGB),
+        (RGB[:, 0], None, RGB[:, :1]),
+        (RGB[:, 0], "n h w", RGB[:, :1]),
+    ],
+)
+def test_every_layout(tmp_path: Path, array: Any, layout: Any, expected: Any) -> None:
+    data = Arrays(saved(tmp_path / "a.npy", array), layout=layout)
+    assert (len(data), data.labels, data.classes) == (6, None, None)
+    assert data.shape == expected.shape[1:]
+    for index in range(6):
+        assert torch.equal(data.load(index), torch.from_numpy(expected[index]))
+    (batch,) = Feed(data).plain(torch.arange(6))
+    assert torch.equal(batch.inputs, torch.from_numpy(expected).float() / 127.5 - 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [("float32", -1, 1), ("float64", 0, 1), ("uint16", 0, 65535), ("bool", 0, 1)]
+)
+def test_any_range_becomes_bytes(tmp_path: Path, dtype: str, low: float, high: float) -> None:
+    steps = numpy.array([0, 1]) if dtype == "bool" else numpy.linspace(0, 1, 8)
+    array = (low + steps * (high - low)).astype(dtype).reshape(1, 1, -1)
+    data = Arrays(saved(tmp_path / "a.npy", array), value_range=(low, high))
+    expected = (steps * 255).round()
+    assert numpy.abs(data.load(0).numpy().ravel() - expected).max() <= 1
+    assert data.load(0).flatten()[[0, -1]].tolist() == [0, 255]
+
+
+def test_arrays_of_an_npz(tmp_path: Path) -> None:
+    labels = numpy.array([0, 2, 1, -1, 0, 2], dtype=numpy.int32)
+    path = str(tmp_path / "a.npz")
+    numpy.savez(path, images=RGB, labels=labels, other=RGB[:, 0])
+    data = Arrays(path)
+    assert data.labels is not None
+    assert data.labels.tolist() == labels.tolist()
+    assert Arrays(path, images="other").shape == (1, 5, 7)
+    numpy.savez(path, x=RGB, y=labels)
+    with pytest.raises(ValueError, match="say which array has the images: images = one of x, y"):
+        Arrays(path)
+    with pytest.raises(ValueError, match="has no array 'z'; it has x, y"):
+        Arrays(path, images="z")
+    assert Arrays(path, images="x", labels="y").labels is not None
+    numpy.savez(path, only=RGB)
+    assert (len(Arrays(path)), Arrays(path).labels) == (6, None)
+
+
+def test_labels_in_a_file_of_their_own(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.npy", RGB)
+    data = Arrays(path, labels=saved(tmp_path / "y.npy", numpy.arange(6)))
+    assert data.labels is not None
+    assert data.labels.tolist() == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("array", "options", "message"),
+    [
+        (RGB.astype("float32"), {}, "holds float32: value_range = [LOW, HIGH] must say what is black and white (the"),
+        (RGB, {"layout": "n h w"}, "its shape (6, 3, 5, 7) is no 'n h w'"),
+        (RGB[:, :, :3, :3], {}, "cannot tell the layout of (6, 3, 3, 3): say layout = "),
+        (numpy.zeros((5, 9, 9, 9), "uint8"), {}, "cannot tell the layout of (5, 9, 9, 9)"),
+        (numpy.zeros(5, "uint8"), {}, "cannot tell the layout of (5,)"),
+        (numpy.array([["a"]]), {"layout": "n h w"}, "its shape (1, 1) is no"),
+        (numpy.array([[["a"]]]), {}, "holds <U1, expected numbers"),
+        (RGB, {"value_range": (1.0, 1.0)}, "value_range must be a low and a high value, not [1.0, 1.0]"),
+        (RGB, {"images": "x"}, "an .npy has no array named 'x'"),
+        (RGB, {"labels": "y.npy"}, "y.npy: no such file"),
+    ],
+)
+def test_what_is_no_array_of_images(tmp_path: Path, array: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Arrays(saved(tmp_path / "a.npy", array), **options)
+
+
+@pytest.mark.parametrize("labels", [numpy.zeros(5, "int64"), numpy.zeros(6), numpy.full(6, -2)])
+def test_labels_of_another_number_or_kind(tmp_path: Path, labels: Any) -> None:
+    path = saved(tmp_path / "a.npy", RGB)
+    with pytest.raises(ValueError, match=r"y.npy: (expected 6 whole numbers as labels|labels are counted from 0)"):
+        Arrays(path, labels=saved(tmp_path / "y.npy", labels))
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    saved(tmp_path / "right.npy", RGB)
+    with pytest.raises(ValueError, match=r"no such file; did you mean 'right.npy'"):
+        Arrays(str(tmp_path / "rihgt.npy"))
+    for name in ("a.npy", "a.npz"):
+        (tmp_path / name).write_bytes(b"\x93NUMPY nothing")
+        with pytest.raises(ValueError, match=f"{name}: cannot be read: "):
+            Arrays(str(tmp_path / name))
+    with pytest.raises(ValueError, match=r"expected an .npy or an .npz"):
+        Arrays(str(tmp_path / "a.pt"))
+
+
+def test_values_outside_of_the_range_are_torn(tmp_path: Path) -> None:
+    array = numpy.full((3, 4, 4), 0.5, "float32")
+    array[1, 0, 0], array[2, 0, 0] = 1.5, numpy.nan
+    path = saved(tmp_path / "a.npy", array)
+    with pytest.raises(UserError) as caught:
+        Feed(Arrays(path, value_range=(0.0, 1.0)))
+    assert f"{path}[1]: values from 0.5 to 1.5, value_range is [0, 1]" in str(caught.value)
+    assert f"{path}[2]: values from nan to nan" in str(caught.value)
+
+
+def test_a_copy_opens_the_file_itself(tmp_path: Path) -> None:
+    data = Arrays(saved(tmp_path / "a.npy", RGB))
+    assert len(pickle.dumps(data)) < RGB.nbytes + 1000 < 3000
+    assert torch.equal(pickle.loads(pickle.dumps(data)).load(2), torch.from_numpy(RGB[2]))
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_transparent_pixels(tmp_path: Path, channels: int) -> None:
+    array = numpy.random.default_rng(0).integers(0, 256, (4, 6, 6, channels), dtype=numpy.uint8)
+    data = Arrays(saved(tmp_path / "a.npy", array), layout="n h w c")
+    for store in ("memory", "none"):
+        feed = Feed(data, transforms=Transforms(background="black"), store=Store(store=store))  # type: ignore[arg-type]
+        (batch,) = feed.plain(torch.arange(4))
+        expected = array[..., :-1].astype("float64") * array[..., -1:] / 255 / 127.5 - 1
+        assert feed.shape == (channels - 1, 6, 6)
+        assert numpy.abs(batch.inputs.permute(0, 2, 3, 1).numpy() - expected).max() < 1.01 / 127.5

@@ -1,0 +1,108 @@
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookdiff import Feed, InMemory, LoopConfig, UserError
+from hookdiff.data.order import split, stand_ins, successors
+
+CPU = torch.device("cpu")
+
+
+def feed_of(labels: list[int] | None, batch_size: int = 1, seed: int = 0, **options: Any) -> Feed:
+    length = 100 if labels is None else len(labels)
+    data = InMemory(torch.zeros(length, 1), None if labels is None else torch.tensor(labels))
+    return Feed(data, **options).bind(LoopConfig(batch_size=batch_size, seed=seed), CPU)
+
+
+sets = st.lists(st.integers(-1, 4), min_size=2, max_size=60)
+
+
+@given(labels=st.none() | sets, amount=st.floats(0.01, 0.99) | st.integers(1, 59), seed=st.integers(0, 3))
+def test_what_is_held_out_is_never_trained_on(labels: list[int] | None, amount: Any, seed: int) -> None:
+    length = 100 if labels is None else len(labels)
+    count = amount if isinstance(amount, int) else round(amount * length)
+    if not 0 < count < length:
+        with pytest.raises(UserError, match=f"held_out = {amount} of {length} samples is {count}"):
+            feed_of(labels, held_out=amount)
+        return
+    feed = feed_of(labels, held_out=amount, seed=seed)
+    held, training = set(feed.held.tolist()), set(feed.training.tolist())
+    assert len(held) == len(feed.held) == count
+    assert held | training == set(range(length))
+    assert not held & training
+    for epoch in range(3):
+        assert set(feed.order(epoch).tolist()) == training
+    assert torch.equal(feed.held, feed_of(labels, held_out=amount, seed=seed + 1).held)  # whatever the run's seed
+    if labels is not None:
+        for label in set(labels):
+            share = count * labels.count(label) / length
+            assert abs(sum(labels[index] == label for index in held) - share) < 1
+
+
+@given(labels=sets, seed=st.integers(0, 3), epoch=st.integers(0, 3), held_out=st.sampled_from([0, 1]))
+def test_balanced_classes_come_equally_often(labels: list[int], seed: int, epoch: int, held_out: int) -> None:
+    feed = feed_of(labels, seed=seed, balanced=True, held_out=held_out)
+    order = feed.order(epoch)
+    assert torch.equal(order, feed.order(epoch))
+    assert len(order) == len(labels) - held_out
+    assert not set(order.tolist()) & set(feed.held.tolist())
+    present = {labels[index] for index in feed.training.tolist()}
+    drawn = [labels[index] for index in order.tolist()]
+    counts = [drawn.count(label) for label in present]
+    assert set(drawn) <= present
+    assert max(counts) - min(counts) <= 1
+    for label in present:  # none comes once more before all have come
+        times = [order.tolist().count(index) for index in feed.training.tolist() if labels[index] == label]
+        assert max(times) - min(times) <= 1
+
+
+def test_each_epoch_balances_with_others() -> None:
+    feed = feed_of([0] * 90 + [1] * 10, balanced=True)
+    first, second = (set(feed.order(epoch).tolist()) for epoch in range(2))
+    assert len(first) == len(second) == 60
+    assert first != second
+
+
+def test_balance_needs_labels() -> None:
+    with pytest.raises(UserError, match="balanced: the source has no labels"):
+        feed_of(None, balanced=True)
+
+
+def test_counts_of_an_epoch_are_of_what_is_trained_on() -> None:
+    feed = feed_of(None, batch_size=8, held_out=0.1)
+    assert (len(feed), feed.num_batches, len(list(feed.batches(0)))) == (88, 11, 11)
+    with pytest.raises(UserError, match="the data has 5 samples, batch_size is 8"):
+        feed_of(None, batch_size=8, held_out=95)
+
+
+def test_both_parts_can_be_had() -> None:
+    images = torch.arange(20.0).view(20, 1)
+    feed = Feed(InMemory(images, torch.arange(20) % 2), held_out=6).bind(LoopConfig(batch_size=4), CPU)
+    for part in (feed.held, feed.training):
+        batches = list(feed.plain(part, batch_size=4))
+        assert [len(batch) for batch in batches][:-1] == [4] * (len(batches) - 1)
+        assert torch.cat([batch.inputs for batch in batches]).flatten().tolist() == part.tolist()
+        assert torch.equal(torch.cat([batch.indices for batch in batches if batch.indices is not None]), part)
+        assert torch.equal(torch.cat([batch.labels for batch in batches if batch.labels is not None]), part % 2)
+    assert list(feed.plain(feed.held[:0])) == []
+
+
+@given(length=st.integers(1, 20), data=st.data())
+def test_who_stands_in_is_of_the_same_part(length: int, data: Any) -> None:
+    held = data.draw(st.integers(0, length - 1))
+    training, out = split(torch.arange(length), None, held)
+    torn = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    following = successors((training, out), length)
+    parts = [part for part in (training, out) if len(part)]
+    if any(torn[part].all() for part in parts):
+        with pytest.raises(UserError, match="no sample of the data can be read"):
+            stand_ins(following, torn)
+        return
+    rows = stand_ins(following, torn)
+    assert not torn[rows].any()
+    assert torch.equal(rows[~torn], torch.arange(length)[~torn])
+    for part in parts:
+        assert set(rows[part].tolist()) <= set(part.tolist())

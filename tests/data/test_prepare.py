@@ -1,0 +1,267 @@
+"""What is wrong with a set of pictures is told before training, with examples and counts."""
+
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from hookdiff import Feed, InMemory, LoopConfig, UserError
+from hookdiff.data import Folder, Store, Transforms
+
+Noise = Callable[..., Image.Image]
+Write = Callable[..., list[Path]]
+PLACES: list[Any] = ["memory", "disk", "none"]
+
+
+def feed_of(path: Path, *, store: Any = "memory", unreadable: Any = "stop", **transforms: Any) -> Feed:
+    kept = Store(store=store, unreadable=unreadable, cache_dir=str(path.parent / "cache"))
+    return Feed(Folder(str(path)), transforms=Transforms(**transforms), store=kept)
+
+
+def refused(path: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        feed_of(path, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("store", PLACES)
+def test_sizes_that_differ_need_one(tmp_path: Path, write_folder: Write, noise: Noise, store: Any) -> None:
+    root = tmp_path / "set"
+    write_folder(root, 6)
+    noise(9, 20, 30).save(root / "ant" / "big.png")
+    message = "the images have 2 sizes (6 of 12 x 9, 1 of 20 x 30): say image_size, the side to train on"
+    assert refused(root, store=store) == message
+    assert feed_of(root, store=store, image_size=9).shape == (3, 9, 9)
+
+
+@pytest.mark.parametrize("store", PLACES)
+def test_grey_among_colour_needs_a_word(tmp_path: Path, write_folder: Write, noise: Noise, store: Any) -> None:
+    root = tmp_path / "set"
+    write_folder(root, 6)
+    noise(9, 12, 9, "L").save(root / "bee" / "grey.png")
+    told = refused(root, store=store).splitlines()
+    assert told[0] == "1 images are grey, 6 are in colour: say channels = 1 or 3"
+    assert told[1:] == [f"  {root}/bee/grey.png (12 x 9)", f"  {root}/ant/000.png (12 x 9)"]
+    for channels in (1, 3):
+        feed = feed_of(root, store=store, channels=channels)
+        (batch,) = feed.plain(torch.arange(7))
+        assert batch.inputs.shape == (7, channels, 9, 12)
+        assert feed.shape == (channels, 9, 12)
+
+
+@pytest.mark.parametrize("store", PLACES)
+def test_nothing_is_enlarged_unless_told(tmp_path: Path, write_folder: Write, noise: Noise, store: Any) -> None:
+    root = tmp_path / "set"
+    write_folder(root, 6, size=(20, 16))
+    for k in range(7):
+        noise(k, 15 - k, 40).save(root / "cat" / f"thin{k}.png")
+    told = refused(root, store=store, image_size=16).splitlines()
+    assert told[0] == "7 of 13 images are smaller than image_size = 16; upscale = true enlarges them:"
+    assert told[1:] == [*(f"  {root}/cat/thin{k}.png ({15 - k} x 40)" for k in range(5)), "  and 2 more"]
+    assert "smaller than resize = 17" in refused(root, store=store, image_size=4, resize=17)
+    assert feed_of(root, store=store, image_size=16, upscale=True).shape == (3, 16, 16)
+
+
+@pytest.mark.parametrize("store", PLACES)
+def test_what_is_no_image_is_told_or_left_out(tmp_path: Path, write_folder: Write, store: Any) -> None:
+    root = tmp_path / "set"
+    paths = write_folder(root, 9)
+    paths[2].write_bytes(b"no image at all")
+    paths[5].write_bytes(b"")
+    told = refused(root, store=store).splitlines()
+    assert told[0] == "2 of 9 images cannot be read (unreadable = 'skip' leaves them out):"
+    assert told[1].startswith(f"  {paths[2]}: ")
+    assert told[2].startswith(f"  {paths[5]}: ")
+    feed = feed_of(root, store=store, unreadable="skip")
+    assert len(feed.source) == 9  # positions stay those of the whole set
+    assert feed.training.tolist() == [0, 1, 3, 4, 6, 7, 8]
+    feed.bind(LoopConfig(batch_size=7), torch.device("cpu"))
+    (batch,) = feed.batches(0)
+    assert batch.indices is not None
+    assert sorted(batch.indices.tolist()) == feed.training.tolist()
+
+
+def torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-80])
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_torn_pixels_are_found_where_all_are_decoded(tmp_path: Path, write_folder: Write, store: Any) -> None:
+    root = tmp_path / "set"
+    torn(write_folder(root, 9)[4])
+    told = refused(root, store=store)
+    assert told.startswith("1 of 9 images cannot be read (unreadable = 'skip' leaves them out):\n")
+    assert "004.png: image file is truncated" in told
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torn_pixels_that_are_met_later_stop_the_run(tmp_path: Path, write_folder: Write, workers: int) -> None:
+    root = tmp_path / "set"
+    path = write_folder(root, 9)[4]
+    torn(path)
+    feed = Feed(Folder(str(root)), store=Store(store="none"), workers=workers)
+    feed.bind(LoopConfig(batch_size=3), torch.device("cpu"))
+    with pytest.raises(UserError) as caught:
+        list(feed.batches(0))
+    traceback.clear_frames(caught.tb)  # or the workers are only let go when garbage is collected, which takes seconds
+    assert str(caught.value).startswith(f"{path}: image file is truncated")
+    assert "Traceback" not in str(caught.value)
+
+
+def test_another_stands_in_for_what_is_torn(
+    tmp_path: Path, write_folder: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "set"
+    paths = write_folder(root, 12)
+    for k in (3, 4, 11):
+        torn(paths[k])
+    found = []
+    for store, workers in (("memory", 0), ("disk", 0), ("none", 0), ("none", 2)):
+        kept = Store(store=store, unreadable="skip", cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
+        feed = Feed(Folder(str(root)), store=kept, held_out=3, workers=workers, transforms=Transforms(flip=True))
+        feed.bind(LoopConfig(batch_size=3), torch.device("cpu"))
+        batches = list(feed.batches(1))
+        indices = torch.cat([batch.indices for batch in batches if batch.indices is not None])
+        labels = torch.cat([batch.labels for batch in batches if batch.labels is not None])
+        assert feed.labels is not None
+        assert torch.equal(labels, feed.labels[indices])
+        assert len(indices) == 9
+        assert set(indices.tolist()) <= set(feed.training.tolist()) - {3, 4, 11}
+        found.append((torch.cat([batch.inputs for batch in batches]), indices))
+    for inputs, indices in found[1:]:
+        assert torch.equal(inputs, found[0][0])
+        assert torch.equal(indices, found[0][1])
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("3 of 12 images cannot be read and are left out, as" in line for line in told) == 2
+    assert any(re.search(r"00\d.png cannot be read, another stands in \(\d so far\)", line) for line in told)
+
+
+@pytest.mark.parametrize("store", PLACES)
+def test_nothing_readable_is_told_whatever_is_skipped(tmp_path: Path, write_folder: Write, store: Any) -> None:
+    root = tmp_path / "set"
+    for path in write_folder(root, 7):
+        path.write_bytes(b"GIF89a")
+    told = refused(root, store=store, unreadable="skip").splitlines()
+    assert told[0] == "none of the 7 images can be read:"
+    assert len(told) == 7
+    assert told[-1] == "  and 2 more"
+
+
+def test_images_that_need_no_look_are_not_opened() -> None:
+    class Told:
+        labels, classes, shape = None, None, (3, 4, 5)
+
+        def __len__(self) -> int:
+            return 7
+
+        def load(self, index: int) -> Tensor:
+            raise AssertionError
+
+        def describe(self, index: int) -> str:
+            return f"told {index}"
+
+    feed = Feed(Told(), store=Store(store="none"))
+    assert (feed.shape, feed.describe(3), len(feed.training)) == ((3, 4, 5), "told 3", 7)
+
+
+def test_auto_keeps_in_memory_what_fits(tmp_path: Path, write_folder: Write) -> None:
+    write_folder(tmp_path, 10, size=(64, 64))
+    size = 10 * 3 * 64 * 64 / 2**30
+    places = [
+        Feed(Folder(str(tmp_path)), store=Store(memory_limit=limit)).source.place for limit in (size, size * 0.99)
+    ]
+    assert places == ["memory", "none"]
+
+
+@pytest.mark.parametrize("store", ["disk", "none"])
+def test_what_is_in_memory_stays_there(store: Any) -> None:
+    with pytest.raises(UserError, match=f"store = '{store}': this source is in memory already"):
+        Feed(InMemory(torch.zeros(4, 1, 2, 2)), store=Store(store=store))
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_items_that_may_change_are_not_kept(store: Any) -> None:
+    with pytest.raises(UserError, match=f"store = '{store}': the items of list may differ each time and are not kept"):
+        Feed([torch.zeros(1, 2, 2)], store=Store(store=store))
+
+
+def test_a_source_without_fingerprint_has_no_cache(tmp_path: Path, write_folder: Write) -> None:
+    write_folder(tmp_path / "set", 3)
+
+    class Plain(Folder):
+        fingerprint = property()  # type: ignore[assignment]
+
+    with pytest.raises(UserError, match=r"store = 'disk': Plain cannot tell when its data changes"):
+        Feed(Plain(str(tmp_path / "set")), store=Store(store="disk", cache_dir=str(tmp_path)))
+
+
+def test_a_tensor_is_resized_too() -> None:
+    images = torch.randint(0, 256, (5, 1, 8, 12), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    feed = Feed(images, transforms=Transforms(image_size=4, channels=3))
+    assert feed.shape == (3, 4, 4)
+    (batch,) = feed.plain(torch.arange(5))
+    expected = torch.stack([Transforms(image_size=4, channels=3).fit(image) for image in images])
+    assert float((batch.inputs - (expected.float() / 127.5 - 1)).abs().max()) < 2.1 / 127.5
+    with pytest.raises(UserError, match="the images, 1 x 8 x 12, are smaller than image_size = 9; upscale = true"):
+        Feed(images, transforms=Transforms(image_size=9))
+    with pytest.raises(
+        UserError, match="image_size and channels are for uint8 images of 1 or 3 channels; these are 7 x"
+    ):
+        Feed(torch.zeros(3, 7, 8, 8), transforms=Transforms(image_size=4))
+
+
+def test_latents_may_be_mirrored_but_have_no_colour() -> None:
+    latents = torch.randn(4, 7, 3, 3)
+    feed = Feed(latents, transforms=Transforms(flip=1.0)).bind(LoopConfig(batch_size=4), torch.device("cpu"))
+    (batch,) = feed.batches(0)
+    assert torch.equal(batch.inputs, latents[feed.order(0)].flip(-1))
+    with pytest.raises(UserError, match="color_jitter is for images of 1 or 3 channels, these have 7"):
+        Feed(latents, transforms=Transforms(color_jitter=(0.1, 0.0, 0.0, 0.0)))
+    with pytest.raises(UserError, match="the data is no images c h w but 4: nothing to augment"):
+        Feed(torch.zeros(9, 4), transforms=Transforms(flip=True)).bind(LoopConfig(batch_size=4), torch.device("cpu"))
+
+
+def test_items_may_be_pictures_of_pillow(noise: Noise) -> None:
+    items = [(noise(k, 9 + k, 9), k % 2) for k in range(6)]
+    feed = Feed(items, transforms=Transforms(image_size=8), drop_last=False)
+    (batch,) = feed.bind(LoopConfig(batch_size=6), torch.device("cpu")).batches(0)
+    assert (feed.shape, batch.inputs.shape) == ((3, 8, 8), (6, 3, 8, 8))
+    with pytest.raises(
+        UserError, match=r"sample \d of the data is 3 x 9 x \d+ of torch.uint8, sample \d is .*: say image_"
+    ):
+        list(Feed(items).bind(LoopConfig(batch_size=6), torch.device("cpu")).batches(0))
+    small = Feed([noise(0, 9, 9)] * 4, transforms=Transforms(image_size=10))
+    with pytest.raises(UserError, match=r"sample \d of the data: 9 x 9 is smaller than 10 x 10"):
+        list(small.bind(LoopConfig(batch_size=4), torch.device("cpu")).batches(0))
+
+
+def test_metadata_of_the_set(tmp_path: Path, write_folder: Write) -> None:
+    paths = write_folder(tmp_path, 6)
+    feed = Feed(Folder(str(tmp_path)))
+    assert (feed.num_classes, feed.classes, feed.describe(1)) == (3, ("ant", "bee", "cat"), str(paths[1]))
+    assert feed.labels is not None
+    assert feed.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    foreign = Feed([torch.zeros(1, 2, 2)] * 3)
+    assert (foreign.num_classes, foreign.classes, foreign.labels) == (None, None, None)
+    assert foreign.describe(2) == "sample 2"
+    numbers = Feed(InMemory(torch.zeros(3, 1), torch.tensor([4, -1, 0])))
+    assert (numbers.num_classes, numbers.describe(0)) == (5, "sample 0")
+
+
+def test_a_copy_of_a_feed_decodes_nothing_again(tmp_path: Path, write_folder: Write) -> None:
+    paths = write_folder(tmp_path, 6)
+    feed = Feed(Folder(str(tmp_path)))
+    for path in paths:
+        path.unlink()
+    copy = Feed.of(feed)
+    assert copy.samples is feed.samples
+    (one,), (other,) = feed.plain(torch.arange(6)), copy.plain(torch.arange(6))
+    assert torch.equal(one.inputs, other.inputs)
+    assert numpy.isfinite(one.inputs.numpy()).all()
