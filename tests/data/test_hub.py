@@ -1,0 +1,140 @@
+"""Sets of Hugging Face, as the real library writes and reads them; nothing is fetched."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from hookdiff import Feed, LoopConfig, UserError
+from hookdiff.data import HuggingFace, Store, Transforms
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    return datasets
+
+
+@pytest.fixture
+def made(alone: Any, noise: Any) -> Any:
+    """Nine pictures in three classes, with names and captions."""
+    features = alone.Features(
+        {
+            "caption": alone.Value("string"),
+            "pixels": alone.Image(),
+            "kind": alone.ClassLabel(names=["ant", "bee", "cat"]),
+            "count": alone.Value("int64"),
+        }
+    )
+    rows = {
+        "caption": [f"{'even' if k % 2 == 0 else 'odd'}" for k in range(9)],
+        "pixels": [noise(k, 10, 8) for k in range(9)],
+        "kind": [k % 3 for k in range(9)],
+        "count": list(range(9)),
+    }
+    return alone.Dataset.from_dict(rows, features=features)
+
+
+def assert_is(data: HuggingFace, noise: Any, labels: Any, classes: Any) -> None:
+    assert len(data) == 9
+    assert (None if data.labels is None else data.labels.tolist(), data.classes) == (labels, classes)
+    for index in range(9):
+        assert numpy.array_equal(numpy.array(data.load(index)), numpy.array(noise(index, 10, 8)))
+
+
+def test_a_saved_set(tmp_path: Path, made: Any, noise: Any) -> None:
+    made.save_to_disk(str(tmp_path / "saved"))
+    data = HuggingFace(str(tmp_path / "saved"))
+    assert_is(data, noise, [k % 3 for k in range(9)], ("ant", "bee", "cat"))
+    assert data.describe(4) == f"{tmp_path}/saved[4]"
+    assert data.fingerprint() == HuggingFace(str(tmp_path / "saved")).fingerprint()
+    assert HuggingFace(str(tmp_path / "saved"), label_column="none").labels is None
+    assert_is(HuggingFace(str(tmp_path / "saved"), label_column="count"), noise, list(range(9)), None)
+    words = HuggingFace(str(tmp_path / "saved"), label_column="caption", image_column="pixels")
+    assert_is(words, noise, [k % 2 for k in range(9)], ("even", "odd"))
+
+
+def test_a_saved_set_with_splits(tmp_path: Path, alone: Any, made: Any, noise: Any) -> None:
+    alone.DatasetDict({"train": made, "test": made.select(range(3))}).save_to_disk(str(tmp_path / "saved"))
+    assert_is(HuggingFace(str(tmp_path / "saved")), noise, [k % 3 for k in range(9)], ("ant", "bee", "cat"))
+    assert len(HuggingFace(str(tmp_path / "saved"), split="test")) == 3
+    with pytest.raises(ValueError, match=r"no split 'tets'; did you mean 'test'.* it has train, test"):
+        HuggingFace(str(tmp_path / "saved"), split="tets")
+
+
+@pytest.mark.parametrize("where", ["set", "set/part-0.parquet"])
+def test_parquet_files(tmp_path: Path, made: Any, noise: Any, where: str) -> None:
+    (tmp_path / "set").mkdir()
+    made.to_parquet(str(tmp_path / "set" / "part-0.parquet"))
+    assert_is(HuggingFace(str(tmp_path / where)), noise, [k % 3 for k in range(9)], ("ant", "bee", "cat"))
+
+
+def test_a_folder_of_images(tmp_path: Path, write_folder: Any) -> None:
+    paths = write_folder(tmp_path / "set", 9)
+    data = HuggingFace(str(tmp_path / "set"))
+    assert (len(data), data.classes) == (9, ("ant", "bee", "cat"))
+    assert data.labels is not None
+    assert sorted(data.labels.tolist()) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert {data.load(index).tobytes() for index in range(9)} == {_bytes(path) for path in paths}
+
+
+def _bytes(path: Path) -> bytes:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_column": "pixel"}, "has no column 'pixel'; did you mean 'pixels'.*: say image_column"),
+        ({"image_column": "count"}, "the column 'count' holds .*, expected images"),
+        ({"label_column": "kidn"}, "has no column 'kidn'; did you mean 'kind'"),
+        ({"label_column": "pixels"}, "the column 'pixels' holds .*, expected whole numbers or names"),
+    ],
+)
+def test_columns_that_are_not_there(tmp_path: Path, made: Any, options: Any, message: str) -> None:
+    made.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match=message):
+        HuggingFace(str(tmp_path / "saved"), **options)
+
+
+def test_sets_that_are_not_there(tmp_path: Path, made: Any) -> None:
+    made.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match="savde: no such file or folder; did you mean 'saved'"):
+        HuggingFace(str(tmp_path / "savde"))
+    with pytest.raises(ValueError, match=r"^nobody/nothing: "):
+        HuggingFace("nobody/nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty: "):
+        HuggingFace(str(tmp_path / "empty"))
+
+
+def test_it_trains_as_any_source(tmp_path: Path, made: Any) -> None:
+    made.save_to_disk(str(tmp_path / "saved"))
+    found = []
+    for store, workers in (("memory", 0), ("disk", 0), ("none", 2)):
+        kept = Store(store=store, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
+        transforms = Transforms(image_size=6, flip=True)
+        feed = Feed(HuggingFace(str(tmp_path / "saved")), transforms=transforms, store=kept, workers=workers)
+        (batch,) = feed.bind(LoopConfig(batch_size=9), torch.device("cpu")).batches(0)
+        found.append((batch.inputs, batch.labels))
+    for inputs, labels in found[1:]:
+        assert torch.equal(inputs, found[0][0])
+        assert torch.equal(labels, found[0][1])
+
+
+def test_images_that_are_missing_are_told(tmp_path: Path, alone: Any, noise: Any) -> None:
+    rows = {"image": [noise(0, 4, 4), None, noise(2, 4, 4)]}
+    alone.Dataset.from_dict(rows, features=alone.Features({"image": alone.Image()})).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(UserError, match=r"1 of 3 images cannot be read .*\n.*set\[1\]: there is no image"):
+        Feed(HuggingFace(str(tmp_path / "set")))

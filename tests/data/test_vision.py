@@ -1,0 +1,71 @@
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+
+from hookdiff import Feed, UserError
+from hookdiff.data.vision import Vision, vision
+from hookdiff.structure import parameters
+
+
+def test_the_keys_are_those_of_the_class() -> None:
+    assert list(parameters(vision("CIFAR10"))) == ["root", "train", "download"]
+    assert list(parameters(vision("FakeData"))) == ["size", "image_size", "num_classes", "random_offset"]
+    assert "loader" not in parameters(vision("ImageFolder"))
+
+
+@pytest.mark.parametrize("name", ["CIFAR1O", "folder", "__all__"])
+def test_what_torchvision_lacks_is_told(name: str) -> None:
+    with pytest.raises(UserError, match=f"torchvision.datasets has no '{name}'"):
+        vision(name)
+
+
+def test_its_pictures_and_labels(tmp_path: Path, write_folder: Any) -> None:
+    write_folder(tmp_path, 9, size=(6, 6))
+    data = vision("ImageFolder")(root=str(tmp_path))
+    theirs = datasets.ImageFolder(str(tmp_path))
+    assert data.labels is not None
+    assert (len(data), data.labels.tolist(), data.classes) == (9, theirs.targets, ("ant", "bee", "cat"))
+    assert data.describe(3) == "torchvision:ImageFolder[3]"
+    copy = pickle.loads(pickle.dumps(data))
+    assert copy.load(5).tobytes() == theirs[5][0].tobytes()
+    assert Feed(data).shape == (3, 6, 6)
+
+
+def test_labels_that_no_attribute_has_are_read() -> None:
+    data = vision("FakeData")(size=5, image_size=(3, 4, 4))
+    assert data.labels is not None
+    assert data.labels.tolist() == [int(datasets.FakeData(5, (3, 4, 4))[index][1]) for index in range(5)]
+    assert data.classes is None
+
+
+class Items:
+    def __init__(self, label: Any) -> None:
+        self.label = label
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return self.label if isinstance(self.label, list) else (Image.new("L", (2, 2)), self.label)
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("a caption", "torchvision:X yields labels of str, expected whole numbers"),
+        (torch.zeros(4), "torchvision:X yields labels of Tensor"),
+        ([1, 2], r"torchvision:X yields \(list\), expected a picture and a whole number"),
+    ],
+)
+def test_items_of_another_kind_are_refused(label: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Vision("X", Items([label] if label == [1, 2] else label))
+
+
+def test_a_set_without_labels() -> None:
+    assert Vision("X", Items(None)).labels is None

@@ -1,0 +1,200 @@
+"""`hookdiff data`, and training on pictures from a config alone."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from PIL import Image
+
+from hookdiff.cli import main
+from hookdiff.config import load
+
+CONFIG = """
+[run]
+steps = 2
+batch_size = 8
+device = "cpu"
+log_every = 1
+[data]
+source = "folder"
+path = "pictures"
+image_size = 8
+flip = true
+held_out = 4
+[model]
+use = "unet"
+channels = 8
+num_res_blocks = 1
+head_dim = 8
+"""
+
+
+def pixels(seed: int, side: int = 10) -> Any:
+    return numpy.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=numpy.uint8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.toml").write_text(CONFIG)
+    for k in range(24):
+        path = tmp_path / "pictures" / ("ant", "bee")[k % 4 == 3] / f"{k:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(k % 20, 10 if k % 20 else 12)).save(path)  # the last four are the first again
+    return tmp_path
+
+
+@pytest.fixture
+def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hookdiff", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return (int(end.value.code or 0), *capfd.readouterr())
+
+    return call
+
+
+def table(out: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in out.splitlines():
+        name = line[:13].strip() or name
+        found.setdefault(name, []).append(line[13:])
+    return found
+
+
+def test_it_tells_what_a_run_would_see(hookdiff: Any, folder: Path) -> None:
+    code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--out", "sheets/first.png")
+    told = table(out)
+    assert code == 0
+    assert told["source"] == ["folder"]
+    assert told["samples"] == ["24, 4 of them held out"]
+    assert told["sizes"] == ["10 x 10: 22, 12 x 12: 2"]
+    assert told["modes"] == ["RGB: 24"]
+    assert told["classes"] == ["2: ant 18, bee 6"]
+    assert told["balance"] == ["6 to 18 samples a class, 3.0 times"]
+    assert told["store"] == ["memory: 0.0 MiB in cpu"]
+    assert told["unreadable"] == ["0"]
+    assert told["duplicates"][0] == "4 have the pixels of another"
+    assert told["duplicates"][1] == "pictures/ant/00.png = pictures/ant/20.png"
+    assert re.fullmatch(r"[\d,]+ images/s", told["speed"][0])
+    assert told["sheet"][0] == "sheets/first.png: the first 8 images of epoch 0"
+    assert [len(row.split()) for row in told["sheet"][1:]] == [3, 3, 2]
+    with Image.open("sheets/first.png") as sheet:
+        assert sheet.mode == "RGB"
+        assert sheet.size == (3 * 64 + 4 * 4, 3 * 64 + 4 * 4)
+
+
+def test_its_numbers_are_those_of_the_pixels(hookdiff: Any, folder: Path) -> None:
+    code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--json", "--set", "data.image_size=10")
+    found = json.loads(out)
+    assert (code, found["samples"], found["training"], found["held_out"]) == (0, 24, 20, 4)
+    assert (found["shape"], found["sizes"], found["modes"]) == ([3, 10, 10], [[10, 10, 22], [12, 12, 2]], {"RGB": 24})
+    assert found["classes"] == {"ant": 18, "bee": 6}
+    assert found["store"] == {"place": "memory", "bytes": 24 * 300, "device": "cpu", "path": None, "workers": 0}
+    assert found["duplicates"]["count"] == 4
+    whole = numpy.stack([pixels(k % 20) for k in range(24) if k % 20])
+    means = (found["values"]["mean"], found["values"]["std"])
+    scaled = whole / 127.5 - 1
+    assert means[0] == pytest.approx(scaled.mean((0, 1, 2)), abs=0.01)  # two of 24 are resized
+    assert means[1] == pytest.approx(scaled.std((0, 1, 2)), abs=0.03)
+    assert (found["values"]["min"], found["values"]["max"]) == (-1, 1)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk", "none"])
+def test_what_cannot_be_read_is_listed(hookdiff: Any, folder: Path, store: str) -> None:
+    (folder / "pictures" / "ant" / "01.png").write_bytes(b"nothing")
+    whole = (folder / "pictures" / "ant" / "05.png").read_bytes()
+    (folder / "pictures" / "ant" / "05.png").write_bytes(whole[:-80])
+    options = ["--set", f"data.store={store}", "--set", "data.cache_dir=cache", "--seconds", "0"]
+    code, out, err = hookdiff("data", "config.toml", *options)
+    assert code == 2
+    assert "pictures/ant/0" in err
+    assert "Traceback" not in err + out
+    code, out, _ = hookdiff("data", "config.toml", *options, "--set", "data.unreadable=skip")
+    told = table(out)
+    assert (code, told["unreadable"][0]) == (0, "2")
+    assert told["unreadable"][1] == "pictures/ant/01.png: no image that Pillow knows"
+    assert told["unreadable"][2].startswith("pictures/ant/05.png")
+    assert told["duplicates"][0] == "3 have the pixels of another"  # one of the four pairs is broken
+    assert told["store"][0].startswith(f"{store}: ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["data.path=picture"], "data: picture: no such folder: . has no 'picture'; did you mean 'pictures'?\n"),
+        (
+            ["data.image_size=11"],
+            "data: 22 of 24 images are smaller than image_size = 11; upscale = true enlarges them:",
+        ),
+        (
+            ["run.batch_size=21"],
+            "the data has 20 samples, batch_size is 21: lower batch_size or set drop_last = false\n",
+        ),
+        (["data.held_out=24"], "data: held_out = 24 of 24 samples is 24: some must be left on either side\n"),
+        (["data.labels=none", "data.balanced=true"], "data: balanced: the source has no labels\n"),
+        (
+            ["data.labels=l.csv"],
+            "data: labels: expected 'folder', 'none' or a file: there is no 'l.csv', in pictures or",
+        ),
+        (["data.store=disk", "data.cache_dir=config.toml"], "data: config.toml: cannot be written: "),
+    ],
+)
+def test_a_set_that_cannot_be_used_is_one_message(hookdiff: Any, settings: list[str], expected: str) -> None:
+    code, out, err = hookdiff("data", "config.toml", *(word for each in settings for word in ("--set", each)))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"hookdiff: {expected}")
+
+
+def test_a_sheet_that_cannot_be_written(hookdiff: Any) -> None:
+    code, _, err = hookdiff("data", "config.toml", "--seconds", "0", "--out", "config.toml/a.png")
+    assert code == 2
+    assert err.startswith("hookdiff: config.toml/a.png: cannot be written: ")
+
+
+def test_sources_that_are_no_files(hookdiff: Any, folder: Path) -> None:
+    for source, key, sizes in (
+        ("digits", "image_size = 8", "8 x 8: 1,797"),
+        ("torchvision:FakeData", "size = 20\nimage_size = [3, 10, 12]", "12 x 10: 20"),  # its own image_size
+    ):
+        text = CONFIG.replace('"folder"', f'"{source}"').replace('path = "pictures"', "")
+        (folder / "other.toml").write_text(text.replace("image_size = 8", key))
+        code, out, err = hookdiff("data", "other.toml", "--seconds", "0")
+        assert code == 0, err
+        assert table(out)["sizes"] == [sizes]
+        assert table(out)["classes"][0].startswith("10: 0 ")
+
+
+def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
+    code, _, err = hookdiff("run", "config.toml")
+    assert code == 0, err
+    kept = load(folder / "runs" / "config" / "config.toml")
+    given = load(folder / "config.toml")
+    assert (kept.data.use, kept.data.arguments["path"], kept.feed) == (
+        "folder",
+        "pictures",
+        {**kept.feed, **given.feed},
+    )
+
+
+def test_a_key_that_the_source_takes_is_its_own(hookdiff: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "hd_flags.py").write_text(
+        "import torch\nfrom hookdiff import InMemory\n\n\ndef flags(flip: int, image_size: int = 4):\n"
+        "    return InMemory(torch.full((9, 1, image_size, image_size), flip, dtype=torch.uint8))\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    text = CONFIG.replace('"folder"', '"hd_flags:flags"').replace('path = "pictures"', "").replace("true", "7")
+    (folder / "flags.toml").write_text(text)
+    config = load(folder / "flags.toml")
+    assert config.data.arguments == {"flip": 7, "image_size": 8}
+    assert config.feed["transforms"].image_size is None
+    resolved = config.resolved()["data"]
+    assert (resolved["flip"], resolved["image_size"]) == (7, 8)
+    _, out, err = hookdiff("data", "flags.toml", "--seconds", "0", "--set", "run.batch_size=5")
+    assert table(out)["trained on"] == ["1 x 8 x 8, from -0.945 to -0.945"], err
