@@ -263,7 +263,8 @@ def test_flow_heun(diffusers: Any, shift: float, steps: int) -> None:
 
     def image(x: Tensor, time: Tensor) -> Tensor:
         """Our last step is one of Euler too, if it is the image that is predicted."""
-        return x - time.view(-1, 1, 1, 1) / steps * net(x, time)
+        x0: Tensor = x - time.view(-1, 1, 1, 1) / steps * net(x, time)
+        return x0
 
     check(ours(diffusion, image, sampler="heun", steps=steps), theirs(TimesOnly(scheduler), net))
 

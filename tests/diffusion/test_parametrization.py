@@ -329,11 +329,10 @@ def test_floors_of_the_linear_schedule(name: str, s: float, mean: float) -> None
     floors, remaining = floor(make_parametrization(name), alpha, sigma, s), SCHEDULE.alphas_cumprod
     assert float(floors.mean()) == approx(mean)
     variance = remaining * s**2 + 1 - remaining
-    numerator = {"epsilon": remaining * s**2, "v_prediction": s**2, "sample": s**2 * (1 - remaining)}[name]
-    torch.testing.assert_close(floors, numerator / variance, rtol=1e-9, atol=0)
+    shares = {"epsilon": remaining, "v_prediction": torch.ones_like(remaining), "sample": 1 - remaining}
+    torch.testing.assert_close(floors, s**2 * shares[name] / variance, rtol=1e-9, atol=0)
     if s == 1:
-        expected = {"epsilon": remaining, "v_prediction": torch.ones_like(remaining), "sample": 1 - remaining}
-        torch.testing.assert_close(floors, expected[name], rtol=1e-9, atol=0)
+        torch.testing.assert_close(floors, shares[name], rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize(("s", "mean"), [(0.5, 0.785398163397), (1, 1.57079632679), (2, 3.14159265359)])
