@@ -38,7 +38,7 @@ def build(
     initialised from the run's seed. Raises ConfigError that names the table of what cannot be built.
     """
     device = pick_device(config.run.device)
-    feed = build_feed(config)
+    feed = build_feed(config, decode=hooks is None)
     config = fit_to_data(config, feed)
     # Plugins, samples and data have streams of their own, so the default generator is the model's.
     torch.manual_seed(config.run.seed)
@@ -74,13 +74,17 @@ def build(
     return loop
 
 
-def build_feed(config: Config) -> Feed:
-    """Look at the data, and decode it where it is to be kept; raises ConfigError for what cannot be trained on."""
+def build_feed(config: Config, decode: bool = True) -> Feed:
+    """Look at the data and decode it where it is to be kept, unless only its shape and labels are asked for.
+
+    Raises ConfigError for what cannot be trained on.
+    """
     source = config.data.build()
     if not isinstance(source, InMemory | Images | Source):  # a tensor is a Source in this respect
         raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}, which has no length or [i]")
+    store = config.feed["store"] if decode else evolve(config.feed["store"], store="auto", memory_limit=0)
     try:
-        return Feed(source, **config.feed)
+        return Feed(source, **{**config.feed, "store": store})
     except UserError as error:
         raise ConfigError(f"data: {error}") from error
 

@@ -12,6 +12,7 @@ from PIL import Image
 
 from hookdiff.cli import main
 from hookdiff.config import load
+from hookdiff.experiment import build_feed
 
 CONFIG = """
 [run]
@@ -198,3 +199,10 @@ def test_a_key_that_the_source_takes_is_its_own(hookdiff: Any, folder: Path, mon
     assert (resolved["flip"], resolved["image_size"]) == (7, 8)
     _, out, err = hookdiff("data", "flags.toml", "--seconds", "0", "--set", "run.batch_size=5")
     assert table(out)["trained on"] == ["1 x 8 x 8, from -0.945 to -0.945"], err
+
+
+def test_who_needs_no_pixels_decodes_none(folder: Path) -> None:
+    config = load(folder / "config.toml")
+    feed = build_feed(config, decode=False)
+    assert (feed.source.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
+    assert build_feed(config).source.place == "memory"
