@@ -11,7 +11,7 @@ from hookdiff.errors import UserError
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 _GREY = ("1", "L", "LA", "La", "I", "F")
-_ORIENTATION = 0x0112  # of Exif
+_WIDTH, _HEIGHT, _ORIENTATION = 0x0100, 0x0101, 0x0112  # tags of TIFF, and of Exif
 
 
 class Unreadable(UserError):
@@ -25,11 +25,13 @@ def num_channels(mode: str) -> int:
 
 def upright_size(image: Any) -> tuple[int, int]:
     """Return width and height of the upright picture; of a file that was only opened, without reading its pixels."""
-    # Pillow turns the size of a TIFF itself, and would read a whole PNG to look for an orientation behind its pixels.
-    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
-        return int(image.width), int(image.height)
-    turned = _orientation(image) > 4
-    return (int(image.height), int(image.width)) if turned else (int(image.width), int(image.height))
+    width, height = image.size
+    # Pillow would read a whole PNG to look for an orientation behind its pixels.
+    if (image.format == "PNG" and "exif" not in image.info) or _orientation(image) < 5:
+        return int(width), int(height)
+    if image.format == "TIFF":  # newer versions of Pillow have turned its size already
+        width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
+    return int(height), int(width)
 
 
 def decode(image: Any, channels: int | None, background: str) -> Any:

@@ -19,6 +19,8 @@ from hookdiff.errors import UserError
 
 logger = logging.getLogger("hookdiff")
 
+_MANY = 20_000  # headers, that take seconds
+
 
 @define(eq=False)
 class Prepared:
@@ -114,6 +116,8 @@ def _on_disk(source: Images, transforms: Transforms, store: Store) -> Prepared:
 
 
 def _look(source: Images, transforms: Transforms, store: Store) -> tuple[Survey, tuple[int, int, int]]:
+    if len(source) > _MANY and not hasattr(source, "shape"):
+        logger.info("data: looking at the headers of %d images", len(source))
     found = survey(source)
     check_readable(found.unreadable.values(), len(source), store.unreadable == "skip")
     return found, first_stage_shape(found, transforms, source.describe)
@@ -138,7 +142,7 @@ def _from_tensor(source: InMemory, transforms: Transforms, store: Store) -> Prep
                 f"the images, {told}, are smaller than {key} = {transforms.side}; upscale = true enlarges them"
             )
         fitted = transforms.fit_stack(source.images)
-        prepared.samples, shape = InMemory(fitted, labels, source.classes), tuple(fitted.shape[1:])
+        prepared.samples, shape = InMemory(fitted, source.labels, source.classes), tuple(fitted.shape[1:])
     prepared.shape = shape
     _check_colour(shape, transforms)
     return prepared

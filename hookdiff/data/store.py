@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 import uuid
@@ -23,8 +22,6 @@ from hookdiff.data.source import Images, in_threads, read
 from hookdiff.data.survey import Survey
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
-
-logger = logging.getLogger("hookdiff")
 
 GIB = 1 << 30
 _FORMAT = 1  # of the files of a cache; a new one is never taken for an old one
