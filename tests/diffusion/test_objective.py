@@ -228,6 +228,20 @@ def test_autocast_touches_only_the_network(options: dict[str, Any]) -> None:
     torch.testing.assert_close(output.loss, plain.loss, rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_network_may_answer_in_bfloat16(loss: str) -> None:
+    """Its answer is rounded; the error is not."""
+    diffusion, net = Diffusion(loss=loss), Net()
+    batch = diffusion.draw(images(), seeded())
+    output = diffusion(lambda x, t: net(x, t).bfloat16(), batch)
+    expected = diffusion(lambda x, t: net(x, t).bfloat16().float(), batch)
+    assert output.loss.dtype == torch.float32
+    assert torch.equal(output.loss, expected.loss)
+    output.loss.backward()
+    assert net.conv.weight.grad is not None
+    assert net.conv.weight.grad.dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("schedule", "prediction_type", "s", "floor"),
     [

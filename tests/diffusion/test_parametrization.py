@@ -30,7 +30,6 @@ SCHEDULE = make_schedule("linear", 1000)
 pixels = st.floats(-3, 3)
 angles = st.floats(0.01, 1.56)  # alpha = cos, sigma = sin: alphas_cumprod from 0.9999 to 0.0001
 rates = st.floats(0.01, 3)  # of any process
-names = st.sampled_from(PREDICTION_TYPES)
 spreads = st.sampled_from([0.2, 0.5, 1.0, 1.7])  # sigma_data
 
 
@@ -140,14 +139,16 @@ def test_image_and_noise_come_back(
     torch.testing.assert_close(found, eps, rtol=0, atol=atol)
 
 
-@given(names, pixels, pixels, rates, rates, spreads)
+@pytest.mark.parametrize("name", PREDICTION_TYPES)
+@given(pixels, pixels, rates, rates, spreads)
 def test_they_come_back_at_any_two_rates(
     name: str, x0: float, noise: float, alpha: float, sigma: float, sigma_data: float
 ) -> None:
     check_there_and_back(make_parametrization(name, sigma_data), scalar(x0), scalar(noise), alpha, sigma, 1e-10)
 
 
-@given(names, pixels, pixels, rates, spreads)
+@pytest.mark.parametrize("name", PREDICTION_TYPES)
+@given(pixels, pixels, rates, spreads)
 def test_they_come_back_at_the_ends(name: str, x0: float, noise: float, rate: float, sigma_data: float) -> None:
     kind, image, eps = make_parametrization(name, sigma_data), scalar(x0), scalar(noise)
     if not kind.needs_alpha:
@@ -167,7 +168,8 @@ def test_what_cannot_be_read_off_at_the_ends() -> None:
     assert [name for name in PREDICTION_TYPES if make_parametrization(name).needs_sigma] == ["sample"]
 
 
-@given(names, pixels, pixels, pixels, rates, rates, spreads)
+@pytest.mark.parametrize("name", PREDICTION_TYPES)
+@given(pixels, pixels, pixels, rates, rates, spreads)
 def test_error_ratios(
     name: str, x0: float, other: float, x_t: float, alpha: float, sigma: float, sigma_data: float
 ) -> None:
