@@ -9,10 +9,12 @@ from typing import Any
 import numpy
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from hookdiff.cli import main
 from hookdiff.config import load
 from hookdiff.experiment import build_feed
+from hookdiff.testing import assert_same
 
 CONFIG = """
 [run]
@@ -206,3 +208,21 @@ def test_who_needs_no_pixels_decodes_none(folder: Path) -> None:
     feed = build_feed(config, decode=False)
     assert (feed.source.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
     assert build_feed(config).source.place == "memory"
+
+
+def test_a_run_goes_on_with_the_same_pixels_wherever_they_live(hookdiff: Any, folder: Path) -> None:
+    random = ["resize=9", "color_jitter=0.3,0.3,0.3,0.1", "balanced=true", "drop_last=false"]
+    common = [word for each in random for word in ("--set", f"data.{each}")]
+    common += ["--plugins", "checkpoint"]
+    whole = ["--out", "whole", "--set", "run.steps=7"]
+    code, _, err = hookdiff("run", "config.toml", *common, *whole)
+    assert code == 0, err
+    for steps, place in ((2, ["store=disk", "cache_dir=cache"]), (4, ["store=none"]), (7, ["store=none", "workers=1"])):
+        options = [word for each in place for word in ("--set", f"data.{each}")]
+        parts = ["--out", "parts", "--resume", "--set", f"run.steps={steps}"]
+        code, _, err = hookdiff("run", "config.toml", *common, *options, *parts)
+        assert code == 0, err
+    one, other = (
+        load_file(folder / name / "checkpoints" / "step-00000007" / "model.safetensors") for name in ("whole", "parts")
+    )
+    assert_same(one, other)
