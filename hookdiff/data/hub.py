@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdiff.data.folder import number
+from hookdiff.data.labels import number
 from hookdiff.errors import UserError, nearest
 
 

@@ -9,7 +9,8 @@ import numpy
 import pytest
 from PIL import Image
 
-from hookdiff.data import Folder
+from hookdiff import UserError
+from hookdiff.data import Feed, Folder, Store
 
 Write = Callable[..., list[Path]]
 
@@ -149,6 +150,15 @@ def test_a_folder_without_images(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     with pytest.raises(ValueError, match=r"has no image \(.*\); found: 2 .heic, 1 .txt"):
         Folder(str(tmp_path))
+
+
+def test_a_link_to_nothing_is_an_image_that_cannot_be_read(tmp_path: Path, write_folder: Write) -> None:
+    write_folder(tmp_path / "set", 3)
+    (tmp_path / "set" / "bee" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    for place in ("memory", "disk"):
+        kept = Store(store=place, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"1 of 4 images cannot be read .*\n.*gone.png: No such file or directory"):
+            Feed(Folder(str(tmp_path / "set")), store=kept)
 
 
 def test_the_fingerprint_changes_with_the_files(tmp_path: Path, write_folder: Write) -> None:
