@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError
+from hookdiff.diffusion import Diffusion, Sampling
+
+counts = st.integers(1, 40)
+
+
+@given(counts, st.integers(0, 100), st.integers(1, 12), st.sampled_from(["sample", "evaluate"]), st.booleans())
+@settings(deadline=None)
+def test_the_label_of_an_image_is_the_same_in_any_request(
+    num: int, start: int, num_classes: int, stream: str, known: bool
+) -> None:
+    labels = torch.arange(50) % num_classes if known else None
+    whole = SampleRequest(start + num, seed=3, stream=stream).default_labels(num_classes, labels)
+    assert SampleRequest(num, 3, start, stream).default_labels(num_classes, labels) == whole[start:]
+    assert all(0 <= label < num_classes for label in whole)
+
+
+def test_images_to_look_at_have_the_classes_in_turn() -> None:
+    assert SampleRequest(5, start=2).default_labels(3, torch.zeros(9, dtype=torch.int64)) == (2, 0, 1, 2, 0)
+
+
+def test_images_that_are_measured_have_the_classes_of_the_data() -> None:
+    known = torch.tensor([0] * 70 + [1] * 30)
+    labels = SampleRequest(4000, stream="evaluate").default_labels(3, known)
+    assert [labels.count(k) / 4000 for k in range(3)] == pytest.approx([0.7, 0.3, 0], abs=0.03)
+    assert SampleRequest(4000, seed=1, stream="evaluate").default_labels(3, known) != labels
+
+
+class ByClass(nn.Module):
+    """Answers with noise whose removal leaves an image as bright as its class."""
+
+    num_classes = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        return self.scale * (labels.float() / 4).view(-1, 1, 1, 1).expand_as(x)
+
+
+def loop(*, conditional: bool = True) -> Loop:
+    model = ByClass()
+    data = InMemory(torch.zeros(12, 1, 4, 4), torch.arange(12) % 4)
+    objective = Diffusion(prediction_type="sample", conditional=conditional)
+    config = LoopConfig(steps=1, batch_size=4)
+    return Loop(model, torch.optim.SGD(model.parameters(), lr=0), objective, data, config, sampler=Sampling(steps=2))
+
+
+def brightness(images: Tensor) -> list[float]:
+    return images.mean((1, 2, 3)).tolist()
+
+
+def test_a_loop_samples_the_classes_in_turn_or_those_that_are_wanted() -> None:
+    with loop() as running:
+        assert brightness(running.sample(SampleRequest(5)).images) == pytest.approx([0, 0.25, 0.5, 0.75, 0])
+        wanted = running.sample(SampleRequest(3, labels=(3, -1, 1))).images
+        assert brightness(wanted) == pytest.approx([0.75, -0.25, 0.25])
+
+
+@pytest.mark.parametrize("labels", [(0, 1, 4), (0, 1), (-2, 0, 0)])
+def test_labels_that_cannot_be_are_told(labels: tuple[int, ...]) -> None:
+    with loop() as running, pytest.raises(UserError, match="expected 3 labels from 0 to 3, or -1 for none"):
+        running.sample(SampleRequest(3, labels=labels))
+
+
+def test_a_start_from_images_reaches_the_sampler() -> None:
+    class Seen:
+        def sample(self, *given: object, images: Tensor, strength: float, **_: object) -> Tensor:
+            assert strength == 0.3
+            return images + 0.5
+
+    running = loop()
+    running.sampler = Seen()  # type: ignore[assignment]  # it takes less than a sampler may be given
+    with running:
+        images = torch.zeros(2, 1, 4, 4)
+        assert brightness(running.sample(SampleRequest(2, images=images, strength=0.3)).images) == [0.5, 0.5]
+
+
+def test_training_gives_the_network_labels_and_leaves_some_out() -> None:
+    seen: list[Tensor] = []
+
+    class Recording(ByClass):
+        def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+            seen.append(labels)
+            return super().forward(x, timesteps, labels)
+
+    model = Recording()
+    data = InMemory(torch.zeros(1000, 1, 4, 4), torch.arange(1000) % 4)
+    objective = Diffusion(prediction_type="sample", conditional=True, label_dropout=0.25)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    Loop(model, optimizer, objective, data, LoopConfig(epochs=1, batch_size=1000, micro_batch=100)).run()
+    counted = torch.cat(seen).add(1).bincount().div(1000).tolist()
+    assert counted == pytest.approx([0.25] + [0.75 / 4] * 4, abs=0.04)
