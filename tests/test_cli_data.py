@@ -174,6 +174,17 @@ def test_sources_that_are_no_files(hookdiff: Any, folder: Path) -> None:
         assert table(out)["classes"][0].startswith("10: 0 ")
 
 
+def test_latents_have_no_mode(hookdiff: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "hd_latents.py").write_text("import torch\n\n\ndef latents():\n    return torch.zeros(9, 5, 4, 4)\n")
+    monkeypatch.syspath_prepend(str(folder))
+    text = CONFIG.replace('"folder"', '"hd_latents:latents"').replace('path = "pictures"', "")
+    (folder / "latents.toml").write_text(text.replace("image_size = 8", "").replace("held_out = 4", ""))
+    code, out, err = hookdiff("data", "latents.toml", "--seconds", "0", "--out", "a.png")
+    assert code == 0, err
+    assert "sizes" not in table(out)
+    assert table(out)["trained on"] == ["5 x 4 x 4, from 0 to 0"]
+
+
 def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
     code, _, err = hookdiff("run", "config.toml")
     assert code == 0, err

@@ -70,7 +70,7 @@ def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
     if not isinstance(source, Images):
         return _from_items(source, transforms, store)
     if not len(source):
-        return Prepared(source, transforms, store, source)
+        raise UserError("the source has no samples: nothing to train on")
     prepared = _on_disk(source, transforms, store) if store.store == "disk" else _in_memory(source, transforms, store)
     _check_colour(prepared.shape, transforms)
     unreadable = [*(prepared.survey or Survey()).unreadable.values(), *(prepared.torn or {}).values()]

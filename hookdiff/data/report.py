@@ -24,8 +24,9 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
     """
     found = feed.source.survey
     kinds = {} if found is None else found.kinds
-    if found is None and isinstance(feed.source.source, InMemory) and len(feed.source.source.images.shape) == 4:
-        kinds = {kind_of(feed.source.source.images[0]): len(feed.source)}
+    given = feed.source.source
+    if isinstance(given, InMemory) and given.images.dim() == 4 and given.images.shape[1] <= 4:  # no latents
+        kinds = {kind_of(given.images[0]): len(given)}
     sizes, modes = Counter[tuple[int, int]](), Counter[str]()
     for (mode, width, height), count in kinds.items():
         sizes[width, height] += count

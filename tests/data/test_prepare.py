@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from hookdiff import Feed, InMemory, LoopConfig, UserError
-from hookdiff.data import Folder, Store, Transforms
+from hookdiff.data import Arrays, Folder, Store, Transforms
 
 Noise = Callable[..., Image.Image]
 Write = Callable[..., list[Path]]
@@ -169,6 +169,12 @@ def test_images_that_need_no_look_are_not_opened() -> None:
 
     feed = Feed(Told(), store=Store(store="none"))
     assert (feed.shape, feed.describe(3), len(feed.training)) == ((3, 4, 5), "told 3", 7)
+
+
+def test_nothing_is_told(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "none.npy", numpy.zeros((0, 3, 8, 8), numpy.uint8))
+    with pytest.raises(UserError, match="the source has no samples: nothing to train on"):
+        Feed(Arrays(str(tmp_path / "none.npy")))
 
 
 def test_auto_keeps_in_memory_what_fits(tmp_path: Path, write_folder: Write) -> None:
