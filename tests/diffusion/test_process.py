@@ -142,10 +142,12 @@ def test_a_fraction_of_the_timesteps(betas: list[float], fraction: float) -> Non
     process = Discrete(NoiseSchedule(betas))
     (time,) = process.from_fraction(column(fraction)).tolist()
     assert time == min(int(fraction * len(betas)), len(betas) - 1)
-    largest = torch.tensor([1 - 2.0**-24])
-    assert process.from_fraction(largest).tolist() == [len(betas) - 1]
-    for num in (999_999, 1_000_000):  # where float32 would round the product up to their number
-        assert Discrete(make_schedule("linear", num)).from_fraction(largest).tolist() == [num - 1]
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 1000, 1023, 1024, 1025, 65537, 999_999, 1_000_000])
+def test_the_largest_fraction_is_the_last_timestep(num: int) -> None:
+    largest = torch.tensor([1 - 2.0**-24])  # of those that are drawn; times `num` it must not be rounded up
+    assert Discrete(make_schedule("linear", num)).from_fraction(largest).tolist() == [num - 1]
 
 
 def test_karras_spacing_of_timesteps() -> None:
