@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(0, 1, min_open=True),
     help="With --image: share of the steps, 1 leaves little of the picture.",
 )
+@click.option("--columns", type=click.IntRange(1), help="Of the grid; the nearest to a square unless given.")
 @click.option("--seed", default=0, show_default=True, help="Image k of a seed is always the same.")
 @click.option("--weights", help="An average's name, or model; an average if there is one.")
 @click.option("--out", type=click.Path(path_type=Path), help="A .png; RUN/samples/seed-SEED.png unless given.")
@@ -38,6 +39,7 @@ def command(
     labels: str | None,
     image: Path | None,
     strength: float,
+    columns: int | None,
     seed: int,
     weights: str | None,
     out: Path | None,
@@ -66,7 +68,7 @@ def command(
         request = SampleRequest(num, seed, weights=weights, labels=classes, images=start, strength=strength)
         made = loop.sample(request)
         try:
-            save_grid(made.images, out)
+            save_grid(made.images, out, columns)
         except OSError as error:
             raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
     click.echo(f"{out}: {num} images from the {made.weights} weights of step {loop.progress.step}")

@@ -55,6 +55,14 @@ def _can_be_read(diffusion: Any, option: Attribute[Any], value: str | None) -> N
     )
 
 
+def _reaches_the_end(diffusion: Any, option: Attribute[Any], value: str | None) -> None:
+    if value == "log_normal" and diffusion.rescale_betas_zero_snr:
+        raise ValueError(
+            f"'{option.name}' cannot be 'log_normal' with rescale_betas_zero_snr: the last timestep, where sigma / alpha "
+            "is infinite, would never be trained; use 'uniform' or 'logit_normal'"
+        )
+
+
 def _numbers(value: float | tuple[float, ...] | list[float]) -> tuple[float, ...]:
     return tuple(map(float, value)) if isinstance(value, (tuple, list)) else (float(value),)
 
@@ -103,7 +111,8 @@ class Diffusion:
     p2_gamma: float = field(default=1.0, validator=and_(ge(0), read_by("weighting", WEIGHTINGS, "p2")))
     loss: str = field(default="mse", validator=one_of(LOSSES))
     huber_delta: float = field(default=1.0, validator=and_(gt(0), read_by("loss", LOSSES, "huber")))
-    times: str | None = field(default=None, validator=optional(one_of(TIMES)))  # None: "uniform"; "log_normal" for edm
+    # None: "uniform"; "log_normal" for schedule "edm"
+    times: str | None = field(default=None, validator=and_(optional(one_of(TIMES)), _reaches_the_end))
     time_mean: float | None = None  # of the normal distribution in `times`; None: the paper's
     time_std: float | None = field(default=None, validator=optional(gt(0)))
     stratified: bool = False  # spread the times of a batch evenly

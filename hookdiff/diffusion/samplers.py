@@ -222,7 +222,7 @@ class Sampling:
         if images is not None:
             if not 0 < strength <= 1:
                 raise ValueError(f"strength must be in (0, 1]: {strength:g}")
-            points = points[len(points) - max(1, int(self.steps * strength)) :]
+            points = points[len(points) - max(1, int(self.steps * strength + 1e-9)) :]
         # Not inference_mode: a tensor that the network makes in it and keeps, such as a table of positions,
         # could never take part in a backward pass.
         with torch.no_grad():

@@ -79,7 +79,7 @@ def dpmpp_2m_step(x: Tensor, x0: Tensor, before: tuple[Tensor, Point] | None, no
     linear = after.sigma / now.sigma * x
     # alpha' (1 - exp(-h)), written so that it is right at both infinite ends
     weight = after.alpha - now.alpha * after.sigma / now.sigma
-    if before is not None and before[1].alpha and after.sigma:
+    if before is not None and after.sigma:
         h, h_before = log(now.ratio / after.ratio), log(before[1].ratio / now.ratio)
         x0 = x0 + (x0 - before[0]) * (h / (2 * h_before))
     return linear + weight * x0

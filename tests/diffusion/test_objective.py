@@ -420,6 +420,10 @@ def test_wrong_output_shape_is_an_error() -> None:
         ({"loss": "l2"}, "'loss' must be one of mse, l1, huber, not 'l2'"),
         ({"huber_delta": 2.0}, "'huber_delta' is an option of loss 'huber', not .*'mse'"),
         ({"loss": "huber", "huber_delta": 0.0}, "'huber_delta' must be > 0: 0"),
+        (
+            {"times": "log_normal", "prediction_type": "sample", "rescale_betas_zero_snr": True},
+            "'times' cannot be 'log_normal' with rescale_betas_zero_snr: the last timestep",
+        ),
         ({"times": "lognormal"}, "'times' must be one of uniform, .*, not 'lognormal'; did you mean 'log_normal'"),
         ({"time_std": 0.0}, "'time_std' must be > 0: 0"),
         ({"label_dropout": 1.5}, r"'label_dropout' must be in \[0, 1\]: 1.5"),
