@@ -58,8 +58,8 @@ def _can_be_read(diffusion: Any, option: Attribute[Any], value: str | None) -> N
 def _reaches_the_end(diffusion: Any, option: Attribute[Any], value: str | None) -> None:
     if value == "log_normal" and diffusion.rescale_betas_zero_snr:
         raise ValueError(
-            f"'{option.name}' cannot be 'log_normal' with rescale_betas_zero_snr: the last timestep, where sigma / alpha "
-            "is infinite, would never be trained; use 'uniform' or 'logit_normal'"
+            f"'{option.name}' cannot be 'log_normal' with rescale_betas_zero_snr: the last timestep, where "
+            "sigma / alpha is infinite, would never be trained; use 'uniform' or 'logit_normal'"
         )
 
 
