@@ -159,7 +159,7 @@ SOURCES = "digits, folder, fashion-mnist, torchvision:NAME, huggingface, array"
         (
             "diffusion.schedule",
             "cosin",
-            "diffusion.schedule: must be one of linear, scaled_linear, cosine, sigmoid, flow, edm, not 'cosin'; did you",
+            "diffusion.schedule: must be one of linear, scaled_linear, cosine, sigmoid, flow, edm, not 'cosin';",
         ),
         ("sampling.eta", 2, "sampling.eta: must be <= 1: 2.0"),
         ("plugins.ema.decay", 1, "plugins.ema.decay: must be < 1: 1.0"),
