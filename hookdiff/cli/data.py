@@ -20,13 +20,16 @@ _SHOWN = 64  # images of the sheet
 @click.command()
 @config_argument
 @override_options
-@click.option("--out", type=click.Path(path_type=Path), help="Draw a .png of the first batch, as the model sees it.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--out", type=click.Path(path_type=Path), help="Of the sheet, a .png; NAME-data.png unless given.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and draw only with --out.")
 @click.option("--seconds", default=2.0, show_default=True, type=click.FloatRange(0), help="How long to time epochs.")
 def command(
     config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool, seconds: float
 ) -> None:
-    """Look at the data of CONFIG: every sample is read once."""
+    """Look at the data of CONFIG: every sample is read once.
+
+    What is in it, what is wrong with it, how fast it comes, and a sheet of the first batch as the model will see it.
+    """
     import json
 
     from hookdiff import experiment
@@ -37,6 +40,8 @@ def command(
     device = experiment.pick_device(checked.run.device)
     feed = experiment.build_feed(checked).bind(checked.run, device)
     found = {"source": checked.data.use, **report(feed, seconds)}
+    if out is None and not as_json:
+        out = Path(f"{checked.run.name}-data.png")
     sheet = _draw(feed, out) if out else None
     if as_json:
         click.echo(json.dumps({**found, "sheet": sheet}))

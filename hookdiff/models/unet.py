@@ -21,6 +21,7 @@ from hookdiff.models.embedding import LabelEmbedding, TimeEmbedding
 
 # A fixed number of sines and cosines, so that a narrow net reads the time as sharply as a wide one.
 _TIME_FEATURES = 128
+_MOST_ATTENTION = 32  # pixels: the largest side with attention that was not asked for
 
 
 class UNet(nn.Module):
@@ -43,7 +44,8 @@ class UNet(nn.Module):
         channel_mults: one number a level, finest first: its channels as a multiple of `channels`.
         num_res_blocks: residual blocks a level, each way.
         attention_resolutions: sides, in pixels at `image_size`, of the levels that use self-attention; its
-            cost grows with the fourth power of the side, so it is for levels of 32 and below.
+            cost grows with the fourth power of the side, so it is for levels of 32 and below. None: the last
+            level, if its side is not above that.
         head_dim: channels of an attention head; the number of heads follows from the channels of the level.
         dropout: probability in [0, 1) that an activation is dropped inside a residual block while training.
         num_classes: classes that the net is told of, labels 0 to num_classes - 1; 0 makes it unconditional. One
@@ -63,7 +65,7 @@ class UNet(nn.Module):
         channels: int = 64,
         channel_mults: tuple[int, ...] = (1, 2),
         num_res_blocks: int = 2,
-        attention_resolutions: tuple[int, ...] = (4,),
+        attention_resolutions: tuple[int, ...] | None = None,
         head_dim: int = 32,
         dropout: float = 0.0,
         num_classes: int = 0,
@@ -76,6 +78,8 @@ class UNet(nn.Module):
         divisor = _check_levels(image_size, channel_mults)
         widths = [channels * mult for mult in channel_mults]
         sides = [image_size >> level for level in range(len(widths))]
+        if attention_resolutions is None:
+            attention_resolutions = (sides[-1],) if sides[-1] <= _MOST_ATTENTION else ()
         _check_attention(attention_resolutions, head_dim, sides, widths)
         check_dropout(dropout)
 

@@ -121,6 +121,6 @@ def _when(every: Every) -> str:
 
 
 def _training_images(loop: Loop, batch_size: int) -> Iterator[Tensor]:
-    """Yield each image that `loop` trains on once, n c h w on the CPU; a data set that augments does so here too."""
+    """Yield each image that `loop` trains on once, n c h w on the CPU, without what varies it at random."""
     feed = evolve(loop.feed, drop_last=False).bind(LoopConfig(batch_size=batch_size), torch.device("cpu"))
-    return (batch.inputs for batch in feed.batches(epoch=0))
+    return (batch.inputs for batch in feed.plain(feed.training, batch_size))

@@ -88,7 +88,7 @@ def test_arguments_are_plain_keywords_with_defaults() -> None:
     parameters = inspect.signature(UNet).parameters
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in parameters.values())
     hints = get_type_hints(UNet.__init__)
-    assert {hints[name] for name in parameters} == {bool, int, float, tuple[int, ...]}
+    assert {hints[name] for name in parameters} == {bool, int, float, tuple[int, ...], tuple[int, ...] | None}
 
 
 @pytest.mark.parametrize("mults", [(1,), (1, 2), (2, 1, 3)])
@@ -494,3 +494,13 @@ def test_refuses_inputs_that_do_not_fit(shape: tuple[int, ...], timesteps: Tenso
     with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole message is compared below
         model(torch.zeros(shape), timesteps)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("size", "mults", "attends"),
+    [(8, (1, 2), 4), (28, (1, 2, 2), 7), (64, (1, 2), 32), (128, (1, 2), None), (8, (2,), 8)],
+)
+def test_attention_is_on_the_last_level_unless_told(size: int, mults: tuple[int, ...], attends: int | None) -> None:
+    with torch.device("meta"):
+        told = UNet(image_size=size, channel_mults=mults, attention_resolutions=() if attends is None else (attends,))
+        assert UNet(image_size=size, channel_mults=mults).state_dict().keys() == told.state_dict().keys()
