@@ -63,6 +63,12 @@ def _reaches_the_end(diffusion: Any, option: Attribute[Any], value: str | None) 
         )
 
 
+def _has_a_normal(diffusion: Any, option: Attribute[Any], value: float | None) -> None:
+    name = diffusion.times or ("log_normal" if diffusion.schedule == "edm" else "uniform")
+    if value is not None and name == "uniform":
+        raise ValueError(f"'{option.name}' is an option of times 'logit_normal' or 'log_normal', not 'uniform'")
+
+
 def _numbers(value: float | tuple[float, ...] | list[float]) -> tuple[float, ...]:
     return tuple(map(float, value)) if isinstance(value, (tuple, list)) else (float(value),)
 
@@ -113,8 +119,9 @@ class Diffusion:
     huber_delta: float = field(default=1.0, validator=and_(gt(0), read_by("loss", LOSSES, "huber")))
     # None: "uniform"; "log_normal" for schedule "edm"
     times: str | None = field(default=None, validator=and_(optional(one_of(TIMES)), _reaches_the_end))
-    time_mean: float | None = None  # of the normal distribution in `times`; None: the paper's
-    time_std: float | None = field(default=None, validator=optional(gt(0)))
+    # of the normal distribution in `times`; None: the paper's
+    time_mean: float | None = field(default=None, validator=_has_a_normal)
+    time_std: float | None = field(default=None, validator=and_(optional(gt(0)), _has_a_normal))
     stratified: bool = False  # spread the times of a batch evenly
     conditional: bool | None = None  # tell the network the labels; None: no, and in a config: if the model takes them
     label_dropout: float = field(default=0.1, validator=between(0, 1))  # share of labels left out, for guidance

@@ -88,7 +88,8 @@ def test_drawn_times_follow_the_quantiles(mean: float, std: float, seed: int) ->
     """The k-th of many stratified times is the quantile of (k + 1/2) / n, up to a stratum."""
     num = 400
     for schedule, name in (("flow", "logit_normal"), ("edm", "log_normal"), ("flow", "uniform"), ("edm", "uniform")):
-        diffusion = Diffusion(schedule=schedule, times=name, time_mean=mean, time_std=std, stratified=True)
+        normal = {} if name == "uniform" else {"time_mean": mean, "time_std": std}
+        diffusion = Diffusion(schedule=schedule, times=name, stratified=True, **normal)
         times = diffusion.draw_times(num, seeded(seed)).double().sort().values
         edges = torch.arange(num + 1, dtype=torch.float64) / num
         quantiles = TIMES[name](diffusion.process, edges, mean, std)
