@@ -68,7 +68,7 @@ class Part:
         """Make the thing; what it raises because of its arguments becomes a ConfigError that names the table."""
         try:
             return self.target(*first, **self.arguments)
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        except (ArithmeticError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.where}: {error}") from error
 
     def resolved(self) -> dict[str, Any]:
