@@ -329,5 +329,5 @@ def test_the_run_directory_is_made_after_all_others_have_started(tmp_path):
 
 
 def test_a_file_that_a_part_cannot_open_is_told_with_its_table(tmp_path):
-    with pytest.raises(ConfigError, match="^data: .*No such file or directory: .*gone'$"):
+    with pytest.raises(ConfigError, match=r"^data: .*No such file or directory: .*gone'$"):
         Part("data", "mine", open, {"file": str(tmp_path / "gone")}).build()
