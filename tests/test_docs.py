@@ -108,11 +108,10 @@ def shared_data_keys() -> Any:
     feed = parameters(Feed)
     keys = {**parameters(Transforms), **parameters(Store), **{key: feed[key] for key in FEED_KEYS}}
 
-    def shared() -> None: ...
-
+    shared: Any = type("Shared", (), {})
     source = inspect.Parameter("source", inspect.Parameter.KEYWORD_ONLY)
     keys = {key: keys[key].replace(annotation=type(keys[key].default)) for key in keys}
-    shared.__signature__ = inspect.Signature([source, *keys.values()])  # type: ignore[attr-defined]
+    shared.__signature__ = inspect.Signature([source, *keys.values()])
     return shared
 
 

@@ -50,7 +50,7 @@ class HuggingFace:
         try:
             # Not decoded, so that a header can be looked at alone, and draft can do its work.
             self.images = data.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-        except (KeyError, NotImplementedError, TypeError, ValueError):
+        except (KeyError, NotImplementedError, TypeError, ValueError):  # Arrow has kinds of its own of them
             raise ValueError(f"{path}: the column {column!r} holds {features[column]}, expected images") from None
         self.column = column
         self.labels, self.classes = _labels(path, data, label_column)

@@ -135,8 +135,9 @@ def test_a_copy_opens_the_file_itself(tmp_path: Path) -> None:
 def test_transparent_pixels(tmp_path: Path, channels: int) -> None:
     array = numpy.random.default_rng(0).integers(0, 256, (4, 6, 6, channels), dtype=numpy.uint8)
     data = Arrays(saved(tmp_path / "a.npy", array), layout="n h w c")
+    store: Any
     for store in ("memory", "none"):
-        feed = Feed(data, transforms=Transforms(background="black"), store=Store(store=store))  # type: ignore[arg-type]
+        feed = Feed(data, transforms=Transforms(background="black"), store=Store(store=store))
         (batch,) = feed.plain(torch.arange(4))
         expected = array[..., :-1].astype("float64") * array[..., -1:] / 255 / 127.5 - 1
         assert feed.shape == (channels - 1, 6, 6)

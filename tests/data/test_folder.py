@@ -155,8 +155,9 @@ def test_a_folder_without_images(tmp_path: Path) -> None:
 def test_a_link_to_nothing_is_an_image_that_cannot_be_read(tmp_path: Path, write_folder: Write) -> None:
     write_folder(tmp_path / "set", 3)
     (tmp_path / "set" / "bee" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    place: Any
     for place in ("memory", "disk"):
-        kept = Store(store=place, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
+        kept = Store(store=place, cache_dir=str(tmp_path / "cache"))
         with pytest.raises(UserError, match=r"1 of 4 images cannot be read .*\n.*gone.png: No such file or directory"):
             Feed(Folder(str(tmp_path / "set")), store=kept)
 

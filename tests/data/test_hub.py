@@ -122,8 +122,9 @@ def test_sets_that_are_not_there(tmp_path: Path, made: Any) -> None:
 def test_it_trains_as_any_source(tmp_path: Path, made: Any) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
     found = []
+    store: Any
     for store, workers in (("memory", 0), ("disk", 0), ("none", 2)):
-        kept = Store(store=store, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
+        kept = Store(store=store, cache_dir=str(tmp_path / "cache"))
         transforms = Transforms(image_size=6, flip=True)
         feed = Feed(HuggingFace(str(tmp_path / "saved")), transforms=transforms, store=kept, workers=workers)
         (batch,) = feed.bind(LoopConfig(batch_size=9), torch.device("cpu")).batches(0)

@@ -123,8 +123,9 @@ def test_another_stands_in_for_what_is_torn(
     for k in (3, 4, 11):
         torn(paths[k])
     found = []
+    store: Any
     for store, workers in (("memory", 0), ("disk", 0), ("none", 0), ("none", 2)):
-        kept = Store(store=store, unreadable="skip", cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
+        kept = Store(store=store, unreadable="skip", cache_dir=str(tmp_path / "cache"))
         feed = Feed(Folder(str(root)), store=kept, held_out=3, workers=workers, transforms=Transforms(flip=True))
         feed.bind(LoopConfig(batch_size=3), torch.device("cpu"))
         batches = list(feed.batches(1))
@@ -202,7 +203,7 @@ def test_a_source_without_fingerprint_has_no_cache(tmp_path: Path, write_folder:
     write_folder(tmp_path / "set", 3)
 
     class Plain(Folder):
-        fingerprint = property()  # type: ignore[assignment]
+        fingerprint: Any = property()
 
     with pytest.raises(UserError, match=r"store = 'disk': Plain cannot tell when its data changes"):
         Feed(Plain(str(tmp_path / "set")), store=Store(store="disk", cache_dir=str(tmp_path)))

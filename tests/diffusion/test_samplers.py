@@ -21,11 +21,12 @@ from hookdiff.diffusion import (
     Diffusion,
     Sampling,
     karras_sigmas,
+    make_schedule,
     thresholded,
 )
 
 LINEAR = Diffusion()
-LEVELS = LINEAR.process.schedule.alphas_cumprod.tolist()  # type: ignore[attr-defined]
+LEVELS = make_schedule("linear", 1000).alphas_cumprod.tolist()
 WITHOUT_EPSILON = PREDICTION_TYPES[1:]
 
 

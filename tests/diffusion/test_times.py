@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion import TIMES, Diffusion, Discrete, Flow, VarianceExploding, make_schedule
+from hookdiff.diffusion import TIMES, Diffusion, Discrete, Flow, Process, VarianceExploding, make_schedule
 from hookdiff.diffusion.times import uniforms
 
 EXPLODING, STRAIGHT = VarianceExploding(), Flow()
@@ -23,8 +23,8 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def quantile(name: str, process: object, fraction: float, mean: float = 0.0, std: float = 1.0) -> float:
-    return float(TIMES[name](process, torch.tensor([fraction], dtype=torch.float64), mean, std))  # type: ignore[arg-type]
+def quantile(name: str, process: Process, fraction: float, mean: float = 0.0, std: float = 1.0) -> float:
+    return float(TIMES[name](process, torch.tensor([fraction], dtype=torch.float64), mean, std))
 
 
 def fraction_below(quantile: Callable[[float], float], value: float) -> float:
