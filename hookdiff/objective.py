@@ -17,9 +17,9 @@ class LossOutput:
     """The loss of a batch, and what monitors want to know about each of its samples."""
 
     loss: Tensor  # scalar: the mean over the samples
-    per_sample: Tensor | None = None  # n
-    timesteps: Tensor | None = None  # n
-    log_snr: Tensor | None = None  # n, natural logarithm
+    per_sample: Tensor | None = None  # n, before any weights
+    timesteps: Tensor | None = None  # n; or the times of a process that has none
+    log_snr: Tensor | None = None  # n, natural logarithm; minus infinity where nothing of the image is left
 
     def detach(self) -> LossOutput:
         """Return the same values without their graph."""
