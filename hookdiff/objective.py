@@ -18,7 +18,7 @@ class LossOutput:
 
     loss: Tensor  # scalar: the mean over the samples
     per_sample: Tensor | None = None  # n, before any weights
-    timesteps: Tensor | None = None  # n; or the times of a process that has none
+    timesteps: Tensor | None = None  # n; t or sigma where there are no timesteps
     log_snr: Tensor | None = None  # n, natural logarithm; minus infinity where nothing of the image is left
 
     def detach(self) -> LossOutput:
