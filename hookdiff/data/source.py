@@ -28,7 +28,8 @@ class Images(Protocol):
     processes.
 
     What it may have besides: `shape` (c, h, w), where all samples have it, so that none is opened to find out;
-    `fingerprint()`, a string that changes with the data, which keeping them on disk needs.
+    `fingerprint()`, a string that changes with the data, which keeping them on disk needs; `one_at_a_time`, True where
+    a process must call `load` from one thread alone.
     """
 
     labels: Tensor | None  # n, int64, from 0; -1: unknown
@@ -90,11 +91,14 @@ def told(error: Exception) -> str:
     return named if isinstance(error, (OSError, ValueError)) and named else f"{type(error).__name__}: {message}"
 
 
-def in_threads(function: Callable[[int], Made], indices: Sequence[int]) -> Iterator[Made]:
-    """Yield `function` of each of `indices`, in their order; an error, or Ctrl-C, drops what has not begun."""
+def in_threads(source: Images, function: Callable[[int], Made], indices: Sequence[int]) -> Iterator[Made]:
+    """Yield `function`, which loads from `source`, of each of `indices`, in their order.
+
+    An error, or Ctrl-C, drops what has not begun.
+    """
     chunks = [indices[start : start + _CHUNK] for start in range(0, len(indices), _CHUNK)]
     threads = min(len(chunks), (cpu_count() or 1) + 4)  # some more than cores, for those that wait for a disk
-    if threads < 2:
+    if threads < 2 or getattr(source, "one_at_a_time", False):
         yield from map(function, indices)
         return
     pool = ThreadPoolExecutor(threads)

@@ -67,7 +67,7 @@ def fill(source: Images, indices: Sequence[int], transforms: Transforms, pixels:
             return str(error)
         return None
 
-    for index, answer in zip(indices, in_threads(one, indices), strict=True):
+    for index, answer in zip(indices, in_threads(source, one, indices), strict=True):
         if answer is not None:
             torn[index] = answer
     return torn

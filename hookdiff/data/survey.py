@@ -63,7 +63,7 @@ def survey(source: Images) -> Survey:
         except Exception as error:  # decoders raise whatever the bytes lead them to
             return f"{source.describe(index)}: {told(error)}"
 
-    for index, answer in enumerate(in_threads(look, range(len(source)))):
+    for index, answer in enumerate(in_threads(source, look, range(len(source)))):
         if isinstance(answer, str):
             found.unreadable[index] = answer
         else:

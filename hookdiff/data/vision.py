@@ -42,6 +42,8 @@ class Vision:
     Raises ValueError when its items are no pairs of a picture and a whole number, or None.
     """
 
+    one_at_a_time = True  # some read an open file or draw from the default generator in their __getitem__
+
     def __init__(self, name: str, data: Any) -> None:
         from PIL import Image
 

@@ -2,12 +2,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from PIL import Image
 from torchvision import datasets
 
-from hookdiff import Feed, UserError
+from hookdiff import Feed, InMemory, UserError
 from hookdiff.data.vision import Vision, vision
 from hookdiff.structure import parameters
 
@@ -69,3 +70,12 @@ def test_items_of_another_kind_are_refused(label: Any, message: str) -> None:
 
 def test_a_set_without_labels() -> None:
     assert Vision("X", Items(None)).labels is None
+
+
+def test_what_draws_from_the_default_generator_is_read_by_one_thread() -> None:
+    data = vision("FakeData")(size=300, image_size=(3, 8, 8))  # 300: more than one thread would take at a time
+    alone = torch.stack([torch.from_numpy(numpy.array(data.load(index))).permute(2, 0, 1) for index in range(300)])
+    for _ in range(3):
+        samples = Feed(data).samples
+        assert isinstance(samples, InMemory)
+        assert torch.equal(samples.images, alone)
