@@ -9,11 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hookdiff.cli.options import config_argument, override_options
+    from hookdiff.config import Config, load_config
     from hookdiff.data.batch import Batch
     from hookdiff.data.feed import Feed
     from hookdiff.data.memory import InMemory
     from hookdiff.dispatch import HookError
-    from hookdiff.errors import ConfigError, PluginError, UserError
+    from hookdiff.errors import ConfigError, PluginError, UserError, nearest
+    from hookdiff.experiment import build_loop
     from hookdiff.hookspecs import Hooks, Reason, Verdict, hookimpl
     from hookdiff.images import as_pictures, save_grid
     from hookdiff.log import Log
@@ -26,10 +29,11 @@ if TYPE_CHECKING:
     from hookdiff.sampling import Sampler, SampleRequest, Samples
     from hookdiff.sinks import Sink
     from hookdiff.state import flatten, run_state, unflatten
-    from hookdiff.weights import borrowed_weights
+    from hookdiff.weights import borrowed_weights, evaluating
 
 _HOME = {
     "Batch": "hookdiff.data.batch",
+    "Config": "hookdiff.config",
     "ConfigError": "hookdiff.errors",
     "Due": "hookdiff.progress",
     "Every": "hookdiff.progress",
@@ -56,9 +60,15 @@ _HOME = {
     "Verdict": "hookdiff.hookspecs",
     "as_pictures": "hookdiff.images",
     "borrowed_weights": "hookdiff.weights",
+    "build_loop": "hookdiff.experiment",
+    "config_argument": "hookdiff.cli.options",
     "derive_seed": "hookdiff.randomness",
+    "evaluating": "hookdiff.weights",
     "flatten": "hookdiff.state",
     "hookimpl": "hookdiff.hookspecs",
+    "load_config": "hookdiff.config",
+    "nearest": "hookdiff.errors",
+    "override_options": "hookdiff.cli.options",
     "parse_every": "hookdiff.progress",
     "run_state": "hookdiff.state",
     "save_grid": "hookdiff.images",
@@ -74,6 +84,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Batch",
+    "Config",
     "ConfigError",
     "Due",
     "Every",
@@ -100,9 +111,15 @@ __all__ = [
     "Verdict",
     "as_pictures",
     "borrowed_weights",
+    "build_loop",
+    "config_argument",
     "derive_seed",
+    "evaluating",
     "flatten",
     "hookimpl",
+    "load_config",
+    "nearest",
+    "override_options",
     "parse_every",
     "run_state",
     "save_grid",

@@ -105,7 +105,7 @@ class Config:
         }
 
 
-def load(path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = ()) -> Config:
+def load_config(path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = ()) -> Config:
     """Read and check the config at `path`.
 
     `plugins` are names to add, or to take away as `no:NAME`; `settings` are `table.key=value`. Raises ConfigError

@@ -23,7 +23,7 @@ from hookdiff.start import Start, check_file
 from hookdiff.structure import missing
 
 
-def build(
+def build_loop(
     config: Config,
     run_dir: Path,
     *,

@@ -31,6 +31,14 @@ class Log:
         """Whether the step under way is one that `log_every` picks: what is costly is only logged then."""
         return self._loop.progress.step % self._loop.config.log_every == 0
 
+    @property
+    def next_due(self) -> bool:
+        """Whether the update under way, once it is counted, is one that `log_every` picks.
+
+        Asked before the update by who has to look at gradients or weights for what is logged after it.
+        """
+        return (self._loop.progress.step + 1) % self._loop.config.log_every == 0
+
     def __call__(self, values: Mapping[str, Value]) -> None:
         """Log `values`, numbers or scalar tensors, of the step under way."""
         self._records.setdefault(self._loop.progress.step, {}).update(values)

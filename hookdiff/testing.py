@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdiff.data.batch import Batch
 from hookdiff.loop import Loop
@@ -90,3 +93,48 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     assert one.keys() == other.keys(), f"only in one: {sorted(one.keys() ^ other.keys())}"
     for name, value in one.items():
         assert torch.equal(value, other[name]), f"{name} differs by {(value - other[name]).abs().max():g}"
+
+
+class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts how often the host looked at a value of a tensor, which makes it wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What item(), bool(), int() and float() come down to, also when torch's own optimizers call them.
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_transfers() -> Iterator[Transfers]:
+    """Count the transfers from the device to the host in the `with`: `.count` of what it gives.
+
+    Also on a CPU, where they cost nothing: what is counted are item(), tolist(), numpy(), cpu(), to("cpu") and what
+    comes down to them.
+    """
+    transfers = Transfers()
+
+    def counted(name: str, original: Callable[..., Any]) -> Any:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if name != "to" or any(str(given) == "cpu" for given in (*args, *kwargs.values())):
+                transfers.count += 1
+            before = transfers.count
+            try:
+                return original(tensor, *args, **kwargs)
+            finally:
+                transfers.count = before  # tolist() of a scalar is an item() too
+
+        return mock.patch.object(Tensor, name, call)
+
+    patches = [counted(name, getattr(Tensor, name)) for name in ("tolist", "numpy", "cpu", "to")]
+    for patch in patches:
+        patch.start()
+    try:
+        with transfers:
+            yield transfers
+    finally:
+        for patch in patches:
+            patch.stop()

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hookdiff.cli import COMMANDS, main
-from hookdiff.config import load
+from hookdiff.config import load_config
 from hookdiff.hookspecs import HOOK_NAMES
 from hookdiff.testing import assert_same, toy_loop
 
@@ -186,7 +186,7 @@ def test_check_prints_toml_that_loads_to_the_same(hookdiff, folder):
     code, out, _ = hookdiff("check", "small.toml", "--plugins", "clip,no:lr", "--set", "run.name=x")
     assert code == 0
     (folder / "again.toml").write_text(out)
-    assert load(folder / "again.toml").resolved() == tomli.loads(out)
+    assert load_config(folder / "again.toml").resolved() == tomli.loads(out)
     assert tomli.loads(out)["run"]["plugins"] == ["ema", "checkpoint", "clip"]
     assert hookdiff("check", "again.toml")[1] == out
     assert sorted(path.name for path in folder.glob("run*")) == []

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hookdiff.cli import main
-from hookdiff.config import load
+from hookdiff.config import load_config
 from hookdiff.experiment import build_feed
 from hookdiff.testing import assert_same
 
@@ -188,8 +188,8 @@ def test_latents_have_no_mode(hookdiff: Any, folder: Path, monkeypatch: pytest.M
 def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
     code, _, err = hookdiff("run", "config.toml")
     assert code == 0, err
-    kept = load(folder / "runs" / "config" / "config.toml")
-    given = load(folder / "config.toml")
+    kept = load_config(folder / "runs" / "config" / "config.toml")
+    given = load_config(folder / "config.toml")
     assert (kept.data.use, kept.data.arguments["path"], kept.feed) == (
         "folder",
         "pictures",
@@ -205,7 +205,7 @@ def test_a_key_that_the_source_takes_is_its_own(hookdiff: Any, folder: Path, mon
     monkeypatch.syspath_prepend(str(folder))
     text = CONFIG.replace('"folder"', '"hd_flags:flags"').replace('path = "pictures"', "").replace("true", "7")
     (folder / "flags.toml").write_text(text)
-    config = load(folder / "flags.toml")
+    config = load_config(folder / "flags.toml")
     assert config.data.arguments == {"flip": 7, "image_size": 8}
     assert config.feed["transforms"].image_size is None
     resolved = config.resolved()["data"]
@@ -215,7 +215,7 @@ def test_a_key_that_the_source_takes_is_its_own(hookdiff: Any, folder: Path, mon
 
 
 def test_who_needs_no_pixels_decodes_none(folder: Path) -> None:
-    config = load(folder / "config.toml")
+    config = load_config(folder / "config.toml")
     feed = build_feed(config, decode=False)
     assert (feed.source.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
     assert build_feed(config).source.place == "memory"

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hookdiff import ConfigError, Every, UserError, experiment
-from hookdiff.config import Config, load, read_toml
+from hookdiff.config import Config, load_config, read_toml
 from hookdiff.data import Store, Transforms
 from hookdiff.discovery import installed
 
@@ -46,7 +46,7 @@ def change(table, dotted, value):
 def problems(path, *args, **kwargs):
     """Return the lines that are told of the config at `path`, after the first, which counts them."""
     with pytest.raises(ConfigError) as caught:
-        load(path, *args, **kwargs)
+        load_config(path, *args, **kwargs)
     first, *lines = str(caught.value).split("\n")
     assert first == f"{path}: {len(lines)} problem{'s' * (len(lines) > 1)}"
     assert all(line.startswith("  ") for line in lines)
@@ -54,7 +54,7 @@ def problems(path, *args, **kwargs):
 
 
 def test_a_good_config_is_read_with_its_types(path):
-    config = load(path)
+    config = load_config(path)
     assert (config.run.steps, config.run.epochs, config.run.name) == (20, None, "mine")
     assert config.run.plugins == ("ema", "lr")
     assert list(config.plugins) == ["ema", "lr"]
@@ -65,13 +65,13 @@ def test_a_good_config_is_read_with_its_types(path):
 
 def test_the_smallest_config(tmp_path):
     text = '[run]\nsteps = 1\n[data]\nsource = "digits"\n[model]\nuse = "unet"\n'
-    config = load(write(tmp_path / "small.toml", text))
+    config = load_config(write(tmp_path / "small.toml", text))
     assert config.optimizer.use == "adamw"
     assert config.plugins == {}
 
 
 def test_numbers_and_times_have_their_types(path):
-    config = load(path, settings=["run.max_time=1.5 h", "plugins.lr.min_ratio=1"])
+    config = load_config(path, settings=["run.max_time=1.5 h", "plugins.lr.min_ratio=1"])
     assert config.run.max_time == Every(5400, "seconds")
     assert type(config.plugins["lr"].arguments["min_ratio"]) is float
 
@@ -248,14 +248,14 @@ def test_what_is_no_toml_is_told_with_its_place(tmp_path, content, expected):
 
 def test_a_missing_file_gets_the_nearest(path):
     with pytest.raises(ConfigError, match=r"mien\.toml: no such file; did you mean 'mine\.toml'\?$"):
-        load(path.with_name("mien.toml"))
+        load_config(path.with_name("mien.toml"))
     with pytest.raises(ConfigError, match=r"mine\.toml: no such file$"):
-        load(path.parent / "nowhere" / "mine.toml")
+        load_config(path.parent / "nowhere" / "mine.toml")
 
 
 def test_a_directory_is_no_config(tmp_path):
     with pytest.raises(ConfigError, match=rf"^{tmp_path}: cannot be read: Is a directory$"):
-        load(tmp_path)
+        load_config(tmp_path)
 
 
 def test_conflicts_and_requirements_are_told(tmp_path, monkeypatch):
@@ -270,24 +270,24 @@ def test_conflicts_and_requirements_are_told(tmp_path, monkeypatch):
     (line,) = problems(path, plugins=["hd_partners:Needy"])
     assert line == "run.plugins: the plugin 'needy' requires 'clip', which this run has not"
     assert problems(path, plugins=["hd_partners:Greedy"]) == ["plugins.greedy: needs must"]
-    greedy = load(path, ["hd_partners:Greedy"], ["plugins.greedy.must=3"]).plugins["greedy"]
+    greedy = load_config(path, ["hd_partners:Greedy"], ["plugins.greedy.must=3"]).plugins["greedy"]
     assert greedy.arguments == {"must": 3}
 
 
 def test_plugins_are_added_and_taken_away(path):
-    assert load(path, ["clip", "no:ema", "clip"]).run.plugins == ("lr", "clip")
-    assert load(path, ["lr"]).run.plugins == ("ema", "lr")
-    assert list(load(path, ["no:ema", "ema"]).plugins) == ["lr", "ema"]
+    assert load_config(path, ["clip", "no:ema", "clip"]).run.plugins == ("lr", "clip")
+    assert load_config(path, ["lr"]).run.plugins == ("ema", "lr")
+    assert list(load_config(path, ["no:ema", "ema"]).plugins) == ["lr", "ema"]
     assert problems(path, ["no:emma"]) == ["--plugins no:emma: 'emma' is not switched on; did you mean 'ema'?"]
 
 
 def test_plugins_are_added_to_those_that_are_set(path):
-    config = load(path, ["clip", "no:lr"], ['run.plugins=["lr", "ema"]'])
+    config = load_config(path, ["clip", "no:lr"], ['run.plugins=["lr", "ema"]'])
     assert config.run.plugins == ("ema", "clip")
 
 
 def test_the_table_of_a_plugin_that_is_switched_off_may_stay(path):
-    assert list(load(path, ["no:ema"]).plugins) == ["lr"]
+    assert list(load_config(path, ["no:ema"]).plugins) == ["lr"]
 
 
 @pytest.mark.parametrize(
@@ -302,16 +302,16 @@ def test_the_table_of_a_plugin_that_is_switched_off_may_stay(path):
     ],
 )
 def test_a_set_value_has_the_type_of_its_key(path, setting, where, expected):
-    value = getattr(getattr(load(path, settings=[setting]), where[0]), where[1])
+    value = getattr(getattr(load_config(path, settings=[setting]), where[0]), where[1])
     assert (type(value), value) == (type(expected), expected)
 
 
 def test_set_reaches_every_table(path):
-    config = load(path, settings=["model.channel_mults=1,2,4", "plugins.clip.max_norm=2", "data.workers=1"])
+    config = load_config(path, settings=["model.channel_mults=1,2,4", "plugins.clip.max_norm=2", "data.workers=1"])
     assert config.model.arguments["channel_mults"] == (1, 2, 4)
     assert config.feed == {"workers": 1, "transforms": Transforms(), "store": Store()}
-    assert load(path, settings=["optimizer.use=sgd"]).optimizer.target.__name__ == "SGD"
-    assert load(path, settings=["run.steps=none", "run.epochs=2"]).run.epochs == 2
+    assert load_config(path, settings=["optimizer.use=sgd"]).optimizer.target.__name__ == "SGD"
+    assert load_config(path, settings=["run.steps=none", "run.epochs=2"]).run.epochs == 2
 
 
 @pytest.mark.parametrize("setting", ["steps=3", "run.steps", "run.=3", ".steps=3", "=", "", "run..steps=3"])
@@ -322,7 +322,8 @@ def test_a_setting_needs_a_table_a_key_and_a_value(path, setting):
 def test_a_setting_inside_of_a_value(path):
     assert problems(path, settings=["run.steps.x=3"]) == ["--set run.steps.x=3: steps is no table"]
     assert problems(path, settings=["plugins.ema.decay=2", "run.step=3"]) == [
-        "run.step: unknown key; did you mean 'steps'?; known: " + ", ".join(attrs.fields_dict(type(load(path).run))),
+        "run.step: unknown key; did you mean 'steps'?; known: "
+        + ", ".join(attrs.fields_dict(type(load_config(path).run))),
         "plugins.ema.decay: must be < 1: 2.0",
     ]
 
@@ -336,8 +337,8 @@ def test_resolved_is_read_as_the_same_config(tmp_path):
     usable = [name for name, (entry, *_) in sorted(installed().items()) if name != "aim" or find_spec("aim")]
     table = {**GOOD, "run": {**GOOD["run"], "plugins": usable, "max_time": "1000 h"}}
     table["plugins"] = {"checkpoint": {"every": "2 epochs"}, "samples": {"every": "90 s"}, "fid": {"every": 0}}
-    config = load(write(tmp_path / "first.toml", table))
-    again = load(write(tmp_path / "second.toml", config.resolved()))
+    config = load_config(write(tmp_path / "first.toml", table))
+    again = load_config(write(tmp_path / "second.toml", config.resolved()))
     assert again.resolved() == config.resolved()
     assert again.run == config.run
     assert again.run.name == "first"
@@ -400,11 +401,11 @@ def load_or_refuse(path, plugins=(), given=()):
     """Load and probe; anything but a Config or a UserError is a bug. What loads must come back as it was."""
     config = None
     with contextlib.suppress(UserError):
-        config = load(path, plugins, given)
+        config = load_config(path, plugins, given)
     if config is None:
         return
     assert isinstance(config, Config)
-    again = load(write(path.with_name("again.toml"), config.resolved()))
+    again = load_config(write(path.with_name("again.toml"), config.resolved()))
     assert same(config, again)
     with contextlib.suppress(UserError):
         experiment.probe(config)
@@ -422,7 +423,7 @@ def test_any_text_is_refused(tmp_path, text):
     path = tmp_path / "text.toml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(UserError, match=r"text\.toml: "):
-        load(path)
+        load_config(path)
 
 
 settable = st.sampled_from([f"{table}.{key}" for table, key in known + extra if (table, key) not in COSTLY])
@@ -461,7 +462,7 @@ def test_any_setting_and_any_plugin_name_loads_or_is_refused(tmp_path, given, pl
     ],
 )
 def test_what_only_building_shows_is_told_with_its_table(path, setting):
-    config = load(path, settings=[setting, *(["optimizer.fused=true"] if "foreach" in setting else [])])
+    config = load_config(path, settings=[setting, *(["optimizer.fused=true"] if "foreach" in setting else [])])
     table = setting.partition(".")[0]
     if table == "plugins":
         experiment.probe(config)
@@ -471,4 +472,4 @@ def test_what_only_building_shows_is_told_with_its_table(path, setting):
 
 
 def test_the_name_of_a_config_without_one_is_that_of_its_file(tmp_path):
-    assert load(write(Path(tmp_path / "my run.toml"), GOOD)).run.name == "my run"
+    assert load_config(write(Path(tmp_path / "my run.toml"), GOOD)).run.name == "my run"

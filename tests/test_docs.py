@@ -17,7 +17,7 @@ import tomli_w
 
 from hookdiff import Feed
 from hookdiff.cli import COMMANDS, main
-from hookdiff.config import FEED_KEYS, MODELS, OPTIMIZERS, SOURCES, RunConfig, load
+from hookdiff.config import FEED_KEYS, MODELS, OPTIMIZERS, SOURCES, RunConfig, load_config
 from hookdiff.data import Store, Transforms
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.discovery import import_object, installed
@@ -100,7 +100,7 @@ def test_toml_is_understood(page: str, tmp_path: Path) -> None:
             continue
         path = tmp_path / "config.toml"
         path.write_text(tomli_w.dumps(table))
-        load(path)
+        load_config(path)
 
 
 def shared_data_keys() -> Any:

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from hookdiff import ConfigError, Feed, InMemory, PluginError, UserError, hookimpl
-from hookdiff.config import Part, load
-from hookdiff.experiment import build, build_optimizer, fit_to_data, pick_device, probe
+from hookdiff.config import Part, load_config
+from hookdiff.experiment import build_loop, build_optimizer, fit_to_data, pick_device, probe
 from hookdiff.run_dir import CONFIG, RunDir, check_run_dir
 from hookdiff.testing import assert_same, toy_loop, weights
 
@@ -80,7 +80,7 @@ def config(tmp_path, monkeypatch):
 
     def loaded(*given, plugins=(), model=UNET):
         (tmp_path / "small.toml").write_text(TEXT + model)
-        return load(tmp_path / "small.toml", plugins, given)
+        return load_config(tmp_path / "small.toml", plugins, given)
 
     return loaded
 
@@ -90,7 +90,7 @@ def own(name):
 
 
 def test_a_loop_is_built_as_the_config_says(config, tmp_path):
-    loop = build(config("optimizer.lr=0.5", "run.seed=4", plugins=["ema"]), tmp_path / "run")
+    loop = build_loop(config("optimizer.lr=0.5", "run.seed=4", plugins=["ema"]), tmp_path / "run")
     assert list(loop.plugins) == ["run_dir", "metrics", "ema"]
     assert (loop.config.seed, loop.feed.shape, loop.objective.timesteps, loop.sampler.steps) == (4, (1, 8, 8), 20, 2)
     assert not (tmp_path / "run").exists()  # before it starts
@@ -101,44 +101,44 @@ def test_a_loop_is_built_as_the_config_says(config, tmp_path):
 
 def test_the_model_comes_from_the_seed_of_the_run_alone(config, tmp_path):
     torch.manual_seed(1)
-    one = build(config("run.seed=4"), tmp_path / "a")
+    one = build_loop(config("run.seed=4"), tmp_path / "a")
     torch.manual_seed(2)
-    assert_same(weights(one), weights(build(config("run.seed=4"), tmp_path / "b")))
+    assert_same(weights(one), weights(build_loop(config("run.seed=4"), tmp_path / "b")))
     with pytest.raises(AssertionError, match="differs by"):
-        assert_same(weights(one), weights(build(config("run.seed=5"), tmp_path / "c")))
+        assert_same(weights(one), weights(build_loop(config("run.seed=5"), tmp_path / "c")))
 
 
 @pytest.mark.parametrize("given", ["true", "false"])
 def test_the_memory_format_is_that_of_the_config(config, tmp_path, given):
-    loop = build(config(f"run.channels_last={given}"), tmp_path / "run")
+    loop = build_loop(config(f"run.channels_last={given}"), tmp_path / "run")
     weight = loop.model.down[0][0].conv1.weight
     assert weight.is_contiguous(memory_format=torch.channels_last) == (given == "true")
 
 
 def test_the_written_config_gives_the_same_run_again(config, tmp_path):
-    loop = build(config(plugins=["ema", "clip"]), tmp_path / "run")
+    loop = build_loop(config(plugins=["ema", "clip"]), tmp_path / "run")
     loop.run()
-    again = load(tmp_path / "run" / CONFIG)
+    again = load_config(tmp_path / "run" / CONFIG)
     assert again.resolved() == loop.hparams == tomli.loads((tmp_path / "run" / CONFIG).read_text())
-    other = build(again, tmp_path / "again")
+    other = build_loop(again, tmp_path / "again")
     other.run()
     assert_same(weights(loop), weights(other))
 
 
 def test_hooks_leave_out_who_has_none_of_them(config, tmp_path):
-    loop = build(config(plugins=["ema", "clip", "checkpoint"]), tmp_path, hooks=("restore", "sample"))
+    loop = build_loop(config(plugins=["ema", "clip", "checkpoint"]), tmp_path, hooks=("restore", "sample"))
     heard = [name for name, plugin in loop.plugins.items() if type(plugin) is not object]
     assert heard == ["ema", "checkpoint"]
     assert "clip" in loop.plugins  # by name alone: its saved state is no stranger's
 
 
 def test_the_data_decides_what_the_config_leaves_open(config, tmp_path):
-    loop = build(config(model=own("Net")), tmp_path / "run")
+    loop = build_loop(config(model=own("Net")), tmp_path / "run")
     assert loop.model.facts == (1, 8, None)  # whether it is told of classes is up to the config
     assert loop.hparams["model"] == {"use": "hd_user:Net", "in_channels": 1, "image_size": 8}
-    loop = build(config("model.image_size=4", "model.num_classes=12", model=own("Net")), tmp_path / "run")
+    loop = build_loop(config("model.image_size=4", "model.num_classes=12", model=own("Net")), tmp_path / "run")
     assert loop.model.facts == (1, 4, 12)
-    loop = build(config(model=own("Theirs")), tmp_path / "run")
+    loop = build_loop(config(model=own("Theirs")), tmp_path / "run")
     assert loop.model.facts == (1, 8, (10, 1))
 
 
@@ -152,8 +152,8 @@ def test_data_without_labels_or_sides(config):
 
 def test_what_neither_the_config_nor_the_data_tells_is_missing(config, tmp_path):
     with pytest.raises(ConfigError, match=r"^model: hd_user:Needy needs must$"):
-        build(config(model=own("Needy")), tmp_path / "run")
-    assert build(config("model.must=1", model=own("Needy")), tmp_path / "run").model.facts[0] == 1
+        build_loop(config(model=own("Needy")), tmp_path / "run")
+    assert build_loop(config("model.must=1", model=own("Needy")), tmp_path / "run").model.facts[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,14 @@ def test_what_neither_the_config_nor_the_data_tells_is_missing(config, tmp_path)
 )
 def test_what_cannot_be_trained_is_told_with_its_table(config, tmp_path, given, model, message):
     with pytest.raises(ConfigError) as caught:
-        build(config(*given, model=own(model)), tmp_path / "run")
+        build_loop(config(*given, model=own(model)), tmp_path / "run")
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("name", ["metrics", "run_dir"])
 def test_names_of_the_core_are_taken(config, tmp_path, name):
     with pytest.raises(ConfigError, match=rf"^run\.plugins: the name '{name}' is taken by the core$"):
-        build(config(plugins=[f"hd_user:{name}"]), tmp_path / "run")
+        build_loop(config(plugins=[f"hd_user:{name}"]), tmp_path / "run")
 
 
 def test_a_probe_tells_all_problems_and_builds_no_loop(config):
@@ -288,7 +288,7 @@ def test_a_run_that_cannot_start_leaves_everything_as_it_was(config, tmp_path, o
     path = tmp_path / "runs" / "mine"
     before = earlier_run(path) if overwrite else {}
     with pytest.raises(UserError, match=r"^not today$"):
-        build(config(plugins=plugins), path, overwrite=overwrite).run()
+        build_loop(config(plugins=plugins), path, overwrite=overwrite).run()
     assert tree(tmp_path / "runs") == {
         path.relative_to(tmp_path / "runs") / name: data for name, data in before.items()
     }
@@ -298,7 +298,7 @@ def test_a_run_that_cannot_start_leaves_everything_as_it_was(config, tmp_path, o
 def test_a_run_that_starts_replaces_the_earlier_one(config, tmp_path):
     earlier_run(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
-    build(config(), tmp_path / "run", overwrite=True).run()
+    build_loop(config(), tmp_path / "run", overwrite=True).run()
     assert {path.name for path in (tmp_path / "run").iterdir()} == {CONFIG, "metrics.jsonl"}
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hookdiff import ConfigError
-from hookdiff.config import load
-from hookdiff.experiment import build, probe
+from hookdiff.config import load_config
+from hookdiff.experiment import build_loop, probe
 from hookdiff.start import Start, check_file, load_into
 from hookdiff.testing import assert_same, toy_loop, weights
 
@@ -40,7 +40,7 @@ steps = 2
 def config(tmp_path):
     def loaded(*given, text=TEXT):
         (tmp_path / "small.toml").write_text(text)
-        return load(tmp_path / "small.toml", (), given)
+        return load_config(tmp_path / "small.toml", (), given)
 
     return loaded
 
@@ -63,11 +63,11 @@ def newest(run):
 
 
 def test_a_new_run_starts_from_the_weights_of_another(config, tmp_path):
-    build(config(), tmp_path / "first").run()
+    build_loop(config(), tmp_path / "first").run()
     for name in ("model", "ema"):
         file = newest(tmp_path / "first") / f"{name}.safetensors"
         given = config(f"model.start_from={file}", "run.seed=7", "run.steps=1")
-        loop = build(given, tmp_path / name)
+        loop = build_loop(given, tmp_path / name)
         assert loop.hparams["model"]["start_from"] == str(file)
         with loop:
             assert_same(weights(loop), load_file(file))
@@ -76,33 +76,36 @@ def test_a_new_run_starts_from_the_weights_of_another(config, tmp_path):
 
 
 def test_a_resumed_run_has_its_own_weights_and_needs_no_file(config, tmp_path):
-    build(config(), tmp_path / "first").run()
+    build_loop(config(), tmp_path / "first").run()
     file = shutil.copy(newest(tmp_path / "first") / "model.safetensors", tmp_path / "given.safetensors")
     given = config(f"model.start_from={file}")
-    whole = build(given, tmp_path / "whole")
+    whole = build_loop(given, tmp_path / "whole")
     whole.run()
-    build(config(f"model.start_from={file}", "run.steps=2"), tmp_path / "run").run()
+    build_loop(config(f"model.start_from={file}", "run.steps=2"), tmp_path / "run").run()
     (tmp_path / "given.safetensors").unlink()
     probe(given, resume=True)
     with pytest.raises(ConfigError, match=r"model\.start_from: .*given\.safetensors: no such file"):
         probe(given)
-    again = build(given, tmp_path / "run", resume=True)
+    again = build_loop(given, tmp_path / "run", resume=True)
     again.run()
     assert again.progress.step == 3
     assert_same(weights(again), weights(whole))
 
 
 def test_the_written_config_starts_from_the_same(config, tmp_path):
-    build(config("run.steps=1"), tmp_path / "first").run()
+    build_loop(config("run.steps=1"), tmp_path / "first").run()
     file = newest(tmp_path / "first") / "model.safetensors"
     given = config(f"model.start_from={file}", "model.start_partial=true")
-    loop = build(given, tmp_path / "run")
+    loop = build_loop(given, tmp_path / "run")
     loop.run()
-    again = load(tmp_path / "run" / "config.toml")
+    again = load_config(tmp_path / "run" / "config.toml")
     assert again.resolved() == loop.hparams
     assert loop.hparams["model"]["start_partial"] is True
-    assert "start_from" not in build(config(), tmp_path / "x").hparams["model"]
-    assert "start_from" not in load(tmp_path / "run" / "config.toml", (), ["model.start_from=none"]).resolved()["model"]
+    assert "start_from" not in build_loop(config(), tmp_path / "x").hparams["model"]
+    assert (
+        "start_from"
+        not in load_config(tmp_path / "run" / "config.toml", (), ["model.start_from=none"]).resolved()["model"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,5 +239,5 @@ def test_a_probe_and_a_run_tell_before_anything_is_made(config, tmp_path):
         probe(given)
     other = saved(tmp_path / "other.safetensors", Net())
     with pytest.raises(ConfigError, match=r"^model\.start_from: .*other\.safetensors is of another model: "):
-        build(config(f"model.start_from={other}"), tmp_path / "run").run()
+        build_loop(config(f"model.start_from={other}"), tmp_path / "run").run()
     assert not (tmp_path / "run").exists()

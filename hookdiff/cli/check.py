@@ -17,8 +17,8 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...]) -
     import tomli_w
 
     from hookdiff import experiment
-    from hookdiff.config import load
+    from hookdiff.config import load_config
 
-    checked = load(config, plugins, settings)
+    checked = load_config(config, plugins, settings)
     experiment.probe(checked)
     click.echo(tomli_w.dumps(checked.resolved()), nl=False)

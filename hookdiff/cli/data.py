@@ -33,10 +33,10 @@ def command(
     import json
 
     from hookdiff import experiment
-    from hookdiff.config import load
+    from hookdiff.config import load_config
     from hookdiff.data.report import report
 
-    checked = load(config, plugins, settings)
+    checked = load_config(config, plugins, settings)
     device = experiment.pick_device(checked.run.device)
     feed = experiment.build_feed(checked).bind(checked.run, device)
     found = {"source": checked.data.use, **report(feed, seconds)}

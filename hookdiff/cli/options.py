@@ -8,7 +8,10 @@ from typing import Any
 
 import click
 
-config_argument = click.argument("config", type=click.Path(path_type=Path))
+
+def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the argument CONFIG, a path."""
+    return click.argument("config", type=click.Path(path_type=Path))(function)
 
 
 def override_options(function: Callable[..., Any]) -> Callable[..., Any]:

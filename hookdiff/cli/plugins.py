@@ -30,11 +30,11 @@ def command(order: Path | None, plugins: tuple[str, ...], settings: tuple[str, .
 
 
 def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...]) -> None:
-    from hookdiff.config import load
+    from hookdiff.config import load_config
     from hookdiff.hookspecs import HOOK_NAMES
     from hookdiff.plugins import Plugins
 
-    config = load(path, names, settings)
+    config = load_config(path, names, settings)
     plugins = Plugins({name: part.build() for name, part in config.plugins.items()})
     for hook in HOOK_NAMES:
         called = [impl for impl in plugins.order(hook) if impl.plugin_name != "defaults"]

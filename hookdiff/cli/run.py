@@ -41,7 +41,7 @@ def command(
     """Train from CONFIG."""
     from hookdiff import experiment
     from hookdiff.cli.summary import summary
-    from hookdiff.config import load
+    from hookdiff.config import load_config
     from hookdiff.errors import UserError, nearest
     from hookdiff.run_dir import check_run_dir
 
@@ -49,7 +49,7 @@ def command(
         raise UserError("--resume and --overwrite exclude each other")
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO)
-    checked = load(config, plugins, settings)
+    checked = load_config(config, plugins, settings)
     for name in fresh:
         if name not in checked.plugins:
             raise UserError(f"--fresh {name}: no plugin of this run{nearest(name, checked.plugins)}")
@@ -57,7 +57,7 @@ def command(
     resume = resume and run_dir.exists()
     check_run_dir(run_dir, resume, overwrite)
     experiment.probe(checked, resume=resume)
-    loop = experiment.build(checked, run_dir, resume=resume, overwrite=overwrite, fresh=fresh)
+    loop = experiment.build_loop(checked, run_dir, resume=resume, overwrite=overwrite, fresh=fresh)
     caught: list[int] = []
     with _stop_on_signal(loop, caught):
         reason = loop.run()

@@ -46,7 +46,7 @@ def command(
 ) -> None:
     """Make images from the newest checkpoint of RUN, a run directory."""
     from hookdiff import experiment
-    from hookdiff.config import load
+    from hookdiff.config import load_config
     from hookdiff.errors import UserError
     from hookdiff.images import save_grid
     from hookdiff.run_dir import CONFIG
@@ -57,9 +57,9 @@ def command(
     changed = {"steps": steps, "sampler": sampler, "guidance_scale": guidance_scale}
     settings = [f"sampling.{key}={value}" for key, value in changed.items() if value is not None]
     classes = _in_turn(labels, num) if labels else None
-    config = load(run / CONFIG, settings=settings)
+    config = load_config(run / CONFIG, settings=settings)
     experiment.probe(config, resume=True)
-    loop = experiment.build(config, run, resume=True, hooks=("prepare_model", "restore", "sample"))
+    loop = experiment.build_loop(config, run, resume=True, hooks=("prepare_model", "restore", "sample"))
     out = out or run / "samples" / f"seed-{seed}.png"
     with loop:
         if loop.progress.step == 0:

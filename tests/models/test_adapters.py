@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, SampleRequest
-from hookdiff.config import load
-from hookdiff.experiment import build, probe
+from hookdiff.config import load_config
+from hookdiff.experiment import build_loop, probe
 from hookdiff.models import DiT, UNet
 from hookdiff.models.adapters import adapt, check_contract
 
@@ -122,7 +122,7 @@ def config(tmp_path, monkeypatch):
 
     def loaded(model, *given):
         (tmp_path / "small.toml").write_text(CONFIG + model)
-        return load(tmp_path / "small.toml", (), given)
+        return load_config(tmp_path / "small.toml", (), given)
 
     return loaded
 
@@ -154,7 +154,7 @@ def config(tmp_path, monkeypatch):
 )
 def test_a_model_that_does_not_fit_the_data_is_told_before_training(config, tmp_path, model, message):
     with pytest.raises(ConfigError) as caught:
-        build(config(model), tmp_path / "run")
+        build_loop(config(model), tmp_path / "run")
     assert str(caught.value).startswith(message)
 
 
@@ -163,7 +163,7 @@ def test_a_model_that_does_not_fit_the_data_is_told_before_training(config, tmp_
 def test_ours_train_and_sample_from_a_config(config, tmp_path, name, num_classes):
     small = "channels = 8\nhead_dim = 8\nnum_res_blocks = 1" if name == "unet" else "hidden_size = 16\ndepth = 1"
     model = f'[model]\nuse = "{name}"\n{small}\ngradient_checkpointing = true\nnum_classes = {num_classes}'
-    loop = build(config(model), tmp_path / "run")
+    loop = build_loop(config(model), tmp_path / "run")
     assert loop.model.num_classes == num_classes
     assert loop.run() == "done"
     assert loop.sample(SampleRequest(2)).images.shape == (2, 1, 8, 8)
@@ -187,7 +187,7 @@ def inputs(num: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 def test_models_of_diffusers_train_and_sample_from_a_config(config, tmp_path, model, num_classes):
     given = diffusers_config(config, model)
     probe(given)
-    loop = build(given, tmp_path / "run")
+    loop = build_loop(given, tmp_path / "run")
     assert getattr(loop.model, "num_classes", 0) == num_classes
     assert (loop.model.config.in_channels, loop.model.config.sample_size) == (1, 8)
     assert (loop.model.config.out_channels or 1) == 1
@@ -203,7 +203,7 @@ def test_models_of_diffusers_train_and_sample_from_a_config(config, tmp_path, mo
     loop.model.eval()
     expected = theirs.eval()(x, t, *rows).sample
     torch.testing.assert_close(loop.model(x, t, *([labels] if num_classes else [])), expected)
-    assert load(tmp_path / "run" / "config.toml").resolved() == loop.hparams
+    assert load_config(tmp_path / "run" / "config.toml").resolved() == loop.hparams
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_what_cannot_be_used_of_diffusers_is_told(config, tmp_path):
         ('[model]\nuse = "diffusers:UNet2DCondition"', None),
     ):
         with pytest.raises(ConfigError) as caught:
-            build(config(model), tmp_path / "run")
+            build_loop(config(model), tmp_path / "run")
         assert str(caught.value).startswith(message or f"{tmp_path / 'small.toml'}: 1 problem\n  model.use: ")
 
 
@@ -274,14 +274,14 @@ def test_a_run_starts_from_a_model_that_the_library_saved(config, tmp_path):
     given = diffusers_config(config, model).model.given(in_channels=1, out_channels=1, sample_size=8)
     given.build().save_pretrained(tmp_path / "theirs")
     file = tmp_path / "theirs" / "diffusion_pytorch_model.safetensors"
-    loop = build(config(model, f"model.start_from={file}"), tmp_path / "run")
+    loop = build_loop(config(model, f"model.start_from={file}"), tmp_path / "run")
     with loop:
         saved = load_file(file)
         assert all(torch.equal(value, saved[name]) for name, value in loop.model.state_dict().items())
     del saved["conv_in.bias"]
     save_file(saved, file)
     with pytest.raises(ConfigError, match=r"1 difference\n  missing conv_in\.bias\n  start_partial = true"):
-        build(config(model, f"model.start_from={file}"), tmp_path / "again").run()
+        build_loop(config(model, f"model.start_from={file}"), tmp_path / "again").run()
 
 
 @pytest.mark.slow

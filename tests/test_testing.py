@@ -1,0 +1,48 @@
+"""What plugin authors test with counts what it says it counts."""
+
+import torch
+from torch import nn
+
+from hookdiff.testing import count_transfers, toy_loop
+
+
+def test_each_look_at_a_tensor_counts_once() -> None:
+    vector, scalar = torch.ones(3), torch.ones(())
+    with count_transfers() as transfers:
+        vector.tolist()
+        scalar.tolist()
+        scalar.item()
+        float(scalar)
+        bool(scalar)
+        vector.numpy()
+        vector.cpu()
+        vector.to("cpu", torch.float64)
+        vector.to(device=torch.device("cpu"))
+    assert transfers.count == 9
+
+
+def test_what_stays_on_the_device_does_not_count() -> None:
+    values = torch.ones(3)
+    with count_transfers() as transfers:
+        (values * 2).sum().to(torch.float64)
+    assert transfers.count == 0
+    values.tolist()
+    assert transfers.count == 0
+
+
+def test_a_loop_looks_once_a_step_and_a_slow_optimizer_more_often() -> None:
+    def adamw(fused: bool) -> int:
+        loop = toy_loop(
+            log_every=100,
+            optimizers=lambda model: torch.optim.AdamW(nn.ModuleList([model]).parameters(), fused=fused),
+        )
+        with loop:
+            steps = loop.steps()
+            next(steps)
+            with count_transfers() as transfers:
+                next(steps)
+                next(steps)
+        return transfers.count
+
+    assert adamw(fused=True) == 2
+    assert adamw(fused=False) > 2
