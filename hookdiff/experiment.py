@@ -19,6 +19,7 @@ from hookdiff.metrics import Metrics
 from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.plugins import Plugins
 from hookdiff.run_dir import RunDir
+from hookdiff.skip import SkipBatches
 from hookdiff.start import Start, check_file
 from hookdiff.structure import missing
 
@@ -30,12 +31,14 @@ def build_loop(
     resume: bool = False,
     overwrite: bool = False,
     fresh: Iterable[str] = (),
+    skip_batches: int = 0,
     hooks: Iterable[str] | None = None,
 ) -> Loop:
     """Build data, model, objective, optimizer and plugins, and the Loop that holds them.
 
-    `hooks` leaves out the plugins that implement none of them: who only samples needs no others. The model is
-    initialised from the run's seed. Raises ConfigError that names the table of what cannot be built.
+    `hooks` leaves out the plugins that implement none of them: who only samples needs no others. `skip_batches` are
+    passed over at the start. The model is initialised from the run's seed. Raises ConfigError that names the table of
+    what cannot be built.
     """
     device = pick_device(config.run.device)
     feed = build_feed(config, decode=hooks is None)
@@ -52,6 +55,8 @@ def build_loop(
     plugins: dict[str, object] = {"run_dir": RunDir(run_dir, overwrite), "metrics": Metrics()}
     if config.start.get("start_from"):
         plugins["start"] = Start(**config.start)
+    if skip_batches:
+        plugins["skip_batches"] = SkipBatches(skip_batches)
     if clash := plugins.keys() & config.plugins.keys():
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
     plugins |= {name: part.build() for name, part in config.plugins.items()}

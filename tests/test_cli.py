@@ -385,6 +385,23 @@ def test_a_nan_exits_3_and_keeps_the_weights_before_it(hookdiff, folder):
     assert all(value.isfinite().all() for value in saved(folder / "run").values())
 
 
+def test_a_resume_meets_the_nan_again_unless_it_skips_the_batch(hookdiff, folder, caplog):
+    again = ("run", "small.toml", "--out", "run", "--plugins", "hd_cli_user:NaN")
+    assert hookdiff(*again)[0] == 3
+    assert hookdiff(*again, "--resume")[0] == 3
+    assert hookdiff(*again, "--resume", "--skip-batches", "1", "--lr", "1e-5")[0] == 0
+    assert "skipped 1 batches: 2 to 2" in caplog.messages
+    manifest = json.loads((folder / "run" / "checkpoints" / "step-00000006" / "manifest.json").read_text())
+    assert manifest["parts"]["progress"]["values"] == {"step": 6, "position": 7, "epoch": 0, "samples": 7 * 16}
+    assert tomli.loads((folder / "run" / "config.toml").read_text())["optimizer"]["lr"] == 1e-5
+
+
+def test_a_wrong_rate_is_told_as_the_key_it_stands_for(hookdiff):
+    code, _, err = hookdiff("run", "small.toml", "--lr", "fast")
+    assert code == 2
+    assert "optimizer.lr: " in err
+
+
 def test_a_run_that_is_out_of_time_exits_75_and_can_go_on(hookdiff, folder):
     code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--set", "run.max_time=0.000001 s")
     assert code == 75

@@ -28,6 +28,8 @@ log = logging.getLogger("hookdiff")
 @click.option("--out", type=click.Path(path_type=Path), help="The run directory; runs/NAME unless given.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, or start where there is none.")
 @click.option("--overwrite", is_flag=True, help="Remove an earlier run in the same directory.")
+@click.option("--lr", metavar="X", help="The learning rate: short for --set optimizer.lr=X.")
+@click.option("--skip-batches", default=0, type=click.IntRange(0), metavar="N", help="Pass over the next N batches.")
 @click.option("--fresh", multiple=True, metavar="NAME", help="On --resume, start this plugin anew.")
 def command(
     config: Path,
@@ -36,6 +38,8 @@ def command(
     out: Path | None,
     resume: bool,
     overwrite: bool,
+    lr: str | None,
+    skip_batches: int,
     fresh: tuple[str, ...],
 ) -> None:
     """Train from CONFIG."""
@@ -49,6 +53,8 @@ def command(
         raise UserError("--resume and --overwrite exclude each other")
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO)
+    if lr is not None:
+        settings = (*settings, f"optimizer.lr={lr}")
     checked = load_config(config, plugins, settings)
     for name in fresh:
         if name not in checked.plugins:
@@ -57,7 +63,9 @@ def command(
     resume = resume and run_dir.exists()
     check_run_dir(run_dir, resume, overwrite)
     experiment.probe(checked, resume=resume)
-    loop = experiment.build_loop(checked, run_dir, resume=resume, overwrite=overwrite, fresh=fresh)
+    loop = experiment.build_loop(
+        checked, run_dir, resume=resume, overwrite=overwrite, fresh=fresh, skip_batches=skip_batches
+    )
     caught: list[int] = []
     with _stop_on_signal(loop, caught):
         reason = loop.run()
