@@ -8,10 +8,10 @@ demo: .venv/ready
 	$(BIN)/hookdiff run examples/basic.toml --plugins ema,amp,fid --overwrite
 
 test: .venv/ready-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test-all: .venv/ready-dev
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n auto
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .
