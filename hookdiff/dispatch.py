@@ -8,13 +8,16 @@ over plain functions. The meaning of every marker is pluggy's.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
 
+from attrs import define
 from pluggy import HookImpl
 
 Arguments = Mapping[str, Any]
 Bound = Callable[[Arguments], Any]
+Watch = Callable[[str, str], AbstractContextManager[object]]  # of a plugin's name and a hook's
 
 
 class HookError(RuntimeError):
@@ -31,14 +34,17 @@ def in_order(impls: Sequence[HookImpl], rank: Mapping[str, int]) -> list[HookImp
     return sorted(impls, key=key)
 
 
-def compile_hook(name: str, impls: Sequence[HookImpl], firstresult: bool) -> Callable[..., Any]:
+def compile_hook(
+    name: str, impls: Sequence[HookImpl], firstresult: bool, watch: Watch | None = None
+) -> Callable[..., Any]:
     """Return the function that calls the ordered `impls` of hook `name` with keyword arguments.
 
     A seam that ends in None raises HookError: a wrapper that forgets to return what its `yield` gave would
-    otherwise go unnoticed.
+    otherwise go unnoticed. Each implementation runs inside of `watch(plugin, name)`, if that is given.
     """
-    wrappers = [_bind(impl) for impl in impls if impl.wrapper]
-    plain = [_bind(impl) for impl in impls if not impl.wrapper]
+    bound = [(impl, _bind(impl) if watch is None else _watched(impl, name, watch)) for impl in impls]
+    wrappers = [call for impl, call in bound if impl.wrapper]
+    plain = [call for impl, call in bound if not impl.wrapper]
     names = ", ".join(impl.plugin_name for impl in impls)
 
     def moment(arguments: Arguments) -> list[Any]:
@@ -74,6 +80,41 @@ def _bind(impl: HookImpl) -> Bound:
         return lambda arguments: function(arguments[name])
     take = itemgetter(*names)
     return lambda arguments: function(*take(arguments))
+
+
+def _watched(impl: HookImpl, name: str, watch: Watch) -> Bound:
+    call, plugin = _bind(impl), impl.plugin_name
+    if impl.wrapper:
+        return lambda arguments: _WatchedWrapper(call(arguments), lambda: watch(plugin, name))
+
+    def watched(arguments: Arguments) -> Any:
+        with watch(plugin, name):
+            return call(arguments)
+
+    return watched
+
+
+@define(eq=False)
+class _WatchedWrapper:
+    """A wrapper's generator that is watched while it runs, and not while it waits at its `yield`."""
+
+    generator: Generator[None, Any, Any]
+    watch: Callable[[], AbstractContextManager[object]]
+
+    def __next__(self) -> None:
+        with self.watch():
+            next(self.generator)
+
+    def send(self, value: Any) -> None:
+        with self.watch():
+            self.generator.send(value)
+
+    def throw(self, error: BaseException) -> None:
+        with self.watch():
+            self.generator.throw(error)
+
+    def close(self) -> None:
+        self.generator.close()
 
 
 def _surround(name: str, wrapper: Bound, body: Bound) -> Bound:

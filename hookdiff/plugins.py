@@ -10,7 +10,7 @@ from typing import Any, cast
 import pluggy
 
 from hookdiff.defaults import Defaults
-from hookdiff.dispatch import compile_hook, in_order
+from hookdiff.dispatch import Watch, compile_hook, in_order
 from hookdiff.errors import PluginError, nearest
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
 
@@ -35,7 +35,9 @@ class Plugins(Mapping[str, object]):
             self._register(name, plugin)
         check_partners({name: type(plugin) for name, plugin in self._plugins.items()})
         self._register("defaults", Defaults())
-        self.hook = cast(Hooks, SimpleNamespace(**{name: self._compile(name) for name in HOOK_NAMES}))
+        self._calls = SimpleNamespace()
+        self.hook = cast(Hooks, self._calls)
+        self.instrument(None)
 
     def __getitem__(self, name: str) -> object:
         return self._plugins[name]
@@ -51,9 +53,16 @@ class Plugins(Mapping[str, object]):
         rank = {name: index for index, name in enumerate((*self._plugins, "defaults"))}
         return in_order(getattr(self._manager.hook, hook).get_hookimpls(), rank)
 
-    def _compile(self, hook: str) -> Any:
-        spec = getattr(self._manager.hook, hook).spec
-        return compile_hook(hook, self.order(hook), bool(spec.opts["firstresult"]))
+    def instrument(self, watch: Watch | None) -> None:
+        """From now on let each plugin's part of each hook run inside of `watch(plugin, hook)`; None ends it.
+
+        `watch` returns a context manager, entered anew for each call. A wrapper is inside of it before its `yield` and
+        after, not while others run. What the core does when no plugin has a say is the plugin "defaults". Hooks call
+        hooks (`micro_step` calls `compute_loss`), so contexts nest.
+        """
+        for name in HOOK_NAMES:
+            firstresult = bool(getattr(self._manager.hook, name).spec.opts["firstresult"])
+            setattr(self._calls, name, compile_hook(name, self.order(name), firstresult, watch))
 
     def _register(self, name: str, plugin: object) -> None:
         try:

@@ -1,8 +1,11 @@
+from contextlib import contextmanager
+
 import pytest
 from attrs import define, field
 
-from hookdiff import PluginError, hookimpl
+from hookdiff import HookError, PluginError, hookimpl
 from hookdiff.plugins import HOOK_NAMES, RESERVED, Plugins
+from hookdiff.testing import assert_same, toy_loop, weights
 
 
 class Good:
@@ -225,3 +228,95 @@ def test_order_tells_who_is_called_when():
     assert names == ["around", "early", "plain", "other", "late", "defaults"]
     assert [impl.wrapper for impl in plugins.order("sample")] == [True, False, False, False, False, False]
     assert plugins.order("on_log") == []
+
+
+class Watch:
+    """Writes down who is entered, left, and seen failing."""
+
+    def __init__(self):
+        self.seen = []
+
+    @contextmanager
+    def __call__(self, plugin, hook):
+        self.seen.append(f"{plugin}.{hook}")
+        try:
+            yield
+        except StopIteration:
+            raise  # how a wrapper ends
+        except Exception as error:
+            self.seen.append(f"{error} in {plugin}")
+            raise
+        finally:
+            self.seen.append(f"end of {plugin}")
+
+
+class Around:
+    @hookimpl(wrapper=True)
+    def backward(self):
+        try:
+            result = yield
+        except KeyError:
+            return "mended"
+        return result
+
+
+class Answers:
+    @hookimpl
+    def backward(self, loss):
+        if loss == "bad":
+            raise KeyError("fault")
+        return loss
+
+
+def test_a_wrapper_is_watched_before_and_after_its_yield_and_others_between():
+    plugins, watch = Plugins({"answers": Answers(), "around": Around()}), Watch()
+    hook = plugins.hook
+    plugins.instrument(watch)
+    assert hook.backward(loop=None, loss=3) == 3  # also for who took `hook` before
+    assert watch.seen == [
+        *("around.backward", "end of around", "answers.backward", "end of answers", "around.backward", "end of around")
+    ]
+    watch.seen.clear()
+    assert hook.backward(loop=None, loss="bad") == "mended"
+    assert watch.seen[3] == "'fault' in answers"
+    assert watch.seen[5:] == ["around.backward", "end of around"]
+    watch.seen.clear()
+    plugins.instrument(None)
+    assert hook.backward(loop=None, loss=3) == 3
+    assert watch.seen == []
+
+
+def test_a_watched_wrapper_keeps_the_contract():
+    class Twice:
+        @hookimpl(wrapper=True)
+        def backward(self):
+            try:
+                yield
+                yield
+            finally:
+                closed.append(True)
+
+    class Never:
+        @hookimpl(wrapper=True)
+        def backward(self):
+            return
+            yield
+
+    closed: list[bool] = []
+    for plugin, message in ((Twice(), "has a second yield"), (Never(), "returned without a yield")):
+        plugins = Plugins({"broken": plugin, "answers": Answers()})
+        plugins.instrument(Watch())
+        with pytest.raises(HookError, match=message):
+            plugins.hook.backward(loop=None, loss=3)
+    assert closed == [True]
+
+
+def test_a_watched_run_is_the_run_itself():
+    watched, alone, watch = toy_loop(), toy_loop(), Watch()
+    watched.plugins.instrument(watch)
+    watched.run()
+    alone.run()
+    assert_same(weights(watched), weights(alone))
+    inner = watch.seen.index("defaults.compute_loss")
+    assert watch.seen[inner - 1] == "defaults.micro_step"  # which calls it, so it is inside
+    assert watch.seen.count("defaults.optimizer_step") == 20
