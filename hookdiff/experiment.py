@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,18 @@ def build_loop(
     fresh: Iterable[str] = (),
     skip_batches: int = 0,
     hooks: Iterable[str] | None = None,
+    make: Callable[[Config, torch.device], nn.Module] | None = None,
 ) -> Loop:
     """Build data, model, objective, optimizer and plugins, and the Loop that holds them.
 
     `hooks` leaves out the plugins that implement none of them: who only samples needs no others. `skip_batches` are
-    passed over at the start. The model is initialised from the run's seed. Raises ConfigError that names the table of
-    what cannot be built.
+    passed over at the start. The model is initialised from the run's seed, unless `make` makes another. Raises
+    ConfigError that names the table of what cannot be built.
     """
     device = pick_device(config.run.device)
     feed = build_feed(config, decode=hooks is None)
     config = fit_to_data(config, feed)
-    # Plugins, samples and data have streams of their own, so the default generator is the model's.
-    torch.manual_seed(config.run.seed)
-    model = build_model(config.model)
-    model.to(device)
-    if config.run.channels_last:
-        model.to(memory_format=torch.channels_last)
+    model = (make or make_model)(config, device)
     config = fit_to_model(config, model)
     objective, sampler = build_objective(config, feed)
     check_model(config, model, feed, objective)
@@ -114,6 +110,17 @@ def _facts(feed: Feed) -> dict[str, Any]:
     channels, *sides = feed.shape
     side = {"image_size": sides[-1], "sample_size": sides[-1]} if sides else {}
     return {"in_channels": channels, "out_channels": channels, **side}
+
+
+def make_model(config: Config, device: torch.device) -> nn.Module:
+    """Make the model of a run, from its seed, on `device` and in the config's memory format."""
+    # Plugins, samples and data have streams of their own, so the default generator is the model's.
+    torch.manual_seed(config.run.seed)
+    model = build_model(config.model)
+    model.to(device)
+    if config.run.channels_last:
+        model.to(memory_format=torch.channels_last)
+    return model
 
 
 def build_model(part: Part) -> nn.Module:
