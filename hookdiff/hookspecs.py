@@ -95,7 +95,7 @@ class Hooks(Protocol):
         """Moment: the loss or a gradient is not finite, and no weight has moved yet.
 
         All hear it; the strongest verdict of "stop" > "rollback" > "skip" wins, and none means stop.
-        May change: own state.
+        May change: own state; may add to `report.notes`, text by title, which is told with the report.
         """
 
     @hookspec
