@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
@@ -12,9 +13,12 @@ from attrs.validators import ge, gt
 from torch import Tensor
 from torch.amp import GradScaler, autocast
 
-from hookdiff import Loop, LossOutput, UserError, hookimpl
+from hookdiff import Loop, LossOutput, NonFinite, UserError, hookimpl
+
+log = logging.getLogger("hookdiff")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_KEPT = 16  # void steps that are remembered: from 65536 down to 1
 
 
 @define(eq=False)
@@ -22,7 +26,8 @@ class AMP:
     """Computes the loss in bf16 or fp16, and scales it in fp16 so that small gradients survive.
 
     A step whose gradients overflow under a finite loss is void: it is not counted, the scale is halved, nothing
-    else hears of it. At the lowest scale it is no overflow any more: the loop's on_nan takes over.
+    else hears of it. At the lowest scale it is no overflow any more: the loop's on_nan takes over, and is told how the
+    scale fell.
     """
 
     precision: Literal["auto", "bf16", "fp16", "off"] = "auto"  # auto: what the device computes natively
@@ -31,12 +36,17 @@ class AMP:
     min_scale: float = field(default=1.0, validator=gt(0))  # fp16: below it an overflow is a failure
     scaler: GradScaler | None = field(default=None, init=False)
     num_void: int = field(default=0, init=False)
+    _fell: list[list[float]] = field(factory=list, init=False)  # [position, scale before it] of the last void steps
     _dtype: torch.dtype | None = field(default=None, init=False)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         device = loop.device
-        self._dtype = DTYPES.get(native_precision(device) if self.precision == "auto" else self.precision)
+        precision: str = self.precision
+        if precision == "auto":
+            precision = native_precision(device)
+            log.info("amp: precision auto is %s on this %s", precision, device.type)
+        self._dtype = DTYPES.get(precision)
         if self._dtype is not torch.float16:
             return
         for name, parameter in loop.model.named_parameters():
@@ -70,9 +80,11 @@ class AMP:
         # The loop needs this answer anyway, so asking for it first costs no transfer of its own.
         if loop.gradients.finite or not self._overflowed(loop):
             return True
-        self.scaler.update()
+        self._fell = [*self._fell[1 - _KEPT :], [loop.progress.position, self.scaler.get_scale()]]
+        self._lower()
         self.num_void += 1
         loop.log({"amp/void_steps": self.num_void})
+        loop.log.average({"amp/void_share": 1.0})
         return False
 
     @hookimpl(wrapper=True)
@@ -84,13 +96,18 @@ class AMP:
         return changed
 
     @hookimpl
-    def on_nan(self) -> None:
-        if self.scaler is not None:
-            self.scaler.update()
+    def on_nan(self, report: NonFinite) -> None:
+        if self.scaler is None:
+            return
+        report.notes["loss scale"] = self._history(self.scaler.get_scale())
+        self._lower()
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
-        if self.scaler is not None and loop.log.due and (scale := self.scaler._scale) is not None:
+        if self.scaler is None:
+            return
+        loop.log.average({"amp/void_share": 0.0})
+        if loop.log.due and (scale := self.scaler._scale) is not None:
             loop.log({"amp/scale": scale, "amp/void_steps": self.num_void})
 
     def _overflowed(self, loop: Loop) -> bool:
@@ -99,13 +116,26 @@ class AMP:
         found = any(flag.item() for flag in flags)
         return found and math.isfinite(loop.gradients.loss) and self.scaler.get_scale() > self.min_scale
 
+    def _lower(self) -> None:
+        """Halve the scale, but not to below its floor."""
+        assert self.scaler is not None
+        self.scaler.update()
+        if self.scaler.get_scale() < self.min_scale:
+            self.scaler.update(self.min_scale)
+
+    def _history(self, scale: float) -> str:
+        """Return how the scale came to where it is, such as "4 (batch 7) > 2 (batch 8) > 1, the lowest allowed"."""
+        steps = "".join(f"{before:g} (batch {position:g}) > " for position, before in self._fell)
+        return f"{steps}{scale:g}" + (", the lowest allowed" if scale <= self.min_scale else "")
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state, empty without one, and the count of void steps."""
-        return {"scaler": self.scaler.state_dict() if self.scaler else {}, "num_void": self.num_void}
+        """Return the scaler's state, empty without one, the count of void steps, and where the last ones were."""
+        scaler = self.scaler.state_dict() if self.scaler else {}
+        return {"scaler": scaler, "num_void": self.num_void, "fell": self._fell}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the scale where it was; a run that had no scaler begins with `init_scale`."""
-        self.num_void = state["num_void"]
+        self.num_void, self._fell = state["num_void"], [list(pair) for pair in state["fell"]]
         if self.scaler and state["scaler"]:
             # The growth interval is the config's.
             self.scaler.load_state_dict({**state["scaler"], "growth_interval": self.growth_interval})

@@ -1,3 +1,4 @@
+import logging
 import math
 
 import pytest
@@ -114,6 +115,86 @@ def test_a_nan_gradient_without_a_scaler_is_met_at_once():
     loop = toy_loop({"amp": AMP("bf16"), "recorder": recorder}, objective=Broken())
     assert loop.run() == "on_nan"
     assert (recorder.nans[0].position, recorder.updates) == (0, 0)
+
+
+def test_the_report_tells_how_the_scale_fell_and_it_stays_at_its_floor():
+    class Skip:
+        @hookimpl
+        def on_nan(self, loop):
+            return "skip" if loop.progress.position < 6 else "stop"
+
+    amp, recorder = AMP("fp16", init_scale=16.0, min_scale=3.0), Recorder()
+    toy_loop({"amp": amp, "recorder": recorder, "skip": Skip()}, objective=Broken()).run()
+    assert amp.num_void == 3
+    notes = [report.notes["loss scale"] for report in recorder.nans]
+    assert set(notes) == {"16 (batch 0) > 8 (batch 1) > 4 (batch 2) > 3, the lowest allowed"}
+    assert amp.scaler.get_scale() == 3
+
+
+def test_the_share_of_void_steps_is_logged():
+    class Told:
+        def __init__(self):
+            self.shares = {}
+
+        @hookimpl
+        def on_log(self, step, values):
+            if "amp/void_share" in values:
+                self.shares[step] = values["amp/void_share"]
+
+    told, voids = Told(), []
+    with toy_loop({"amp": AMP("fp16", init_scale=2.0**40), "told": told}, steps=10, log_every=5) as loop:
+        for step in loop.steps():
+            voids += [step.step] * (step.outcome == "void")  # the updates that were made before it
+    num = [sum(first <= voids_at < first + 5 for voids_at in voids) for first in (0, 5)]
+    assert num[0] > 10
+    assert told.shares == {0: 1.0, 5: (num[0] - 1) / (num[0] + 4), 10: num[1] / (num[1] + 5)}
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_it_is_the_plain_loop_of_torch_to_the_bit(num_optimizers, micro_batch):
+    def make(model):
+        groups = [[model[0], model[3]]] if num_optimizers == 1 else [[model[0]], [model[3]]]
+        return [torch.optim.SGD([p for m in g for p in m.parameters()], lr=0.1) for g in groups]
+
+    options = {"steps": 12, "micro_batch": micro_batch}
+    amp = AMP("fp16", init_scale=2.0**22, growth_interval=4)
+    loop = toy_loop({"amp": amp}, optimizers=make, **options)
+    loop.run()
+
+    plain, model = toy_loop(**options), toy_model()
+    optimizers, scaler = make(model), torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=4)
+    updates = epoch = position = 0
+    while updates < 12:
+        for batch in plain.feed.batches(epoch):
+            drawn = plain.objective.draw(batch, plain.random.generator("noise", position, plain.device))
+            position += 1
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for part in drawn.split(micro_batch):
+                with torch.autocast("cpu", torch.float16):
+                    loss = plain.objective(model, part).loss
+                scaler.scale(loss * (len(part) / len(drawn))).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            finite = all(p.grad.isfinite().all() for p in model.parameters())
+            if finite:  # torch's own step would leave out only the optimizer whose gradients overflowed
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+            scaler.update()
+            updates += finite
+            if updates == 12:
+                break
+        epoch += 1
+    assert position == loop.progress.position > 12
+    assert scaler.state_dict() == amp.scaler.state_dict()
+    assert_same(weights(loop), model.state_dict())
+
+
+def test_what_auto_chose_is_told_once(caplog):
+    with caplog.at_level(logging.INFO, "hookdiff"):
+        toy_loop({"amp": AMP()}, steps=3).run()
+    assert len([line for line in caplog.messages if line.startswith("amp: precision auto is ")]) == 1
 
 
 def test_half_precision_weights_under_a_scaler_are_refused():
