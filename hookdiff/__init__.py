@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hookdiff.images import as_pictures, save_grid
     from hookdiff.log import Log
     from hookdiff.loop import Loop
+    from hookdiff.memory_estimate import MemoryEstimate, estimate_memory
     from hookdiff.metrics import Metrics
     from hookdiff.nonfinite import NonFinite
     from hookdiff.objective import LossOutput, Objective
@@ -45,6 +46,7 @@ _HOME = {
     "Loop": "hookdiff.loop",
     "LoopConfig": "hookdiff.progress",
     "LossOutput": "hookdiff.objective",
+    "MemoryEstimate": "hookdiff.memory_estimate",
     "Metrics": "hookdiff.metrics",
     "NonFinite": "hookdiff.nonfinite",
     "Objective": "hookdiff.objective",
@@ -63,6 +65,7 @@ _HOME = {
     "build_loop": "hookdiff.experiment",
     "config_argument": "hookdiff.cli.options",
     "derive_seed": "hookdiff.randomness",
+    "estimate_memory": "hookdiff.memory_estimate",
     "evaluating": "hookdiff.weights",
     "flatten": "hookdiff.state",
     "hookimpl": "hookdiff.hookspecs",
@@ -96,6 +99,7 @@ __all__ = [
     "Loop",
     "LoopConfig",
     "LossOutput",
+    "MemoryEstimate",
     "Metrics",
     "NonFinite",
     "Objective",
@@ -114,6 +118,7 @@ __all__ = [
     "build_loop",
     "config_argument",
     "derive_seed",
+    "estimate_memory",
     "evaluating",
     "flatten",
     "hookimpl",
