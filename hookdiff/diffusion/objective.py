@@ -216,6 +216,40 @@ class Diffusion:
         options = {"snr_gamma": self.snr_gamma, "p2_k": self.p2_k, "p2_gamma": self.p2_gamma}
         return loss_weights(self.weighting, self.parametrization, alpha, sigma, sigma_data=self.sigma_data, **options)
 
+    def floor(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
+        """Return the least squared error that who knows only mean and variance of the data can have.
+
+        `timesteps` are times of the process (n), `variance` is that of `standardised` pixels, above 0. It is exact for
+        white Gaussian images, where no network does better. Real images have structure, so a network that has learnt
+        some of it is below; one that is above has not even learnt how bright and how varied the images are.
+
+        The target is u = a x0 + b noise, x_t = alpha x0 + sigma noise. All being Gaussian, the error that is left is
+        Var(u | x_t) = Var(u) - Cov(u, x_t)² / Var(x_t), with Var(u) = a² v + b² and Cov(u, x_t) = a alpha v + b sigma:
+
+            v (a sigma - b alpha)² / (alpha² v + sigma²)
+
+        Returns:
+            n, float32: the mean over c h w of the squared error of the output, without the weights.
+        """
+        of_image, of_noise, alpha, sigma = self._target_rates(timesteps)
+        across = of_image * sigma - of_noise * alpha
+        return variance * across * across / (alpha * alpha * variance + sigma * sigma)
+
+    def target_variance(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
+        """Return a² v + b², the variance of the target u = a x0 + b noise: the error of who knows only its mean.
+
+        Arguments and result are those of `floor`, which is nowhere above.
+        """
+        of_image, of_noise, _, _ = self._target_rates(timesteps)
+        return of_image * of_image * variance + of_noise * of_noise
+
+    def _target_rates(self, timesteps: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return a and b of the target a x0 + b noise at `timesteps`, alpha and sigma: n each."""
+        alpha, sigma, _ = self.process.rates(timesteps, 1)
+        one, zero = torch.ones_like(alpha), torch.zeros_like(alpha)
+        target = self.parametrization.target
+        return target(one, zero, alpha, sigma), target(zero, one, alpha, sigma), alpha, sigma
+
     def predict(self, net: Net, x_t: Tensor, told: Tensor, labels: Tensor | None, alpha: Any, sigma: Any) -> Tensor:
         """Return the network's output for x_t, n c h w; `told` and `labels` are n, the rates broadcast."""
         shown = self.parametrization.network_input(x_t, alpha, sigma)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hookdiff.data.batch import Batch
+from hookdiff.diffusion import PREDICTION_TYPES, SCHEDULES, Diffusion
+from hookdiff.selftest.gaussian import CASES, STD, Case, exact_loss, training_levels
+
+PAIRS = [pair for pair in product(SCHEDULES, PREDICTION_TYPES) if pair != ("flow", "epsilon")]
+
+
+def times_of(diffusion: Diffusion, num: int) -> Tensor:
+    """`num` times over the whole range of the process."""
+    return diffusion.process.from_fraction((torch.arange(num) + 0.5) / num)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_its_mean_is_the_least_loss_in_closed_form(case: Case) -> None:
+    # `selftest gaussian` trains networks down to these numbers, which it derives without hookdiff.diffusion.
+    diffusion, (_, sigma) = case.diffusion("uniform"), training_levels(case)
+    levels = {"linear": torch.arange(1000), "flow": torch.from_numpy(sigma), "edm": torch.from_numpy(sigma)}
+    floor = diffusion.floor(levels[case.schedule], STD**2)
+    assert float(floor.double().mean()) == pytest.approx(exact_loss(case, "uniform"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "timestep", "variance", "expected"),
+    [
+        ({"schedule": "flow"}, 0.3, 0.25, 1.17647058824),
+        ({"schedule": "flow"}, 0.5, 1.0, 2.0),
+        ({"schedule": "linear"}, 499, 1.0, 0.0785872428818),  # alphas_cumprod: v = 1 leaves alpha² of the noise
+        ({"schedule": "linear", "prediction_type": "v_prediction"}, 499, 1.0, 1.0),
+        (
+            {"schedule": "edm", "sigma_data": 0.5},
+            3.0,
+            0.25,
+            1.0,
+        ),  # its target has no more to it than the data's variance
+    ],
+)
+def test_known_answers(options: dict[str, Any], timestep: float, variance: float, expected: float) -> None:
+    floor = Diffusion(**options).floor(torch.tensor([timestep]), variance)
+    assert floor.tolist() == pytest.approx([expected], rel=1e-4)
+
+
+@pytest.mark.parametrize(("schedule", "prediction_type"), PAIRS)
+def test_it_is_what_the_best_line_through_noised_gaussians_leaves(schedule: str, prediction_type: str) -> None:
+    diffusion = Diffusion(schedule=schedule, prediction_type=prediction_type)
+    generator, variance = torch.Generator().manual_seed(0), 0.3
+    for time in times_of(diffusion, 3):
+        alpha, sigma, _ = diffusion.process.rates(time[None], 1)
+        x0, noise = torch.randn(2, 100_000, generator=generator).double()
+        x0 = 0.2 + variance**0.5 * x0
+        x_t, target = alpha * x0 + sigma * noise, diffusion.parametrization.target(x0, noise, alpha, sigma)
+        left = target.var() - torch.cov(torch.stack((x_t, target)))[0, 1] ** 2 / x_t.var()
+        # Monte Carlo, of a difference that may be small beside what it is taken from
+        tolerance = 0.01 * float(left) + 1e-3 * float(target.var())
+        assert float(diffusion.floor(time[None], variance)) == pytest.approx(float(left), abs=tolerance)
+        of_target = float(diffusion.target_variance(time[None], variance))
+        assert of_target == pytest.approx(float(target.var()), rel=0.02)
+
+
+@given(st.sampled_from(PAIRS), st.floats(0.001, 100), st.floats(1.1, 10))
+def test_it_grows_with_the_variance_and_never_passes_that_of_the_target(
+    pair: tuple[str, str], variance: float, factor: float
+) -> None:
+    diffusion = Diffusion(schedule=pair[0], prediction_type=pair[1])
+    times = times_of(diffusion, 50)
+    floor = diffusion.floor(times, variance)
+    assert floor.shape == (50,)
+    assert floor.isfinite().all()
+    assert (floor >= 0).all()
+    assert (floor <= diffusion.floor(times, factor * variance) * (1 + 1e-5)).all()
+    assert (floor <= diffusion.target_variance(times, variance) * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("prediction_type", PREDICTION_TYPES[1:])
+def test_where_nothing_is_left_of_the_image(prediction_type: str) -> None:
+    diffusion = Diffusion(rescale_betas_zero_snr=True, prediction_type=prediction_type)
+    last = torch.tensor([999])
+    floor, whole = diffusion.floor(last, 0.3), diffusion.target_variance(last, 0.3)
+    left = whole - 1 if prediction_type == "flow_prediction" else whole  # the noise is seen, and can be left out
+    torch.testing.assert_close(floor, left)
+
+
+def test_it_is_on_the_scale_of_the_loss() -> None:
+    # The network that predicts the mean of what is left has that loss, on white Gaussian images.
+    diffusion = Diffusion(schedule="flow")
+    images = torch.randn(400, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.5
+    batch = diffusion.draw(Batch(images), torch.Generator().manual_seed(2))
+    times = batch.draws["timesteps"]
+
+    def best(x_t: Tensor, told: Tensor) -> Tensor:
+        t = (told / 1000).view(-1, 1, 1, 1)
+        return x_t * (t - 0.25 * (1 - t)) / (0.25 * (1 - t) ** 2 + t**2)
+
+    output = diffusion(best, batch)
+    assert float(output.loss) == pytest.approx(float(diffusion.floor(times, 0.25).mean()), rel=0.02)
