@@ -24,22 +24,27 @@ class Gradients:
 
     Everything is computed once a step, on the first question. Who changes gradients by a factor does it through
     `scale_`, so that the norms stay true; who changes them in another way calls `clear` afterwards.
+
+    names: of all trained parameters, in the model's order. dtype: of the norms; float32, or float64 where a weight is.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         # At least float32, where the squares of half precision do not overflow; torch refuses a dtype that narrows.
-        self._dtype = functools.reduce(torch.promote_types, (p.dtype for _, p in self._parameters), torch.float32)
+        self.dtype = functools.reduce(torch.promote_types, (p.dtype for _, p in self._parameters), torch.float32)
+        self.names = [name for name, _ in self._parameters]
         self._norms: Tensor | None = None
-        self._host: tuple[float, float] | None = None
+        self._host_loss: float | None = None
+        self._host_total: float | None = None
 
     def begin(self, loss: Tensor) -> None:
         """Begin a step: `loss` is its loss, and what was read of the one before is forgotten."""
-        self._loss, self._norms, self._host = loss, None, None
+        self._loss, self._host_loss = loss, None
+        self.clear()
 
     def clear(self) -> None:
         """Forget the norms: the gradients are others now."""
-        self._norms = self._host = None
+        self._norms = self._host_total = None
 
     def named(self) -> dict[str, Tensor]:
         """Return the gradients of the parameters that have one, by parameter name."""
@@ -51,33 +56,37 @@ class Gradients:
 
     @property
     def norms(self) -> Tensor:
-        """L2 norm of each of `tensors`: (tensors,), on the device; float32, or float64 where a weight is."""
+        """L2 norm of each of `tensors`: (tensors,), `dtype`, on the device."""
         if self._norms is None:
-            self._norms = torch.stack(torch._foreach_norm(self.tensors(), 2, self._dtype))
+            self._norms = self.measure()
         return self._norms
+
+    def measure(self) -> Tensor:
+        """Return `norms` as they are at this moment, also between two micro-batches; nothing is remembered."""
+        tensors = self.tensors()
+        return torch.stack(torch._foreach_norm(tensors, 2, self.dtype)) if tensors else torch.zeros(0, dtype=self.dtype)
 
     @property
     def loss(self) -> float:
-        """The step's loss, on the host."""
-        return self._on_host()[0]
+        """The step's loss, on the host; it stays known when the norms are forgotten."""
+        return self._look()[0] if self._host_loss is None else self._host_loss
 
     @property
     def total_norm(self) -> float:
         """L2 norm over all gradients, on the host."""
-        return self._on_host()[1]
+        return self._look()[1]
 
     @property
     def finite(self) -> bool:
         """Whether loss and total norm are finite."""
-        return all(map(math.isfinite, self._on_host()))
+        return all(map(math.isfinite, self._look()))
 
-    def _on_host(self) -> tuple[float, float]:
+    def _look(self) -> tuple[float, float]:
         # Loss and norm travel together: this is the step's one transfer.
-        if self._host is None:
+        if self._host_loss is None or self._host_total is None:
             total = torch.linalg.vector_norm(self.norms)
-            loss, norm = torch.stack((self._loss.to(total), total)).tolist()
-            self._host = loss, norm
-        return self._host
+            self._host_loss, self._host_total = torch.stack((self._loss.to(total), total)).tolist()
+        return self._host_loss, self._host_total
 
     def nonfinite(self) -> list[str]:
         """Return the names of the gradients that hold a NaN or an infinity.
@@ -86,15 +95,18 @@ class Gradients:
         the norms are taken again in float64, so that the total is right. Costs a pass and a transfer: a second look.
         """
         named = self.named()
+        if not named:
+            return []
         flags = torch.stack([torch.isfinite(gradient).all() for gradient in named.values()]).tolist()
         names = [name for name, finite in zip(named, flags, strict=True) if not finite]
         if not names:
             self._norms = torch.stack([torch.linalg.vector_norm(g.cpu().double()) for g in named.values()])
-            self._host = self.loss, float(torch.linalg.vector_norm(self._norms))
+            self._host_total = float(torch.linalg.vector_norm(self._norms))
         return names
 
     def scale_(self, factor: float) -> None:
         """Multiply all gradients by `factor` >= 0 in place; the norms follow."""
-        norms, (loss, total) = self.norms, self._on_host()
-        torch._foreach_mul_(self.tensors(), factor)
-        self._norms, self._host = norms * factor, (loss, total * factor)
+        norms, total = self.norms, self.total_norm
+        if tensors := self.tensors():
+            torch._foreach_mul_(tensors, factor)
+        self._norms, self._host_total = norms * factor, total * factor
