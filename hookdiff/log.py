@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
 Value = float | Tensor  # a tensor is a scalar on any device
+Mean = tuple[Value, Value]  # a sum and a count
 
 
 class Log:
@@ -21,7 +22,7 @@ class Log:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._records: dict[int, dict[str, Value]] = {}
+        self._records: dict[int, dict[str, Value | Mean]] = {}
         self._window: dict[str, list[Value]] = {}  # since the last look at the device
         self._sums: dict[str, tuple[float, int]] = {}  # sum and count from before it
         self._closed = -1  # the step of the last means: one that changes no weight may follow, and is not due again
@@ -39,8 +40,11 @@ class Log:
         """
         return (self._loop.progress.step + 1) % self._loop.config.log_every == 0
 
-    def __call__(self, values: Mapping[str, Value]) -> None:
-        """Log `values`, numbers or scalar tensors, of the step under way."""
+    def __call__(self, values: Mapping[str, Value | Mean]) -> None:
+        """Log `values`, numbers or scalar tensors, of the step under way.
+
+        A pair (sum, count) is logged as their ratio, and not at all where the count is 0, which only the device knows.
+        """
         self._records.setdefault(self._loop.progress.step, {}).update(values)
 
     def average(self, values: Mapping[str, Value]) -> None:
@@ -58,9 +62,11 @@ class Log:
         if self.due and self._closed != self._loop.progress.step and (self._window or self._sums):
             self._close_window()
         records, self._records = self._records, {}
-        numbers = iter(_to_host(value for values in records.values() for value in values.values()))
+        numbers = iter(
+            _to_host(part for values in records.values() for value in values.values() for part in _parts(value))
+        )
         for step, values in records.items():
-            told = {name: next(numbers) for name in values}
+            told = dict(_told(values, numbers))
             self._loop.hook.on_log(loop=self._loop, step=step, values=told)
 
     def _close_window(self) -> None:
@@ -88,6 +94,17 @@ class Log:
                 total += next(numbers)
             self._sums[name] = total, count + len(values)
         self._window = {}
+
+
+def _parts(value: Value | Mean) -> Mean | tuple[Value]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _told(values: Mapping[str, Value | Mean], numbers: Iterator[float]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        number, *count = [next(numbers) for _ in _parts(value)]
+        if count != [0]:
+            yield name, number / count[0] if count else number
 
 
 def _to_host(values: Iterable[Value]) -> list[float]:

@@ -242,3 +242,16 @@ def test_a_step_that_changes_nothing_does_not_close_the_means_again(cut: bool) -
     toy_loop({"hold": Hold(), "sink": (sink := Sink())}, log_every=2, steps=4).run()
     told = [(step, values["position"]) for step, values in sink.told if "position" in values]
     assert told == [(2, 0.5), (4, (2 + 3 + 4 + 5) / 4)]
+
+
+def test_a_sum_and_a_count_are_a_mean_and_nothing_where_nothing_was_counted() -> None:
+    class Levels:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            counts = torch.tensor([4.0, 0.0, 8.0])
+            sums = torch.tensor([6.0, 0.0, 2.0])
+            loop.log({"low": (sums[0], counts[0]), "none": (sums[1], counts[1]), "plain": 3, "high": (sums[2], 8)})
+
+    sink = Sink()
+    toy_loop({"levels": Levels(), "sink": sink}, steps=1).run()
+    assert sink.told == [(1, {"low": 1.5, "plain": 3.0, "high": 0.25})]
