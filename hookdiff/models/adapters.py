@@ -77,11 +77,15 @@ def _tried(model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.
         classes = torch.zeros(shape[0], dtype=torch.int64, device=device)
         return (torch.zeros(shape, device=device), classes.to(times), *([classes] if labels else []))
 
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = torch.device("meta")
+    there = {
+        f"{path}.{name}" if path else name: tensor.to(meta)
+        for path, module in model.named_modules()  # each once: functional_call puts a second one back as it found it
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
     with evaluating(model):
         try:
-            return functional_call(model, {name: tensor.to(meta) for name, tensor in tensors.items()}, zeros(meta))
+            return functional_call(model, there, zeros(meta), tie_weights=False)
         except Exception:  # it looks at values, say; a mistake will show again
             return model(*zeros(next(model.parameters()).device))
 

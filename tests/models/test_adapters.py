@@ -85,6 +85,25 @@ def test_nothing_is_computed_and_nothing_drawn() -> None:
     assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
 
 
+def test_layers_and_weights_that_are_used_twice_stay_as_they_were() -> None:
+    seen: list[str] = []
+
+    def answer(x: Tensor) -> Tensor:
+        x = twin(again(x))
+        seen.append(x.device.type)
+        return x
+
+    model = Net(answer)
+    again = model.again = model.layer
+    twin = model.twin = nn.Conv2d(1, 1, 1)
+    twin.weight = model.layer.weight
+    before = list(model.parameters())
+    check_contract(model, (1, 4, 4))
+    assert seen == ["meta"]
+    assert list(map(id, model.parameters())) == list(map(id, before))
+    assert twin.weight is model.layer.weight
+
+
 def test_a_model_that_looks_at_values_is_tried_for_real() -> None:
     seen: list[float] = []
 
