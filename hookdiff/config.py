@@ -17,6 +17,8 @@ from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.discovery import import_object, installed, plugin_class, plugin_name
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
+from hookdiff.models.init import Initialisation
+from hookdiff.optimizers import OPTIMIZERS, UNFIT, Groups, unfit
 from hookdiff.plugins import check_partners
 from hookdiff.progress import LoopConfig
 from hookdiff.start import KEYS as START_KEYS
@@ -32,7 +34,6 @@ SOURCES = {
     "array": "hookdiff.data:Arrays",
 }
 MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
-OPTIMIZERS = {"adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW", "sgd": "torch.optim:SGD"}
 FEED_KEYS = ("held_out", "balanced", "drop_last", "workers", "prefetch", "pin_memory")
 
 
@@ -90,6 +91,8 @@ class Config:
     sampling: Part
     plugins: Mapping[str, Part]  # those that are switched on, in order
     start: Mapping[str, Any] = field(factory=dict)  # of the table [model]: the weights to start from
+    initial: Initialisation = field(factory=Initialisation)  # of the table [model] too
+    groups: Groups = field(factory=Groups)  # of the table [optimizer]: what all classes share
 
     def resolved(self) -> dict[str, Any]:
         """Return the config with every default written out; running it again gives the same run."""
@@ -97,9 +100,18 @@ class Config:
         return {
             "run": run,
             "data": {"source": self.data.use, **self.data.resolved(), **_feed_table(self.feed, self.data)},
-            "model": {"use": self.model.use, **self.model.resolved(), **_start_table(self.start)},
+            "model": {
+                "use": self.model.use,
+                **self.model.resolved(),
+                **_start_table(self.start),
+                **resolved(Initialisation, asdict(self.initial)),
+            },
             "diffusion": self.diffusion.resolved(),
-            "optimizer": {"use": self.optimizer.use, **self.optimizer.resolved()},
+            "optimizer": {
+                "use": self.optimizer.use,
+                **resolved(Groups, asdict(self.groups)),
+                **self.optimizer.resolved(),
+            },
             "sampling": self.sampling.resolved(),
             "plugins": {name: part.resolved() for name, part in self.plugins.items()},
         }
@@ -187,15 +199,34 @@ def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems:
     start = arguments(Start, {k: v for k, v in tables["model"].items() if k in START_KEYS}, "model", problems)
     if start.get("start_partial") and not tables["model"].get("start_from"):
         problems.add("model.start_partial", "needs start_from")
-    rest = {key: value for key, value in tables["model"].items() if key not in START_KEYS}
-    model = _part("model", "use", rest, MODELS, problems, beside=START_KEYS)
-    optimizer = _part("optimizer", "use", {"use": "adamw", **tables["optimizer"]}, OPTIMIZERS, problems)
+    model, initial = _shared("model", tables["model"], Initialisation, MODELS, problems, START_KEYS)
+    table = {"use": "adamw", **tables["optimizer"]}
+    optimizers = OPTIMIZERS | {name: path for name, path in UNFIT.items() if name == table["use"]}
+    optimizer, groups = _shared("optimizer", table, Groups, optimizers, problems)
+    if optimizer and (reason := unfit(optimizer.target)):
+        problems.add("optimizer.use", f"{optimizer.use!r} cannot train here: {reason}")
     diffusion = Part("diffusion", "", Diffusion, arguments(Diffusion, tables["diffusion"], "diffusion", problems))
     sampling = Part("sampling", "", Sampling, arguments(Sampling, tables["sampling"], "sampling", problems))
     plugins = _plugins(run.get("plugins", ()), tables["plugins"], problems)
     if problems.found or data is None or model is None or optimizer is None:
         return None
-    return Config(path, RunConfig(**run), data, feed, model, optimizer, diffusion, sampling, plugins, start)
+    shared: dict[str, Any] = {"start": start, "initial": Initialisation(**initial), "groups": Groups(**groups)}
+    return Config(path, RunConfig(**run), data, feed, model, optimizer, diffusion, sampling, plugins, **shared)
+
+
+def _shared(
+    where: str,
+    table: Mapping[str, Any],
+    shared: type,
+    known: Mapping[str, str],
+    problems: Problems,
+    others: Iterable[str] = (),
+) -> tuple[Part | None, dict[str, Any]]:
+    """Check a table of a part whose keys of `shared` are read here whatever the part; `others` have been read."""
+    keys = (*others, *parameters(shared))
+    checked = arguments(shared, {k: v for k, v in table.items() if k in parameters(shared)}, where, problems)
+    rest = {key: value for key, value in table.items() if key not in keys}
+    return _part(where, "use", rest, known, problems, beside=keys), checked
 
 
 def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems: Problems) -> None:

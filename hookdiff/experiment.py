@@ -17,9 +17,13 @@ from hookdiff.errors import ConfigError, UserError
 from hookdiff.loop import Loop
 from hookdiff.metrics import Metrics
 from hookdiff.models.adapters import adapt, check_contract
+from hookdiff.models.init import layers_called
+from hookdiff.models.spectral import choose_layers
+from hookdiff.optimizers import build_optimizers, check_arguments, check_patterns
 from hookdiff.plugins import Plugins
 from hookdiff.run_dir import RunDir
 from hookdiff.skip import SkipBatches
+from hookdiff.spectral import SpectralNorm
 from hookdiff.start import Start, check_file
 from hookdiff.structure import missing
 
@@ -47,10 +51,14 @@ def build_loop(
     model = (make or make_model)(config, device)
     config = fit_to_model(config, model)
     objective, sampler = build_objective(config, feed)
-    check_model(config, model, feed, objective)
+    with layers_called(model) as called:
+        check_model(config, model, feed, objective)
+    initialise(config, model, called[-1] if called else None)
     plugins: dict[str, object] = {"run_dir": RunDir(run_dir, overwrite), "metrics": Metrics()}
     if config.start.get("start_from"):
         plugins["start"] = Start(**config.start)
+    if config.initial.spectral_norm:
+        plugins["spectral_norm"] = SpectralNorm()
     if skip_batches:
         plugins["skip_batches"] = SkipBatches(skip_batches)
     if clash := plugins.keys() & config.plugins.keys():
@@ -61,7 +69,7 @@ def build_loop(
         plugins = {name: p if any(hasattr(p, hook) for hook in hooks) else object() for name, p in plugins.items()}
     loop = Loop(
         model,
-        lambda prepared: build_optimizer(config.optimizer, prepared),
+        lambda prepared: build_optimizers(config.optimizer, prepared, config.groups),
         objective,
         feed,
         config.run,
@@ -136,6 +144,14 @@ def build_model(part: Part) -> nn.Module:
         raise ConfigError(f"{part.where}: {error}") from None
 
 
+def initialise(config: Config, model: nn.Module, output: str | None) -> None:
+    """Draw and normalise the weights of `model` as the config says; `output` is the name of its last layer."""
+    try:
+        config.initial.apply(model, output)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
+
+
 def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusion) -> None:
     """Raise ConfigError unless `model` takes what `objective` makes of the data, and returns the same shape."""
     part, times = config.model, objective.process.network_time(objective.draw_times(1, Generator()))
@@ -176,13 +192,6 @@ def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
     return objective, sampling
 
 
-def build_optimizer(part: Part, model: nn.Module) -> Any:
-    """Make the optimizer; `fused` unless the config says otherwise, since the others wait for the device."""
-    parameter = next(model.parameters())
-    fused = parameter.device.type in ("cpu", "cuda", "mps") and "foreach" not in part.arguments
-    return part.given(fused=True).build(model.parameters()) if fused else part.build(model.parameters())
-
-
 def probe(config: Config, *, resume: bool = False) -> None:
     """Find what only building shows, without the data and without a loop.
 
@@ -194,9 +203,9 @@ def probe(config: Config, *, resume: bool = False) -> None:
     problems = []
     steps: list[Any] = [
         lambda: pick_device(config.run.device),
-        lambda: _probe_model(config.model, config.feed["transforms"].image_size),
+        lambda: _probe_model(config, config.feed["transforms"].image_size),
         lambda: _probe_start(config.start.get("start_from") if not resume else None),
-        lambda: build_optimizer(config.optimizer, nn.Linear(1, 1)),
+        lambda: check_arguments(config.optimizer),
         lambda: _probe_sampling(config),
     ]
     for step in [*steps, *(part.build for part in config.plugins.values())]:
@@ -209,7 +218,8 @@ def probe(config: Config, *, resume: bool = False) -> None:
     Plugins({name: part.build() for name, part in config.plugins.items()})  # do they keep the contract?
 
 
-def _probe_model(part: Part, side: int | None) -> None:
+def _probe_model(config: Config, side: int | None) -> None:
+    part = config.model
     if missing(part.target, part.arguments):
         return
     names = [name for name in ("image_size", "sample_size") if part.accepts(name)]
@@ -217,7 +227,7 @@ def _probe_model(part: Part, side: int | None) -> None:
     errors = []
     for guess in sides:
         try:
-            _probe_one_model(part.given(**dict.fromkeys(names, guess)))
+            _probe_names(config, _probe_one_model(part.given(**dict.fromkeys(names, guess))))
         except ConfigError as error:
             errors.append(str(error))
     # Where the data has the say, only what is wrong in the same way for any size is wrong.
@@ -225,12 +235,21 @@ def _probe_model(part: Part, side: int | None) -> None:
         raise ConfigError(errors[0])
 
 
-def _probe_one_model(part: Part) -> None:
+def _probe_one_model(part: Part) -> nn.Module:
     try:
         with torch.device("meta"):
-            build_model(part)
+            return build_model(part)
     except ConfigError:
-        build_model(part)  # many models look at a value while they are made, which fails on the meta device alone
+        return build_model(part)  # many models look at a value while they are made, which fails on meta alone
+
+
+def _probe_names(config: Config, model: nn.Module) -> None:
+    """Raise ConfigError for a pattern that names nothing in `model`."""
+    try:
+        choose_layers(model, config.initial.spectral_norm)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
+    check_patterns(config.optimizer, model, config.groups)
 
 
 def _probe_start(path: str | None) -> None:

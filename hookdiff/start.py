@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hookdiff.errors import ConfigError, nearest
 from hookdiff.hookspecs import hookimpl
+from hookdiff.models.spectral import is_estimate, plain_name
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
@@ -47,11 +48,17 @@ class Start:
 def load_into(model: nn.Module, path: Path, partial: bool = False) -> None:
     """Copy the tensors of the safetensors file at `path` into those of `model` that have their names.
 
-    Raises ConfigError for a file that cannot be used, for one that has other names or shapes unless `partial`, and
-    for one of which nothing fits. The model is then as it was.
+    A weight with spectral norm also takes the tensor that has its name without. Raises ConfigError for a file that
+    cannot be used, for one that has other names or shapes unless `partial`, and for one of which nothing fits. The
+    model is then as it was.
     """
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    shapes, given = {name: tuple(tensor.shape) for name, tensor in own.items()}, check_file(path)
+    given = check_file(path)
+    own = {
+        name if name in given else plain_name(name): value
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor) and (name in given or not is_estimate(name))
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     fitting = [name for name in own if given.get(name) == shapes[name]]
     count = f"{len(fitting)} of the model's {len(own)} tensors"
     differences = _differences(shapes, given)

@@ -187,8 +187,8 @@ def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer) -> Any:
     """Copy a loaded value to the device and, where it has the parameter's shape, to the parameter's memory format."""
     if not isinstance(value, Tensor):
         return value
-    if key == "step":
-        # Fused and capturable kernels keep the step count on the device, all others on the host.
+    if key in ("step", "mu_product"):  # the latter is NAdam's
+        # Fused and capturable kernels keep what depends on the step alone on the device, all others on the host.
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         on_device = group.get("fused") or group.get("capturable")
         return value.to(parameter.device if on_device else "cpu", copy=True)

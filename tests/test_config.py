@@ -86,7 +86,7 @@ SOURCES = "digits, folder, fashion-mnist, torchvision:NAME, huggingface, array"
         ("run.batchsize", 3, "run.batchsize: unknown key; did you mean 'batch_size'?; known: steps, epochs, "),
         ("data.sorce", "x", "data.sorce: unknown key; did you mean 'source'?; known: image_size, resize, "),
         ("model.chanels", 8, "model.chanels: unknown key; did you mean 'channels'?; known: in_channels, "),
-        ("plugins.ema.decya", 0.9, "plugins.ema.decya: unknown key; did you mean 'decay'?; known: decay, warmup"),
+        ("plugins.ema.decya", 0.9, "plugins.ema.decya: unknown key; did you mean 'decay'?; known: decay, half_life, "),
         ("modle", {}, f"modle: unknown table; did you mean 'model'?; known: {TABLES}"),
         ("run", 3, "run: expected a table [run], got 3"),
         ("model", ["unet"], "model: expected a table [model], got ['unet']"),
@@ -152,7 +152,7 @@ SOURCES = "digits, folder, fashion-mnist, torchvision:NAME, huggingface, array"
         (
             "optimizer.use",
             "adamww",
-            "optimizer.use: unknown 'adamww'; did you mean 'adamw'?; known: adam, adamw, sgd, or",
+            "optimizer.use: unknown 'adamww'; did you mean 'adamw'?; known: adadelta, adafactor, ",
         ),
         ("optimizer.lr", "1e-3", "optimizer.lr: expected a number, got '1e-3'"),
         ("optimizer.betas", [0.9], "optimizer.betas: expected a list of 2, got 1 items"),

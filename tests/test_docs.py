@@ -23,6 +23,8 @@ from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.discovery import import_object, installed
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
 from hookdiff.models import DiT, UNet
+from hookdiff.models.init import Initialisation
+from hookdiff.optimizers import Groups, muon
 from hookdiff.start import Start
 from hookdiff.structure import parameters, resolved
 
@@ -103,22 +105,35 @@ def test_toml_is_understood(page: str, tmp_path: Path) -> None:
         load_config(path)
 
 
+def together(*kinds: Any) -> Any:
+    """Return a function that takes the keys of all of `kinds`; a mapping is keys as they are."""
+    keys = {
+        key: value for kind in kinds for key, value in (kind if isinstance(kind, dict) else parameters(kind)).items()
+    }
+    keys = {key: value.replace(annotation=type(value.default)) for key, value in keys.items()}
+    shared: Any = type("Shared", (), {})
+    shared.__signature__ = inspect.Signature([*keys.values()])
+    return shared
+
+
 def shared_data_keys() -> Any:
     """Return a function that takes the keys of [data] that are no source's own."""
     feed = parameters(Feed)
-    keys = {**parameters(Transforms), **parameters(Store), **{key: feed[key] for key in FEED_KEYS}}
-
-    shared: Any = type("Shared", (), {})
     source = inspect.Parameter("source", inspect.Parameter.KEYWORD_ONLY)
-    keys = {key: keys[key].replace(annotation=type(keys[key].default)) for key in keys}
-    shared.__signature__ = inspect.Signature([source, *keys.values()])
-    return shared
+    return together({"source": source}, Transforms, Store, {key: feed[key] for key in FEED_KEYS})
 
 
 def tables() -> dict[str, Any]:
     """Return what each section of docs/config.md is about."""
-    core = {"run": RunConfig, "data": shared_data_keys(), "model": Start, "diffusion": Diffusion, "sampling": Sampling}
+    core = {
+        "run": RunConfig,
+        "data": shared_data_keys(),
+        "model": together(Start, Initialisation),
+        "diffusion": Diffusion,
+        "sampling": Sampling,
+    }
     core |= {'model: use = "unet"': UNet, 'model: use = "dit"': DiT}
+    core |= {"optimizer": Groups, 'optimizer: use = "muon"': muon}
     ours = {name: path for name, path in SOURCES.items() if path.startswith("hookdiff.")}
     core |= {f'data: source = "{name}"': import_object(path, name) for name, path in ours.items()}
     return {**core, **{f"plugins.{name}": installed()[name][0].load() for name in OURS}}
@@ -135,7 +150,7 @@ def sections() -> dict[str, str]:
 
 
 def test_the_config_reference_has_every_table() -> None:
-    assert sections().keys() == tables().keys() | {"optimizer", 'model: use = "diffusers:UNet2DModel"'}
+    assert sections().keys() == tables().keys() | {'model: use = "diffusers:UNet2DModel"'}
     assert all(f'model: use = "{name}"' in sections() for name in MODELS)
     assert all(f'"{name}"' in sections()["optimizer"] for name in OPTIMIZERS)
 

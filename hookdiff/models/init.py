@@ -1,0 +1,87 @@
+"""How the weights of a new model are drawn, whatever its class."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from attrs import define
+from torch import Tensor, nn
+
+from hookdiff.models.spectral import LAYERS, add_spectral_norm, starts_at_zero
+
+log = logging.getLogger("hookdiff")
+
+_DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "xavier": nn.init.xavier_uniform_,
+    "kaiming": lambda weight: nn.init.kaiming_normal_(weight, nonlinearity="relu"),
+    "orthogonal": nn.init.orthogonal_,
+}
+
+
+@define(frozen=True, kw_only=True)
+class Initialisation:
+    """What happens to a new model before its optimizer exists. The arguments are keys of the table [model].
+
+    init: "default" leaves what the class drew. "xavier" (Glorot & Bengio 2010, eq. 16), "kaiming" (He et al. 2015,
+        arXiv 1502.01852, eq. 10) and "orthogonal" (Saxe et al. 2013, arXiv 1312.6120) draw the weights of linear
+        layers and convolutions afresh, and set their biases to zero. What the class starts at zero stays there: it
+        means to.
+    zero_output: the last layer starts at zero, weight and bias, so that a fresh model predicts nothing.
+    spectral_norm: patterns of modules whose linear layers and convolutions are divided by their largest singular value.
+    """
+
+    init: Literal["default", "xavier", "kaiming", "orthogonal"] = "default"
+    zero_output: bool = False
+    spectral_norm: tuple[str, ...] = ()
+
+    def apply(self, model: nn.Module, output: str | None) -> None:
+        """Change `model` in place; `output` is the name of its last layer. Raises ValueError for what cannot be."""
+        if self.init != "default":
+            draw_weights(model, self.init)
+        if self.zero_output:
+            zero_layer(model, output)
+        if self.spectral_norm:
+            add_spectral_norm(model, self.spectral_norm, output)
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, how: str) -> None:
+    """Draw the weights of the linear layers and convolutions of `model` from torch's default generator."""
+    for layer in model.modules():
+        if isinstance(layer, LAYERS) and not starts_at_zero(layer.weight):
+            # On the CPU, in plain memory order: the same numbers whatever the device and the layout.
+            drawn = torch.empty(layer.weight.shape)
+            _DRAWS[how](drawn)
+            layer.weight.copy_(drawn)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+def zero_layer(model: nn.Module, name: str | None) -> None:
+    """Set weight and bias of the layer `name` to zero, and say which it is."""
+    if name is None:
+        raise ValueError("zero_output: no linear layer or convolution was called, so none is the last")
+    for parameter in model.get_submodule(name).parameters():
+        nn.init.zeros_(parameter)
+    log.info("zero_output: %s starts at zero", name)
+
+
+@contextmanager
+def layers_called(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the names of the linear layers and convolutions that are called in the `with`, in their order."""
+    called: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, args, output: called.append(name)
+
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, LAYERS)]
+    handles = [module.register_forward_hook(note(name)) for name, module in named]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
