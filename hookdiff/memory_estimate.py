@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,7 +69,7 @@ def estimate_memory(config: Config) -> MemoryEstimate:
 
     The data is looked at for the shape of its samples. `micro_batch = "auto"` is counted as the whole batch.
 
-    Raises ConfigError for what cannot be built, and UserError when the model cannot be run without values.
+    Raises ConfigError for what cannot be built, and UserError for a model that cannot be run without values.
     """
     from hookdiff import experiment
 
@@ -79,13 +79,17 @@ def estimate_memory(config: Config) -> MemoryEstimate:
             for made_on in (torch.device("meta"), cpu):  # many models look at a value while they are made
                 try:
                     return _estimate(config, Path(folder), device, made_on)
-                except ConfigError:
-                    if made_on == cpu:
-                        raise
                 except Exception as error:  # whatever a model may raise
                     problem = error
-    first_line = str(problem).partition("\n")[0] or type(problem).__name__
-    raise UserError(f"{config.model.where}: {config.model.use} cannot be run without values: {first_line}") from problem
+    if isinstance(problem, ConfigError) and not _looked(problem):
+        raise problem
+    reason = "it looks at values, and they are made without any" if _looked(problem) else _first_line(problem)
+    raise UserError(f"the memory of {config.model.use} cannot be counted: {reason}") from problem
+
+
+def _looked(error: BaseException | None) -> bool:
+    """Whether something wanted to know a value of a fake tensor."""
+    return isinstance(error, DataDependentOutputException) or (error is not None and _looked(error.__cause__))
 
 
 def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torch.device) -> MemoryEstimate:
