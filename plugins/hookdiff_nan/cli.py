@@ -1,0 +1,44 @@
+"""`hookdiff replay`: a step that was not finite, once more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from hookdiff import override_options
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@override_options
+@click.option("--no-amp", is_flag=True, help="Without mixed precision: short for --plugins no:amp.")
+@click.option("--lr", type=click.FloatRange(0, min_open=True), help="Train up to the step at this rate, and try it.")
+@click.option("--anomaly", is_flag=True, help="Name the operation of the forward whose derivative is a NaN.")
+def command(
+    folder: Path, plugins: tuple[str, ...], settings: tuple[str, ...], no_amp: bool, lr: float | None, anomaly: bool
+) -> None:
+    """Run the step kept in DIR, such as RUN/nan/step-00000123-position-00000123, again.
+
+    Says whether it came out the same to the bit: exit code 0 if it did, 1 if not. With --plugins, --set, --no-amp or
+    --lr it is tried in another way: 0 if the step is finite then, 1 if not. The run's own directory is only read.
+    """
+    import logging
+
+    from hookdiff import UserError
+    from hookdiff_nan.record import read_record
+    from hookdiff_nan.replay import replay, retrain, switched_on
+
+    logging.basicConfig(format="%(message)s")
+    if lr is not None and anomaly:
+        raise UserError("--lr and --anomaly exclude each other")
+    if no_amp:
+        if "amp" not in switched_on(read_record(folder)):
+            raise UserError("--no-amp: this run has no plugin 'amp', so it computed in the precision of its weights")
+        plugins = (*plugins, "no:amp")
+    if lr is not None:
+        good = retrain(folder, lr, plugins, settings, click.echo)
+    else:
+        good = replay(folder, plugins, settings, anomaly, click.echo)
+    sys.exit(0 if good else 1)

@@ -1,0 +1,255 @@
+"""Finds what made a step not finite, by running the step again with an eye on every module."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff import Batch, Loop, NonFinite, flatten, unflatten
+from hookdiff_nan.stats import is_bad, stats
+from hookdiff_nan.watch import Place, Watch
+
+Cause = Literal["weight", "data", "draw", "overflow", "forward", "loss", "backward", "unclear"]
+
+# Hooks in which a plugin can take part in a step before on_nan.
+STEP_HOOKS = ("prepare_model", "before_step", "micro_step", "compute_loss", "backward", "unscale")
+_RERUN = ("micro_step", "compute_loss", "backward")
+_SHOWN = 8  # samples, names
+
+
+@define(frozen=True)
+class Diagnosis:
+    """What made a step not finite."""
+
+    cause: Cause
+    text: str  # one line
+    details: dict[str, str] = field(factory=dict)  # text by title
+    samples: list[dict[str, Any]] = field(factory=list)  # what is known of each bad sample
+    module: str | None = None  # where it showed first
+    parameter: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.text}"
+
+
+def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Diagnosis:
+    """Say what made the step of `report` not finite; nothing of `loop` is changed by it.
+
+    `put_back` gives the buffers the values that they had before the step. Costs a forward and backward or two.
+    """
+    weights = _bad_weights(loop)
+    inputs = _bad_rows(report.batch.inputs)
+    draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
+    missed = "run again, the step is finite: what computed it does not repeat itself"
+    try:
+        watch, bad_loss = _run_again(loop, report.batch, put_back)
+        helped = (bad_loss or watch.backward) and _is_finite_without_autocast(loop, report.batch, watch, put_back)
+    except torch.OutOfMemoryError:
+        watch, bad_loss, helped = Watch(loop.model), False, False
+        missed = "there was not enough memory to run the step again"
+    rows = inputs or next(iter(draws.values()), report.samples)
+    samples = _samples(loop, report.batch, rows)
+    details = _details(report, watch, samples if len(rows) < len(report.batch) else [])
+
+    def found(cause: Cause, text: str, module: Place | None = None, parameter: str | None = None) -> Diagnosis:
+        return Diagnosis(cause, text, details, samples, module.name if module else None, parameter)
+
+    # A module may put out infinities on purpose, such as a mask: what counts is what the model returned.
+    forward, backward = None if watch.returned_finite else watch.forward, watch.backward
+    if weights:
+        first, what = next(iter(weights.items()))
+        more = f", and {len(weights) - 1} more" if len(weights) > 1 else ""
+        text = f"{first} is not finite before the step ({what}){more}: no batch can help"
+        return found("weight", text, parameter=first)
+    if inputs:
+        told = ", ".join(str(sample["name"]) for sample in samples)
+        rest = f" and {len(inputs) - len(samples)} more" if len(inputs) > len(samples) else ""
+        return found("data", f"inputs hold values that are not finite: {told}{rest}")
+    if draws:
+        return found("draw", f"what the objective drew is not finite: {', '.join(draws)}")
+    if helped:
+        dtype = str(watch.autocast).removeprefix("torch.")
+        where = forward.place if forward else None
+        seen = f"first in {where}" if where else "in the backward"
+        text = f"beyond what {dtype} holds, {seen}; the same step without autocast is finite"
+        return found("overflow", text, where)
+    if not watch.given_finite:
+        return found("loss", "the objective gave the network values that are not finite, though data and draws are")
+    if forward and not forward.inputs_finite:
+        after = f"after {forward.last_finite}, " if forward.last_finite else ""
+        return found("forward", f"{after}before {forward.place}, whose inputs are not finite", forward.place)
+    if forward:
+        made = "NaN" if any(out.num_nan for out in forward.outputs) else "inf"
+        return found("forward", f"{forward.place} made {made} from finite inputs", forward.place)
+    if bad_loss:
+        return found("loss", "what the network returned is finite, the loss made of it is not")
+    if backward and backward.parameter:
+        text = f"the gradient of {backward.parameter}, though loss and all gradients that led to it are finite"
+        return found("backward", text, parameter=backward.parameter)
+    if backward and backward.takers:
+        names = " or ".join(map(str, backward.takers))
+        return found("backward", f"the derivative of {names} is not finite, the loss is", backward.takers[-1])
+    if backward:
+        return found("backward", f"the derivative of what follows {backward.maker} is not finite, the loss is")
+    return found("unclear", missed)
+
+
+def _run_again(loop: Loop, batch: Batch, put_back: Callable[[], None]) -> tuple[Watch, bool]:
+    """Run micro-batch for micro-batch until one is not finite; return its watch, and whether its loss was bad."""
+    watch = Watch(loop.model)
+    with _no_trace(loop, put_back):
+        for index, part, count in _parts(loop, batch):
+            watch = Watch(loop.model)
+            with watch:
+                output = loop.hook.micro_step(loop=loop, batch=part, index=index, count=count)
+            if watch.backward or is_bad(output.loss):
+                return watch, is_bad(output.loss)
+    return watch, False
+
+
+def _is_finite_without_autocast(loop: Loop, batch: Batch, watch: Watch, put_back: Callable[[], None]) -> bool:
+    if watch.autocast is None:
+        return False
+    with _no_trace(loop, put_back), _without_autocast(loop):
+        for index, part, count in _parts(loop, batch):
+            output = loop.hook.micro_step(loop=loop, batch=part, index=index, count=count)
+            gradients = [p.grad for p in loop.model.parameters() if p.grad is not None]
+            if is_bad(output.loss) or any(map(is_bad, gradients)):
+                return False
+    return True
+
+
+def _parts(loop: Loop, batch: Batch) -> Iterator[tuple[int, Batch, int]]:
+    """Yield the micro-batches as the loop makes them, each with the dropout that it had."""
+    parts = batch.split(loop.config.micro_batch)
+    for index, part in enumerate(parts):
+        loop.random.seed_dropout(loop.progress.position, index, loop.device)
+        yield index, part, len(parts)
+
+
+@contextmanager
+def _no_trace(loop: Loop, put_back: Callable[[], None]) -> Iterator[None]:
+    """Give gradients, buffers, generators and the state of plugins back as they were; compiled code runs eagerly."""
+    gradients = [(parameter, parameter.grad) for parameter in loop.model.parameters()]
+    took_part: list[Any] = [p for p in loop.plugins.values() if any(hasattr(p, hook) for hook in _RERUN)]
+    states = [(plugin, copied(plugin.state_dict())) for plugin in took_part if hasattr(plugin, "state_dict")]
+    cuda = [loop.device] if loop.device.type == "cuda" else []
+    put_back()
+    try:
+        with torch.random.fork_rng(cuda), eagerly():
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+    finally:
+        put_back()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for plugin, state in states:
+            plugin.load_state_dict(state)
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Return a context in which compiled modules run as they are written, so that hooks on their parts fire."""
+    # Importing the compiler takes seconds; where nobody has, nothing is compiled.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
+
+
+@contextmanager
+def _without_autocast(loop: Loop) -> Iterator[None]:
+    """Let the model compute in its own precision, whoever switched autocast on around it."""
+    opened: list[ExitStack] = []
+
+    def enter(module: Any, args: Any, kwargs: Any) -> Any:
+        stack = ExitStack()
+        stack.enter_context(torch.autocast(loop.device.type, enabled=False))
+        opened.append(stack)
+        return tuple(map(_single, args)), {name: _single(value) for name, value in kwargs.items()}
+
+    def leave(module: Any, args: Any, output: Any) -> None:
+        opened.pop().close()
+
+    handles = [
+        loop.model.register_forward_pre_hook(enter, with_kwargs=True),
+        loop.model.register_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _single(value: Any) -> Any:
+    half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half else value
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state` with tensors of its own."""
+    values, tree = flatten(state)
+    return unflatten({name: value.detach().clone() for name, value in values.items()}, tree)
+
+
+def _bad_weights(loop: Loop) -> dict[str, str]:
+    """Return what is wrong with which parameters and buffers; a buffer, such as a mask, may hold infinities."""
+    bad = {name: str(stats(value)) for name, value in loop.model.named_parameters() if is_bad(value)}
+    buffers = {name: value for name, value in loop.model.named_buffers() if value.detach().isnan().any()}
+    return bad | {name: str(stats(value)) for name, value in buffers.items()}
+
+
+def _bad_rows(values: Tensor) -> list[int]:
+    good = values.isfinite().reshape(len(values), -1).all(1)
+    rows: list[int] = (~good).nonzero().flatten().tolist()
+    return rows
+
+
+def _samples(loop: Loop, batch: Batch, rows: Sequence[int]) -> list[dict[str, Any]]:
+    samples = []
+    for row in rows[:_SHOWN]:
+        sample: dict[str, Any] = {"row": row}
+        if batch.indices is not None:
+            index = int(batch.indices[row])
+            sample |= {"index": index, "name": loop.feed.describe(index)}
+        else:
+            sample["name"] = f"row {row} of the batch"
+        told = {"timestep": batch.draws.get("timesteps", loop.output.timesteps), "log_snr": loop.output.log_snr}
+        sample |= {name: round(float(values[row]), 6) for name, values in told.items() if values is not None}
+        samples.append(sample)
+    return samples
+
+
+def _details(report: NonFinite, watch: Watch, samples: list[dict[str, Any]]) -> dict[str, str]:
+    details = {}
+    if (forward := watch.forward) and not watch.returned_finite:
+        lines = [f"{forward.place}, in {str(forward.dtype).removeprefix('torch.')}"]
+        lines += [f"took {one}" for one in forward.inputs] + [f"made {one}" for one in forward.outputs]
+        details["first output not finite"] = "\n".join(lines)
+    elif backward := watch.backward:
+        if backward.parameter:
+            where = f"of the parameter {backward.parameter}"
+        else:
+            where = f"of what {backward.maker or 'the objective'} put out"
+        details["first gradient not finite"] = f"{where}\n{backward.gradient}"
+    if samples:
+        details["bad samples"] = "\n".join(_told(sample) for sample in samples)
+    details["inputs"] = str(stats(report.batch.inputs))
+    if watch.given:
+        details["the network took"] = "\n".join(map(str, watch.given))
+    if watch.returned:
+        details["the network returned"] = "\n".join(map(str, watch.returned))
+    return details
+
+
+def _told(sample: Mapping[str, Any]) -> str:
+    told = [f"{key} {sample[key]:g}" for key in ("timestep", "log_snr") if math.isfinite(sample.get(key, math.nan))]
+    return ", ".join([str(sample["name"]), *told])

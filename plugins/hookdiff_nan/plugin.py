@@ -1,0 +1,158 @@
+"""The plugin `nan`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping
+from typing import Any, Literal
+
+import torch
+from attrs import define, field
+from attrs.validators import ge, min_len
+from torch import Tensor, nn
+
+from hookdiff import Loop, NonFinite, Sink, Verdict, hookimpl
+from hookdiff_nan.diagnose import STEP_HOOKS, Diagnosis, copied, diagnose
+from hookdiff_nan.record import kept_in, write_record
+
+log = logging.getLogger("hookdiff")
+
+_REMEMBERED = 10  # updates
+
+
+@define(eq=False)
+class NaN:
+    """Finds what made a step not finite, and keeps the step so that `hookdiff replay` can run it again.
+
+    Says in one word where it came from: weight, data, draw, overflow, forward, loss or backward. Also gives the
+    model's buffers (batch norm's statistics) the values from before the step, whatever the verdict.
+    """
+
+    policy: Literal["stop", "skip", "rollback"] = "stop"  # what to do; rollback: to the last checkpoint
+    max_skips: int = field(default=3, validator=ge(1))  # steps left out with no new one between; then stop
+    folder: str = field(default="nan", validator=min_len(1))  # in the run directory
+    keep: int = field(default=3, validator=ge(0))  # steps kept for replay, the first ones of the run
+    diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last one
+    _in_a_row: int = field(default=0, init=False)  # left out since the last update that was new
+    _furthest: int = field(default=0, init=False)  # step at which one was left out
+    _can_roll_back: bool = field(default=False, init=False)
+    _last: list[list[float]] = field(factory=list, init=False)  # [step, loss, gradient norm] of the last updates
+    _buffers: dict[str, tuple[nn.Module, str]] = field(factory=dict, init=False)  # by their name in the model
+    _kept: dict[str, Tensor] = field(factory=dict, init=False)  # their values before the step
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        self._can_roll_back = loop.resume and loop.progress.position > 0
+        self._buffers = {
+            f"{prefix}.{name}".lstrip("."): (module, name)
+            for prefix, module in loop.model.named_modules()
+            for name in module._buffers
+        }
+        self._kept = {}
+
+    @hookimpl(tryfirst=True)
+    @torch.no_grad()
+    def before_step(self) -> None:
+        values = self._values()
+        if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self._kept.items()}:
+            self._kept = {name: value.clone() for name, value in values.items()}
+        elif values:
+            torch._foreach_copy_(list(self._kept.values()), list(values.values()))
+
+    @hookimpl(tryfirst=True)
+    def after_backward(self, loop: Loop) -> None:
+        told = [float(loop.progress.step + 1), loop.gradients.loss, loop.gradients.total_norm]
+        self._last = [*self._last[1 - _REMEMBERED :], told]
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step > self._furthest:
+            self._in_a_row = 0
+
+    @hookimpl
+    def on_checkpoint(self) -> None:
+        self._can_roll_back = True
+
+    @hookimpl(wrapper=True)
+    def on_nan(self, loop: Loop, report: NonFinite) -> Generator[None, list[Verdict], list[Verdict]]:
+        # As the step found it: other plugins change theirs when they hear of it.
+        states = {
+            name: copied(plugin.state_dict())
+            for name, plugin in loop.plugins.items()
+            if hasattr(plugin, "state_dict") and takes_part(plugin)
+        }
+        verdicts = yield
+        self.diagnosis = found = diagnose(loop, report, self._put_back)
+        self._put_back()
+        others = dict(report.notes)
+        report.notes.clear()  # the cause comes first
+        report.notes.update({"cause": str(found), **found.details, **others})
+        rates = [f"{group['lr']:g}" for optimizer in loop.optimizers for group in optimizer.param_groups]
+        report.notes["learning rate"] = ", ".join(dict.fromkeys(rates))
+        if self._last:
+            losses, norms = ([f"{values[index]:.4g}" for values in self._last] for index in (1, 2))
+            title = f"updates {int(self._last[0][0])} to {int(self._last[-1][0])}"
+            report.notes[title] = f"losses {' '.join(losses)}\ngradient norms {' '.join(norms)}"
+        verdict = self._verdict(loop, report, found)
+        self._keep(loop, report, found, states)
+        return [*verdicts, verdict]
+
+    def _verdict(self, loop: Loop, report: NonFinite, found: Diagnosis) -> Verdict:
+        self._in_a_row += 1
+        self._furthest = max(self._furthest, loop.progress.step)
+        why = ""
+        if self.policy == "skip" and found.cause == "weight":
+            why = "skipping cannot mend a weight"
+        elif self.policy == "rollback" and not self._can_roll_back:
+            why = "there is no checkpoint yet to go back to"
+        elif self.policy != "stop" and self._in_a_row > self.max_skips:
+            why = f"{self.max_skips} in a row is max_skips"
+        if why:
+            report.notes["policy"] = f"{self.policy}, but {why}: stop"
+            return "stop"
+        return self.policy
+
+    def _keep(self, loop: Loop, report: NonFinite, found: Diagnosis, states: Mapping[str, Any]) -> None:
+        if loop.run_dir is None or not loop.is_main:
+            return
+        root = loop.run_dir / self.folder
+        path = root / f"step-{report.step:08d}-position-{report.position:08d}"
+        if len(kept_in(root) - {path.name}) >= self.keep:
+            report.notes["replay"] = f"not kept: {root} has {self.keep} steps already (plugins.nan.keep)"
+            return
+        try:
+            write_record(path, loop, report, found, {"plugins": states, "buffers": self._kept})
+        except OSError as error:
+            report.notes["replay"] = f"not kept: {path} cannot be written: {error.strerror or error}"
+            return
+        report.notes["replay"] = f"hookdiff replay {path}"
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for name, kept in self._kept.items():
+            module, key = self._buffers[name]
+            value = module._buffers.get(key)
+            if value is not None and value.shape == kept.shape:
+                value.copy_(kept)
+            else:
+                module._buffers[key] = kept.clone()
+
+    def _values(self) -> dict[str, Tensor]:
+        # Not named_buffers: walking over all modules costs a millisecond a step.
+        found = {name: module._buffers.get(key) for name, (module, key) in self._buffers.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last losses and norms, and how many steps were left out in a row, and where."""
+        return {"last": self._last, "in_a_row": self._in_a_row, "furthest": self._furthest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them up; of a rollback, what was left out still counts."""
+        self._last = [list(values) for values in state["last"]]
+        self._in_a_row = max(self._in_a_row, state["in_a_row"])
+        self._furthest = max(self._furthest, state["furthest"])
+
+
+def takes_part(plugin: object) -> bool:
+    """Whether what `plugin` keeps can change what a step computes."""
+    return not isinstance(plugin, Sink) and any(hasattr(plugin, hook) for hook in STEP_HOOKS)

@@ -1,0 +1,204 @@
+"""The folder of one step: all that is needed to run it again, and what came out.
+
+It holds no pickle, and has its name only when everything is in it:
+
+    report.txt, report.json                   for people, for programs
+    config.toml                               of the run, resolved
+    model.safetensors                         the weights as the step found them, with the model's own keys
+    plugins.safetensors, buffers.safetensors  the state of plugins that take part in a step; all buffers
+    step.json                                 place, machine, versions, digests of what went in and came out
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import tomli_w
+import torch
+from attrs import define
+from torch import Tensor
+
+from hookdiff import Batch, Loop, NonFinite, UserError, flatten, unflatten
+from hookdiff_nan.diagnose import Diagnosis
+
+FORMAT = 1
+STEP, CONFIG = "step.json", "config.toml"
+
+
+@define(frozen=True)
+class Record:
+    """A step as its folder holds it."""
+
+    path: Path
+    facts: dict[str, Any]  # of step.json
+    parts: dict[str, dict[str, Any]]  # "model", "plugins" and "buffers", tensors on the CPU
+
+
+def kept_in(root: Path) -> set[str]:
+    """Return the names of the steps that the folder `root` holds."""
+    return {path.name for path in root.glob("step-*-position-*") if path.is_dir()}
+
+
+def write_record(
+    path: Path, loop: Loop, report: NonFinite, found: Diagnosis, parts: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Write the step of `report`, of which no weight has moved, to the folder `path`, whole or not at all.
+
+    Raises OSError when it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files: dict[str, bytes] = {"report.txt": f"{report}\n".encode()}
+    facts = {
+        "format": FORMAT,
+        "run_dir": os.path.relpath(loop.run_dir or path, path),
+        "progress": loop.progress.state_dict(),
+        "rank": loop.rank,
+        **surroundings(loop),
+        **outcome(loop, report.batch),
+        "values": {},
+    }
+    for name, content in {"model": loop.model.state_dict(), **parts}.items():
+        tensors, facts["values"][name] = flatten(content, name)
+        files[f"{name}.safetensors"] = safetensors.torch.save(_storable(tensors), {"format": "pt"})
+    if loop.hparams:
+        files[CONFIG] = tomli_w.dumps(loop.hparams).encode()
+    facts["files"] = {name: _sha256(data) for name, data in files.items()}
+    files["report.json"] = json.dumps(_plain(_summary(loop, report, found)), indent=1, allow_nan=False).encode()
+    files[STEP] = json.dumps(facts, indent=1).encode()
+    for name, data in files.items():
+        with (partial / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    shutil.rmtree(path, ignore_errors=True)  # of a run that was resumed, and met the step again
+    os.replace(partial, path)
+
+
+def read_record(path: Path) -> Record:
+    """Read the folder `path`.
+
+    Raises UserError when it is none, when a file is missing or damaged, or when a later version wrote it.
+    """
+    if not (path / STEP).is_file():
+        near = sorted(kept_in(path) or kept_in(path / "nan"))
+        told = f"; it holds {', '.join(near)}" if near else ""
+        raise UserError(f"{path} is no step that was kept for replay: it has no {STEP}{told}")
+    try:
+        facts = json.loads((path / STEP).read_bytes())
+        if facts["format"] != FORMAT:
+            raise UserError(f"{path}: its format is {facts['format']}; this hookdiff reads {FORMAT}")
+        files = {name: _read(path / name, digest) for name, digest in facts["files"].items()}
+        parts = {
+            name: unflatten(safetensors.torch.load(files[f"{name}.safetensors"]), tree)
+            for name, tree in facts["values"].items()
+        }
+        _ = facts["progress"], facts["machine"], facts["versions"], facts["outcome"], facts["inputs"], facts["run_dir"]
+    except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path}: {STEP} is damaged: {error!r}") from None
+    return Record(path, facts, parts)
+
+
+def _read(path: Path, digest: str) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    if _sha256(data) != digest:
+        raise UserError(f"{path} is not what was written: its SHA-256 differs")
+    return data
+
+
+def surroundings(loop: Loop) -> dict[str, Any]:
+    """Return what may change the bits of a step beside its config: versions and the machine."""
+    plugins = [e for e in entry_points(group="hookdiff.plugins") if e.name in loop.plugins and e.dist]
+    versions = {e.dist.name: e.dist.version for e in plugins if e.dist}
+    ours = {name: version(name) for name in ("hookdiff", "torch")}
+    return {
+        "versions": {"python": platform.python_version(), **ours, **versions},
+        "machine": {
+            "device": loop.device.type,
+            "name": _device_name(loop.device),
+            "threads": torch.get_num_threads(),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        },
+    }
+
+
+def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
+    """Return digests of what went into the step under way and of what came out."""
+    per_sample = loop.output.per_sample
+    return {
+        "inputs": digest(batch.inputs),
+        "indices": None if batch.indices is None else batch.indices.tolist(),
+        "outcome": {
+            "loss": [_told(loop.gradients.loss)],
+            "losses of the samples": [] if per_sample is None else [_told(value) for value in per_sample.tolist()],
+            "gradients": {name: digest(value) for name, value in loop.gradients.named().items()},
+        },
+    }
+
+
+def digest(values: Tensor) -> str:
+    """Return the SHA-256 of the bytes of `values`, all NaN being one."""
+    values = values.detach().cpu().contiguous()
+    if values.is_floating_point():
+        values = values.masked_fill(values.isnan(), math.nan)
+    return _sha256(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _summary(loop: Loop, report: NonFinite, found: Diagnosis) -> dict[str, Any]:
+    return {
+        "step": report.step,
+        "position": report.position,
+        "epoch": loop.progress.epoch,
+        "loss": report.loss,
+        "cause": found.cause,
+        "text": found.text,
+        "module": found.module,
+        "parameter": found.parameter,
+        "gradients": report.parameters,
+        "samples": found.samples,
+        "learning_rates": [group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups],
+        "notes": report.notes,
+    }
+
+
+def _told(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)  # JSON knows no NaN
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _plain(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_plain(value) for value in node]
+    return _told(node) if isinstance(node, float) else node
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bring tensors to the CPU, each with memory of its own: safetensors takes no others."""
+    return {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}

@@ -1,0 +1,268 @@
+"""Runs a kept step again: the very one, one under a changed config, or one after a better learning rate."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+
+from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config
+from hookdiff_nan.diagnose import STEP_HOOKS, eagerly
+from hookdiff_nan.plugin import NaN
+from hookdiff_nan.record import CONFIG, Record, digest, kept_in, read_record, surroundings
+
+Say = Callable[[str], None]
+_TRAIN_HOOKS = (*STEP_HOOKS, "restore", "after_backward", "optimizer_step", "on_nan")
+
+
+@define(eq=False)
+class Replay:
+    """Puts a run where a kept step began: counts, weights, buffers, and the plugins that take part in a step."""
+
+    path: str = ""
+    _record: Record = field(init=False)
+
+    @hookimpl
+    def prepare_model(self) -> None:
+        self._record = read_record(Path(self.path))
+
+    @hookimpl(tryfirst=True)
+    def restore(self, loop: Loop) -> dict[str, Any]:
+        parts = self._record.parts
+        return {
+            "progress": self._record.facts["progress"],
+            "log": {},
+            "model": parts["model"],
+            "optimizers": {str(index): {} for index in range(len(loop.optimizers))},
+            "plugins": {name: state for name, state in parts["plugins"].items() if name in loop.plugins},
+        }
+
+    @hookimpl
+    @torch.no_grad()
+    def on_start(self, loop: Loop) -> None:
+        buffers = dict(loop.model.named_buffers())
+        for name, value in self._record.parts["buffers"].items():
+            if (own := buffers.get(name)) is not None and own.shape == value.shape:
+                own.copy_(value)
+
+
+def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly: bool, say: Say) -> bool:
+    """Run the step in the folder `path` again and `say` what came out.
+
+    Returns whether it came out the same to the bit; under a config that `plugins` and `settings` change, whether the
+    step is finite now; with `anomaly`, whether torch named an operation. Raises UserError when it cannot be run.
+    """
+    record = read_record(path)
+    config = _config(record, [*plugins, f"{__name__}:Replay"], settings)
+    parts = {name: part for name, part in config.plugins.items() if not _is_sink(part.target)}
+    config = evolve(config, plugins={name: _pointed(part, path) for name, part in parts.items()})
+    torch.set_num_threads(record.facts["machine"]["threads"])
+    torch.set_float32_matmul_precision(record.facts["machine"]["matmul_precision"])
+    torch.use_deterministic_algorithms(record.facts["machine"]["deterministic"])
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = [name for name in config.plugins if name not in record.parts["plugins"]]
+        # No other plugin: what writes files or makes pictures has no part in a step.
+        loop = build_loop(config, Path(folder), hooks=STEP_HOOKS, fresh=fresh)
+        _finder(loop)
+        with _quietly(), loop:
+            for line in _differences(record, surroundings(loop)):
+                say(line)
+            batch = _batch(loop)
+            if digest(batch.inputs) != record.facts["inputs"]:
+                say(_changed_data(record, batch))
+            if anomaly:
+                if isinstance(record.facts["outcome"]["loss"][0], str):
+                    say("the loss itself is not finite: the backward is not where it began")
+                return _find_operation(loop, batch, say)
+            step = loop.run_step(batch)
+        found = sorted(Path(folder).glob("*/step-*-position-*"))
+        if plugins or settings:
+            if found:
+                say(_report(found[0]))
+            say(_told(step))
+            return not found
+        if not found:
+            say(f"not reproduced: {_told(step)}")
+            return False
+        say(_report(found[0]))
+        return _compare(record, read_record(found[0]), say)
+
+
+def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[str], say: Say) -> bool:
+    """Train up to the step in `path` from the checkpoint before it, at learning rate `rate`, and `say` what came out.
+
+    Returns whether that step is finite then. The directory of the run is only read.
+    """
+    record = read_record(path)
+    place, run_dir = record.facts["progress"], path / record.facts["run_dir"]
+    if place["step"] == 0:
+        raise UserError("--lr: the weights of the first step were made by no update, so no rate would change it")
+    config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"])
+    config = evolve(config, plugins={name: part for name, part in config.plugins.items() if _trains(part.target)})
+    torch.set_num_threads(record.facts["machine"]["threads"])
+    with tempfile.TemporaryDirectory() as folder:
+        source = _link_checkpoint(config, run_dir, Path(folder), place)
+        loop = build_loop(config, Path(folder), resume=True)
+        with _quietly(logging.WARNING), loop:
+            begun, position = loop.progress.step, loop.progress.position
+            say(f"training batches {position} to {place['position']} at lr {rate:g}, from {source} (step {begun})")
+            for step in loop.steps():
+                if position == place["position"]:
+                    say(_told(step))
+                    return step.outcome not in ("stopped", "skipped")
+                position = loop.progress.position
+    say(f"the run ended at batch {position}, before it came to batch {place['position']}: {loop.reason}")
+    return False
+
+
+def _config(record: Record, plugins: Sequence[str], settings: Sequence[str]) -> Config:
+    if not (record.path / CONFIG).is_file():
+        raise UserError(
+            f"{record.path} has no {CONFIG}: the run was made by a script, which only the script can repeat"
+        )
+    return load_config(record.path / CONFIG, plugins, settings)
+
+
+def switched_on(record: Record) -> tuple[str, ...]:
+    """Return the names of the run's plugins."""
+    return tuple(_config(record, (), ()).plugins)
+
+
+def _pointed(part: Any, path: Path) -> Any:
+    return part.given(path=str(path)) if part.target is Replay else part
+
+
+def _finder(loop: Loop) -> NaN:
+    for plugin in loop.plugins.values():
+        if isinstance(plugin, NaN):
+            return plugin
+    raise UserError("--plugins: replay needs the plugin that kept the step, so it cannot be taken away")
+
+
+def _is_sink(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Sink)
+
+
+def _trains(kind: Any) -> bool:
+    """Whether the plugins of class `kind` can change what is trained."""
+    return not _is_sink(kind) and any(hasattr(kind, hook) for hook in _TRAIN_HOOKS)
+
+
+def _batch(loop: Loop) -> Batch:
+    batch = next(loop.feed.batches(loop.progress.epoch, loop.progress.samples), None)
+    if batch is None:
+        raise UserError(f"the data has no batch there: it has {len(loop.feed.training)} samples to train on now")
+    return batch
+
+
+@contextmanager
+def _quietly(level: int = logging.ERROR) -> Iterator[None]:
+    """Leave out what the loop says of the step: it is told in other words here."""
+    log = logging.getLogger("hookdiff")
+
+    def below(record: logging.LogRecord) -> bool:
+        return record.levelno < level
+
+    log.addFilter(below)
+    try:
+        yield
+    finally:
+        log.removeFilter(below)
+
+
+def _told(step: Step) -> str:
+    how = "finite" if step.outcome in ("updated", "held") else "void" if step.outcome == "void" else "not finite"
+    return f"the step is {how}: loss {step.loss:g}, gradient norm {step.grad_norm:g}"
+
+
+def _report(path: Path) -> str:
+    return (path / "report.txt").read_text("utf-8").rstrip()
+
+
+def _differences(record: Record, now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is another than it was, and may change bits."""
+    for group in ("versions", "machine"):
+        before = record.facts[group]
+        for name in before.keys() & now[group].keys():
+            if before[name] != now[group][name]:
+                yield f"differs: {name} is {now[group][name]}, it was {before[name]}"
+
+
+def _changed_data(record: Record, batch: Batch) -> str:
+    indices = None if batch.indices is None else batch.indices.tolist()
+    what = "other samples come" if indices != record.facts["indices"] else "the same samples have other values"
+    return f"differs: the data has changed: {what}"
+
+
+def _compare(record: Record, again: Record, say: Say) -> bool:
+    """Say whether two runs of a step came out the same to the bit, or what differs first."""
+    if again.facts["inputs"] != record.facts["inputs"]:
+        say("not reproduced: the inputs differ")
+        return False
+    told = []
+    for what, before in record.facts["outcome"].items():
+        if (first := _first_difference(before, again.facts["outcome"][what])) is not None:
+            say(f"not reproduced: {what}: {first}")
+            return False
+        told.append(f"{len(before)} {what}")
+    say(f"reproduced bit for bit: {', '.join(told)}")
+    return True
+
+
+def _first_difference(before: Any, now: Any) -> str | None:
+    if isinstance(before, list):
+        before, now = dict(enumerate(before)), dict(enumerate(now))
+    if before.keys() != now.keys():
+        return f"there are {len(now)}, there were {len(before)}"
+    for key, value in before.items():
+        if now[key] != value:
+            return f"the first that differs is {key}" + ("" if isinstance(value, str) else f": {now[key]}, was {value}")
+    return None
+
+
+def _find_operation(loop: Loop, batch: Batch, say: Say) -> bool:
+    """Run the step under torch's anomaly mode, which keeps the forward's traceback of each operation."""
+    with warnings.catch_warnings(record=True) as told, eagerly():
+        warnings.simplefilter("always")
+        try:
+            with torch.autograd.detect_anomaly():
+                loop.run_step(batch)
+        except RuntimeError as error:
+            if "returned nan values" not in str(error):
+                raise
+            traces = [text for one in told if "Traceback of forward call" in (text := str(one.message))]
+            say("\n".join([str(error), *map(_of_the_model, traces)]))
+            return True
+    say("no operation of the backward made a NaN: look at the forward, and at infinities, which this does not see")
+    return False
+
+
+def _of_the_model(traceback: str) -> str:
+    """Cut the frames of the command and of the loop from torch's traceback of an operation."""
+    frames = traceback.partition("Traceback")[2].partition("\n (Triggered")[0].splitlines()[1:]
+    loop = [number for number, line in enumerate(frames) if line.rstrip().endswith("in compute_loss")]
+    return "\n".join(["it was made by:", *frames[loop[-1] + 2 if loop else 0 :]])
+
+
+def _link_checkpoint(config: Config, run_dir: Path, folder: Path, place: Mapping[str, int]) -> str:
+    """Link the newest checkpoint from before the step at `place` into `folder`; return its name, or what is there."""
+    candidates = sorted(path for path in run_dir.glob("*/*") if path.is_dir() and path.name not in kept_in(path.parent))
+    # What a folder holds is known to the plugin that wrote it: it is asked.
+    loop = build_loop(config, folder, resume=True, hooks=("restore",))
+    for path in reversed(candidates):
+        inside = folder / path.relative_to(run_dir)
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        inside.symlink_to(path.resolve(), target_is_directory=True)
+        with _quietly(logging.INFO):
+            state = loop.hook.restore(loop=loop)
+        if state and state["progress"]["step"] < place["step"] and state["progress"]["position"] <= place["position"]:
+            return str(path.relative_to(run_dir))
+        inside.unlink()
+    return "the start of the run, as no checkpoint from before the step is left"
