@@ -93,7 +93,7 @@ def test_without_weight_decay_there_is_one_group(kind: Any, arguments: Any) -> N
     assert [len(group["params"]) for group in optimizer.param_groups] == [11]
 
 
-def layers(draw: Any, depth: int) -> nn.Module:
+def layers(draw: Any, depth: int) -> Any:
     """A random module: layers, containers of them, weights that are shared or fixed."""
     kinds = ["linear", "conv", "norm", "embedding", "bare", "none"] + (["all", "shared"] if depth else [])
     kind = draw(st.sampled_from(kinds))

@@ -11,7 +11,7 @@ import torch
 from attrs import define
 from torch import Tensor, nn
 
-from hookdiff.models.spectral import LAYERS, add_spectral_norm, starts_at_zero
+from hookdiff.models.spectral import LAYERS, add_spectral_norm, is_zero
 
 log = logging.getLogger("hookdiff")
 
@@ -52,7 +52,7 @@ class Initialisation:
 def draw_weights(model: nn.Module, how: str) -> None:
     """Draw the weights of the linear layers and convolutions of `model` from torch's default generator."""
     for layer in model.modules():
-        if isinstance(layer, LAYERS) and not starts_at_zero(layer.weight):
+        if isinstance(layer, LAYERS) and is_zero(layer.weight) is False:
             # On the CPU, in plain memory order: the same numbers whatever the device and the layout.
             drawn = torch.empty(layer.weight.shape)
             _DRAWS[how](drawn)

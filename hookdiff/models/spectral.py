@@ -75,12 +75,12 @@ def normalised(model: nn.Module) -> list[tuple[DividedBySigma, Tensor]]:
     return [(each[0], each.original) for each in lists if isinstance(each[0], DividedBySigma)]
 
 
-def starts_at_zero(weight: Tensor) -> bool:
-    """Whether all of `weight` is zero; not so if it has no values, on the meta device or in a fake."""
+def is_zero(weight: Tensor) -> bool | None:
+    """Whether all of `weight` is zero; None if it has no values, on the meta device or as a fake."""
     try:
         return not weight.any()
     except RuntimeError:
-        return False
+        return None
 
 
 def choose_layers(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
@@ -119,7 +119,7 @@ def add_spectral_norm(model: nn.Module, patterns: Iterable[str], output: str | N
             "to answer as large as the loss asks; choose narrower patterns"
         )
     _refuse_shared(model, layers)
-    at_zero = [name for name, layer in layers.items() if starts_at_zero(layer.get_parameter("weight"))]
+    at_zero = [name for name, layer in layers.items() if is_zero(layer.get_parameter("weight"))]
     for name in at_zero:
         del layers[name]
     if not layers:

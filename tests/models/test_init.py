@@ -1,0 +1,192 @@
+"""How a new model's weights are drawn: known moments, what stays zero, and the last layer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from torch import Tensor, nn
+
+from hookdiff import ConfigError, build_loop, load_config
+from hookdiff.models import DiT, UNet
+from hookdiff.models.init import Initialisation, layers_called
+from hookdiff.testing import assert_same, weights
+
+
+def initialised(model: Any, init: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    Initialisation(init=init).apply(model, None)
+    return model
+
+
+def test_default_leaves_what_the_class_drew() -> None:
+    model = nn.Linear(3, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert_same(initialised(model, "default").state_dict(), before)
+
+
+def test_xavier_has_the_bound_of_its_paper() -> None:
+    weight = initialised(nn.Conv2d(8, 16, 3), "xavier").weight
+    bound = math.sqrt(6 / ((8 + 16) * 9))  # eq. 16, with a convolution's fans
+    assert bound * 0.98 < weight.abs().max() <= bound
+    torch.testing.assert_close(weight.std().item(), bound / math.sqrt(3), rtol=0.05, atol=0)
+
+
+def test_kaiming_keeps_the_variance_through_a_relu() -> None:
+    layer = initialised(nn.Linear(500, 400), "kaiming")
+    torch.testing.assert_close(layer.weight.std().item(), math.sqrt(2 / 500), rtol=0.02, atol=0)
+    x = torch.randn(64, 500)
+    torch.testing.assert_close(layer(x).relu().square().mean().item(), x.square().mean().item(), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(5, 3), nn.Linear(3, 5), nn.Conv2d(2, 4, 3), nn.ConvTranspose1d(4, 2, 3)])
+def test_orthogonal_has_singular_values_of_one(layer: Any) -> None:
+    values = torch.linalg.svdvals(initialised(layer, "orthogonal").weight.flatten(1))
+    torch.testing.assert_close(values, torch.ones_like(values))
+    assert not layer.bias.any()
+
+
+def test_norms_and_embeddings_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    initialised(model, "orthogonal")
+    assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == [
+        "2.weight",
+        "2.bias",
+    ]
+
+
+def test_what_a_class_starts_at_zero_stays_there() -> None:
+    for model in (UNet(channels=8, head_dim=8), DiT(hidden_size=8, depth=1, num_heads=2)):
+        zero = [name for name, value in model.named_parameters() if name.endswith("weight") and not value.any()]
+        initialised(model, "xavier")
+        assert len(zero) > 2
+        assert all(not dict(model.named_parameters())[name].any() for name in zero)
+
+
+def test_the_draws_depend_on_seed_alone_and_not_on_the_layout() -> None:
+    plain, other = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    one, two = (initialised(model, "orthogonal", seed=3).weight for model in (plain, other))
+    assert torch.equal(one, two)
+    assert two.is_contiguous(memory_format=torch.channels_last)
+    assert not torch.equal(one, initialised(nn.Conv2d(4, 4, 3), "orthogonal", seed=4).weight)
+
+
+@pytest.mark.parametrize("init", ["xavier", "kaiming", "orthogonal"])
+def test_a_model_without_values_is_left_alone(init: Any) -> None:
+    model = initialised(nn.Linear(10**7, 10**7, device="meta"), init)
+    assert model.weight.is_meta
+
+
+class LastIsFirst(nn.Module):
+    """Calls its layers in another order than it declares them."""
+
+    def __init__(self, in_channels: int = 1) -> None:
+        super().__init__()
+        self.answer = nn.Conv2d(4, in_channels, 1)
+        self.body = nn.Conv2d(in_channels, 4, 1)
+        self.unused = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
+        out: Tensor = self.answer(self.body(x))
+        return out
+
+
+class NoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_the_last_layer_is_the_last_that_is_called() -> None:
+    model = LastIsFirst()
+    with layers_called(model) as called:
+        model(torch.zeros(1, 1, 2, 2), torch.zeros(1))
+    model(torch.zeros(1, 1, 2, 2), torch.zeros(1))
+    assert called == ["body", "answer"]
+
+
+SOURCE = Path(__file__)
+
+
+def load(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: Any) -> Any:
+    (folder / "hd_init.py").write_text(SOURCE.read_text("utf-8"), "utf-8")
+    monkeypatch.syspath_prepend(folder)
+    path = folder / "small.toml"
+    run = {"steps": 1, "batch_size": 8, "device": "cpu"}
+    path.write_text(tomli_w.dumps({"run": run, "data": {"source": "digits"}, "model": model}))
+    return load_config(path)
+
+
+UNET = {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8}
+DIT = {"use": "dit", "hidden_size": 8, "depth": 1, "num_heads": 2}
+DIFFUSERS = {
+    "use": "diffusers:UNet2DModel",
+    "block_out_channels": [8, 8],
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+    "down_block_types": ["DownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "UpBlock2D"],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [(UNET, "conv_out"), (DIT, "patch_out"), ({"use": "hd_init:LastIsFirst"}, "answer"), (DIFFUSERS, "conv_out")],
+    ids=["unet", "dit", "own", "diffusers"],
+)
+def test_zero_output_makes_a_model_that_predicts_nothing(
+    model: Any, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if ":UNet2D" in model["use"]:
+        pytest.importorskip("diffusers")
+    caplog.set_level(logging.INFO, "hookdiff")
+    loop = build_loop(load(tmp_path, monkeypatch, init="xavier", zero_output=True, **model), tmp_path / "run")
+    assert not loop.model(torch.randn(2, 1, 8, 8), torch.tensor([0, 9])).any()
+    assert f"zero_output: {found} starts at zero" in caplog.messages
+    assert loop.run() == "done"
+    assert loop.model(torch.randn(2, 1, 8, 8), torch.tensor([0, 9])).any()
+
+
+def test_without_a_layer_there_is_no_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(tmp_path, monkeypatch, zero_output=True, use="hd_init:NoLayers")
+    with pytest.raises(ConfigError, match=r"^model\.zero_output: no linear layer or convolution was called"):
+        build_loop(config, tmp_path / "run")
+
+
+def test_the_seed_of_the_run_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(**model: Any) -> dict[str, Tensor]:
+        return weights(build_loop(load(tmp_path, monkeypatch, **DIT, **model), tmp_path / "run"))
+
+    torch.manual_seed(1)
+    one = drawn(init="kaiming")
+    torch.manual_seed(2)
+    assert_same(one, drawn(init="kaiming"))
+    assert not torch.equal(one["patch_in.weight"], drawn()["patch_in.weight"])
+
+
+def test_given_weights_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    given = weights(build_loop(load(tmp_path, monkeypatch, **DIT), tmp_path / "run"))
+    save_file({name: value.contiguous() for name, value in given.items()}, tmp_path / "given.safetensors")
+    start = {"start_from": str(tmp_path / "given.safetensors"), "init": "orthogonal"}
+    with build_loop(load(tmp_path, monkeypatch, **DIT, **start), tmp_path / "run") as loop:
+        assert_same(weights(loop), given)
+
+
+def test_the_config_tells_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.init: expected one of .*, got 'orthogonl'; did you mean 'orthogonal'"
+    ):
+        load(tmp_path, monkeypatch, **DIT, init="orthogonl")
+    with pytest.raises(ConfigError, match=r"model\.zero_outptu: unknown key; did you mean 'zero_output'\?"):
+        load(tmp_path, monkeypatch, **DIT, zero_outptu=True)
