@@ -1,0 +1,80 @@
+"""`hookdiff doctor`: what a person would look at by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from hookdiff import override_options
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path), metavar="CONFIG|RUN")
+@override_options
+@click.option("--steps", default=50, show_default=True, type=click.IntRange(2), help="Updates of the trial.")
+@click.option("--out", type=click.Path(path_type=Path), help="Of the picture, a .png; NAME-doctor.png unless given.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and draw only with --out.")
+def command(
+    path: Path,
+    plugins: tuple[str, ...],
+    settings: tuple[str, ...],
+    steps: int,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Say what is wrong with CONFIG, or with the newest checkpoint of RUN, a run directory.
+
+    Trains for some steps in a temporary directory, half a minute at most, and looks at data, network and optimisation.
+    The first line names the cause when something is broken; then a line for each check: OK, look (it is unusual, and
+    may be meant) or broken. The picture shows four images with more and more noise and, below, what the network sees in
+    them. Exit code 1 when something is broken.
+    """
+    import json
+    import tempfile
+
+    from attrs import asdict
+
+    from hookdiff import UserError, load_config
+    from hookdiff_debug.checks import cause
+    from hookdiff_debug.doctor import examine, told
+
+    run = path if path.is_dir() else None
+    if run and not (run / "config.toml").is_file():
+        raise UserError(f"{run} is no run directory: it has no config.toml")
+    config = load_config(run / "config.toml" if run else path, plugins, settings)
+    if out is None and not as_json:
+        out = Path(f"{config.run.name}-doctor.png")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            report = examine(config, run, steps, Path(folder), out)
+        except OSError as error:
+            raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
+    found = cause(report.findings)
+    if as_json:
+        per_step = report.trial.seconds / report.trial.steps_timed
+        click.echo(
+            json.dumps(
+                {
+                    "cause": found and found.name,
+                    "findings": [asdict(finding) for finding in report.findings],
+                    "step": report.step,
+                    "losses": report.trial.losses,
+                    "seconds_per_step": per_step,
+                    "parts": {
+                        f"{plugin}.{hook}": seconds / report.trial.steps_timed
+                        for (plugin, hook), seconds in report.trial.parts.items()
+                    },
+                    "strip": report.strip and str(report.strip),
+                }
+            )
+        )
+    else:
+        click.echo(told(report.findings))
+        if report.strip:
+            click.echo(
+                f"{'':<7} {'picture':<14} {report.strip}: more noise from left to right, below what is seen in it"
+            )
+    if found:
+        sys.exit(1)

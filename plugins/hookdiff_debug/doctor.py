@@ -1,0 +1,274 @@
+"""What `hookdiff doctor` does: a config or a run is built, looked at, and trained for some steps elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+from torch import Generator, Tensor, nn
+
+from hookdiff import Batch, Config, Loop, SampleRequest, UserError, build_loop, estimate_memory, save_grid
+from hookdiff_debug import checks, measure
+from hookdiff_debug.checks import Finding
+from hookdiff_debug.measure import LEVELS, Level, Outputs
+from hookdiff_debug.trial import SETTLED, Trial, train
+
+# Plugins that have a part in a step or in sampling; those that write files, or measure now and then, have none.
+_IN_A_STEP = (
+    *("prepare_model", "before_step", "micro_step", "compute_loss", "backward", "unscale", "after_backward"),
+    *("optimizer_step", "sample"),
+)
+_IN_SAMPLING = ("prepare_model", "restore", "sample")
+_PARTS = {"compute_loss": "forward", "backward": "backward", "optimizer_step": "optimizer"}
+_TRAINED = 500  # updates, after which a network has to know something
+_IMAGES = 64  # that the network is asked about
+_DRAWN = 4  # of them in the strip
+_MADE = 8  # samples
+_SAMPLER_STEPS = 30  # at most
+
+
+@define
+class Report:
+    """All that was found, the most basic first."""
+
+    findings: list[Finding]
+    trial: Trial
+    step: int  # updates that the network had before the trial
+    strip: Path | None = None
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the timed steps: forward, backward, optimizer, data, the loop itself, and each plugin."""
+        parts: defaultdict[str, float] = defaultdict(float)
+        for (plugin, hook), seconds in self.trial.parts.items():
+            own = "loop" if plugin in ("defaults", "metrics", "run_dir", "start") else plugin
+            parts[_PARTS.get(hook, own)] += seconds
+        return dict(parts)
+
+
+@define
+class _Portrait:
+    """What a network does when it is asked, with its own weights and with an average of them if there is one."""
+
+    outputs: Outputs | None
+    levels: list[Level] = field(factory=list)
+    average: str | None = None  # its name
+    averaged: list[Level] = field(factory=list)
+    samples: Tensor = field(factory=lambda: torch.empty(0))
+    strip: Tensor | None = None
+
+
+def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: Path | None) -> Report:
+    """Examine `config`, or its `run` as the newest checkpoint left it, with a trial of `steps` updates in `folder`.
+
+    Pictures go to `strip`, if it is given. Raises UserError when it cannot be built, or the run has no checkpoint.
+    """
+    config = evolve(config, plugins={name: part for name, part in config.plugins.items() if name != "debug"})
+    with _listening() as said, ExitStack() as stack:
+        loop = build_loop(config, folder / "run", hooks=_IN_A_STEP)
+        before, portrait = 0, None
+        if run is not None:
+            saved = build_loop(config, run, resume=True, hooks=_IN_SAMPLING)
+            with saved:
+                if not saved.progress.step:
+                    raise UserError(f"{run} has no checkpoint to look at")
+                before, portrait = saved.progress.step, _portray(saved)
+                stack.enter_context(loop)
+                _take_over(loop, saved)
+        else:
+            stack.enter_context(loop)
+        start = None if portrait else _ask(loop, _plain_batch(loop))
+        trial = train(loop, steps)
+        portrait = portrait or _portray(loop)
+    trained = before >= _TRAINED
+    findings = [
+        *_of_data(loop, trial),
+        *_of_network(trial, start, portrait, trained),
+        _of_samples(portrait, trial, trained),
+    ]
+    if portrait.average:
+        findings.append(checks.check_average(portrait.average, portrait.averaged, portrait.levels, trained))
+    report = Report(findings, trial, before)
+    report.findings += [_of_length(loop, config), checks.check_time(report.parts, trial.seconds / trial.steps_timed)]
+    report.findings += _of_memory(config, trial)
+    report.findings += [Finding("look", "a plugin said", message) for message in said]
+    if strip is not None and portrait.strip is not None:
+        save_grid(portrait.strip, strip, columns=len(LEVELS) + 1)
+        report.strip = strip
+    return report
+
+
+def _of_data(loop: Loop, trial: Trial) -> list[Finding]:
+    objective: Any = loop.objective
+    standardised = (objective.data_mean, objective.data_std) != ((0.0,), (1.0,))
+    reads_sigma = objective.prediction_type == "edm" or "edm" in (objective.schedule, objective.weighting)
+    inputs = checks.check_inputs(trial.inputs, standardised, objective.sigma_data if reads_sigma else None)
+    counts, unknown = None, 0
+    if loop.feed.labels is not None:
+        labels = loop.feed.labels[loop.feed.training]
+        unknown = int((labels < 0).sum())
+        counts = torch.bincount(labels[labels >= 0], minlength=loop.feed.num_classes or 0).tolist()
+    fractions = torch.linspace(1e-6, 1 - 1e-6, 101)
+    *_, log_snr = objective.process.rates(objective.process.from_fraction(fractions), 1)
+    return [
+        inputs,
+        checks.check_labels(counts, unknown, bool(objective.conditional)),
+        checks.check_schedule(log_snr.tolist(), trial.inputs.told_std or 1.0),
+    ]
+
+
+def _of_network(trial: Trial, start: Outputs | None, portrait: _Portrait, trained: bool) -> list[Finding]:
+    # What a rate that is too high does to a network looks like a fault of the network, so it is named before.
+    findings = [checks.check_start(start)] if start else []
+    findings.append(checks.check_learning(trial, trained))
+    silent = [name for name, layer in trial.layers.items() if layer.norm == 0]
+    settled = trained or len(trial.rates) > SETTLED
+    findings += [
+        checks.check_gradients(trial.layers, silent),
+        checks.check_outputs(portrait.outputs, settled),
+        checks.check_response(portrait.outputs, settled),
+    ]
+    if portrait.levels:
+        findings.append(checks.check_levels(portrait.levels, trained))
+    return findings
+
+
+def _of_samples(portrait: _Portrait, trial: Trial, trained: bool) -> Finding:
+    images = portrait.samples
+    nonfinite = float((~images.isfinite()).float().mean())
+    different = bool((images != images[:1]).any())
+    return checks.check_samples(float(images.std()), nonfinite, different, trial.inputs.std, trained)
+
+
+def _of_length(loop: Loop, config: Config) -> Finding:
+    images, run = len(loop.feed), config.run
+    values = loop.feed.training.numel() and int(torch.Size(loop.feed.shape).numel())
+    parameters = sum(p.numel() for p in loop.model.parameters() if p.requires_grad)
+    steps = run.steps if run.steps is not None else (run.epochs or 0) * loop.feed.num_batches
+    return checks.check_length(parameters, images, values, run.batch_size, steps)
+
+
+def _of_memory(config: Config, trial: Trial) -> list[Finding]:
+    try:
+        estimate = estimate_memory(config)
+    except UserError:  # a model that cannot be run without values
+        return []
+    return [checks.check_memory(estimate.peak, trial.peak_memory, estimate.available)]
+
+
+def _plain_batch(loop: Loop) -> Batch:
+    return next(loop.feed.plain(loop.feed.order(0)[:_IMAGES], _IMAGES))
+
+
+def _ask(loop: Loop, batch: Batch) -> Outputs | None:
+    with measure.untouched(loop):
+        return measure.measure_outputs(loop, loop.objective.draw(batch, Generator().manual_seed(0)))
+
+
+def _portray(loop: Loop) -> _Portrait:
+    batch, objective = _plain_batch(loop), loop.objective
+    labels = batch.labels if getattr(objective, "conditional", False) else None
+    portrait = _Portrait(_ask(loop, batch))
+
+    def levels(net: nn.Module) -> list[Level]:
+        return measure.measure_levels(net, objective, batch.inputs, labels)
+
+    def strip(net: nn.Module) -> Tensor:
+        few = None if labels is None else labels[:_DRAWN]
+        return measure.draw_strip(net, objective, batch.inputs[:_DRAWN], few).cpu()
+
+    if len(batch) > 1:
+        portrait.levels = _through_sampler(loop, "model", levels)[0]
+        portrait.averaged, name = _through_sampler(loop, None, levels)
+        portrait.average = None if name == "model" else name
+    portrait.strip = _through_sampler(loop, None, strip)[0]
+    sampler: Any = loop.sampler
+    loop.sampler = evolve(sampler, steps=min(sampler.steps, _SAMPLER_STEPS))
+    portrait.samples = loop.sample(SampleRequest(_MADE)).images.float().cpu()
+    loop.sampler = sampler
+    return portrait
+
+
+def _through_sampler(loop: Loop, weights: str | None, function: Callable[[nn.Module], Any]) -> tuple[Any, str]:
+    """Return `function` of the network while it holds `weights`, and their name.
+
+    Only who holds an average can lend it, and only to a sampler: so one that asks something else is put in its place.
+    """
+    asks, kept = _Asks(function), loop.sampler
+    loop.sampler = asks
+    try:
+        made = loop.sample(SampleRequest(1, weights=weights))
+    finally:
+        loop.sampler = kept
+    return asks.answer, made.weights
+
+
+@define(eq=False)
+class _Asks:
+    """A sampler that makes nothing, and keeps the answer to a question to the network."""
+
+    question: Callable[[nn.Module], Any]
+    answer: Any = None
+
+    def sample(
+        self,
+        net: nn.Module,
+        objective: Any,
+        shape: Sequence[int],
+        generators: Sequence[Generator],
+        device: torch.device,
+        /,
+        **wanted: Any,
+    ) -> Tensor:
+        self.answer = self.question(net)
+        return torch.zeros(len(generators), *shape, device=device)
+
+
+def _take_over(loop: Loop, saved: Loop) -> None:
+    """Give `loop` the weights, the optimizers and the place of a run that has been restored."""
+    loop.model.load_state_dict(saved.model.state_dict())
+    for own, other in zip(loop.optimizers, saved.optimizers, strict=True):
+        own.load_state_dict(copy.deepcopy(other.state_dict()))
+    loop.progress.load_state_dict(saved.progress.state_dict())
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    """Keep what is logged and printed on the way from the terminal; give the first lines of the warnings."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            line = record.getMessage().partition("\n")[0]
+            if record.levelno == logging.WARNING and line not in said:
+                said.append(line)
+
+    log, handler = logging.getLogger("hookdiff"), Keep()
+    propagate, log.propagate = log.propagate, False
+    log.addHandler(handler)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield said
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagate
+
+
+def told(findings: Sequence[Finding]) -> str:
+    """Return the findings as a person reads them: the cause first, if something is broken."""
+    found, looks = checks.cause(findings), sum(finding.level == "look" for finding in findings)
+    first = f"broken: {found.name}: {found.seen}" if found else "nothing is broken"
+    lines = [first + (f"; {looks} to look at" if looks and not found else ""), ""]
+    for finding in findings:
+        lines.append(f"{finding.level:<7} {finding.name:<14} {finding.seen}")
+        if finding.advice:
+            lines.append(f"{'':<23}{finding.advice}")
+    return "\n".join(lines)

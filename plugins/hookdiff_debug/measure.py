@@ -1,0 +1,235 @@
+"""Numbers about data, network and gradients, taken without leaving a trace in the training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Generator, Tensor
+
+from hookdiff import Batch, Loop, evaluating
+
+# Ways from image to noise, in (0, 1), at which the network is asked. The ends tell what the middle does not.
+LEVELS = (0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.98)
+
+
+@define(frozen=True)
+class Inputs:
+    """A batch as the network is trained on it, before noise."""
+
+    num: int  # images
+    channels: tuple[int, ...]  # those that have one value in the whole batch
+    low: float
+    high: float
+    mean: float
+    std: float  # of all values
+    told_mean: float  # of the same as the process has them: less data_mean, over data_std
+    told_std: float
+    nonfinite: float  # share of the values
+    constant: float  # share of the images that have one value in all pixels
+    same: float  # share of the images that are the first one again
+
+
+@define(frozen=True)
+class Outputs:
+    """What the network answers to a batch, and how much of it changes with what it is told; NaN: not known."""
+
+    mean: float
+    std: float
+    largest: float  # absolute value
+    nonfinite: float  # share of the values
+    by_image: float  # change when each gets the noisy image of another, over the size of the output (both RMS)
+    by_time: float  # the same with the time of another
+    by_label: float  # the same without its label
+
+
+@define(frozen=True)
+class Layer:
+    """The gradients of a module's own parameters."""
+
+    norm: float | None  # L2; None: no gradient at all
+    size: int  # numbers
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the gradient; 0 without one."""
+        return (self.norm or 0.0) / math.sqrt(self.size)
+
+
+@define(frozen=True)
+class Level:
+    """How well the network predicts at one noise level; errors are squared, mean over pixels and images."""
+
+    time: float  # as the network is told it
+    error: float
+    mean_error: float  # of predicting the mean of each pixel
+    floor: float  # of the best prediction that knows no more of the images than that and the mean variance
+
+
+@contextmanager
+def untouched(loop: Loop) -> Iterator[None]:
+    """Let the model be called: in eval mode, without gradients, with randomness and buffers put back afterwards."""
+    model, on_gpu = loop.model, loop.device.type == "cuda"
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    dtype = next(model.parameters()).dtype
+    # Weights of half precision are trained under autocast, which is not on here: the images are float32.
+    half = torch.autocast(loop.device.type, dtype) if dtype in (torch.float16, torch.bfloat16) else nullcontext()
+    try:
+        with evaluating(model), torch.random.fork_rng([loop.device] if on_gpu else []), half:
+            yield
+    finally:
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
+
+
+def measure_inputs(inputs: Tensor, standardised: Callable[[Tensor], Tensor] = lambda images: images) -> Inputs:
+    """Look at `inputs`, n c h w or n of any shape, with one transfer; `standardised` as `Diffusion` has it."""
+    flat = inputs.detach().float().flatten(1)
+    finite = flat.isfinite()
+    low, high = torch.where(finite, flat, math.inf).min(), torch.where(finite, flat, -math.inf).max()
+    mean, std = _moments(flat, finite)
+    told_mean, told_std = _moments(standardised(inputs.detach().float()).flatten(1), finite)
+    constant = (flat.amax(1) == flat.amin(1)).float().mean()
+    same = (flat[1:] == flat[:1]).all(1).float().mean() if len(flat) > 1 else flat.new_zeros(())
+    by_channel = inputs.detach().float().transpose(0, 1).flatten(1) if inputs.dim() > 2 else flat.new_zeros(0, 1)
+    flags = (by_channel.amax(1) == by_channel.amin(1)).float()
+    nonfinite = (~finite).float().mean()
+    numbers = torch.stack((low, high, mean, std, told_mean, told_std, nonfinite, constant, same))
+    told: list[float] = torch.cat((numbers, flags)).tolist()
+    channels = tuple(index for index, flag in enumerate(told[9:]) if flag)
+    return Inputs(len(flat), channels, *told[:9])
+
+
+def _moments(values: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+    count = finite.sum().clamp(min=1)
+    mean = torch.where(finite, values, 0).sum() / count
+    return mean, (torch.where(finite, values - mean, 0).square().sum() / count).sqrt()
+
+
+class _Recorder:
+    """Stands in for the network and keeps what it was first asked and answered."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.asked: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.answer: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        answer = self.model(*args, **kwargs)
+        if self.asked is None:
+            self.asked, self.answer = (args, kwargs), answer
+        return answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def measure_outputs(loop: Loop, batch: Batch) -> Outputs | None:
+    """Let the objective ask the network about `batch`, then about the same with parts exchanged; one transfer.
+
+    None when the objective does not ask it with a tensor, or gets none. Call it in `untouched`.
+    """
+    recorder = _Recorder(loop.model)
+    loop.objective(recorder, batch)  # type: ignore[arg-type]  # it is called, and asked for attributes
+    if recorder.asked is None or not isinstance(recorder.answer, Tensor):
+        return None
+    (args, kwargs), output = recorder.asked, recorder.answer.float()
+
+    def change(index: int, other: Callable[[Tensor], Tensor]) -> Tensor:
+        nothing = torch.full_like(size, math.nan)
+        if len(args) <= index or not isinstance(args[index], Tensor) or len(args[index]) != len(output):
+            return nothing
+        changed = other(args[index])
+        answer: Tensor = loop.model(*args[:index], changed, *args[index + 1 :], **kwargs)
+        differs = (changed != args[index]).any()
+        return torch.where(differs, _rms(answer.float() - output) / size, nothing)
+
+    size = _rms(output)
+    std = output.std(correction=0)
+    numbers = [output.mean(), std, output.abs().amax(), (~output.isfinite()).float().mean()]
+    numbers += [change(0, lambda x: x.roll(1, 0)), change(1, lambda t: t.roll(1, 0))]
+    numbers.append(change(2, lambda labels: torch.full_like(labels, -1)))
+    return Outputs(*torch.stack(numbers).tolist())
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.square().mean().sqrt()
+
+
+def measure_layers(loop: Loop) -> dict[str, Layer]:
+    """Return the gradients of the step under way by module, with one transfer."""
+    norms = dict(zip(loop.gradients.named(), loop.gradients.norms.tolist(), strict=True))
+    found: dict[str, list[tuple[float | None, int]]] = {}
+    for name, parameter in loop.model.named_parameters():
+        if parameter.requires_grad:
+            layer = name.rpartition(".")[0] or name
+            found.setdefault(layer, []).append((norms.get(name), parameter.numel()))
+    layers = {}
+    for layer, parts in found.items():
+        given = [norm for norm, _ in parts if norm is not None]
+        layers[layer] = Layer(math.hypot(*given) if given else None, sum(size for _, size in parts))
+    return layers
+
+
+def measure_levels(
+    net: Any, diffusion: Any, images: Tensor, labels: Tensor | None, fractions: Sequence[float] = LEVELS
+) -> list[Level]:
+    """Return the network's error on `images` (n c h w, n above 1) at noise levels, always with the same noise."""
+    x0 = diffusion.standardised(images)
+    noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
+    rows = []
+    for fraction in fractions:
+        times = times_at(diffusion, fraction, x0)
+        x_t, told, alpha, sigma = noised(diffusion, x0, noise, times)
+        output = diffusion.predict(net, x_t, told, labels, alpha, sigma).float()
+        target = diffusion.parametrization.target(x0, noise, alpha, sigma)
+        error, mean_error = (output - target).square().mean(), target.var(0).mean()
+        floor = diffusion.floor(times, x0.var(0).mean()).mean()
+        rows.append(torch.stack((told[0].float(), error, mean_error, floor)))
+    return [Level(*numbers) for numbers in torch.stack(rows).tolist()]
+
+
+def times_at(diffusion: Any, fraction: float, images: Tensor) -> Tensor:
+    """Return the time of the process at a `fraction` of the way to noise, one an image."""
+    times: Tensor = diffusion.process.from_fraction(torch.full((len(images),), fraction))
+    return times.to(images.device)
+
+
+def noised(diffusion: Any, x0: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x_t, what the network is told of its time, alpha and sigma."""
+    alpha, sigma, _ = diffusion.process.rates(times, x0.ndim)
+    return alpha * x0 + sigma * noise, diffusion.process.network_time(times), alpha, sigma
+
+
+def draw_strip(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) -> Tensor:
+    """Return pictures, n c h w in [-1, 1], in rows of `len(LEVELS) + 1`, two rows an image.
+
+    The image and its noisy versions; the image again and, below each noisy version, what the network sees in it.
+    """
+    x0 = diffusion.standardised(images)
+    noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
+    upper, lower = [images], [images]
+    for fraction in LEVELS:
+        x_t, told, alpha, sigma = noised(diffusion, x0, noise, times_at(diffusion, fraction, x0))
+        output = diffusion.predict(net, x_t, told, labels, alpha, sigma).float()
+        seen, _ = diffusion.parametrization.x0_and_noise(output, x_t, alpha, sigma)
+        # In a process whose noise has no bounds, the noisy image is shown as bright as the others.
+        upper.append(diffusion.restored(x_t / (alpha.square() + sigma.square()).sqrt()))
+        lower.append(diffusion.restored(seen))
+    rows = torch.stack((torch.stack(upper, 1), torch.stack(lower, 1)), 1).flatten(0, 2)
+    shown = rows if rows.shape[1] in (1, 3) else rows[:, :1]  # of latents, the first channel
+    return shown.nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)
+
+
+def merged(looks: Sequence[Mapping[str, Layer]]) -> dict[str, Layer]:
+    """Return for each layer the look at which its gradient was largest."""
+    largest: dict[str, Layer] = {}
+    for look in looks:
+        for name, layer in look.items():
+            if name not in largest or layer.rms > largest[name].rms or largest[name].norm is None:
+                largest[name] = layer
+    return largest

@@ -1,0 +1,142 @@
+"""A short training whose every part is timed and measured."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff import Batch, Loop
+from hookdiff_debug.measure import Inputs, Layer, measure_inputs, measure_layers, merged
+
+SETTLED = 6  # updates, after which a network whose layers start as zero has a gradient everywhere
+_TIME_LIMIT = 30.0  # seconds
+
+
+@define
+class Trial:
+    """What a trial saw."""
+
+    asked: int  # updates
+    inputs: Inputs  # of the first batch
+    losses: list[float] = field(factory=list)  # of each step, also of one that made no update
+    outcome: str = "updated"  # of the last step, as `Step` has it
+    rates: list[float] = field(factory=list)  # learning rate of each update, of the first group
+    changes: list[float] = field(factory=list)  # RMS of an update over RMS of the weights, median over matrices
+    layers: dict[str, Layer] = field(factory=dict)  # largest gradient of each after SETTLED updates
+    steps_timed: int = 0
+    seconds: float = 0.0  # of the steps that were timed
+    parts: Mapping[tuple[str, str], float] = field(factory=dict)  # seconds of a plugin in a hook, without what it calls
+    peak_memory: int | None = None  # bytes; None where nobody counts them
+
+    @property
+    def settled(self) -> bool:
+        """Whether there were enough updates to judge the layers by their gradients."""
+        return bool(self.layers)
+
+    def mean_loss(self, part: slice) -> float:
+        """Return the mean loss of the steps in `part`; NaN for none."""
+        return statistics.fmean(self.losses[part] or [math.nan])
+
+
+@define(eq=False)
+class Clock:
+    """Adds up who runs for how long; the time of what is called from inside belongs to that alone."""
+
+    device: torch.device
+    seconds: defaultdict[tuple[str, str], float] = field(factory=lambda: defaultdict(float), init=False)
+    _open: list[tuple[str, str]] = field(factory=list, init=False)
+    _since: float = field(default=0.0, init=False)
+
+    @contextmanager
+    def __call__(self, plugin: str, hook: str) -> Iterator[None]:
+        self._turn()
+        self._open.append((plugin, hook))
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def _turn(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # work belongs to who asked for it, not to who waits
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+def train(loop: Loop, steps: int) -> Trial:
+    """Make up to `steps` updates with `loop`, which has been entered, in half a minute at the most."""
+    clock, looks = Clock(loop.device), list[dict[str, Layer]]()
+    trial: Trial | None = None
+    if loop.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(loop.device)
+    loop.plugins.instrument(clock)
+    began = time.monotonic()
+    for number, batch in enumerate(_batches(loop, clock)):
+        trial = trial or Trial(steps, measure_inputs(batch.inputs, getattr(loop.objective, "standardised", _same)))
+        if number == min(SETTLED, steps // 2):
+            clock.seconds.clear()
+            trial.steps_timed, trial.seconds = 0, 0.0
+        before = _matrices(loop) if number >= SETTLED else None
+        start = time.perf_counter()
+        with clock("loop", "run_step"):
+            step = loop.run_step(batch)
+        with clock("loop", "log"):
+            loop.log.flush()
+        trial.seconds += time.perf_counter() - start
+        trial.steps_timed += 1
+        trial.losses.append(step.loss)
+        trial.outcome = step.outcome
+        if step.outcome == "stopped":
+            break
+        if step.outcome == "updated":
+            trial.rates.append(float(loop.optimizers[0].param_groups[0]["lr"]))
+            if before is not None:
+                trial.changes.append(_change(before, _matrices(loop)))
+                looks.append(measure_layers(loop))
+        if len(trial.rates) >= steps or time.monotonic() - began > _TIME_LIMIT:
+            break
+    loop.plugins.instrument(None)
+    assert trial is not None  # a feed without a batch is refused when the loop is made
+    trial.seconds += clock.seconds["data", "batches"]
+    trial.parts, trial.layers = dict(clock.seconds), merged(looks)
+    if loop.device.type == "cuda":
+        trial.peak_memory = torch.cuda.max_memory_allocated(loop.device)
+    return trial
+
+
+def _same(images: Tensor) -> Tensor:
+    return images
+
+
+def _batches(loop: Loop, clock: Clock) -> Iterator[Batch]:
+    """Yield batches for ever; an epoch's end is counted, and no plugin hears of it."""
+    while True:
+        batches = loop.feed.batches(loop.progress.epoch, loop.progress.samples)
+        while True:
+            with clock("data", "batches"):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            yield batch
+        loop.progress.end_epoch()
+
+
+def _matrices(loop: Loop) -> list[Tensor]:
+    return [p.detach().clone() for p in loop.model.parameters() if p.dim() > 1 and p.requires_grad]
+
+
+def _change(before: list[Tensor], after: list[Tensor]) -> float:
+    sizes = torch.stack(torch._foreach_norm(before))
+    moved = torch.stack(torch._foreach_norm(torch._foreach_sub(after, before)))
+    return float((moved / sizes)[sizes > 0].nanmedian()) if len(before) else math.nan
