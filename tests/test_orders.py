@@ -25,8 +25,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "amp": {"precision": "fp16", "init_scale": 2.0**22, "growth_interval": 4},
     "checkpoint": {"every": 2, "keep_last": 9},
     "clip": {"mode": "adaptive", "warmup": 2, "factor": 0.9},
-    "ema": {"decay": 0.9},
+    "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},
     "fid": {"every": 4, "num_samples": 8},
+    "loss": {"window": 20, "plateau": 0},
     "lr": {"warmup": 3},
     "samples": {"every": 4, "num": 4, "scale": 1},
 }

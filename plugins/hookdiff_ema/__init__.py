@@ -1,5 +1,5 @@
-"""An exponential moving average of the weights, and samples made with it."""
+"""Exponential and power-function moving averages of the weights, samples made with them, and others made afterwards."""
 
-from hookdiff_ema.plugin import EMA, warmup_decay
+from hookdiff_ema.plugin import EMA
 
-__all__ = ["EMA", "warmup_decay"]
+__all__ = ["EMA"]

@@ -2,90 +2,277 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from attrs import define, field
-from attrs.validators import ge, lt
+from attrs import Attribute, define, field
+from attrs.validators import ge, gt, le, lt, optional
 from torch import Tensor
 
-from hookdiff import Loop, SampleRequest, Samples, UserError, borrowed_weights, hookimpl
+from hookdiff import (
+    Due,
+    Every,
+    Loop,
+    Reason,
+    SampleRequest,
+    Samples,
+    UserError,
+    borrowed_weights,
+    hookimpl,
+    parse_every,
+)
+from hookdiff_ema.alarms import Alarms
+from hookdiff_ema.average import Average
+from hookdiff_ema.profiles import MAX_STD, gamma_of, half_life_decay, power_decay, power_warmup, ratio_warmup
+from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, snapshot_path, write_snapshot
+from hookdiff_ema.weights import Weights
 
-NAME = "ema"  # of the weights, in a SampleRequest
-NUM_UPDATES = "ema.num_updates"  # in the state, beside the model's own keys
+NAME = "ema"  # of the first average, in a SampleRequest
+NUM_UPDATES, LABELS, FURTHER = "ema.num_updates", "ema.labels", "ema.averages"  # in the state, beside the model's keys
+DECAY = 0.999  # where nothing else is asked for
+STILL = "ema/still"  # in the log: updates for which an average has not moved, the most of all
+MANY = 200  # updates without a change that are worth a word
+
+Length = float | list[float] | None
 
 
-def warmup_decay(num_updates: int) -> float:
-    """Return (1 + n) / (10 + n) after n >= 0 updates: an average that is young forgets fast."""
-    return (1 + num_updates) / (10 + num_updates)
+def _each(*checks: Callable[[Any, Any, Any], Any]) -> Any:
+    """Return a validator of a number, or of each in a list that has some."""
+
+    def check(instance: object, attribute: Attribute[Any], value: Length) -> None:
+        if value == []:
+            raise ValueError(f"{attribute.name} is an empty list")
+        for number in _listed(value):
+            for one in checks:
+                one(instance, attribute, number)
+
+    return optional(check)
+
+
+def _listed(value: Length) -> list[float]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 @define(eq=False)
 class EMA:
-    """Keeps a moving average of the weights and samples with it.
+    """Keeps moving averages of the weights and samples with the first, or with the one that is asked for.
 
     After every update that changed the weights, shadow <- decay * shadow + (1 - decay) * weights. The shadow is
-    float32 whatever the weights are: in bf16 with decay 0.9999 it would never move. Steps that are void or skipped
-    do not move it.
+    float32 whatever the weights are, tied weights are in it once, and steps that are void or skipped do not move it.
+
+    How long it remembers is said as a decay, as a half-life, or as the width of a power function that grows with the
+    training (Karras et al. 2024, arXiv 2312.02696, eq. 2). A number is the first average; a list holds several, of
+    each key, in this order: decay, half_life, std. Snapshots of two widths are enough to make others after training
+    (`hookdiff ema`).
     """
 
-    decay: float = field(default=0.999, validator=[ge(0), lt(1)])  # per update
-    warmup: bool = True  # use the smaller of decay and (1 + n) / (10 + n) at update n
-    shadow: dict[str, Tensor] = field(init=False)  # float32, by parameter name
+    decay: Length = field(default=None, validator=_each(ge(0), lt(1)))  # per update; 0.999 if no length is set
+    half_life: Length = field(default=None, validator=_each(gt(0), lt(math.inf)))  # updates
+    std: Length = field(default=None, validator=_each(gt(0), le(MAX_STD)))  # of the training time
+    warmup: Literal["ratio", "power", "none"] = "ratio"  # a decay rises to its value; std needs none
+    inv_gamma: float = field(default=1.0, validator=gt(0))  # power: updates
+    power: float = field(default=0.75, validator=gt(0))  # power: 2/3 for millions of updates
+    device: Literal["model", "cpu"] = "model"  # where the averages are
+    max_distance: float = field(default=0.5, validator=gt(0))  # |weights - average| / |weights| above which it warns
+    snapshot_every: Every = field(default=Every(0), converter=parse_every)  # of each std; 0: none
+    snapshot_dtype: Literal["float32", "float16"] = "float32"
     num_updates: int = field(default=0, init=False)
-    _parameters: list[Tensor] = field(init=False)  # of the model, in the order of the shadow
-    _shadow: list[Tensor] = field(init=False)  # the values of the shadow
-    _is_float32: bool = field(init=False)  # all of the parameters
+    _averages: list[Average] = field(init=False)
+    _weights: Weights = field(init=False)
+    _taken: list[Tensor] = field(init=False)  # the values of the weights, where and as the averages take them
+    _pending: bool = field(default=False, init=False)  # weights are on their way that are in no average yet
+    _due: Due = field(init=False)
+    _snapped: int | None = field(default=None, init=False)  # the step of the newest snapshot
+    _cleared: bool = field(default=False, init=False)  # of snapshots of steps that were undone
+    _alarms: Alarms = field(factory=Alarms, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        given = {"decay": self.decay, "half_life": self.half_life, "std": self.std}
+        given = {key: value for key, value in given.items() if value is not None} or {"decay": DECAY}
+        numbers = [key for key, value in given.items() if not isinstance(value, (list, tuple))]
+        if len(numbers) > 1:
+            raise ValueError(f"{' and '.join(numbers)} both say how long one average is; set one, or lists for several")
+        if self.snapshot_every.amount and "std" not in given:
+            raise ValueError("snapshot_every needs std: only power functions can be put together after training")
+        lengths = [
+            (key, value) for key in sorted(given, key=lambda k: k not in numbers) for value in _listed(given[key])
+        ]
+        self._averages = [self._average(key, value, first=i == 0) for i, (key, value) in enumerate(lengths)]
+        labels = [average.label for average in self._averages]
+        if double := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"{double[0]} is there twice")
+
+    def _average(self, key: str, value: float, first: bool) -> Average:
+        label = f"{key}={value:.10g}"
+        prefix = NAME if first else f"{NAME}/{label}"
+        if key == "std":
+            gamma = gamma_of(value)
+            return Average(label, prefix, lambda n: power_decay(n + 1, gamma), value)
+        decay = half_life_decay(value) if key == "half_life" else value
+        if self.warmup == "none":
+            return Average(label, prefix, lambda n: decay)
+        if self.warmup == "power":
+            return Average(label, prefix, lambda n: min(decay, power_warmup(n, self.inv_gamma, self.power)))
+        return Average(label, prefix, lambda n: min(decay, ratio_warmup(n)))
+
+    @property
+    def shadow(self) -> dict[str, Tensor]:
+        """The first average, by parameter name."""
+        self._settle()
+        return self._averages[0].shadow
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
-        named = dict(loop.model.named_parameters())
-        self.shadow = {name: parameter.detach().float().clone() for name, parameter in named.items()}
-        # Listed once: parameters keep their addresses, and walking the modules costs more than the update.
-        self._parameters = [parameter.detach() for parameter in named.values()]
-        self._shadow = list(self.shadow.values())
-        self._is_float32 = all(parameter.dtype == torch.float32 for parameter in self._parameters)
+        if self.snapshot_every.amount and loop.run_dir is None:
+            raise UserError("plugins.ema.snapshot_every needs a place for files: Loop(..., run_dir=Path('runs/mine'))")
+        self._weights = Weights(loop.model, torch.device("cpu") if self.device == "cpu" else None)
+        self._taken = list(self._weights.tensors.values())
+        self._due = Due(self.snapshot_every)
+        for average in self._averages:
+            average.start(self._weights.tensors)
 
     @hookimpl(tryfirst=True)
     def after_optimizer_step(self, loop: Loop) -> None:
-        decay = min(self.decay, warmup_decay(self.num_updates)) if self.warmup else self.decay
-        torch._foreach_lerp_(self._shadow, self._weights(), 1 - decay)
-        self.num_updates += 1
+        self._settle()
+        self._weights.fetch()
+        self._pending = True
+        if not self._weights.wait_is_long:
+            self._settle()
         if loop.log.due:
-            loop.log({"ema/decay": decay, "ema/distance": self.distance()})
+            self._log(loop)
+
+    def _settle(self) -> None:
+        """Take the weights that were fetched last into the averages."""
+        if self._pending:
+            self._weights.wait()
+            for average in self._averages:
+                average.update(self._taken, self.num_updates)
+            self.num_updates += 1
+            self._pending = False
+
+    def _log(self, loop: Loop) -> None:
+        self._settle()
+        still = [average.look(loop.config.log_every) for average in self._averages]
+        loop.log({STILL: torch.stack(still).max()})
+        for average in self._averages:
+            loop.log({f"{average.prefix}/decay": average.decay(self.num_updates - 1)})
+            loop.log({f"{average.prefix}/distance": average.distance(self._taken)})
+
+    @hookimpl
+    def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
+        if STILL not in values or not loop.is_main:
+            return
+        self._alarms.tell("replaced", _told_of(lost := self._weights.replaced()), bool(lost))
+        for average in self._averages:
+            distance = values[f"{average.prefix}/distance"]
+            self._alarms.tell(
+                f"{average.prefix}/distance",
+                f"ema: the average {average.label} has lost the weights: distance {distance:.2g} at step {step}\n"
+                "  if the loss is fine, it remembers too long: shorten it, or begin with a warmup",
+                distance > self.max_distance,
+                over=distance < 0.8 * self.max_distance,
+            )
+            # Only when one of them stands still it is asked which.
+            is_still = values[STILL] >= MANY and float(average.still) >= MANY
+            cause = "its decay is too near to 1" if distance else "nor have the weights: is the learning rate 0?"
+            self._alarms.tell(
+                f"{average.prefix}/still",
+                f"ema: the average {average.label} has not moved for {values[STILL]:.0f} updates\n  {cause}",
+                is_still,
+            )
 
     @hookimpl(wrapper=True)
     def sample(self, loop: Loop, request: SampleRequest) -> Generator[None, Samples, Samples]:
-        if request.weights not in (None, NAME) or loop.weights != "model":
+        names = {f"{NAME}/{average.label}": average for average in self._averages}
+        names = {NAME: self._averages[0], **names}
+        wanted = NAME if request.weights is None else request.weights
+        if wanted not in names or loop.weights != "model":
             return (yield)
-        with borrowed_weights(loop, NAME, self.shadow):
+        self._settle()
+        with borrowed_weights(loop, wanted, names[wanted].shadow):
             return (yield)
 
-    def distance(self) -> Tensor:
-        """Return |weights - shadow| / |weights|, L2 over all parameters: scalar, on the device.
+    @hookimpl(trylast=True, specname="after_optimizer_step")
+    def snapshot_after_step(self, loop: Loop) -> None:
+        if self.snapshot_every.amount and loop.is_main and not self._cleared:
+            remove_later(self._folder(loop), loop.progress.step)
+            self._cleared = True
+        if self._due.after_step(loop.progress.step):
+            self._snapshot(loop)
 
-        0 for long means that the average never moved; near 1, that it has lost the weights.
-        """
-        weights = self._weights()
-        apart = torch._foreach_norm(torch._foreach_sub(weights, self._shadow))
-        size = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(weights)))
-        total = torch.linalg.vector_norm(torch.stack(apart))
-        distance: Tensor = total / size
-        return distance
+    @hookimpl(trylast=True)
+    def on_epoch_end(self, loop: Loop) -> None:
+        if self._due.after_epoch(loop.progress.epoch):
+            self._snapshot(loop)
 
-    def _weights(self) -> list[Tensor]:
-        return self._parameters if self._is_float32 else [parameter.float() for parameter in self._parameters]
+    @hookimpl(trylast=True)
+    def on_stop(self, loop: Loop, reason: Reason) -> None:
+        if reason == "done" and self.snapshot_every.amount:
+            self._snapshot(loop)
+
+    def _snapshot(self, loop: Loop) -> None:
+        self._settle()
+        step, start = loop.progress.step, loop.progress.step - self.num_updates
+        if not loop.is_main or self._snapped == step or not self.num_updates:
+            return
+        self._snapped = step
+        for average in self._averages:
+            if average.std is not None:
+                path = snapshot_path(self._folder(loop), step, average.std)
+                snapshot = Snapshot(path, average.std, step, start, self.snapshot_dtype)
+                write_snapshot(snapshot, self._weights.in_model_keys(average.shadow), self._weights.names.keys())
+
+    def _folder(self, loop: Loop) -> Any:
+        assert loop.run_dir is not None
+        return loop.run_dir / FOLDER
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shadow under the model's own keys, and the count of updates."""
-        return {**self.shadow, NUM_UPDATES: self.num_updates}
+        """Return the first average under the model's own keys, the others beside it, and the count of updates."""
+        self._settle()
+        first, *others = (self._weights.in_model_keys(average.shadow) for average in self._averages)
+        labels = [average.label for average in self._averages]
+        return {
+            **first,
+            NUM_UPDATES: self.num_updates,
+            LABELS: labels,
+            FURTHER: dict(zip(labels[1:], others, strict=True)),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved average; raises UserError when it is of another model."""
-        saved = {name: value for name, value in state.items() if name != NUM_UPDATES}
-        if differing := saved.keys() ^ self.shadow.keys():
-            raise UserError(f"the saved average is of another model; only one of them has {min(differing)!r}")
-        for name, value in saved.items():
-            self.shadow[name].copy_(value)
+        """Take up saved averages; raises UserError when they are others, or of another model."""
+        self._pending = False
+        saved, own = list(state.get(LABELS, [])), [average.label for average in self._averages]
+        if not _goes_on(saved, own):
+            raise UserError(
+                f"the checkpoint has the averages {', '.join(saved) or 'of an older version'}, the run has "
+                f"{', '.join(own)}; to start them fresh from the restored weights add --fresh {NAME}"
+            )
+        first = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        for average, values in zip(self._averages, [first, *state[FURTHER].values()], strict=True):
+            if differing := values.keys() ^ self._weights.in_model_keys(average.shadow).keys():
+                raise UserError(f"the saved average is of another model; only one of them has {min(differing)!r}")
+            for name, value in average.shadow.items():
+                value.copy_(values[name])
         self.num_updates = state[NUM_UPDATES]
+        self._snapped, self._cleared = None, False
+
+
+def _told_of(lost: Sequence[str]) -> str:
+    """Return what to say of parameters that were replaced."""
+    named = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+    return (
+        f"ema: the model's parameters were replaced, and the average follows the old ones: {named}\n"
+        "  change them in place (copy_), or in the hook prepare_model, before the average begins"
+    )
+
+
+def _goes_on(saved: Sequence[str], own: Sequence[str]) -> bool:
+    """Whether the averages of a run can go on from saved ones.
+
+    A decay may be another than it was, as any hyper-parameter; a power function is one from its first step on.
+    """
+    if len(saved) != len(own):
+        return False
+    return all(a == b or not (a + b).count("std=") for a, b in zip(saved, own, strict=True))

@@ -1,0 +1,96 @@
+"""How much an average remembers of each step: decays, warm-ups, and the power functions of EDM2.
+
+EDM2 is Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", arXiv 2312.02696,
+section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import define
+from numpy.typing import NDArray
+
+MAX_STD = math.sqrt(1 / 12)  # of a power function with gamma 0: all steps count alike
+
+Floats = NDArray[np.float64]
+
+
+def half_life_decay(half_life: float) -> float:
+    """Return the decay per update with which a weight counts half after `half_life` > 0 updates."""
+    return float(0.5 ** (1 / half_life))
+
+
+def ratio_warmup(num_updates: int) -> float:
+    """Return (1 + n) / (10 + n) after n >= 0 updates: an average that is young forgets fast."""
+    return (1 + num_updates) / (10 + num_updates)
+
+
+def power_warmup(num_updates: int, inv_gamma: float = 1.0, power: float = 0.75) -> float:
+    """Return 1 - (1 + n / inv_gamma)^-power after n >= 0 updates; 0 at first, which copies the weights."""
+    return float(1 - (1 + num_updates / inv_gamma) ** -power)
+
+
+def power_decay(step: float, gamma: float, interval: float = 1) -> float:
+    """Return the decay of a power-function average at update `step`, `interval` after the last: EDM2 eq. 2.
+
+    With an interval of 1 from step 1 on, update k counts (k^(gamma+1) - (k-1)^(gamma+1)) / step^(gamma+1): the
+    profile's own integral over it. The first update copies the weights.
+    """
+    return float((1 - interval / step) ** (gamma + 1))
+
+
+def gamma_of(std: float) -> float:
+    """Return the exponent of the power function whose width is `std`, in (0, MAX_STD], relative to the training time.
+
+    The largest root of (g + 2)^2 (g + 3) = (g + 1) / std^2, EDM2 appendix C.
+    """
+    inverse = float(std) ** -2
+    return max(0.0, float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max()))
+
+
+def std_of(gamma: float) -> float:
+    """Return the width of the power function with exponent `gamma` >= 0, EDM2 appendix C."""
+    return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
+
+
+def overlap(steps: Floats, gammas: Floats, other_steps: Floats, other_gammas: Floats) -> Floats:
+    """Return the inner products of power functions that end at `steps` with others; the arguments are broadcast.
+
+    The integral over time of (a+1) t^a / s^(a+1) times the same of the other, up to where the first of them ends.
+    """
+    ratio = (steps / other_steps) ** np.where(steps < other_steps, other_gammas, -gammas)
+    longest = np.maximum(steps, other_steps)
+    product: Floats = (gammas + 1) * (other_gammas + 1) * ratio / ((gammas + other_gammas + 1) * longest)
+    return product
+
+
+@define(frozen=True, eq=False)
+class Fit:
+    """Weights of snapshots whose sum is nearest to averages that nobody kept."""
+
+    weights: Floats  # snapshots x averages; those of an average sum to 1, so that a weight that never moved is kept
+    errors: Floats  # averages: L2 norm of what their profiles lack, over that of the profile
+
+
+def fit(steps: Sequence[float], stds: Sequence[float], step: float, targets: Sequence[float]) -> Fit:
+    """Fit averages of widths `targets` at `step` to snapshots of widths `stds` at `steps`, all steps >= 1.
+
+    Least squares over the profiles (EDM2 algorithm 3) in float64; the only change is that the weights sum to 1.
+    """
+    at, gammas = np.asarray(steps, np.float64), np.array([gamma_of(std) for std in stds])
+    wanted = np.array([gamma_of(std) for std in targets])
+    end = np.full(len(wanted), step, np.float64)
+    gram = overlap(at[:, None], gammas[:, None], at, gammas)
+    right = overlap(at[:, None], gammas[:, None], end, wanted)
+    # Scaled to a unit diagonal: early profiles are much higher than late ones.
+    scale = 1 / np.sqrt(np.diag(gram))[:, None]
+    columns = np.column_stack((right, np.ones(len(at)))) * scale
+    solved = scale * np.linalg.lstsq(gram * scale * scale.T, columns, rcond=None)[0]
+    free, shift = solved[:, :-1], solved[:, -1:]
+    weights = free + shift * (1 - free.sum(0)) / shift.sum()
+    size = overlap(end, wanted, end, wanted)
+    lacking = size - 2 * (weights * right).sum(0) + (weights * (gram @ weights)).sum(0)
+    return Fit(weights, np.sqrt(np.maximum(lacking, 0) / size))
