@@ -1,0 +1,300 @@
+"""What a loss curve says: spike, drop, divergence, oscillation, plateau. Numbers go in, findings come out.
+
+All is measured in logarithms, so that the scale of the loss means nothing, by medians and median deviations, so that a
+few wild losses mean nothing, and against the noise of the curve itself, so that a noisy curve has no more findings
+than a smooth one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from operator import mul
+from statistics import fmean, median
+from typing import Any, Literal
+
+from attrs import asdict, define, field
+
+Kind = Literal["spike", "drop", "divergence", "recovery", "oscillation", "plateau"]
+
+GROUP = 10  # updates of the short levels; an event that lasts twice as long is a new level
+LEAST = math.log(1.5)  # of any rise or fall that is worth a word
+NARROWEST = 0.01  # deviation of a curve without noise: a percent
+IN_A_ROW = 3  # levels above their limit before it is a divergence
+MARGIN = 4.0  # deviations of a level, beyond what the lowest of many is below their mean
+FLAT = math.log(1.05)  # change within which a curve is flat
+
+# Standard deviations of a normal distribution: over its median deviation; over that of a difference of two; of the
+# median of n, over that of the mean.
+OF_MAD, OF_DIFFERENCE, OF_MEDIAN = 1.4826, 1.4826 / math.sqrt(2), math.sqrt(math.pi / 2)
+
+
+@define(frozen=True)
+class Finding:
+    """One thing that a curve shows."""
+
+    kind: Kind
+    step: int  # the update at which it began, as far as can be told
+    text: str  # in a line
+
+
+@define(eq=False)
+class Levels:
+    """Medians of the curve over groups of `size` updates, and whether they rise above the lowest of before."""
+
+    size: int
+    keep: int  # how many of them
+    group: list[float] = field(init=False, factory=list)  # that is not whole yet
+    values: list[float] = field(init=False, factory=list)
+    num: int = field(init=False, default=0)  # of all so far
+    lowest: float = field(init=False, default=math.inf)  # median of five levels in a row
+    lowest_at: int = field(init=False, default=0)  # last update of them
+    noise: float = field(init=False, default=math.inf)  # deviation of a level, as it was then
+    risen: int = field(init=False, default=0)  # levels in a row that noise does not explain
+
+    def add(self, value: float) -> list[float] | None:
+        """Take in a value; return the group that it completes."""
+        self.group.append(value)
+        if len(self.group) < self.size:
+            return None
+        whole, self.group = self.group, []
+        return whole
+
+    def close(self, step: int, group: Sequence[float], noise: Callable[[], float]) -> None:
+        """Take in a whole group that ends at `step`; `noise` tells the deviation of one value."""
+        level = median(group)
+        self.risen = self.risen + 1 if level - self.lowest > self.limit else 0
+        self.num += 1
+        self.values.append(level)
+        if len(self.values) > self.keep:
+            del self.values[0]
+        low = median(self.values[-5:])
+        if low < self.lowest:
+            # Noise is remembered, too: a curve that runs away would excuse itself with the noise that it makes.
+            self.lowest, self.lowest_at = low, step
+            self.noise = max(OF_MEDIAN * noise() / math.sqrt(self.size), self._wander())
+
+    @property
+    def limit(self) -> float:
+        """The rise that noise explains: the lowest of n normal numbers is about sqrt(2 ln n) deviations down."""
+        return max(LEAST, (MARGIN + math.sqrt(2 * math.log(max(2, self.num)))) * self.noise)
+
+    def _wander(self) -> float:
+        # Noise that is not independent shows in levels that are far apart; what they have in common is the trend.
+        apart = [b - a for a, b in zip(self.values, self.values[5:], strict=False)]
+        if len(apart) < 5:
+            return 0.0
+        common = median(apart)
+        return OF_DIFFERENCE * median([abs(value - common) for value in apart])
+
+
+@define(eq=False)
+class Diagnosis:
+    """Reads a loss curve one update at a time. A loss that is not above 0 has no ratios, and ends it."""
+
+    window: int = 100  # updates that tell what is usual
+    spike: float = 10.0  # robust deviations from the median of the window
+    plateau: int = 2000  # updates without a change; 0: never
+    num_spikes: int = field(init=False, default=0)  # that have ended
+    _recent: list[float] = field(init=False, factory=list)  # logarithms of the window, without events
+    _level: float = field(init=False, default=0.0)  # median of it
+    _spread: float | None = field(init=False, default=None)  # deviation from it, once the window is full
+    _event: list[float] = field(init=False, factory=list)  # what is far off, in a row
+    _event_from: int = field(init=False, default=0)
+    _short: Levels = field(init=False)
+    _long: Levels = field(init=False)
+    _diverged: float | None = field(init=False, default=None)  # the level that was told
+    _flat: float | None = field(init=False, default=None)  # the same
+    _swings: bool = field(init=False, default=False)  # told
+    _ended: bool = field(init=False, default=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._short, self._long = Levels(GROUP, 20), Levels(self.window, max(10, self.plateau // self.window))
+
+    def observe(self, step: int, loss: float) -> list[Finding]:
+        """Take in the loss of update `step`; return what is to be told now."""
+        self._ended = self._ended or loss <= 0
+        if self._ended:
+            return []
+        value = math.log(loss)
+        found = [self._watch(step, value)]
+        for levels in (self._short, self._long):
+            if group := levels.add(value):
+                levels.close(step, group, self._noise)
+                found.append(self._rising(step, levels))
+                if levels is self._short:
+                    self._look_back()
+                else:
+                    found += [self._swinging(step, group), self._resting(step)]
+        return [finding for finding in found if finding]
+
+    def conclude(self, step: int) -> list[Finding]:
+        """Return what was under way when the run ended before its time."""
+        if self._diverged is not None:
+            return []
+        if self._event and self._event[0] > self._level:
+            self._diverged = max(self._event)
+            return [_diverges(step, self._diverged, self._level, self._event_from - 1)]
+        short = self._short
+        level = median(short.group) if short.group else short.values[-1] if short.values else None
+        if level is None or level - short.lowest < LEAST:
+            return []
+        self._diverged = level
+        return [self._divergence(step, level, short)]
+
+    # Spikes and drops
+
+    def _watch(self, step: int, value: float) -> Finding | None:
+        finding = None
+        if self._event:
+            if self._is_off(value, self.spike / 2) and (value > self._level) == (self._event[0] > self._level):
+                self._event.append(value)
+                return self._event_stays() if len(self._event) == 2 * GROUP else None
+            finding = self._event_over()
+        elif self._is_off(value, self.spike) and self._is_abrupt(value):
+            self._event, self._event_from = [value], step
+            return None
+        self._recent.append(value)
+        if len(self._recent) > self.window:
+            del self._recent[0]
+        return finding
+
+    def _is_off(self, value: float, deviations: float) -> bool:
+        return self._spread is not None and abs(value - self._level) > max(LEAST, deviations * self._spread)
+
+    def _is_abrupt(self, value: float) -> bool:
+        # Not one that the window has seen the like of, nor the next of a slope.
+        if min(self._recent) <= value <= max(self._recent):
+            return False
+        return min(abs(value - before) for before in self._recent[-5:]) > abs(value - self._level) / 2
+
+    def _event_over(self) -> Finding | None:
+        event, self._event = self._event, []
+        # The window has seen it now: another that is no higher is not told.
+        self._recent = [*self._recent, *event][-self.window :]
+        if event[0] < self._level:
+            return None  # a batch that was easy
+        self.num_spikes += 1
+        assert self._spread is not None
+        peak, lasted = max(event), len(event)
+        times, far = math.exp(peak - self._level), (peak - self._level) / self._spread
+        text = f"the loss spikes at step {self._event_from}: {math.exp(peak):.3g}, {times:.3g} times its median"
+        text += f" and {far:.0f} deviations above it"
+        if lasted > 1:
+            text += f", for {lasted} updates"
+        if self.num_spikes > 2:
+            text += f"; {self.num_spikes} of them so far"
+        # Told are the first, second, fourth, eighth: a run may have hundreds.
+        return None if self.num_spikes & (self.num_spikes - 1) else Finding("spike", self._event_from, text)
+
+    def _event_stays(self) -> Finding | None:
+        event, self._event = self._event, []
+        before, now = self._level, median(event)
+        self._recent, self._spread = event, None  # a new level; a window of it is to be seen first
+        if now > before:
+            return None  # the levels tell of it
+        text = (
+            f"the loss drops at step {self._event_from} and stays: {math.exp(now):.3g}, {math.exp(before):.3g} before"
+        )
+        return Finding("drop", self._event_from, text)
+
+    def _look_back(self) -> None:
+        if len(self._recent) == self.window:
+            self._level = level = median(self._recent)
+            self._spread = max(NARROWEST, OF_MAD * median([abs(value - level) for value in self._recent]))
+
+    # Levels
+
+    def _noise(self) -> float:
+        # Of differences, which a trend does not touch.
+        if len(self._recent) < 2:
+            return math.inf
+        return max(NARROWEST, OF_DIFFERENCE * median([abs(b - a) for a, b in pairwise(self._recent)]))
+
+    def _rising(self, step: int, levels: Levels) -> Finding | None:
+        level = levels.values[-1]
+        if levels.risen >= IN_A_ROW and (self._diverged is None or level > self._diverged + math.log(4)):
+            self._diverged = level
+            return self._divergence(step, level, levels)
+        calm = max(levels.values[-IN_A_ROW:]) - levels.lowest < levels.limit / 2
+        if self._diverged is not None and levels is self._short and calm:
+            self._diverged, self._long.risen = None, 0
+            return Finding("recovery", step, f"the loss is back at {math.exp(level):.3g} at step {step}")
+        return None
+
+    def _divergence(self, step: int, level: float, levels: Levels) -> Finding:
+        return _diverges(step, level, levels.lowest, levels.lowest_at)
+
+    def _resting(self, step: int) -> Finding | None:
+        levels = self._long.values
+        if self._flat is not None and levels[-1] < self._flat - FLAT:
+            self._flat = None
+        num = self.plateau // self.window
+        if not self.plateau or self._flat is not None or self._diverged is not None or len(levels) < num:
+            return None
+        change, error = trend(levels[-num:])
+        if abs(change) + 2 * error > FLAT:
+            return None
+        self._flat = median(levels[-num:])
+        since = step - num * self.window
+        text = (
+            f"the loss is flat since step {since}: {math.exp(self._flat):.3g}, {change:+.1%} ± {2 * error:.1%} in all"
+        )
+        return Finding("plateau", since, text)
+
+    def _swinging(self, step: int, group: Sequence[float]) -> Finding | None:
+        found = period(group)
+        told, self._swings = self._swings, found is not None
+        if found is None or told:
+            return None
+        updates, swing = found
+        text = f"the loss oscillates at step {step}: by ±{swing:.0%}, once in {updates} updates"
+        return Finding("oscillation", step - len(group), text)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that was seen, as plain values."""
+        return asdict(self, filter=lambda attribute, _: not attribute.init)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was saved."""
+        for name, value in state.items():
+            if isinstance(value, Mapping):
+                for inner, saved in value.items():
+                    setattr(getattr(self, name), inner, saved)
+            else:
+                setattr(self, name, value)
+
+
+def _diverges(step: int, level: float, before: float, before_at: int) -> Finding:
+    ratio = f"{math.exp(level - before):.3g} times the {math.exp(before):.3g} of step {before_at}"
+    return Finding("divergence", before_at, f"the loss diverges: {math.exp(level):.3g} at step {step}, {ratio}")
+
+
+def trend(values: Sequence[float]) -> tuple[float, float]:
+    """Return how far the straight line of least squares goes over at least three `values`, and its standard error."""
+    num = len(values)
+    places = [index - (num - 1) / 2 for index in range(num)]
+    squares = sum(place * place for place in places)
+    slope, middle = sum(p * v for p, v in zip(places, values, strict=True)) / squares, fmean(values)
+    left = sum((v - middle - slope * p) ** 2 for p, v in zip(places, values, strict=True))
+    return slope * (num - 1), math.sqrt(left / (num - 2) / squares) * (num - 1)
+
+
+def period(values: Sequence[float]) -> tuple[int, float] | None:
+    """Return the period and the amplitude of a regular swing, or None.
+
+    By the autocorrelation r of what the line of `trend` leaves: it must come back above 0.5 at a whole period, after
+    it was below -0.4. That of noise is within 2 / sqrt(n) of 0. At least four periods must be there to see.
+    """
+    num = len(values)
+    change, _ = trend(values)
+    middle = fmean(values)
+    rest = [value - middle - change * (index / (num - 1) - 0.5) for index, value in enumerate(values)]
+    power = sum(value * value for value in rest)
+    swing = math.sqrt(2 * power / num)
+    if swing < FLAT:
+        return None
+    r = [sum(map(mul, rest, rest[lag:])) / power for lag in range(1, num // 4 + 1)]
+    best = max(range(1, len(r)), key=r.__getitem__)
+    return (best + 1, swing) if r[best] > 0.5 and min(r[:best]) < -0.4 else None

@@ -1,0 +1,77 @@
+"""The loss on samples that are not trained on, with noise that is always the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import asdict, define, field
+from torch import Generator, Tensor
+
+from hookdiff import Loop, derive_seed, evaluating
+
+RISE = 1.03  # over the lowest held-out loss
+IN_A_ROW = 3  # measurements
+
+
+def fixed_loss(loop: Loop, indices: Tensor) -> Tensor:
+    """Return the loss over the samples `indices` (n, int64), not augmented: scalar, on the device.
+
+    Noise and times depend on the place in `indices` alone, so that two measurements differ by the weights. Each rank
+    takes its share. The model is in eval mode and without gradients.
+    """
+    # Shares of one length: a model that is sharded must be called equally often on all ranks.
+    share = indices[loop.rank : len(indices) - len(indices) % loop.num_ranks : loop.num_ranks]
+    size = loop.config.micro_batch or loop.config.batch_size
+    generator = Generator(loop.device)
+    total = torch.zeros(2, device=loop.device)  # loss, samples
+    with evaluating(loop.model):
+        for position, batch in enumerate(loop.feed.plain(share, size)):
+            generator.manual_seed(derive_seed(loop.config.seed, "evaluate", position, loop.rank))
+            drawn = loop.objective.draw(batch, generator)
+            loss = loop.hook.compute_loss(loop=loop, batch=drawn).loss.float()
+            total += torch.stack((loss * len(batch), torch.full_like(loss, len(batch))))
+    if loop.num_ranks > 1:
+        torch.distributed.all_reduce(total)
+    return total[0] / total[1]
+
+
+def some_of(indices: Tensor, num: int) -> Tensor:
+    """Return at most `num` of `indices`, spread evenly: sets are often sorted by class."""
+    places = torch.linspace(0, len(indices) - 1, min(num, len(indices)), dtype=torch.float64)
+    return indices[places.round().long()]
+
+
+@define(eq=False)
+class Overfitting:
+    """Tells when the held-out loss rises while that of samples trained on falls."""
+
+    _best: float | None = field(init=False, default=None)  # lowest held-out loss
+    _trained: float = field(init=False, default=0.0)  # the other loss then
+    _step: int = field(init=False, default=0)
+    _worse: int = field(init=False, default=0)  # measurements in a row
+    _told: float | None = field(init=False, default=None)  # held-out loss that was told
+
+    def observe(self, step: int, held_out: float, trained_on: float) -> str | None:
+        """Take in a measurement; return what is to be told now."""
+        if self._best is None or held_out < self._best:
+            self._best, self._trained, self._step, self._worse, self._told = held_out, trained_on, step, 0, None
+            return None
+        worse = held_out > RISE * self._best and trained_on < self._trained
+        self._worse = self._worse + 1 if worse else 0
+        if self._worse < IN_A_ROW or (self._told is not None and held_out < 1.25 * self._told):
+            return None
+        self._told = held_out
+        return (
+            f"the network overfits since step {self._step}: the held-out loss rose from {self._best:.4g} to "
+            f"{held_out:.4g}, that of samples trained on fell from {self._trained:.4g} to {trained_on:.4g}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that was seen."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was saved."""
+        for name, value in state.items():
+            setattr(self, name, value)

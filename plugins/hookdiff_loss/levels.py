@@ -1,0 +1,167 @@
+"""The error at each noise level, beside what the data's mean and variance alone would give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+MOST = 1 << 14  # samples that wait, before they are summed
+MEASURED = 100  # batches that tell the variance of the data
+TOLERANCE = 0.1  # of the target's variance: a network is never exact, where the floor is next to 0
+ROWS = 4  # of the sums: samples, error, floor, variance of the target
+
+
+@define(eq=False)
+class NoiseLevels:
+    """Sums over bins of the log-SNR, on the device.
+
+    What a step leaves is only kept until it is asked for, or until there is much of it: no kernel runs in a step.
+    """
+
+    objective: Any  # with `floor` and `target_variance`, or without
+    edges: Sequence[float]  # of the log-SNR, rising: inner ones, the outer bins have no end
+    device: torch.device
+    patience: int  # updates
+    sums: Tensor = field(init=False)  # ROWS bins, float32
+    streak: Tensor = field(init=False)  # bins, int64: updates for which a bin has been above its floor
+    moments: Tensor = field(init=False)  # sums of mean and mean square of the data, over batches
+    num_measured: int = field(init=False, default=0)  # batches in them
+    _bounds: Tensor = field(init=False)
+    _bins: Tensor = field(init=False)
+    _waiting: list[tuple[Tensor, Tensor, Tensor]] = field(init=False, factory=list)  # log-SNR, error, times: n each
+    _num_waiting: int = field(init=False, default=0)
+
+    def __attrs_post_init__(self) -> None:
+        num = len(self.edges) + 1
+        self.moments = torch.zeros(2, device=self.device)
+        self._bounds = torch.tensor(self.edges, device=self.device)
+        self._bins = torch.arange(num, device=self.device)[:, None]
+        self.sums = torch.zeros(ROWS, num, device=self.device)
+        self.streak = torch.zeros(num, dtype=torch.int64, device=self.device)
+
+    @property
+    def has_floor(self) -> bool:
+        """Whether the objective tells what knowing mean and variance would give: of a squared error, it can."""
+        return hasattr(self.objective, "floor") and getattr(self.objective, "loss", "mse") == "mse"
+
+    @property
+    def names(self) -> list[str]:
+        """What the bins are called, from noise to image; sorted by name they are in this order."""
+        ends = ["-inf", *(f"{edge:+.1f}" for edge in self.edges), "+inf"]
+        return [f"{k:02d}:{low}..{high}" for k, (low, high) in enumerate(pairwise(ends))]
+
+    def measure(self, inputs: Tensor) -> None:
+        """Take in the images of a step, n c h w, for the variance of the data: the first batches tell it."""
+        if self.has_floor and self.num_measured < MEASURED:
+            x0 = self.objective.standardised(inputs)
+            self.moments += torch.stack((x0.mean(), x0.square().mean()))
+            self.num_measured += 1
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of the data as the process has it, over all pixels: scalar."""
+        mean, square = self.moments / max(1, self.num_measured)
+        variance: Tensor = square - mean * mean
+        return variance.clamp(min=1e-12)
+
+    def add(self, log_snr: Tensor, error: Tensor, times: Tensor) -> None:
+        """Take in the samples of a step, n each."""
+        self._waiting.append((log_snr, error, times))
+        self._num_waiting += len(error)
+        if self._num_waiting >= MOST:
+            self._sum()
+
+    @torch.no_grad()
+    def _sum(self) -> None:
+        if not self._waiting:
+            return
+        log_snr, error, times = map(torch.cat, zip(*self._waiting, strict=True))
+        self._waiting, self._num_waiting = [], 0
+        rows = [torch.ones_like(error), error]
+        if self.has_floor:
+            variance = self.variance
+            rows += [self.objective.floor(times, variance), self.objective.target_variance(times, variance)]
+        # Not index_add_, whose sums on a GPU differ from run to run.
+        here = torch.bucketize(log_snr, self._bounds) == self._bins
+        for row, values in zip(self.sums, rows, strict=False):
+            row += torch.where(here, values.float(), 0.0).sum(1)
+
+    def close(self, updates: int, across_ranks: bool) -> dict[str, Any]:
+        """Return means and counts since the last call, which was `updates` ago, as `loop.log` takes them."""
+        self._sum()
+        if across_ranks:
+            torch.distributed.all_reduce(self.sums)
+        counts, errors, floors, variances = sums = self.sums.clone()
+        self.sums.zero_()
+        values: dict[str, Any] = {}
+        for name, count, error in zip(self.names, counts, errors, strict=True):
+            values[f"loss/snr-{name}"] = error, count
+        if self.has_floor:
+            for name, count, floor in zip(self.names, counts, floors, strict=True):
+                values[f"loss/floor-{name}"] = floor, count
+            whole = sums.sum(1)
+            values["loss/unexplained"] = whole[1], whole[3]
+            above = errors > floors + TOLERANCE * variances
+            streak = torch.where(above, self.streak + updates, 0)
+            self.streak = torch.where(counts > 0, streak, self.streak)
+            values["loss/unlearnt"] = (self.streak >= self.patience).sum()
+        return values
+
+    def unlearnt(self) -> list[int]:
+        """Return the bins that have been above their floor for long. Looks at the device."""
+        return [k for k, updates in enumerate(self.streak.tolist()) if updates >= self.patience]
+
+    def ranges(self, bins: Sequence[int]) -> str:
+        """Return the log-SNRs of `bins` in words, neighbours as one range."""
+        if len(bins) > len(self.edges):
+            return "any noise level"
+        said = []
+        for k in bins:
+            if k - 1 not in bins:
+                first = k
+            if k + 1 not in bins:
+                low = self.edges[first - 1] if first else None
+                high = self.edges[k] if k < len(self.edges) else None
+                said.append(
+                    f"below {high:g}" if low is None else f"above {low:g}" if high is None else f"{low:g} to {high:g}"
+                )
+        return f"log-SNR {', '.join(said)}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return sums, streaks, the moments of the data, and what waits."""
+        state: dict[str, Any] = {"sums": self.sums, "streak": self.streak}
+        state |= {"moments": self.moments, "num_measured": self.num_measured}
+        if self._waiting:
+            columns = map(torch.cat, zip(*self._waiting, strict=True))
+            state |= dict(zip(("log_snr", "error", "times"), columns, strict=True))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was saved; with another number of bins, from empty ones."""
+        self.moments = state["moments"].to(self.device, copy=True)
+        self.num_measured = state["num_measured"]
+        self._waiting, self._num_waiting = [], 0
+        if state["sums"].shape != self.sums.shape:
+            return
+        self.sums, self.streak = (state[name].to(self.device, copy=True) for name in ("sums", "streak"))
+        if "error" in state:
+            log_snr, error, times = (state[name].to(self.device, copy=True) for name in ("log_snr", "error", "times"))
+            self._waiting, self._num_waiting = [(log_snr, error, times)], len(error)
+
+
+def bin_edges(objective: Any, num: int) -> list[float]:
+    """Return the edges between `num` bins of the log-SNR, equally distant, to a tenth.
+
+    They span the process but for a hundredth of its times at either end, whatever the run draws, so that runs of the
+    same process can be compared; without one, -10 to 10.
+    """
+    low, high = -10.0, 10.0
+    if process := getattr(objective, "process", None):
+        ends = process.from_fraction(torch.tensor([0.99, 0.01]))
+        low, high = process.rates(ends, 1)[2].tolist()
+    return [round(low + k * (high - low) / (num - 2), 1) for k in range(num - 1)]
