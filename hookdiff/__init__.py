@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hookdiff.dispatch import HookError
     from hookdiff.errors import ConfigError, PluginError, UserError, nearest
     from hookdiff.experiment import build_loop
+    from hookdiff.fit_micro_batch import FitMicroBatch
     from hookdiff.hookspecs import Hooks, Reason, Verdict, hookimpl
     from hookdiff.images import as_pictures, save_grid
     from hookdiff.log import Log
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hookdiff.metrics import Metrics
     from hookdiff.nonfinite import NonFinite
     from hookdiff.objective import LossOutput, Objective
+    from hookdiff.optimizers import try_optimizers
     from hookdiff.progress import Due, Every, LoopConfig, Progress, Step, parse_every
     from hookdiff.randomness import derive_seed
     from hookdiff.sampling import Sampler, SampleRequest, Samples
@@ -39,6 +41,7 @@ _HOME = {
     "Due": "hookdiff.progress",
     "Every": "hookdiff.progress",
     "Feed": "hookdiff.data.feed",
+    "FitMicroBatch": "hookdiff.fit_micro_batch",
     "HookError": "hookdiff.dispatch",
     "Hooks": "hookdiff.hookspecs",
     "InMemory": "hookdiff.data.memory",
@@ -75,6 +78,7 @@ _HOME = {
     "parse_every": "hookdiff.progress",
     "run_state": "hookdiff.state",
     "save_grid": "hookdiff.images",
+    "try_optimizers": "hookdiff.optimizers",
     "unflatten": "hookdiff.state",
 }
 
@@ -92,6 +96,7 @@ __all__ = [
     "Due",
     "Every",
     "Feed",
+    "FitMicroBatch",
     "HookError",
     "Hooks",
     "InMemory",
@@ -128,5 +133,6 @@ __all__ = [
     "parse_every",
     "run_state",
     "save_grid",
+    "try_optimizers",
     "unflatten",
 ]

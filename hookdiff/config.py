@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli
-from attrs import asdict, define, evolve, field
+from attrs import Attribute, asdict, define, evolve, field
+from attrs.validators import ge
 
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.data.vision import vision
@@ -34,13 +35,21 @@ SOURCES = {
     "array": "hookdiff.data:Arrays",
 }
 MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
+AUTO = "auto"
 FEED_KEYS = ("held_out", "balanced", "drop_last", "workers", "prefetch", "pin_memory")
+
+
+def _is_size(instance: object, attribute: Attribute[Any], value: Any) -> None:
+    if value not in (None, AUTO):
+        ge(1)(instance, attribute, value)
 
 
 @define(frozen=True, kw_only=True)
 class RunConfig(LoopConfig):
     """The table [run]: the loop's keys, and what surrounds it."""
 
+    # A Loop has a number; "auto" is tried out when it starts.
+    micro_batch: int | Literal["auto"] | None = field(default=None, validator=_is_size)  # type: ignore[assignment]
     name: str = "run"  # of the run directory, runs/NAME
     device: str = "auto"  # "cpu", "cuda", "cuda:1", "mps"; auto takes the first that is there
     channels_last: bool = True  # memory layout of convolutions: a sixth faster on a CPU, more on a GPU under amp

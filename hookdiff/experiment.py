@@ -10,17 +10,19 @@ import torch
 from attrs import evolve
 from torch import Generator, nn
 
-from hookdiff.config import Config, Part, refusal
+from hookdiff.config import AUTO, Config, Part, refusal
 from hookdiff.data import Feed, Images, InMemory, Source
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.errors import ConfigError, UserError
+from hookdiff.fit_micro_batch import FitMicroBatch
 from hookdiff.loop import Loop
 from hookdiff.metrics import Metrics
 from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.init import layers_called
 from hookdiff.models.spectral import choose_layers
-from hookdiff.optimizers import build_optimizers, check_arguments, check_patterns
+from hookdiff.optimizers import build_optimizers, check_patterns, try_optimizers
 from hookdiff.plugins import Plugins
+from hookdiff.progress import LoopConfig
 from hookdiff.run_dir import RunDir
 from hookdiff.skip import SkipBatches
 from hookdiff.spectral import SpectralNorm
@@ -54,7 +56,12 @@ def build_loop(
     with layers_called(model) as called:
         check_model(config, model, feed, objective)
     initialise(config, model, called[-1] if called else None)
-    plugins: dict[str, object] = {"run_dir": RunDir(run_dir, overwrite), "metrics": Metrics()}
+    plugins: dict[str, object] = {}
+    run: LoopConfig = config.run
+    if config.run.micro_batch == AUTO:
+        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes down what it finds
+        run = evolve(config.run, micro_batch=None)
+    plugins |= {"run_dir": RunDir(run_dir, overwrite), "metrics": Metrics()}
     if config.start.get("start_from"):
         plugins["start"] = Start(**config.start)
     if config.initial.spectral_norm:
@@ -72,7 +79,7 @@ def build_loop(
         lambda prepared: build_optimizers(config.optimizer, prepared, config.groups),
         objective,
         feed,
-        config.run,
+        run,
         plugins,
         sampler=sampler,
         run_dir=run_dir,
@@ -205,7 +212,7 @@ def probe(config: Config, *, resume: bool = False) -> None:
         lambda: pick_device(config.run.device),
         lambda: _probe_model(config, config.feed["transforms"].image_size),
         lambda: _probe_start(config.start.get("start_from") if not resume else None),
-        lambda: check_arguments(config.optimizer),
+        lambda: try_optimizers(config.optimizer),
         lambda: _probe_sampling(config),
     ]
     for step in [*steps, *(part.build for part in config.plugins.values())]:

@@ -159,8 +159,8 @@ def as_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn
     """Put tensors without values in the place of all parameters and buffers of `model`, as if it were on `device`."""
     made: dict[Tensor, Tensor] = {}  # shared ones stay shared
     for module in model.modules():
-        tensors: dict[str, Any]
-        for tensors in (module._parameters, module._buffers):
+        tables: tuple[Any, ...] = (module._parameters, module._buffers)
+        for tensors in tables:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     if tensor not in made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import Attribute, asdict, define, field, validators
 
@@ -123,6 +123,15 @@ def _is_time(instance: object, attribute: Attribute[Every], value: Every) -> Non
         raise ValueError(f"{attribute.name} must be a time, as '30 min' or '3 h'")
 
 
+def _is_size(instance: object, attribute: Attribute[Any], value: Any) -> None:
+    if value == "auto":
+        raise ValueError(
+            f"{attribute.name} = 'auto' is for a config; in a script leave it out and add "
+            "'micro_batch': FitMicroBatch() to the plugins"
+        )
+    validators.optional(validators.ge(1))(instance, attribute, value)
+
+
 @define(frozen=True, kw_only=True)
 class LoopConfig:
     """What the loop itself needs to know."""
@@ -131,7 +140,7 @@ class LoopConfig:
     epochs: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     seed: int = field(default=0, validator=[validators.ge(0), validators.lt(2**63)])
     batch_size: int = field(default=128, validator=validators.ge(1))  # samples of a step, over all ranks
-    micro_batch: int | None = field(default=None, validator=validators.optional(validators.ge(1)))  # what fits
+    micro_batch: int | None = field(default=None, validator=_is_size)  # what fits
     log_every: int = field(default=50, validator=validators.ge(1))  # steps
     max_time: Every = field(default=Every(0), converter=parse_every, validator=_is_time)  # "3 h"; 0 is no limit
 

@@ -298,7 +298,12 @@ def _is_literal(kind: Any) -> bool:
 def _named(kind: Any) -> str:
     members = typing.get_args(kind) if _is_union(kind) else (kind,)
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", types.NoneType: None}
-    told = [names.get(member, getattr(member, "__name__", str(member))) for member in members]
+    told = [
+        " or ".join(map(repr, typing.get_args(member)))
+        if _is_literal(member)
+        else names.get(member, getattr(member, "__name__", str(member)))
+        for member in members
+    ]
     return " or ".join(name for name in told if name)
 
 
