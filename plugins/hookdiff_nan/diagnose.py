@@ -44,6 +44,7 @@ def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Dia
 
     `put_back` gives the buffers the values that they had before the step. Costs a forward and backward or two.
     """
+    put_back()  # batch norm's statistics hold the NaN of its inputs by now
     weights = _bad_weights(loop)
     inputs = _bad_rows(report.batch.inputs)
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
@@ -87,7 +88,9 @@ def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Dia
         return found("forward", f"{after}before {forward.place}, whose inputs are not finite", forward.place)
     if forward:
         made = "NaN" if any(out.num_nan for out in forward.outputs) else "inf"
-        return found("forward", f"{forward.place} made {made} from finite inputs", forward.place)
+        last = forward.last_finite
+        after = f", after {last}" if last and last.is_inside(forward.place) else ""
+        return found("forward", f"{forward.place} made {made} from finite inputs{after}", forward.place)
     if bad_loss:
         return found("loss", "what the network returned is finite, the loss made of it is not")
     if backward and backward.parameter:

@@ -125,9 +125,9 @@ def surroundings(loop: Loop) -> dict[str, Any]:
     """Return what may change the bits of a step beside its config: versions and the machine."""
     plugins = [e for e in entry_points(group="hookdiff.plugins") if e.name in loop.plugins and e.dist]
     versions = {e.dist.name: e.dist.version for e in plugins if e.dist}
-    ours = {name: version(name) for name in ("hookdiff", "torch")}
+    ours = {"python": platform.python_version(), "torch": str(torch.__version__), "hookdiff": version("hookdiff")}
     return {
-        "versions": {"python": platform.python_version(), **ours, **versions},
+        "versions": {**ours, **versions},
         "machine": {
             "device": loop.device.type,
             "name": _device_name(loop.device),

@@ -124,9 +124,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
 
 def _config(record: Record, plugins: Sequence[str], settings: Sequence[str]) -> Config:
     if not (record.path / CONFIG).is_file():
-        raise UserError(
-            f"{record.path} has no {CONFIG}: the run was made by a script, which only the script can repeat"
-        )
+        raise UserError(f"{record.path} has no {CONFIG}: a script made the run, and only it can make it again")
     return load_config(record.path / CONFIG, plugins, settings)
 
 

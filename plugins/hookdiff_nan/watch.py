@@ -22,6 +22,10 @@ class Place:
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.kind})"
 
+    def is_inside(self, outer: Place) -> bool:
+        """Whether `outer` is another module, of which this one is a part."""
+        return self.name != outer.name and (not outer.name or self.name.startswith(f"{outer.name}."))
+
 
 @define(frozen=True)
 class Forward:
@@ -132,7 +136,7 @@ class Watch:
         if self.backward is None and is_bad(gradient):
             takers = self._takers.get(key, [])
             # A container takes in what its first module does: the innermost is told.
-            inner = [one for one in takers if not any(_is_inside(other, one) for other in takers)]
+            inner = [one for one in takers if not any(other.is_inside(one) for other in takers)]
             self.backward = Backward(inner, self._makers.get(key), None, stats(gradient))
 
     def _parameter(self, name: str) -> Any:
@@ -141,7 +145,3 @@ class Watch:
                 self.backward = Backward([], None, name, stats(gradient))
 
         return hook
-
-
-def _is_inside(inner: Place, outer: Place) -> bool:
-    return inner.name != outer.name and (not outer.name or inner.name.startswith(f"{outer.name}."))

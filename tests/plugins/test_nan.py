@@ -1,0 +1,427 @@
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hookdiff import LossOutput, hookimpl
+from hookdiff.testing import ToyObjective, assert_same, count_transfers, toy_loop, toy_model, weights
+from hookdiff_amp import AMP
+from hookdiff_checkpoint import Checkpoint
+from hookdiff_nan import NaN
+
+BAD = 3  # the batch with the NaN
+
+
+class Plant:
+    """Spoils something before the step of the batch `BAD`."""
+
+    def __init__(self, spoil):
+        self.spoil = spoil
+
+    @hookimpl
+    def before_step(self, loop, batch):
+        if loop.progress.position == BAD:
+            self.spoil(loop, batch)
+
+
+@torch.no_grad()
+def spoil_weight(loop, batch):
+    loop.model[3].weight[1, 2] = math.inf
+
+
+def spoil_data(loop, batch):
+    batch.inputs[5] = math.nan
+
+
+def spoil_draw(loop, batch):
+    batch.draws["noise"][2, 0] = math.inf
+
+
+class Spoilt(ToyObjective):
+    """Makes the loss of the draw number `BAD` not finite."""
+
+    drawn = -1
+
+    def draw(self, batch, generator):
+        self.drawn += 1
+        return super().draw(batch, generator)
+
+    def __call__(self, net, batch):
+        output = super().__call__(net, batch)
+        return self.spoilt(net, output) if self.drawn == BAD else output
+
+    def spoilt(self, net, output):
+        return LossOutput(output.loss - math.inf, output.per_sample)
+
+
+class SpoiltGradient(Spoilt):
+    def spoilt(self, net, output):
+        weight = net[0].weight
+        return LossOutput(output.loss + (weight - weight).sqrt().sum() * 0, output.per_sample)
+
+
+class GivesNaN(Spoilt):
+    """Hands the network what is not finite."""
+
+    def __call__(self, net, batch):
+        if self.drawn == BAD:
+            return LossOutput(net(batch.inputs / 0).square().mean())
+        return super().__call__(net, batch)
+
+
+class Odd(nn.Module):
+    """Something that works for the first `BAD` calls."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.broken = function, False
+
+    def forward(self, x):
+        return self.function(x) if self.broken else x
+
+
+class Breaks(Plant):
+    def __init__(self):
+        super().__init__(lambda loop, batch: setattr(loop.model[1], "broken", True))
+
+
+def model_with(function):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), Odd(function), nn.Linear(8, 4))
+
+
+def made_nan(x):
+    return x * (-1 - x.detach().square()).sqrt()
+
+
+def derived_nan(x):
+    return x + 0 * (x - x).sqrt()
+
+
+def too_large(x):
+    return (x * 1e6).to(x.dtype) / 1e6
+
+
+class TooSteep(torch.autograd.Function):
+    """The identity, whose derivative is 1e6."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient * 1e6).to(gradient.dtype) / 1e6
+
+
+def data():
+    return torch.linspace(-1, 1, 160).reshape(40, 4).clone()
+
+
+CASES = {
+    "weight": ("weight", {"plant": Plant(spoil_weight)}, {}, "3.weight is not finite before the step"),
+    "data": ("data", {"plant": Plant(spoil_data)}, {}, "inputs hold values that are not finite: sample"),
+    "draw": ("draw", {"plant": Plant(spoil_draw)}, {}, "what the objective drew is not finite: noise"),
+    "loss": ("loss", {}, {"objective": Spoilt}, "what the network returned is finite, the loss made of it is not"),
+    "objective": ("loss", {}, {"objective": GivesNaN}, "the objective gave the network values that are not finite"),
+    "forward": ("forward", {"plant": Breaks()}, {"function": made_nan}, "1 (Odd) made NaN from finite inputs"),
+    "backward": ("backward", {"plant": Breaks()}, {"function": derived_nan}, "the derivative of 1 (Odd) is not finite"),
+    "parameter": ("backward", {}, {"objective": SpoiltGradient}, "the gradient of 0.weight"),
+    "overflow": (
+        "overflow",
+        {"plant": Breaks(), "amp": AMP("fp16", init_scale=1)},
+        {"function": too_large},
+        "beyond what float16 holds, first in 1 (Odd); the same step without autocast is finite",
+    ),
+    "overflow backwards": (
+        "overflow",
+        {"plant": Breaks(), "amp": AMP("fp16", init_scale=1)},
+        {"function": TooSteep.apply},
+        "beyond what float16 holds, in the backward; the same step without autocast is finite",
+    ),
+    "forward under amp": (
+        "forward",
+        {"plant": Breaks(), "amp": AMP("fp16", init_scale=1)},
+        {"function": made_nan},
+        "1 (Odd) made NaN from finite inputs",
+    ),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_the_cause_is_told_apart(case, micro_batch, tmp_path, caplog):
+    cause, plugins, options, text = CASES[case]
+    options = dict(options)
+    if function := options.pop("function", None):
+        options["model"] = model_with(function)
+        options["model"][1].broken = False
+    if objective := options.pop("objective", None):
+        options["objective"] = objective()
+    nan = NaN()
+    loop = toy_loop({"nan": nan, **plugins}, run_dir=tmp_path, data=data(), micro_batch=micro_batch, **options)
+    assert loop.run() == "on_nan"
+    assert loop.progress.position == BAD
+    assert nan.diagnosis.cause == cause
+    assert f"\n  cause: {cause}: {text}" in caplog.text
+    (folder,) = (tmp_path / "nan").iterdir()
+    assert folder.name == f"step-{loop.progress.step:08d}-position-{BAD:08d}"
+    told = json.loads((folder / "report.json").read_text())
+    assert (told["cause"], told["position"]) == (cause, BAD)
+    assert told["module"] == ("1" if "(Odd)" in text else None)
+    assert told["parameter"] == {"weight": "3.weight", "parameter": "0.weight"}.get(case)
+
+
+@pytest.mark.parametrize(("spoil", "row"), [(spoil_data, 5), (spoil_draw, 2)])
+def test_only_the_bad_samples_are_named_even_where_they_spoil_the_others(spoil, row, tmp_path, caplog):
+    class Named:
+        """Data whose samples have files."""
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            return data()[index].reshape(1, 2, 2)
+
+        def describe(self, index):
+            return f"pictures/{index}.png"
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Unflatten(1, (1, 2, 2)))
+    nan = NaN()
+    loop = toy_loop({"nan": nan, "plant": Plant(spoil)}, model=model, data=Named(), run_dir=tmp_path)
+    loop.run()
+    (sample,) = nan.diagnosis.samples
+    index = loop.feed.order(0)[8 * BAD + row].item()
+    assert (sample["row"], sample["index"], sample["name"]) == (row, index, f"pictures/{index}.png")
+    assert f"bad samples: pictures/{index}.png, timestep {sample['timestep']:g}" in caplog.text
+    assert "samples: pictures/" in caplog.text  # the core's own line: those with a bad loss
+
+
+def test_the_report_tells_of_values_rates_and_what_came_before(tmp_path, caplog):
+    class Steps:
+        losses: list[str] = []  # noqa: RUF012
+
+        @hookimpl
+        def after_optimizer_step(self, loop):
+            self.losses.append(f"{loop.gradients.loss:.4g}")
+
+    torch.manual_seed(0)
+    model = model_with(made_nan)
+    toy_loop({"nan": NaN(), "plant": Breaks(), "steps": Steps()}, model=model, run_dir=tmp_path).run()
+    for line in (
+        "learning rate: 0.01",
+        f"updates 1 to {BAD}: losses {' '.join(Steps.losses)}",
+        "first output not finite: 1 (Odd), in float32",
+        "made float32 8 x 8: 64 NaN",
+        "the network returned: float32 8 x 4: 32 NaN",
+    ):
+        assert line in caplog.text, line
+    (folder,) = (tmp_path / "nan").iterdir()
+    report = (folder / "report.txt").read_text()
+    assert report.rstrip() in caplog.text
+    assert f"replay: hookdiff replay {folder}" in caplog.text
+
+
+def test_an_infinity_on_purpose_is_not_blamed(tmp_path):
+    class Mask(nn.Module):
+        def forward(self, x):
+            return torch.full_like(x, -math.inf)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.mask = nn.Linear(4, 4), Mask()
+
+        def forward(self, x):
+            return self.inner(x) + self.mask(x).softmax(1).nan_to_num(0)
+
+    nan = NaN()
+    toy_loop({"nan": nan}, model=Masked(), objective=Spoilt(), run_dir=tmp_path).run()
+    assert (nan.diagnosis.cause, nan.diagnosis.module) == ("loss", None)
+
+
+def test_what_does_not_repeat_itself_is_called_unclear(tmp_path):
+    class Once:
+        calls = 0
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self):
+            output = yield
+            self.calls += 1
+            return LossOutput(output.loss * math.nan) if self.calls == 3 else output
+
+    nan = NaN()
+    toy_loop({"nan": nan, "once": Once()}, run_dir=tmp_path).run()
+    assert nan.diagnosis.cause == "unclear"
+
+
+class Net(nn.Module):
+    """Dropout, batch norm, and a buffer that no checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.layers(x)
+
+
+class Around:
+    """Looks at all that a diagnosis could disturb, before it and after."""
+
+    def look(self, loop):
+        gradients = [p.grad for p in loop.model.parameters()]
+        values = [gradient.clone() for gradient in gradients]
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in loop.model.modules()]
+        modes = [module.training for module in loop.model.modules()]
+        return gradients, values, torch.get_rng_state(), hooks + modes, loop.plugins["amp"].state_dict()
+
+    @hookimpl(wrapper=True)
+    def on_nan(self, loop):
+        verdicts = yield
+        self.after = self.look(loop)
+        return verdicts
+
+
+class Before:
+    @hookimpl(trylast=True)
+    def on_nan(self, loop):
+        self.before = loop.plugins["around"].look(loop)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "off"])
+def test_looking_leaves_no_trace(precision, tmp_path):
+    plugins = {"around": Around(), "nan": NaN(), "amp": AMP(precision), "before": Before()}
+    loop = toy_loop(plugins, model=Net(), objective=Spoilt(), run_dir=tmp_path, micro_batch=3)
+    with loop:
+        torch.manual_seed(11)
+        for step in loop.steps():
+            if step.outcome == "stopped":
+                break
+    (grads, values, rng, rest, amp), after = plugins["before"].before, plugins["around"].after
+    assert all(one is other for one, other in zip(grads, after[0], strict=True))
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(values, after[1], strict=True))
+    assert torch.equal(rng, after[2])
+    assert (rest, amp) == after[3:]
+    assert sum(rest[: len(rest) // 2]) == 0
+
+
+class SeesBuffers:
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def before_step(self, loop):
+        self.seen.append({name: value.clone() for name, value in loop.model.named_buffers()})
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_buffers_are_those_from_before_the_step(policy, tmp_path):
+    plugins = {"nan": NaN(policy), "sees": (sees := SeesBuffers()), "plant": Plant(spoil_data)}
+    loop = toy_loop(plugins, model=Net(), data=data(), steps=BAD + 1, run_dir=tmp_path)
+    loop.run()
+    now = (
+        {name: value.clone() for name, value in loop.model.named_buffers()} if policy == "stop" else sees.seen[BAD + 1]
+    )
+    assert_same(now, sees.seen[BAD])
+    assert now["calls"] == BAD
+
+    control = toy_loop({"plant": Plant(spoil_data)}, model=Net(), data=data(), steps=BAD + 1)
+    control.run()
+    assert control.model.layers[1].running_mean.isnan().all()
+
+
+def test_a_clean_run_is_the_same_run_with_no_more_transfers():
+    plain, watched = toy_loop(model=Net(), micro_batch=3), toy_loop({"nan": NaN()}, model=Net(), micro_batch=3)
+    with count_transfers() as without:
+        plain.run()
+    with count_transfers() as seen:
+        watched.run()
+    assert seen.count == without.count
+    assert_same(weights(plain), weights(watched))
+
+
+class NaNAt(Spoilt):
+    """Has a NaN at the draws in `bad`."""
+
+    def __init__(self, *bad):
+        self.bad = bad
+
+    def __call__(self, net, batch):
+        output = ToyObjective.__call__(self, net, batch)
+        return LossOutput(output.loss * math.nan) if self.drawn in self.bad else output
+
+
+def test_skips_are_counted_in_a_row(tmp_path, caplog):
+    loop = toy_loop({"nan": NaN("skip", max_skips=2)}, objective=NaNAt(1, 2, 5, 6, 9, 10, 11), run_dir=tmp_path)
+    assert loop.run() == "on_nan"
+    assert (loop.progress.step, loop.progress.position) == (5, 11)
+    assert "policy: skip, but 2 in a row is max_skips: stop" in caplog.text
+    assert len(list((tmp_path / "nan").iterdir())) == 3  # keep
+    assert caplog.text.count("has 3 steps already (plugins.nan.keep)") == 4
+
+
+def test_a_bad_weight_is_not_skipped(caplog):
+    loop = toy_loop({"nan": NaN("skip", max_skips=9), "plant": Plant(spoil_weight)})
+    assert loop.run() == "on_nan"
+    assert loop.progress.position == BAD
+    assert "policy: skip, but skipping cannot mend a weight: stop" in caplog.text
+    assert "replay:" not in caplog.text  # nowhere to keep it
+
+
+def test_a_rollback_needs_a_checkpoint(tmp_path, caplog):
+    plugins = {"nan": NaN("rollback"), "checkpoint": Checkpoint(every=10)}
+    assert toy_loop(plugins, objective=NaNAt(2), run_dir=tmp_path).run() == "on_nan"
+    assert "policy: rollback, but there is no checkpoint yet to go back to: stop" in caplog.text
+
+
+def test_a_rollback_goes_on_with_the_batches_after(tmp_path):
+    plugins = {"nan": NaN("rollback"), "checkpoint": Checkpoint(every=2)}
+    loop = toy_loop(plugins, objective=NaNAt(5), run_dir=tmp_path, steps=6)
+    outcomes = []
+    with loop:
+        outcomes = [(step.outcome, step.step) for step in loop.steps()]
+    assert outcomes[4:] == [("updated", 5), ("skipped", 4), ("updated", 5), ("updated", 6)]
+
+
+def test_a_run_does_not_roll_back_for_ever(tmp_path, caplog):
+    # The updates between repeat those that were rolled back: none is new.
+    plugins = {"nan": NaN("rollback", max_skips=2), "checkpoint": Checkpoint(every=2)}
+    loop = toy_loop(plugins, objective=NaNAt(3, 5, 7, 9, 11), run_dir=tmp_path)
+    assert loop.run() == "on_nan"
+    assert loop.progress.position == 7
+    assert "policy: rollback, but 2 in a row is max_skips: stop" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    (tmp_path / "nan").write_text("a file")
+    assert toy_loop({"nan": NaN("skip")}, objective=NaNAt(1), run_dir=tmp_path, steps=3).run() == "done"
+    assert "replay: not kept:" in caplog.text
+    assert toy_loop({"nan": NaN(keep=0)}, objective=NaNAt(1), run_dir=tmp_path / "other", steps=3).run() == "on_nan"
+    assert not (tmp_path / "other").exists()
+
+
+def test_half_written_folders_are_not_counted_and_are_replaced(tmp_path):
+    root = tmp_path / "nan"
+    name = "step-00000001-position-00000001"
+    (root / f".{name}.partial").mkdir(parents=True)
+    (root / f".{name}.partial" / "step.json").write_text("{")
+    for _ in range(2):  # a run that was resumed meets the step again
+        toy_loop({"nan": NaN(keep=1)}, objective=NaNAt(1), run_dir=tmp_path).run()
+        assert [path.name for path in root.iterdir()] == [name]
+
+
+def test_the_state_of_plugins_is_kept_as_the_step_found_it(tmp_path):
+    amp = AMP("fp16", init_scale=8.0)
+    toy_loop({"amp": amp, "nan": NaN()}, objective=NaNAt(2), run_dir=tmp_path, model=toy_model(dropout=0.1)).run()
+    (folder,) = (tmp_path / "nan").iterdir()
+    kept = json.loads((folder / "step.json").read_text())["values"]["plugins"]
+    assert kept["amp"]["scaler"]["scale"] == 8.0
+    assert amp.scaler.get_scale() == 4.0
+    assert [values[0] for values in kept["nan"]["last"]] == [1.0, 2.0]
