@@ -25,7 +25,7 @@ def command(run: Path, std: float, step: int | None, out: Path | None) -> None:
             f"--std {std:g}: expected a width above 0 and at most {MAX_STD:.4f}, where all steps count alike"
         )
     made = recipe(find_snapshots(run), std, step)
-    out = out or run / f"ema-std={std:.10g}.safetensors"
+    out = out or run / f"ema-std={std}.safetensors"
     try:
         write_weights(out, reconstruct(made), {"format": "pt"})
     except OSError as error:

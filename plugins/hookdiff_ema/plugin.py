@@ -105,7 +105,7 @@ class EMA:
             raise ValueError(f"{double[0]} is there twice")
 
     def _average(self, key: str, value: float, first: bool) -> Average:
-        label = f"{key}={value:.10g}"
+        label = f"{key}={value}".removesuffix(".0")
         prefix = NAME if first else f"{NAME}/{label}"
         if key == "std":
             gamma = gamma_of(value)

@@ -48,7 +48,7 @@ class Snapshot:
 
 def snapshot_path(folder: Path, step: int, std: float) -> Path:
     """Return where the snapshot of an average belongs."""
-    return folder / f"step-{step:08d}-std={std:.10g}.safetensors"
+    return folder / f"step-{step:08d}-std={std}.safetensors"
 
 
 def write_snapshot(snapshot: Snapshot, values: Mapping[str, Tensor], averaged: Collection[str]) -> None:

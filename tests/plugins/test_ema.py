@@ -1,12 +1,21 @@
+import logging
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookdiff import SampleRequest, UserError, hookimpl
-from hookdiff.testing import assert_same, toy_loop, toy_model, weights
+from hookdiff import SampleRequest, UserError, hookimpl, run_state
+from hookdiff.state import flatten, unflatten
+from hookdiff.structure import Problems, arguments
+from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
+from hookdiff_checkpoint import write_checkpoint
 from hookdiff_ema import EMA
+from hookdiff_ema.profiles import gamma_of, power_warmup
 
 
 class Values:
@@ -69,8 +78,6 @@ def test_weights_that_stay_are_their_own_average(value, decay, count):
 def test_a_restart_equals_the_continuation(cut):
     whole = EMA(decay=0.9)
     toy_loop({"ema": whole}).run()
-
-    from hookdiff.state import flatten, run_state, unflatten
 
     class Keep:
         @hookimpl
@@ -166,3 +173,393 @@ def test_the_average_of_another_model_is_refused():
     ema = EMA()
     with toy_loop({"ema": ema}), pytest.raises(UserError, match="'other'"):
         ema.load_state_dict({**ema.state_dict(), "other": torch.zeros(1)})
+
+
+class Look:
+    """Keeps a copy of the weights after each update."""
+
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        self.seen.append({name: value.detach().clone() for name, value in loop.model.named_parameters()})
+
+
+def test_a_half_life_is_a_decay():
+    values = list(range(1, 21))
+    assert averaged(values, half_life=6.578813478960585, warmup="none") == pytest.approx(12.0941898913, rel=1e-6)
+
+
+def test_float32_reaches_where_half_precision_stops():
+    ema, loop = EMA(decay=0.9999, warmup="none"), toy_loop(model=Scalar())
+    ema.on_start(loop)
+    loop.progress.step = 1  # at which nothing is logged
+    with torch.no_grad():
+        loop.model.value.fill_(1)
+    for _ in range(100_000):
+        ema.after_optimizer_step(loop)
+    assert ema.shadow["value"].item() == pytest.approx(0.999701976776, abs=1e-9)  # 0.999954622766 in exact numbers
+
+
+@given(values=numbers, std=st.floats(0.02, 0.28))
+def test_a_power_function_average_is_what_its_profile_says(values, std):
+    n, exponent = len(values), gamma_of(std) + 1
+    shares = [(k / n) ** exponent - ((k - 1) / n) ** exponent for k in range(1, n + 1)]
+    expected = sum(share * value for share, value in zip(shares, values, strict=True))
+    assert averaged(values, start=77.0, std=std) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@given(values=numbers, std=st.floats(0.02, 0.28))
+def test_a_power_function_average_lies_between_the_weights_it_saw(values, std):
+    assert min(values) - 1e-5 <= averaged(values, start=77.0, std=std) <= max(values) + 1e-5
+
+
+@given(value=st.floats(-10, 10), std=st.floats(0.02, 0.28), count=st.integers(1, 8))
+def test_a_power_function_average_of_weights_that_stay_is_exact(value, std, count):
+    assert averaged([value] * count, start=3.0, std=std) == torch.tensor(value).item()
+
+
+def test_the_power_warm_up_is_used():
+    values = [3.0, -1.0, 4.0, 1.0]
+    expected = 0.5
+    for n, value in enumerate(values):
+        decay = min(0.6, power_warmup(n, 2.0, 0.9))
+        expected = decay * expected + (1 - decay) * value
+    given = {"decay": 0.6, "warmup": "power", "inv_gamma": 2.0, "power": 0.9}
+    assert averaged(values, start=0.5, **given) == pytest.approx(expected, rel=1e-6)
+
+
+def test_it_equals_the_averaged_model_of_torch():
+    ema, look = EMA(decay=0.9, warmup="none"), Look()
+    model = toy_model()
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    theirs.update_parameters(model)  # the first update copies
+    toy_loop({"ema": ema, "look": look}, model=model).run()
+    stand_in = toy_model()
+    for seen in look.seen:
+        stand_in.load_state_dict(seen)
+        theirs.update_parameters(stand_in)
+    assert_same(ema.shadow, dict(theirs.module.named_parameters()))
+
+
+def test_several_averages_are_the_same_as_each_alone():
+    several = EMA(decay=[0.9, 0.99], half_life=[20.0], std=[0.05, 0.1])
+    toy_loop({"ema": several}).run()
+    singles = [{"decay": 0.9}, {"decay": 0.99}, {"half_life": 20.0}, {"std": 0.05}, {"std": 0.1}]
+    held = several.state_dict()
+    labels = ["decay=0.9", "decay=0.99", "half_life=20", "std=0.05", "std=0.1"]
+    assert held["ema.labels"] == labels
+    assert list(held["ema.averages"]) == labels[1:]
+    for label, options in zip(labels, singles, strict=True):
+        alone = EMA(**options)
+        toy_loop({"ema": alone}).run()
+        values = several.shadow if label == "decay=0.9" else held["ema.averages"][label]
+        assert_same(alone.shadow, values)
+
+
+def test_a_number_is_the_first_of_the_averages():
+    ema = EMA(std=0.1, decay=[0.9])
+    with toy_loop({"ema": ema}):
+        assert ema.state_dict()["ema.labels"] == ["std=0.1", "decay=0.9"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 0.9, "half_life": 10.0}, "decay and half_life both say how long one average is"),
+        ({"decay": [0.9, 0.9]}, "decay=0.9 is there twice"),
+        ({"std": []}, "std is an empty list"),
+        ({"std": [0.05, 0.3]}, "'std' must be <= 0.288"),
+        ({"std": 0.0}, "'std' must be > 0"),
+        ({"decay": [0.9, 1.0]}, "'decay' must be < 1"),
+        ({"half_life": float("inf")}, "'half_life' must be < inf"),
+        ({"half_life": float("nan")}, "'half_life' must be > 0"),
+        ({"snapshot_every": 10}, "snapshot_every needs std"),
+        ({"snapshot_every": 10, "decay": 0.9}, "snapshot_every needs std"),
+    ],
+)
+def test_options_that_say_nothing_sensible_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        EMA(**options)
+
+
+def test_a_config_says_one_or_several():
+    problems = Problems()
+    given = arguments(EMA, {"decay": 1, "std": [0.05, "x"], "half_life": [5, 6]}, "plugins.ema", problems)
+    assert given == {"decay": 1.0, "half_life": [5.0, 6.0]}
+    assert problems.found == [
+        "plugins.ema.std: expected a number or list, got [0.05, 'x']",
+        "plugins.ema.decay: must be < 1: 1.0",
+    ]
+
+
+def test_each_average_has_a_name_to_sample_with():
+    ema = EMA(decay=0.5, std=[0.05])
+    loop = toy_loop({"ema": ema})
+    loop.run()
+    first, named, other = (loop.sample(SampleRequest(2, weights=w)) for w in (None, "ema/decay=0.5", "ema/std=0.05"))
+    assert (first.weights, named.weights, other.weights) == ("ema", "ema/decay=0.5", "ema/std=0.05")
+    assert torch.equal(first.images, named.images)
+    assert not torch.equal(first.images, other.images)
+    with pytest.raises(UserError, match=r"no plugin of this run holds weights named 'ema/std=0\.1'"):
+        loop.sample(SampleRequest(2, weights="ema/std=0.1"))
+
+
+class Tied(nn.Module):
+    """Uses one matrix twice, and has a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.norm, self.out = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.out.weight = self.into.weight
+
+    def forward(self, x):
+        return self.out(self.norm(self.into(x)))
+
+
+def test_tied_weights_are_averaged_once_and_saved_under_each_name(tmp_path):
+    torch.manual_seed(0)
+    ema, look = EMA(decay=[0.9], std=[0.1], warmup="none"), Look()
+    loop = toy_loop({"ema": ema, "look": look}, model=Tied(), run_dir=tmp_path)
+    start = loop.model.into.weight.detach().clone()
+    loop.run()
+    assert "out.weight" not in ema.shadow
+    expected = start
+    for seen in look.seen:
+        expected = torch.lerp(expected, seen["into.weight"], 1 - 0.9)
+    assert torch.equal(ema.shadow["into.weight"], expected)
+
+    write_checkpoint(run_state(loop), tmp_path / "saved")
+    file = load_file(tmp_path / "saved" / "ema.safetensors")
+    first = {key: value for key, value in file.items() if "/" not in key}
+    other = {key.split("/")[-1]: value for key, value in file.items() if key.startswith("ema.averages/std=0.1/")}
+    for average in (first, other):
+        fresh = Tied()
+        assert fresh.load_state_dict(average) == ([], [])  # strict: every key, and no other
+        assert torch.equal(fresh.out.weight, average["into.weight"])
+        assert torch.equal(fresh.norm.running_mean, loop.model.norm.running_mean)
+        assert fresh.norm.num_batches_tracked == 20
+
+
+def test_the_file_of_one_average_has_the_models_keys_alone(tmp_path):
+    loop = toy_loop({"ema": EMA()}, model=Tied(), run_dir=tmp_path)
+    loop.run()
+    write_checkpoint(run_state(loop), tmp_path / "saved")
+    assert load_file(tmp_path / "saved" / "ema.safetensors").keys() == loop.model.state_dict().keys()
+
+
+def test_weights_in_half_precision_are_averaged_as_float32():
+    model, look = toy_model().to(torch.bfloat16), Look()
+    ema = EMA(decay=[0.99], std=[0.1], warmup="none")
+    expected = {name: value.detach().float() for name, value in model.named_parameters()}
+    loop = toy_loop({"ema": ema, "look": look}, model=model, objective=lambda net, batch: net(batch.inputs.bfloat16()))
+    loop.run()
+    for seen in look.seen:
+        expected = {name: torch.lerp(value, seen[name].float(), 1 - 0.99) for name, value in expected.items()}
+    assert_same(ema.shadow, expected)
+    assert {value.dtype for value in ema.shadow.values()} == {torch.float32}
+
+
+def test_double_precision_is_kept():
+    assert averaged([1.0] * 3, dtype=torch.float64, decay=0.9, warmup="none") == pytest.approx(1 - 0.9**3, rel=1e-15)
+
+
+def test_averages_on_the_cpu_of_a_model_there_are_the_same():
+    one, other = EMA(device="cpu"), EMA()
+    toy_loop({"ema": one}).run()
+    toy_loop({"ema": other}).run()
+    assert_same(one.shadow, other.shadow)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the copies are made beside the step")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_averages_on_the_cpu_of_a_model_on_a_gpu_are_the_same(dtype):
+    shadows = []
+    for device in ("model", "cpu"):
+        ema = EMA(decay=[0.9], std=[0.1], device=device)
+        model = toy_model().to("cuda", dtype)
+        loop = toy_loop({"ema": ema}, model=model, objective=lambda net, batch: net(batch.inputs.to(dtype)))
+        loop.run()
+        assert ema.shadow["0.weight"].device.type == ("cpu" if device == "cpu" else "cuda")
+        loop.sample(SampleRequest(0))
+        shadows.append({name: value.cpu() for name, value in ema.shadow.items()})
+        assert ema.num_updates == 20
+    for name, value in shadows[0].items():
+        torch.testing.assert_close(shadows[1][name], value)
+
+
+@given(micro_batch=st.sampled_from([1, 2, 3, 5, 8]))
+def test_micro_batches_change_nothing(micro_batch):
+    whole, parts = EMA(decay=[0.9], std=[0.1]), EMA(decay=[0.9], std=[0.1])
+    toy_loop({"ema": whole}).run()
+    toy_loop({"ema": parts}, micro_batch=micro_batch).run()
+    for name, value in whole.shadow.items():
+        torch.testing.assert_close(parts.shadow[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "first"), [(torch.float32, []), (torch.bfloat16, ["_foreach_copy_"])])
+def test_an_update_is_one_call_an_average(dtype, first):
+    ema = EMA(decay=[0.9], std=[0.05, 0.1])
+    loop = toy_loop({"ema": ema}, model=toy_model().to(dtype))
+    ema.on_start(loop)
+    loop.progress.step = 1
+    with Operations() as operations, count_transfers() as transfers:
+        ema.after_optimizer_step(loop)
+    assert operations.names == [*first, *["_foreach_lerp_"] * 3]
+    assert transfers.count == 0
+
+
+def test_it_looks_at_no_value_while_it_trains():
+    ema = EMA(decay=[0.9], std=[0.1])
+    counts = {}
+    for name, plugins in {"without": {}, "with": {"ema": ema}}.items():
+        with count_transfers() as transfers:
+            toy_loop(plugins).run()
+        counts[name] = transfers.count
+    assert counts["with"] == counts["without"] + 4  # on log steps what it logs: one each
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+class Freeze:
+    """Stands in for an optimizer that changes nothing."""
+
+    @hookimpl
+    def optimizer_step(self, loop):
+        return True
+
+
+def test_it_says_that_it_does_not_move(caplog):
+    toy_loop({"freeze": Freeze(), "ema": EMA()}, steps=450, log_every=50).run()
+    (told,) = warnings(caplog)
+    assert (
+        told
+        == "ema: the average decay=0.999 has not moved for 200 updates\n  nor have the weights: is the learning rate 0?"
+    )
+
+
+def test_it_says_which_does_not_move_because_of_its_decay(caplog):
+    values = [1 + n / 1000 for n in range(300)]
+    ema = EMA(decay=[0.9, 1 - 1e-12], warmup="none", max_distance=9)
+    toy_loop({"values": Values(values), "ema": ema}, model=Scalar(1.0), steps=300).run()
+    (told,) = warnings(caplog)
+    assert told == "ema: the average decay=0.999999999999 has not moved for 200 updates\n  its decay is too near to 1"
+
+
+def test_an_average_that_moves_is_not_spoken_of(caplog):
+    toy_loop({"ema": EMA(decay=[0.9], std=[0.05, 0.1])}, steps=300, log_every=10).run()
+    assert warnings(caplog) == []
+
+
+class Replace:
+    def __init__(self, how):
+        self.how = how
+
+    @hookimpl(trylast=True)
+    def before_step(self, loop):
+        if loop.progress.step == 7:
+            if self.how == "parameter":
+                loop.model[0].weight = nn.Parameter(loop.model[0].weight.detach().clone())
+            else:
+                loop.model[0].weight.data = loop.model[0].weight.data.clone()
+
+
+@pytest.mark.parametrize("how", ["parameter", "storage"])
+def test_it_says_that_parameters_were_replaced(how, caplog):
+    toy_loop({"ema": EMA(), "replace": Replace(how)}).run()
+    (told,) = warnings(caplog)
+    assert told.splitlines()[0] == (
+        "ema: the model's parameters were replaced, and the average follows the old ones: 0.weight"
+    )
+
+
+def test_it_says_that_it_lost_the_weights_once_for_each_time(caplog):
+    far, near = [100.0] * 20, [1.0] * 40
+    values = [*near, *far, *near, *far]
+    ema = EMA(decay=[0.8], warmup="none", max_distance=0.3)
+    toy_loop({"values": Values(values), "ema": ema}, model=Scalar(1.0), steps=len(values), log_every=2).run()
+    told = warnings(caplog)
+    assert len(told) == 3  # away, back and away again
+    assert told[0].startswith("ema: the average decay=0.8 has lost the weights: distance 0.63 at step 42\n")
+
+
+def test_each_average_is_logged():
+    told = {}
+
+    class Sink:
+        @hookimpl
+        def on_log(self, step, values):
+            told[step] = values
+
+    toy_loop({"ema": EMA(decay=0.9, std=[0.1]), "sink": Sink()}).run()
+    assert {"ema/decay", "ema/distance", "ema/still", "ema/std=0.1/decay", "ema/std=0.1/distance"} <= told[20].keys()
+    assert told[20]["ema/std=0.1/decay"] == pytest.approx((1 - 1 / 20) ** (gamma_of(0.1) + 1), rel=1e-6)
+
+
+def loaded(saved, **options):
+    """Let an average with `options` take up what another saved."""
+    ema = EMA(**options)
+    with toy_loop({"ema": ema}):
+        ema.load_state_dict(saved)
+        return ema.num_updates
+
+
+def test_a_saved_average_of_another_kind_is_refused():
+    ema = EMA(decay=[0.9], std=[0.1])
+    toy_loop({"ema": ema}).run()
+    saved = ema.state_dict()
+    assert loaded(saved, decay=[0.99], std=[0.1]) == 20  # a decay may change
+    for options in ({"decay": [0.9]}, {"decay": [0.9], "std": [0.05]}, {"decay": [0.9, 0.99]}, {"std": [0.1, 0.05]}):
+        with pytest.raises(UserError, match=r"has the averages decay=0\.9, std=0\.1, the run has .*add --fresh ema"):
+            loaded(saved, **options)
+
+
+def test_a_rollback_takes_the_averages_back():
+    class Back:
+        """Saves at step 5, meets a NaN at step 8, and goes back."""
+
+        kept = None
+        averages = None
+
+        @hookimpl
+        def restore(self):
+            return self.kept or {}
+
+        @hookimpl(trylast=True)
+        def after_optimizer_step(self, loop):
+            if loop.progress.position == 5:
+                tensors, rest = flatten(run_state(loop))
+                self.kept = unflatten({name: tensor.clone() for name, tensor in tensors.items()}, rest)
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self, loop):
+            output = yield
+            return output if loop.progress.position != 8 else type(output)(output.loss * float("nan"))
+
+        @hookimpl
+        def on_nan(self):
+            return "rollback"
+
+        @hookimpl
+        def before_step(self, loop):
+            if loop.progress.position == 9:
+                self.averages = ema.num_updates, ema.shadow["0.weight"].clone()
+
+    ema, back = EMA(decay=[0.9], std=[0.1]), Back()
+    toy_loop({"ema": ema, "back": back}).run()
+    assert back.averages[0] == 5
+    assert torch.equal(back.averages[1], back.kept["plugins"]["ema"]["0.weight"])
+    assert ema.num_updates == 20

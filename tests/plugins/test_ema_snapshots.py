@@ -1,0 +1,355 @@
+"""Averages that are put together after training, from real files of real runs."""
+
+import logging
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from hookdiff import UserError, hookimpl, load_config
+from hookdiff.cli import main
+from hookdiff.testing import assert_same, toy_loop
+from hookdiff_checkpoint import Checkpoint
+from hookdiff_ema import EMA
+from hookdiff_ema.snapshots import find_snapshots, recipe, reconstruct
+
+STEPS = 256
+
+
+class Walk:
+    """Stands in for an optimizer: a random walk, the same for each run, from any step on."""
+
+    @hookimpl
+    def optimizer_step(self, loop):
+        generator = torch.Generator().manual_seed(loop.progress.step)
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+        return True
+
+
+class Net(nn.Module):
+    """A matrix that is used twice, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.norm, self.out = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.out.weight = self.into.weight
+
+    def forward(self, x):
+        return self.out(self.norm(self.into(x)))
+
+
+def trained(run, *, resume=False, net=Net, steps=STEPS, plugins=None, **options):
+    """Train in the folder `run` and return the loop and its averages."""
+    torch.manual_seed(0)
+    ema = EMA(**{"std": [0.05, 0.1], "snapshot_every": 32, **options})
+    plugins = {"walk": Walk(), "ema": ema, **(plugins or {})}
+    loop = toy_loop(plugins, model=net(), run_dir=run, steps=steps, resume=resume, log_every=1000)
+    loop.run()
+    return loop, ema
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    loop, _ = trained(folder)
+    return folder, loop
+
+
+def made(run, std, step=None):
+    return reconstruct(recipe(find_snapshots(run), std, step))
+
+
+def relative(one, other):
+    apart = sum((one[name].double() - other[name].double()).square().sum() for name in other)
+    return float((apart / sum(value.double().square().sum() for value in other.values())).sqrt())
+
+
+def files(run):
+    return {path.name: path.read_bytes() for path in sorted((run / "ema").iterdir())}
+
+
+def test_snapshots_have_the_models_own_keys(run):
+    folder, loop = run
+    names = [f"step-{step:08d}-std={std}.safetensors" for step in range(32, STEPS + 1, 32) for std in (0.05, 0.1)]
+    assert list(files(folder)) == names
+    state = load_file(folder / "ema" / names[-1])
+    fresh = Net()
+    assert fresh.load_state_dict(state) == ([], [])
+    assert_same({name: state[name] for name in loop.plugins["ema"].shadow}, loop.plugins["ema"]._averages[1].shadow)
+
+
+@pytest.mark.parametrize("std", [0.04, 0.05, 0.07, 0.075, 0.1, 0.12])
+def test_an_average_that_nobody_kept_is_found(run, std, tmp_path):
+    folder, _ = run
+    found = made(folder, std)
+    _, kept = trained(tmp_path, std=std, snapshot_every=0)
+    assert relative(found, kept.shadow) < (1e-6 if std in (0.05, 0.1) else 5e-3)
+    assert {value.dtype for name, value in found.items() if "num_batches" not in name} == {torch.float32}
+    fresh = Net()
+    assert fresh.load_state_dict(found) == ([], [])
+    assert torch.equal(found["out.weight"], found["into.weight"])
+    assert found["norm.num_batches_tracked"] == STEPS
+
+
+def test_at_an_earlier_step_it_is_the_average_of_then(run, tmp_path):
+    folder, _ = run
+    found = made(folder, 0.075, 128)
+    _, kept = trained(tmp_path, std=0.075, snapshot_every=0, steps=128)
+    assert relative(found, kept.shadow) < 1e-2
+    assert found["norm.num_batches_tracked"] >= 128
+
+
+@given(place=st.integers(0, 15))
+def test_at_a_snapshot_it_is_the_snapshot(run, place):
+    folder, _ = run
+    snapshots = find_snapshots(folder)
+    recipe_of_it = recipe(snapshots, snapshots[place].std, snapshots[place].step)
+    assert [part for part, _ in recipe_of_it.parts] == [snapshots[place]]
+    assert_same(reconstruct(recipe_of_it), load_file(snapshots[place].path))
+
+
+@given(std=st.floats(0.04, 0.12), value=st.floats(-1000, 1000))
+def test_weights_that_never_moved_stay_what_they_are(tmp_path_factory, std, value):
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.value = nn.Parameter(torch.tensor([value]))
+
+        def forward(self, x):
+            return x * self.value
+
+    class Stay:
+        @hookimpl
+        def optimizer_step(self):
+            return True
+
+    folder = tmp_path_factory.mktemp("constant")
+    trained(folder, net=Constant, steps=8, snapshot_every=1, plugins={"walk": Stay()})
+    assert float(made(folder, std)["value"]) == pytest.approx(value, rel=1e-6)
+
+
+def test_half_precision_costs_what_it_says(run, tmp_path):
+    folder, _ = run
+    trained(tmp_path, snapshot_dtype="float16")
+    stored = load_file(tmp_path / "ema" / "step-00000256-std=0.1.safetensors")
+    assert {stored[name].dtype for name in ("into.weight", "out.weight", "norm.weight")} == {torch.float16}
+    assert stored["norm.running_mean"].dtype == torch.float32  # a buffer is kept as it is
+    error = relative(made(tmp_path, 0.1), made(folder, 0.1))
+    assert 1e-5 < error < 4e-4
+
+
+def test_weights_that_half_precision_cannot_hold_are_kept_in_float32(tmp_path):
+    class Large(Net):
+        def __init__(self):
+            super().__init__()
+            with torch.no_grad():
+                self.into.bias.fill_(1e6)
+
+    trained(tmp_path, net=Large, steps=32, snapshot_dtype="float16")
+    file = load_file(tmp_path / "ema" / "step-00000032-std=0.1.safetensors")
+    assert file["into.bias"].dtype == torch.float32
+    assert file["into.bias"].isfinite().all()
+    assert file["into.weight"].dtype == torch.float16
+    assert made(tmp_path, 0.1)["into.bias"].mean() == pytest.approx(1e6, rel=1e-4)
+
+
+def test_the_end_of_a_run_is_a_snapshot(tmp_path):
+    trained(tmp_path, steps=40)
+    assert [snapshot.step for snapshot in find_snapshots(tmp_path)] == [32, 32, 40, 40]
+
+
+def test_snapshots_can_come_with_epochs(tmp_path):
+    trained(tmp_path, steps=12, snapshot_every="1 epochs")
+    assert [snapshot.step for snapshot in find_snapshots(tmp_path)] == [5, 5, 10, 10, 12, 12]
+
+
+def test_a_resumed_run_writes_the_same_files_again(run, tmp_path):
+    folder, _ = run
+    trained(tmp_path, steps=70, plugins={"checkpoint": Checkpoint(50)})
+    assert list(files(tmp_path))[-1] == "step-00000070-std=0.1.safetensors"
+    newest = tmp_path / "checkpoints" / "step-00000070"
+    newest.rename(tmp_path / "gone")  # as if it had been killed: it goes on from step 50
+    trained(tmp_path, resume=True, plugins={"checkpoint": Checkpoint(50)})
+    assert files(tmp_path) == files(folder)
+
+
+def test_what_lies_ahead_is_of_steps_that_were_undone(tmp_path):
+    trained(tmp_path, steps=96)
+    trained(tmp_path, steps=1)  # another run in the same folder
+    assert list(files(tmp_path)) == [f"step-00000001-std={std}.safetensors" for std in (0.05, 0.1)]
+
+
+def test_an_average_that_began_anew_is_not_mixed_with_the_one_before(tmp_path):
+    trained(tmp_path, steps=64, plugins={"checkpoint": Checkpoint(64)})
+    torch.manual_seed(0)
+    ema = EMA(std=[0.05, 0.1], snapshot_every=32)
+    plugins = {"walk": Walk(), "ema": ema, "checkpoint": Checkpoint(64)}
+    loop = toy_loop(plugins, model=Net(), run_dir=tmp_path, steps=192, resume=True, log_every=1000)
+    loop.fresh = ["ema"]
+    loop.run()
+    found = find_snapshots(tmp_path)
+    assert {(s.step, s.start, s.updates) for s in found} == {(96, 64, 32), (128, 64, 64), (160, 64, 96), (192, 64, 128)}
+    at_128 = recipe(found, 0.05, 128)
+    assert [part.step for part, _ in at_128.parts] == [128]
+    with pytest.raises(UserError, match="step 64 is outside of what the snapshots carry: 96 to 192"):
+        recipe(found, 0.05, 64)
+
+
+@pytest.mark.parametrize(
+    ("std", "step", "message"),
+    [
+        (0.28, None, r"std 0\.28 is outside of what the snapshots carry at step 256: 0\.0\d+ to 0\.2\d+$"),
+        (0.01, None, r"std 0\.01 is outside of what the snapshots carry at step 256: 0\.0\d+ to 0\.2\d+$"),
+        (0.075, 257, "step 257 is outside of what the snapshots carry: 32 to 256"),
+        (0.075, 300, "step 300 is outside of what the snapshots carry: 32 to 256"),
+        (0.075, 20, "the snapshots carry no average at step 20; the nearest of them is at step 32"),
+        (0.075, 139, "the snapshots carry no average at step 139; the nearest of them is at step 128"),
+    ],
+)
+def test_what_the_snapshots_do_not_carry_is_refused_with_the_range(run, std, step, message):
+    with pytest.raises(UserError, match=message):
+        recipe(find_snapshots(run[0]), std, step)
+
+
+def test_the_range_that_is_told_is_the_range(run):
+    snapshots = find_snapshots(run[0])
+    with pytest.raises(UserError) as told:
+        recipe(snapshots, 0.28)
+    low, high = (float(word) for word in str(told.value).rpartition(": ")[2].split(" to "))
+    assert low < 0.05 < 0.1 < high
+    for std in (low + 0.002, 0.075, high - 0.002):
+        assert recipe(snapshots, std).error <= 0.1
+    for std in (low - 0.002, high + 0.002):
+        with pytest.raises(UserError):
+            recipe(snapshots, std)
+
+
+def test_one_profile_at_one_time_carries_little(tmp_path):
+    trained(tmp_path, std=[0.05, 0.2], steps=32)
+    with pytest.raises(UserError, match=r"at step 32: 0\.04\d* to 0\.06\d*, 0\.1\d* to 0\.2\d*$"):
+        recipe(find_snapshots(tmp_path), 0.1)
+
+
+def test_rounded_snapshots_do_not_carry_what_needs_them_exactly(tmp_path):
+    stds = []
+    for dtype in ("float32", "float16"):
+        trained(tmp_path / dtype, steps=128, snapshot_every=2, snapshot_dtype=dtype)
+        with pytest.raises(UserError) as told:
+            recipe(find_snapshots(tmp_path / dtype), 0.002)
+        stds.append(float(str(told.value).rpartition(": ")[2].split(" to ")[0]))
+    assert stds[0] < 0.9 * stds[1]
+
+
+def test_snapshots_of_several_models_are_told(tmp_path):
+    trained(tmp_path, steps=64)
+    lost = tmp_path / "ema" / "step-00000032-std=0.05.safetensors"
+    with safe_open(lost, framework="pt") as file:
+        about = file.metadata()
+    from safetensors.torch import save_file
+
+    save_file({name: torch.zeros(3) for name in load_file(lost)}, lost, about)
+    with pytest.raises(UserError, match=r"std=0\.05\.safetensors is of another model than the newest snapshot: "):
+        made(tmp_path, 0.075)
+    save_file({"other": torch.zeros(3)}, lost, about)
+    with pytest.raises(UserError, match=r"std=0\.05\.safetensors is of another model than the newest snapshot$"):
+        made(tmp_path, 0.075)
+
+
+def test_files_that_are_no_snapshots_are_told(tmp_path):
+    trained(tmp_path, steps=64)
+    path = tmp_path / "ema" / "step-00000032-std=0.05.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    with pytest.raises(UserError, match=r"std=0\.05\.safetensors: cut short, or no safetensors file: "):
+        find_snapshots(tmp_path)
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(UserError, match=r"no snapshot of an average: its header has no 'std'"):
+        find_snapshots(tmp_path)
+    path.unlink()
+    (tmp_path / "ema" / "step-notes.txt").write_text("mine")
+    assert len(find_snapshots(tmp_path)) == 3
+
+
+def test_snapshots_need_a_run_directory():
+    with pytest.raises(UserError, match="snapshot_every needs a place for files"):
+        toy_loop({"ema": EMA(std=[0.1], snapshot_every=2)}).run()
+
+
+CONFIG = """
+[run]
+steps = 8
+batch_size = 8
+log_every = 4
+device = "cpu"
+plugins = ["ema", "checkpoint"]
+[data]
+source = "digits"
+[model]
+use = "unet"
+channels = 8
+num_res_blocks = 1
+head_dim = 8
+[diffusion]
+timesteps = 20
+[sampling]
+steps = 2
+[plugins.ema]
+std = [0.05, 0.1]
+snapshot_every = 1
+"""
+
+
+@pytest.fixture
+def hookdiff(monkeypatch, capsys):
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        done = capsys.readouterr()
+        return end.value.code, done.out, done.err
+
+    return call
+
+
+def test_the_command_makes_a_file_that_others_load(hookdiff, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(CONFIG)
+    assert hookdiff("run", "small.toml", "--out", "run")[0] == 0
+    code, out, _ = hookdiff("ema", "run", "--std", "0.08", "--out", "made/wide.safetensors")
+    assert code == 0
+    assert out.startswith("made/wide.safetensors: std 0.08 at step 8, of ")
+    started = load_config(tmp_path / "small.toml", (), ["model.start_from=made/wide.safetensors"])
+    assert started.start == {"start_from": "made/wide.safetensors"}
+    caplog.set_level(logging.INFO)
+    again = ("--set", "model.start_from=made/wide.safetensors", "--set", "run.steps=1", "--out", "again")
+    assert hookdiff("run", "small.toml", *again)[0] == 0
+    assert "started from made/wide.safetensors" in caplog.text
+
+    assert hookdiff("ema", "run", "--std", "0.05", "--step", "5")[0] == 0
+    found = load_file(tmp_path / "run" / "ema-std=0.05.safetensors")
+    assert_same(found, load_file(tmp_path / "run" / "ema" / "step-00000005-std=0.05.safetensors"))
+
+    # The averages that the run held to its end can be sampled with by name.
+    code, out, _ = hookdiff("sample", "run", "--num", 1, "--weights", "ema/std=0.1", "--out", "x.png")
+    assert (code, out) == (0, "x.png: 1 images from the ema/std=0.1 weights of step 8\n")
+
+    for words, message in (
+        (["run", "--std", "0.4"], "--std 0.4: expected a width above 0 and at most 0.2887"),
+        (["run", "--std", "0.28"], "std 0.28 is outside of what the snapshots carry at step 8: "),
+        (["again", "--std", "0.0001"], "std 0.0001 is outside of what the snapshots carry at step 1: "),
+        (["again", "--std", "0.1", "--step", "9"], "step 9 is outside of what the snapshots carry: 1 to 1"),
+        (["nowhere", "--std", "0.1"], "nowhere has no snapshots to make an average of; a run writes them with"),
+        (["run", "--std", "0.1", "--out", "small.toml/x"], "small.toml/x: cannot be written: "),
+    ):
+        code, _, err = hookdiff("ema", *words)
+        assert code == 2
+        assert err.startswith(f"hookdiff: {message}")
