@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hookdiff.errors import ConfigError, nearest
 from hookdiff.models.spectral import plain_name
+from hookdiff.state import as_tuple
 from hookdiff.structure import parameters as arguments_of
 
 if TYPE_CHECKING:
@@ -128,10 +129,13 @@ def build_optimizers(part: Part, model: nn.Module, groups: Groups | None = None)
     return part.given(**fused).build(params)
 
 
-def check_arguments(part: Part) -> None:
-    """Raise ConfigError where `part` can be made for no model, or not make a step."""
+def try_optimizers(part: Part) -> tuple[Optimizer, ...]:
+    """Make the optimizers of `part` for one small layer: their groups and rates, whatever the model.
+
+    Raises ConfigError where they could be made for no model, or not make a step.
+    """
     known = {key: value for key, value in part.arguments.items() if part.target is not muon or key != "adamw"}
-    build_optimizers(evolve(part, arguments=known), nn.Linear(1, 1))
+    return as_tuple(build_optimizers(evolve(part, arguments=known), nn.Linear(2, 2)))
 
 
 def check_patterns(part: Part, model: nn.Module, groups: Groups) -> None:
@@ -150,7 +154,7 @@ def _groups(weights: Sequence[Weight], whose: str = "") -> list[dict[str, Any]]:
     """Return the groups with and without weight decay, those that are not empty."""
     decayed = {"name": whose or "decay", "params": [w.parameter for w in weights if w.decays]}
     others = [w.parameter for w in weights if not w.decays]
-    without = {"name": f"{whose} no_decay".strip(), "params": others, "weight_decay": 0.0}
+    without = {"name": whose or "no_decay", "params": others, "weight_decay": 0.0}
     return [group for group in (decayed, without) if group["params"]]
 
 

@@ -154,7 +154,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     assert shown == [
         ("muon", 0.02, 0.3, [(4, 3)]),
         ("adamw", 1e-3, 0.3, [(1, 6, 4), (3, 2, 3, 3)]),
-        ("adamw no_decay", 1e-3, 0.0, [(), (2, 3), (2, 3), (3,), (3,), (3,), (4,), (5, 4)]),
+        ("adamw", 1e-3, 0.0, [(), (2, 3), (2, 3), (3,), (3,), (3,), (4,), (5, 4)]),
     ]
     assert second.param_groups[0]["fused"]
 

@@ -1,5 +1,5 @@
 """Learning rate schedules: pure functions of the step."""
 
-from hookdiff_lr.plugin import LR, lr_factor
+from hookdiff_lr.plugin import LR
 
-__all__ = ["LR", "lr_factor"]
+__all__ = ["LR"]

@@ -1,0 +1,63 @@
+"""Draws curves over steps with Pillow: axes, readable numbers, a panel a rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+WIDTH, HEIGHT = 900, 300  # of a panel, in pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 24, 40, 44  # margins
+_SCALE = 2  # drawn larger, and shrunk: lines without stairs
+_INK, _FAINT, _PAPER = "#222222", "#dddddd", "white"
+_COLOURS = ("#1f5fa8", "#b5471b", "#2b7f3f", "#7a3e9d")
+
+
+def draw(factor: Callable[[int], float], rates: Mapping[str, float], steps: int, path: Path) -> None:
+    """Write a picture of `rates` times `factor` from step 0 to `steps` >= 1 to `path`: a panel a rate, by its name."""
+    picture = Image.new("RGB", (WIDTH * _SCALE, HEIGHT * len(rates) * _SCALE), _PAPER)
+    # Every step, or as many as the picture can show four times over.
+    seen = sorted({round(k * steps / (4 * WIDTH)) for k in range(4 * WIDTH + 1)})
+    factors = [(step, factor(step)) for step in seen]
+    for row, (name, rate) in enumerate(rates.items()):
+        values = [(step, rate * share) for step, share in factors]
+        _panel(ImageDraw.Draw(picture), row * HEIGHT, name, values, _COLOURS[row % len(_COLOURS)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.resize((WIDTH, HEIGHT * len(rates)), Image.Resampling.LANCZOS).save(path)
+
+
+def _panel(canvas: ImageDraw.ImageDraw, top: int, name: str, values: Sequence[tuple[int, float]], colour: str) -> None:
+    width, height, steps = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM, values[-1][0]
+    marks = ticks(max(value for _, value in values) or 1.0)
+    highest = marks[-1]
+
+    def at(step: float, value: float) -> tuple[float, float]:
+        x = _LEFT + width * step / steps
+        y = top + _TOP + height * (1 - value / highest)
+        return x * _SCALE, y * _SCALE
+
+    font = ImageFont.load_default(13 * _SCALE)
+    for value in marks:
+        canvas.line([at(0, value), at(steps, value)], fill=_FAINT if value else _INK, width=_SCALE)
+        x, y = at(0, value)
+        canvas.text((x - 8 * _SCALE, y), f"{value:g}", fill=_INK, font=font, anchor="rm")
+    for step in ticks(steps, most=8):
+        if step <= steps:
+            x, y = at(step, 0)
+            canvas.line([(x, y), (x, y + 5 * _SCALE)], fill=_INK, width=_SCALE)
+            canvas.text((x, y + 9 * _SCALE), f"{step:,.10g}", fill=_INK, font=font, anchor="ma")
+    canvas.text((_LEFT * _SCALE, (top + 12) * _SCALE), name, fill=colour, font=font, anchor="la")
+    canvas.text(((WIDTH - _RIGHT) * _SCALE, (top + HEIGHT - 16) * _SCALE), "step", fill=_INK, font=font, anchor="ra")
+    canvas.line([at(*point) for point in values], fill=colour, width=2 * _SCALE, joint="curve")
+
+
+def ticks(highest: float, most: int = 6) -> list[float]:
+    """Return at most `most` + 1 round numbers from 0, evenly apart, of which the last is `highest` > 0 or above."""
+    rough = highest / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    # The last is for a quotient that rounds to just above 10.
+    apart = next(nice * power for nice in (1, 2, 2.5, 5, 10, 20) if nice * power >= rough * (1 - 1e-9))
+    count = math.ceil(highest / apart - 1e-9)
+    return [float(f"{k * apart:.12g}") for k in range(count + 1)]
