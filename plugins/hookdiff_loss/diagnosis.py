@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from operator import mul
 from statistics import fmean, median
@@ -105,6 +106,7 @@ class Diagnosis:
     _short: Levels = field(init=False)
     _long: Levels = field(init=False)
     _diverged: float | None = field(init=False, default=None)  # the level that was told
+    _by_long: bool = field(init=False, default=False)  # and by which levels
     _flat: float | None = field(init=False, default=None)  # the same
     _swings: bool = field(init=False, default=False)  # told
     _ended: bool = field(init=False, default=False)
@@ -192,7 +194,7 @@ class Diagnosis:
         event, self._event = self._event, []
         before, now = self._level, median(event)
         self._recent, self._spread = event, None  # a new level; a window of it is to be seen first
-        if now > before:
+        if now > before or self._diverged is not None:
             return None  # the levels tell of it
         text = (
             f"the loss drops at step {self._event_from} and stays: {math.exp(now):.3g}, {math.exp(before):.3g} before"
@@ -213,12 +215,12 @@ class Diagnosis:
         return max(NARROWEST, OF_DIFFERENCE * median([abs(b - a) for a, b in pairwise(self._recent)]))
 
     def _rising(self, step: int, levels: Levels) -> Finding | None:
-        level = levels.values[-1]
+        level, by_long = levels.values[-1], levels is self._long
         if levels.risen >= IN_A_ROW and (self._diverged is None or level > self._diverged + math.log(4)):
-            self._diverged = level
+            self._diverged, self._by_long = level, by_long
             return self._divergence(step, level, levels)
         calm = max(levels.values[-IN_A_ROW:]) - levels.lowest < levels.limit / 2
-        if self._diverged is not None and levels is self._short and calm:
+        if self._diverged is not None and by_long == self._by_long and calm:
             self._diverged, self._long.risen = None, 0
             return Finding("recovery", step, f"the loss is back at {math.exp(level):.3g} at step {step}")
         return None
@@ -258,7 +260,7 @@ class Diagnosis:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was saved."""
-        for name, value in state.items():
+        for name, value in deepcopy(dict(state)).items():
             if isinstance(value, Mapping):
                 for inner, saved in value.items():
                     setattr(getattr(self, name), inner, saved)

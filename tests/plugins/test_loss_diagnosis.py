@@ -1,0 +1,293 @@
+"""The reading of loss curves: synthetic curves, of which it is known what they show."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookdiff_loss.diagnosis import Diagnosis, Finding, period, trend
+from hookdiff_loss.smoothing import Smoothed
+
+NOISES: dict[str, Callable[[random.Random], float]] = {
+    "normal 0.1 %": lambda r: math.exp(r.gauss(0, 0.001)),
+    "normal 2 %": lambda r: math.exp(r.gauss(0, 0.02)),
+    "normal 10 %": lambda r: math.exp(r.gauss(0, 0.1)),
+    "normal 60 %": lambda r: math.exp(r.gauss(0, 0.6)),
+    "chi-square of 64": lambda r: r.gammavariate(32, 1),
+    "chi-square of 4": lambda r: r.gammavariate(2, 1),
+    "exponential": lambda r: r.expovariate(1),
+    "uniform": lambda r: r.uniform(0.01, 1),
+}
+
+
+def noisy(levels: Iterable[float], seed: int = 0, noise: str = "normal 10 %") -> Iterator[float]:
+    generator = random.Random(seed)
+    return (level * NOISES[noise](generator) for level in levels)
+
+
+def findings(losses: Iterable[float], diagnosis: Diagnosis | None = None) -> list[tuple[int, Finding]]:
+    """What is told, each with the update at which it is."""
+    diagnosis = diagnosis or Diagnosis()
+    return [(step, found) for step, loss in enumerate(losses, 1) for found in diagnosis.observe(step, loss)]
+
+
+def kinds(losses: Iterable[float], diagnosis: Diagnosis | None = None) -> list[str]:
+    return [finding.kind for _, finding in findings(losses, diagnosis)]
+
+
+# False alarms
+
+
+@given(st.integers(0, 10**6), st.sampled_from(list(NOISES)))
+def test_stationary_noise_is_no_finding(seed: int, noise: str) -> None:
+    assert kinds(noisy([1.0] * 3000, seed, noise), Diagnosis(plateau=0)) == []
+
+
+@pytest.mark.parametrize("noise", ["normal 10 %", "chi-square of 4"])
+def test_the_rate_of_false_alarms_is_below_one_in_a_hundred_thousand(noise: str) -> None:
+    assert kinds(noisy([1.0] * 100_000, 1, noise), Diagnosis(plateau=0)) == []
+
+
+def test_heavy_tails_are_told_less_and_less() -> None:
+    generator = random.Random(0)
+    curve = [math.exp(0.1 * (generator.expovariate(1) - generator.expovariate(1))) for _ in range(50_000)]  # Laplace
+    found = kinds(curve, Diagnosis(plateau=0))
+    assert set(found) <= {"spike"}
+    assert len(found) <= 3  # of 50,000 updates that are each beyond 10 deviations with 17 chances in a million
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    noise=st.sampled_from(["normal 2 %", "normal 10 %", "chi-square of 64", "chi-square of 4"]),
+    waits=st.integers(0, 400),
+    pace=st.floats(3, 300),
+    power=st.floats(0, 0.5),
+)
+def test_a_curve_that_falls_is_no_finding(seed: int, noise: str, waits: int, pace: float, power: float) -> None:
+    # As in real runs: flat while the learning rate warms up, then fast, then slower and slower.
+    steps = [max(0, step - waits) for step in range(2000)]
+    levels = [0.1 * (1 + step) ** -power + 0.9 * math.exp(-step / pace) for step in steps]
+    assert kinds(noisy(levels, seed, noise), Diagnosis(plateau=0)) == []
+
+
+def test_an_easy_batch_is_no_finding() -> None:
+    curve = list(noisy([1.0] * 1000))
+    curve[500] = 0.01
+    assert kinds(curve) == []
+
+
+# Spikes and drops
+
+
+def test_a_spike_is_told_once_with_its_step_and_size() -> None:
+    curve = list(noisy([1.0] * 1000))
+    curve[499] = 5.0
+    ((told, finding),) = findings(curve)
+    assert (told, finding.kind, finding.step) == (501, "spike", 500)
+    assert finding.text.startswith("the loss spikes at step 500: 5, ")
+    deviations = int(finding.text.split(" and ")[1].split()[0])
+    assert deviations == pytest.approx(math.log(5) / 0.1, rel=0.25)
+
+
+def test_a_spike_may_last() -> None:
+    curve = list(noisy([1.0] * 500 + [6.0] * 15 + [1.0] * 500))
+    ((told, finding),) = findings(curve)
+    assert (told, finding.kind, finding.step) == (516, "spike", 501)
+    assert finding.text.endswith(", for 15 updates")
+
+
+def test_of_many_spikes_fewer_and_fewer_are_told() -> None:
+    curve = list(noisy([1.0] * 6000))
+    for k in range(40):
+        curve[200 + 140 * k] = 10.0  # the window has forgotten the one before
+    diagnosis = Diagnosis(plateau=0)
+    found = findings(curve, diagnosis)
+    assert [finding.step for _, finding in found] == [201 + 140 * k for k in (0, 1, 3, 7, 15, 31)]
+    assert found[-1][1].text.endswith("; 32 of them so far")
+    assert diagnosis.num_spikes == 40
+
+
+def test_the_threshold_is_in_deviations() -> None:
+    curve = list(noisy([1.0] * 1000, noise="normal 2 %"))
+    curve[499] = 1.6  # 23 deviations
+    assert kinds(curve, Diagnosis(spike=15)) == ["spike"]
+    assert kinds(curve, Diagnosis(spike=35)) == []
+
+
+def test_a_drop_that_stays_is_told_and_the_new_level_is_usual() -> None:
+    ((told, finding),) = findings(noisy([1.0] * 500 + [0.1] * 800))
+    assert (told, finding.kind, finding.step) == (520, "drop", 501)
+    assert finding.text.startswith("the loss drops at step 501 and stays: 0.")
+
+
+# Divergence
+
+
+@given(st.integers(0, 10**6), st.floats(1.01, 1.2))
+def test_a_loss_that_grows_diverges(seed: int, growth: float) -> None:
+    levels = [1.0] * 600 + [min(1e6, growth**k) for k in range(600)]
+    found = findings(noisy(levels, seed), Diagnosis(plateau=0))
+    (told, first) = found[0]
+    assert first.kind == "divergence"
+    assert first.step <= 600
+    assert {finding.kind for _, finding in found} == {"divergence"}
+    # It is told before it has grown by much, or three levels of ten updates after it.
+    assert growth ** (told - 600) < 4 or told <= 640
+
+
+@given(st.integers(0, 10**6), st.sampled_from([3.0, 10.0, 1e4]))
+def test_a_loss_that_jumps_and_stays_diverges(seed: int, factor: float) -> None:
+    ((told, finding),) = findings(noisy([1.0] * 505 + [factor] * 300, seed), Diagnosis(plateau=0))
+    assert finding.kind == "divergence"
+    assert 525 < told <= 540
+    assert f" at step {told}, " in finding.text
+
+
+def test_a_slow_rise_under_much_noise_is_found_by_the_long_levels() -> None:
+    levels = [1.0] * 2000 + [2.5] * 2000
+    told = [step for step, finding in findings(noisy(levels, noise="normal 60 %"), Diagnosis(plateau=0))]
+    assert told == [2300]
+
+
+def test_it_is_told_again_only_when_it_has_become_much_worse() -> None:
+    levels = [1.0] * 300 + [3.0] * 500 + [30.0] * 500 + [1.0] * 500 + [3.0] * 300
+    found = findings(noisy(levels), Diagnosis(plateau=0))
+    assert [finding.kind for _, finding in found] == ["divergence"] * 2 + ["recovery", "divergence"]
+    assert [step // 100 for step, _ in found] == [3, 8, 13, 18]
+
+
+def test_what_was_under_way_is_told_at_the_end() -> None:
+    diagnosis = Diagnosis()
+    assert findings([*noisy([1.0] * 300), 4.0, 90.0, 1e5], diagnosis) == []
+    (finding,) = diagnosis.conclude(303)
+    assert finding.kind == "divergence"
+    assert finding.text.startswith("the loss diverges: 1e+05 at step 303, ")
+    assert finding.text.endswith(" of step 300")
+    assert diagnosis.conclude(304) == []  # once
+
+    early = Diagnosis()
+    assert findings([1.0, 1.1, 0.9] * 4 + [40.0, 1e3, 1e5], early) == []
+    assert [finding.kind for finding in early.conclude(15)] == ["divergence"]
+    calm = Diagnosis()
+    findings(noisy([1.0] * 300), calm)
+    assert calm.conclude(300) == []
+    assert Diagnosis().conclude(0) == []
+
+
+# Plateaus
+
+
+def test_a_plateau_is_told_once_and_again_after_the_loss_has_fallen() -> None:
+    levels = [math.exp(-k / 500) for k in range(1500)]
+    levels += [levels[-1]] * 4000 + [levels[-1] * math.exp(-k / 500) for k in range(700)]
+    levels += [levels[-1]] * 4000
+    found = findings(noisy(levels))
+    assert [finding.kind for _, finding in found] == ["plateau"] * 2
+    assert 3500 <= found[0][0] <= 3900
+    assert 8200 <= found[1][0] <= 8700
+    assert "the loss is flat since step 1" in found[0][1].text
+
+
+@given(st.integers(0, 10**6))
+def test_a_loss_that_still_falls_is_on_no_plateau(seed: int) -> None:
+    levels = [math.exp(-k / 20_000) for k in range(4000)]  # by a tenth in 2000 updates
+    assert kinds(noisy(levels, seed)) == []
+
+
+def test_under_too_much_noise_nobody_knows() -> None:
+    assert kinds(noisy([1.0] * 4000, noise="normal 60 %"), Diagnosis(plateau=1000)) == []
+
+
+# Oscillation
+
+
+@given(st.integers(0, 10**6), st.integers(2, 20), st.floats(0.2, 1))
+def test_a_swing_is_told_once_with_its_period_and_size(seed: int, updates: int, swing: float) -> None:
+    levels = [math.exp(swing * math.cos(2 * math.pi * k / updates)) for k in range(1000)]
+    found = findings(noisy(levels, seed, "normal 2 %"), Diagnosis(plateau=0))
+    assert [finding.kind for _, finding in found] == ["oscillation"]
+    *_, by, _, _, said, _ = found[0][1].text.split()
+    assert int(said) % updates == 0
+    expected = swing * (math.sqrt(2) if updates == 2 else 1)  # the root mean square of a square wave is its height
+    assert float(by.strip("±%,")) / 100 == pytest.approx(expected, rel=0.1)
+
+
+# What holds for all
+
+
+@given(st.integers(0, 10**6), st.floats(-12, 12))
+def test_the_scale_of_the_loss_means_nothing(seed: int, exponent: float) -> None:
+    levels = [math.exp(-k / 100) + 0.1 for k in range(600)] + [2.0] * 6 + [0.1] * 300 + [0.5] * 200 + [0.1] * 300
+    curve = list(noisy(levels, seed))
+    one = [(step, found.kind, found.step) for step, found in findings(curve)]
+    other = [(step, found.kind, found.step) for step, found in findings(loss * 10**exponent for loss in curve)]
+    assert one == other
+    assert {kind for _, kind, _ in one} == {"spike", "divergence", "recovery"}
+
+
+@given(st.integers(0, 10**6), st.integers(1, 1500))
+def test_it_goes_on_where_it_was_saved(seed: int, cut: int) -> None:
+    levels = [1.0] * 600 + [9.0] * 7 + [1.0] * 300 + [5.0] * 100 + [0.2] * 500
+    curve = list(noisy(levels, seed))
+    whole, first, second = Diagnosis(), Diagnosis(), Diagnosis()
+    told = findings(curve, whole)
+    before = [(s, f) for s, loss in enumerate(curve[:cut], 1) for f in first.observe(s, loss)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    after = [(s, f) for s, loss in enumerate(curve[cut:], cut + 1) for f in second.observe(s, loss)]
+    assert before + after == told
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_a_saved_state_is_a_copy() -> None:
+    diagnosis = Diagnosis()
+    findings(noisy([1.0] * 250), diagnosis)
+    state = diagnosis.state_dict()
+    text = json.dumps(state)
+    for step, loss in enumerate(noisy([1.0] * 50, 1), 251):
+        diagnosis.observe(step, loss)
+    assert json.dumps(state) == text
+    again = Diagnosis()
+    again.load_state_dict(state)
+    findings(noisy([1.0] * 50, 1), again)
+    assert json.dumps(state) == text
+
+
+def test_a_loss_below_zero_is_not_judged() -> None:
+    assert kinds([1.0] * 200 + [-1.0] + [100.0] * 200) == []
+
+
+@given(st.lists(st.floats(-5, 5), min_size=3, max_size=40))
+def test_trend_is_that_of_least_squares(values: list[float]) -> None:
+    num = len(values)
+    design = numpy.stack([numpy.ones(num), numpy.arange(num)], 1)
+    (_, slope), *_ = numpy.linalg.lstsq(design, numpy.array(values))
+    left = numpy.array(values) - design @ numpy.linalg.lstsq(design, numpy.array(values))[0]
+    error = math.sqrt(left @ left / (num - 2) * numpy.linalg.inv(design.T @ design)[1, 1])
+    assert trend(values) == pytest.approx((slope * (num - 1), error * (num - 1)), rel=1e-6, abs=1e-9)
+
+
+def test_a_straight_line_and_a_constant_have_no_period() -> None:
+    assert period([float(k) for k in range(100)]) is None
+    assert period([1.0] * 100) is None
+    assert period([1.0, 2.0] * 50) == (2, pytest.approx(math.sqrt(0.5), rel=0.01))
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.floats(0, 0.999), st.integers(0, 59))
+def test_smoothing_is_a_weighted_mean(values: list[float], decay: float, cut: int) -> None:
+    smoothed = Smoothed(decay)
+    for index, value in enumerate(values):
+        if index == cut:
+            smoothed.load_state_dict(json.loads(json.dumps(smoothed.state_dict())))
+        smoothed.add(value)
+    weights = decay ** numpy.arange(len(values))[::-1]
+    mean = numpy.average(values, weights=weights)
+    variance = numpy.average((numpy.array(values) - mean) ** 2, weights=weights)
+    assert smoothed.mean == pytest.approx(mean, rel=1e-9, abs=1e-9)
+    assert smoothed.deviation == pytest.approx(math.sqrt(variance), rel=1e-6, abs=1e-6)
