@@ -130,7 +130,7 @@ def test_a_plugin_knows_the_public_names_and_itself(path: Path) -> None:
 
 # What each part of the core may know of the rest of it.
 MAY_IMPORT = {
-    "models": {"hookdiff.weights"},
+    "models": {"hookdiff.errors", "hookdiff.weights"},
     "data": {"hookdiff.errors", "hookdiff.progress", "hookdiff.randomness"},
     "diffusion": {"hookdiff.data.batch", "hookdiff.errors", "hookdiff.objective"},
 }
