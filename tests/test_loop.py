@@ -259,6 +259,25 @@ def test_the_strongest_verdict_wins(caplog):
     assert toy_loop({"skip": Skip(), "stop": Stop()}, objective=NaNAt({1})).run() == "on_nan"
 
 
+@pytest.mark.parametrize(
+    ("verdict", "following"),
+    [("stop", "stop; --resume meets this step again: add --skip-batches 1"), ("skip", "skip;")],
+)
+def test_the_report_has_the_notes_of_plugins_and_says_what_follows(verdict, following, caplog):
+    class Note:
+        @hookimpl
+        def on_nan(self, report):
+            report.notes["mine"] = "first\nsecond"
+            return verdict
+
+    loop = toy_loop({"note": Note()}, objective=NaNAt({1}), steps=2)
+    loop.run()
+    (text,) = caplog.messages
+    assert f"\n  mine: first\n    second\n  on_nan: {following}" in text
+    first = loop.feed.order(0)[8].item()
+    assert f"\n  samples: sample {first}, sample " in text
+
+
 def test_an_unknown_verdict_is_an_error():
     class Odd:
         @hookimpl

@@ -18,6 +18,17 @@ from hookdiff_nan.watch import Place, Watch
 
 Cause = Literal["weight", "data", "draw", "overflow", "forward", "loss", "backward", "unclear"]
 
+ADVICE: dict[Cause, str] = {
+    "weight": "an update did it: go back to an earlier checkpoint, with a lower rate (hookdiff replay --lr tries one)",
+    "data": "mend or remove these samples; policy = 'skip' leaves the batch out",
+    "draw": "look at what the objective draws",
+    "overflow": "bf16 has the range of float32; else keep that module out of autocast, or its values small",
+    "forward": "look there for a root, a logarithm, a division, an exponential of something large",
+    "loss": "look in the objective for a root, a logarithm, a division, a weight that is infinite",
+    "backward": "roots and norms have no derivative at 0: hookdiff replay --anomaly names the operation",
+    "unclear": "hookdiff replay says whether the step as it was, compiled if it was, comes out the same",
+}
+
 # Hooks in which a plugin can take part in a step before on_nan.
 STEP_HOOKS = ("prepare_model", "before_step", "micro_step", "compute_loss", "backward", "unscale")
 _RERUN = ("micro_step", "compute_loss", "backward")
@@ -140,7 +151,7 @@ def _parts(loop: Loop, batch: Batch) -> Iterator[tuple[int, Batch, int]]:
 @contextmanager
 def _no_trace(loop: Loop, put_back: Callable[[], None]) -> Iterator[None]:
     """Give gradients, buffers, generators and the state of plugins back as they were; compiled code runs eagerly."""
-    gradients = [(parameter, parameter.grad) for parameter in loop.model.parameters()]
+    gradients, net = [(parameter, parameter.grad) for parameter in loop.model.parameters()], loop.net
     took_part: list[Any] = [p for p in loop.plugins.values() if any(hasattr(p, hook) for hook in _RERUN)]
     states = [(plugin, copied(plugin.state_dict())) for plugin in took_part if hasattr(plugin, "state_dict")]
     cuda = [loop.device] if loop.device.type == "cuda" else []
@@ -149,8 +160,11 @@ def _no_trace(loop: Loop, put_back: Callable[[], None]) -> Iterator[None]:
         with torch.random.fork_rng(cuda), eagerly():
             for parameter, _ in gradients:
                 parameter.grad = None
+            if loop.num_ranks > 1:
+                loop.net = loop.model  # ranks that find nothing would wait for those that stop early
             yield
     finally:
+        loop.net = net
         put_back()
         for parameter, gradient in gradients:
             parameter.grad = gradient

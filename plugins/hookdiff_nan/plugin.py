@@ -12,7 +12,7 @@ from attrs.validators import ge, min_len
 from torch import Tensor, nn
 
 from hookdiff import Loop, NonFinite, Sink, Verdict, hookimpl
-from hookdiff_nan.diagnose import STEP_HOOKS, Diagnosis, copied, diagnose
+from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose
 from hookdiff_nan.record import kept_in, write_record
 
 log = logging.getLogger("hookdiff")
@@ -86,7 +86,7 @@ class NaN:
         self._put_back()
         others = dict(report.notes)
         report.notes.clear()  # the cause comes first
-        report.notes.update({"cause": str(found), **found.details, **others})
+        report.notes.update({"cause": str(found), "try": ADVICE[found.cause], **found.details, **others})
         rates = [f"{group['lr']:g}" for optimizer in loop.optimizers for group in optimizer.param_groups]
         report.notes["learning rate"] = ", ".join(dict.fromkeys(rates))
         if self._last:

@@ -65,7 +65,6 @@ def write_record(
         "format": FORMAT,
         "run_dir": os.path.relpath(loop.run_dir or path, path),
         "progress": loop.progress.state_dict(),
-        "rank": loop.rank,
         **surroundings(loop),
         **outcome(loop, report.batch),
         "values": {},
@@ -131,6 +130,7 @@ def surroundings(loop: Loop) -> dict[str, Any]:
         "machine": {
             "device": loop.device.type,
             "name": _device_name(loop.device),
+            "ranks": loop.num_ranks,
             "threads": torch.get_num_threads(),
             "matmul_precision": torch.get_float32_matmul_precision(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -82,7 +82,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
                     say("the loss itself is not finite: the backward is not where it began")
                 return _find_operation(loop, batch, say)
             step = loop.run_step(batch)
-        found = sorted(Path(folder).glob("*/step-*-position-*"))
+        found = sorted(Path(folder).rglob("step-*-position-*"))
         if plugins or settings:
             if found:
                 say(_report(found[0]))
@@ -115,8 +115,9 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
             say(f"training batches {position} to {place['position']} at lr {rate:g}, from {source} (step {begun})")
             for step in loop.steps():
                 if position == place["position"]:
-                    say(_told(step))
-                    return step.outcome not in ("stopped", "skipped")
+                    good = step.outcome not in ("stopped", "skipped")
+                    say(_told(step) if good else f"{_told(step)}\n{_finder(loop).diagnosis}")
+                    return good
                 position = loop.progress.position
     say(f"the run ended at batch {position}, before it came to batch {place['position']}: {loop.reason}")
     return False
