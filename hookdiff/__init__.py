@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hookdiff.data.memory import InMemory
     from hookdiff.dispatch import HookError
     from hookdiff.errors import ConfigError, PluginError, UserError, nearest
-    from hookdiff.experiment import build_loop
+    from hookdiff.experiment import build_loop, try_optimizers
     from hookdiff.fit_micro_batch import FitMicroBatch
     from hookdiff.hookspecs import Hooks, Reason, Verdict, hookimpl
     from hookdiff.images import as_pictures, save_grid
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from hookdiff.metrics import Metrics
     from hookdiff.nonfinite import NonFinite
     from hookdiff.objective import LossOutput, Objective
-    from hookdiff.optimizers import try_optimizers
     from hookdiff.progress import Due, Every, LoopConfig, Progress, Step, parse_every
     from hookdiff.randomness import derive_seed
     from hookdiff.sampling import Sampler, SampleRequest, Samples
@@ -78,7 +77,7 @@ _HOME = {
     "parse_every": "hookdiff.progress",
     "run_state": "hookdiff.state",
     "save_grid": "hookdiff.images",
-    "try_optimizers": "hookdiff.optimizers",
+    "try_optimizers": "hookdiff.experiment",
     "unflatten": "hookdiff.state",
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Generator, nn
+from torch.optim import Optimizer
 
 from hookdiff.config import AUTO, Config, Part, refusal
 from hookdiff.data import Feed, Images, InMemory, Source
@@ -20,7 +21,7 @@ from hookdiff.metrics import Metrics
 from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.init import layers_called
 from hookdiff.models.spectral import choose_layers
-from hookdiff.optimizers import build_optimizers, check_patterns, try_optimizers
+from hookdiff.optimizers import build_optimizers, build_small, check_patterns
 from hookdiff.plugins import Plugins
 from hookdiff.progress import LoopConfig
 from hookdiff.run_dir import RunDir
@@ -212,7 +213,7 @@ def probe(config: Config, *, resume: bool = False) -> None:
         lambda: pick_device(config.run.device),
         lambda: _probe_model(config, config.feed["transforms"].image_size),
         lambda: _probe_start(config.start.get("start_from") if not resume else None),
-        lambda: try_optimizers(config.optimizer),
+        lambda: try_optimizers(config),
         lambda: _probe_sampling(config),
     ]
     for step in [*steps, *(part.build for part in config.plugins.values())]:
@@ -257,6 +258,18 @@ def _probe_names(config: Config, model: nn.Module) -> None:
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
     check_patterns(config.optimizer, model, config.groups)
+
+
+def try_optimizers(config: Config) -> tuple[Optimizer, ...]:
+    """Make the optimizers for one small layer: their groups and rates, without model and data.
+
+    Raises ConfigError for arguments that do not go together, or not with the device.
+    """
+    try:
+        device = pick_device(config.run.device)
+    except ConfigError:  # which `probe` tells
+        device = torch.device("cpu")
+    return build_small(config.optimizer, device)
 
 
 def _probe_start(path: str | None) -> None:

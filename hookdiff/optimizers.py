@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hookdiff.config import Part
 
 AUTO = "auto"  # among the patterns of no_decay
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, _NormBase)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CLOSURE = "its step evaluates the loss several times (a closure), and a step here has one batch and one gradient"
 _UNFIT = {
@@ -129,13 +129,13 @@ def build_optimizers(part: Part, model: nn.Module, groups: Groups | None = None)
     return part.given(**fused).build(params)
 
 
-def try_optimizers(part: Part) -> tuple[Optimizer, ...]:
-    """Make the optimizers of `part` for one small layer: their groups and rates, whatever the model.
+def build_small(part: Part, device: torch.device) -> tuple[Optimizer, ...]:
+    """Make the optimizers of `part` for one small layer on `device`: their groups and rates, whatever the model.
 
     Raises ConfigError where they could be made for no model, or not make a step.
     """
     known = {key: value for key, value in part.arguments.items() if part.target is not muon or key != "adamw"}
-    return as_tuple(build_optimizers(evolve(part, arguments=known), nn.Linear(2, 2)))
+    return as_tuple(build_optimizers(evolve(part, arguments=known), nn.Linear(2, 2, device=device)))
 
 
 def check_patterns(part: Part, model: nn.Module, groups: Groups) -> None:

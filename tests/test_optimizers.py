@@ -330,6 +330,13 @@ def test_a_probe_tells_of_patterns_that_name_no_weight(tmp_path: Path) -> None:
     probe(load(tmp_path, use="muon", adamw=["patch_in.*"]))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_probe_tries_the_optimizer_on_the_device_of_the_run(tmp_path: Path) -> None:
+    config = load(tmp_path, "run.device=cuda", use="radam", capturable=True)
+    probe(config)
+    assert build_loop(config, tmp_path / "run").run() == "done"
+
+
 def test_the_config_says_all_keys_and_comes_back(tmp_path: Path) -> None:
     config = load(tmp_path, use="muon", adamw_lr=1e-4)
     table = config.resolved()["optimizer"]

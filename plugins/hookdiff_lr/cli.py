@@ -91,7 +91,7 @@ def _rates(config: Config) -> dict[str, float]:
     from hookdiff import try_optimizers
     from hookdiff_lr.plugin import distinct_groups
 
-    return {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(config.optimizer)).items()}
+    return {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(config)).items()}
 
 
 def _rows(schedule: LR, steps: int, total: int) -> Iterator[tuple[str, int]]:
