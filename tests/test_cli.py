@@ -148,7 +148,7 @@ def test_plugins_lists_all_with_their_first_line(hookdiff):
     rows = {line.split()[0]: line for line in out.splitlines()}
     assert code == 0
     assert {"amp", "checkpoint", "clip", "ema", "fid", "lr", "samples"} <= rows.keys()
-    assert re.fullmatch(r"ema +Keeps a moving average .* \(hookdiff \S+\)", rows["ema"])
+    assert re.fullmatch(r"ema +Keeps moving averages .* \(hookdiff \S+\)", rows["ema"])
 
 
 def test_one_broken_plugin_does_not_hide_the_others(hookdiff, folder):
@@ -168,7 +168,7 @@ def test_order_prints_who_is_called_when(hookdiff):
     rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert code == 0
     assert list(rows) == list(HOOK_NAMES)
-    assert rows["after_optimizer_step"] == "ema (first) > lr > samples > checkpoint (last)"
+    assert rows["after_optimizer_step"] == "ema (first) > lr > samples > ema (last) > checkpoint (last)"
     assert rows["sample"] == "ema (around)"
     assert rows["after_backward"] == "clip (last)"
     assert rows["on_nan"] == "-"

@@ -102,12 +102,12 @@ def find_snapshots(run: Path) -> list[Snapshot]:
     found = []
     for path in (run / FOLDER).glob("step-*"):
         if _NAME.fullmatch(path.name):
-            with _opened(path) as file:
-                about = _about(file)
             try:
+                with _opened(path) as file:
+                    about = _about(file)
                 found.append(Snapshot(path, about["std"], about["step"], about["start"], about["dtype"]))
-            except KeyError as error:
-                raise UserError(f"{path}: no snapshot of an average: its header has no {error}") from None
+            except (KeyError, ValueError) as error:
+                raise UserError(f"{path}: no snapshot of an average: its header lacks {error}") from None
     if not found:
         raise UserError(
             f"{run} has no snapshots to make an average of; a run writes them with\n"

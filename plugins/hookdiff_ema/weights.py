@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 
 class Weights:
-    """The parameters of `model`, tied ones once, and copies of those that are elsewhere or in half precision.
+    """The parameters of `model`, tied ones once: `tensors` has them in at least float32 on `device`, by name.
 
-    `tensors` has their values, by name, in at least float32 on `device`, once `fetch` and then `wait` were called.
+    Those that are so already are taken as they are. Of the others there are copies, which have the values of the last
+    `fetch` after `wait`. The copies on their way from a GPU to the host are in the weights' own precision.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
@@ -18,12 +21,13 @@ class Weights:
         self._own = {name: parameter.detach() for name, parameter in model.named_parameters()}
         first = {parameter: name for name, parameter in model.named_parameters()}
         self.names = {key: first[parameter] for key, parameter in model.named_parameters(remove_duplicate=False)}
-        self.tensors = {name: _taken(value, device or value.device) for name, value in self._own.items()}
-        copied = [name for name, value in self._own.items() if self.tensors[name] is not value]
-        self._copies = [self.tensors[name] for name in copied]
-        self._originals = [self._own[name] for name in copied]
-        from_cuda = any(value.is_cuda and not self.tensors[name].is_cuda for name, value in self._own.items())
-        self._arrived = torch.cuda.Event() if from_cuda else None  # type: ignore[no-untyped-call]
+        landed = {name: _landed(value, device or value.device) for name, value in self._own.items()}
+        self.tensors = {name: _widened(value) for name, value in landed.items()}
+        self._travels = _pairs(self._own, landed)
+        self._widens = _pairs(landed, self.tensors)
+        self._arrived: torch.cuda.Event | None = None
+        if any(value.is_cuda for value in self._travels[0]):
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.fetch()
         self.wait()
 
@@ -33,9 +37,10 @@ class Weights:
         return self._arrived is not None
 
     def fetch(self) -> None:
-        """Begin to copy the values of now."""
-        if self._copies:
-            torch._foreach_copy_(self._copies, self._originals, non_blocking=self.wait_is_long)
+        """Begin to take the values of now."""
+        sources, targets = self._travels
+        if sources:
+            torch._foreach_copy_(targets, sources, non_blocking=self.wait_is_long)
         if self._arrived:
             self._arrived.record()
 
@@ -43,6 +48,9 @@ class Weights:
         """Return when the values that were fetched last are there."""
         if self._arrived:
             self._arrived.synchronize()
+        sources, targets = self._widens
+        if sources:
+            torch._foreach_copy_(targets, sources)
 
     def replaced(self) -> list[str]:
         """Return the names of the parameters that are others, or lie elsewhere, than when this was made."""
@@ -58,9 +66,20 @@ class Weights:
         return {**state, **{key: values[name] for key, name in self.names.items() if key in state or key in values}}
 
 
-def _taken(value: Tensor, device: torch.device) -> Tensor:
-    """Return `value` itself if averages can read it where it is, else an empty copy of it."""
-    dtype = torch.promote_types(value.dtype, torch.float32)
-    if (value.dtype, value.device) == (dtype, device):
+def _landed(value: Tensor, device: torch.device) -> Tensor:
+    """Return `value` itself if it is on `device`, else an empty copy there; only to pinned memory a copy is async."""
+    if value.device == device:
         return value
-    return torch.empty_like(value, dtype=dtype, device=device, pin_memory=value.is_cuda and device.type == "cpu")
+    return torch.empty_like(value, device=device, pin_memory=value.is_cuda and device.type == "cpu")
+
+
+def _widened(value: Tensor) -> Tensor:
+    """Return `value` itself, or an empty copy in float32 if it has less."""
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    return value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+
+
+def _pairs(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the sources that have a target of their own, and these."""
+    names = [name for name, value in sources.items() if targets[name] is not value]
+    return [sources[name] for name in names], [targets[name] for name in names]

@@ -272,7 +272,7 @@ def test_files_that_are_no_snapshots_are_told(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(UserError, match=r"no snapshot of an average: its header has no 'std'"):
+    with pytest.raises(UserError, match=r"no snapshot of an average: its header lacks 'std'"):
         find_snapshots(tmp_path)
     path.unlink()
     (tmp_path / "ema" / "step-notes.txt").write_text("mine")
