@@ -1,0 +1,72 @@
+"""What is measured beyond norms, on steps that are logged; everything stays on the device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def entry_sizes(tensors: list[Tensor]) -> dict[str, Tensor]:
+    """Return mean, max and min of |entry| over all entries of `tensors`: scalars; nothing of none."""
+    if not tensors:
+        return {}
+    num = sum(tensor.numel() for tensor in tensors)
+    norms = {p: torch.stack(torch._foreach_norm(tensors, p)) for p in (1, math.inf)}
+    # No foreach kernel knows the smallest.
+    smallest = torch.stack([torch.linalg.vector_norm(tensor, -math.inf) for tensor in tensors])
+    return {"mean": norms[1].sum() / num, "max": norms[math.inf].max(), "min": smallest.min()}
+
+
+class NoiseScale:
+    """The gradient noise scale: the batch size, in samples, beyond which more samples help little.
+
+    McCandlish et al. 2018, arXiv 1812.06162, appendix A.1: with the gradients of a part of b samples and of the whole
+    batch of B,
+
+        |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)      S = (|G_b|^2 - |G_B|^2) / (1 / b - 1 / B)
+
+    are unbiased; a ratio of them is not, so each is smoothed before S / |G|^2 is taken.
+    """
+
+    def __init__(self, decay: float, device: torch.device) -> None:
+        self._decay = decay
+        self.state = torch.zeros(3, device=device)  # |G|^2 and S, smoothed, and the last scale that made sense
+        self.known = False  # whether the state holds a measurement
+        self._first: Tensor | None = None
+        self._measured: tuple[Tensor, int, int] | None = None  # |G_b|^2 / |G_B|^2, b and B
+
+    @property
+    def scale(self) -> Tensor:
+        """The noise scale, in samples: scalar. It keeps its value where the estimate of |G|^2 or S is negative."""
+        return self.state[2]
+
+    def after_first(self, norms: Tensor, share: float) -> None:
+        """Take the norms when only the first micro-batch is in the gradients, whose loss was multiplied by `share`."""
+        self._first = torch.linalg.vector_norm(norms) / share
+
+    def after_last(self, norms: Tensor, part: int, whole: int) -> None:
+        """Take the norms of the `whole` samples, at the same loss scale as those of the `part`."""
+        assert self._first is not None
+        self._measured = (self._first / torch.linalg.vector_norm(norms)).square(), part, whole
+
+    def update(self, norms: Tensor) -> None:
+        """Smooth what was measured; `norms` are those of the whole step at true scale."""
+        if self._measured is None:
+            return
+        (ratio, b, B), self._measured = self._measured, None
+        of_whole = torch.linalg.vector_norm(norms).float().square()
+        of_part = of_whole * ratio
+        signal = (B * of_whole - b * of_part) / (B - b)
+        noise = (of_part - of_whole) / (1 / b - 1 / B)
+        smooth = torch.stack((signal, noise)).nan_to_num()  # a gradient of zero has no ratio
+        self.state[:2] = self._decay * self.state[:2] + (1 - self._decay) * smooth
+        sensible = (self.state[:2] > 0).all()
+        self.state[2] = torch.where(sensible, self.state[1] / self.state[0], self.state[2])
+        self.known = True
+
+    def load(self, state: Tensor) -> None:
+        """Go on with a saved state."""
+        self.state.copy_(state)
+        self.known = True

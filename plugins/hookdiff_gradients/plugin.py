@@ -1,0 +1,251 @@
+"""The plugin `gradients`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field
+from attrs.validators import ge, gt, lt
+from torch import Tensor
+
+from hookdiff import Batch, Loop, LossOutput, NonFinite, hookimpl
+from hookdiff_gradients.diagnosis import Finding, Limits, Numbers, diagnose, diagnose_nan, num_recent
+from hookdiff_gradients.measures import NoiseScale, entry_sizes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+log = logging.getLogger("hookdiff")
+
+TINY = torch.finfo(torch.float32).tiny
+MIN_RMS = 0.01  # that weights count for at least
+NAMED = 3  # tensors that a message names; of dead ones NAMED_DEAD
+NAMED_DEAD = 5
+
+
+@define(eq=False)
+class GradientMonitor:
+    """Measures gradients and updates, and says in words when they explode, vanish, or stay zero.
+
+    Norms are those of the loop's one pass, kept on the device for every step of the window. On steps that are logged it
+    takes more: sizes of entries, the change of the weights, the noise scale when a step has several micro-batches, and
+    a diagnosis. It measures before anyone clips.
+    """
+
+    window: int = field(default=100, validator=ge(20))  # steps of the history
+    per_tensor: bool = False  # log the norm of each tensor
+    explode: float = field(default=10.0, validator=gt(1))  # norm of late over the median of the window: above is told
+    # first third of the tensors over the last third, or norm of late over the median of the window: below is told
+    vanish: float = field(default=1e-5, validator=[gt(0), lt(1)])
+    max_update: float = field(default=0.05, validator=gt(0))  # |change| / |weights| of one update: above is told
+    max_growth: float = field(default=2.0, validator=gt(1))  # of |weights| within a window: above is told
+    noise_decay: float = field(default=0.9, validator=[ge(0), lt(1)])  # of the noise scale, per logged step
+    findings: list[Finding] = field(factory=list, init=False)  # of the last logged step; none: healthy
+    _limits: Limits = field(init=False)
+    _names: list[str] = field(init=False)  # of the trained parameters
+    _weights: list[Tensor] = field(init=False)
+    _ring: Tensor = field(init=False)  # (window, tensors): norms, by step modulo window
+    _count: int = field(default=0, init=False)  # rows written
+    _columns: tuple[list[str], Tensor] = field(init=False)  # where the norms belong, when some have no gradient
+    _sizes: dict[str, Tensor] = field(factory=dict, init=False)  # of entries, in the step under way
+    _before: list[Tensor] = field(factory=list, init=False)  # weights before the update under way, if it will be logged
+    _changes: Tensor = field(init=False)  # (tensors,): |change| of the last update that was measured
+    _size: Tensor = field(init=False)  # |weights| when the step was last a multiple of the window
+    _growth: Tensor = field(init=False)  # largest ratio of two such sizes in a row, since the last logged step
+    _noise: NoiseScale = field(init=False)
+    _part: int = field(default=0, init=False)  # samples of the first micro-batch
+    _seen: dict[str, int] = field(factory=dict, init=False)  # step at which a finding was last made
+
+    def __attrs_post_init__(self) -> None:
+        self._limits = Limits(
+            explode=self.explode, vanish=self.vanish, max_update=self.max_update, max_growth=self.max_growth
+        )
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        self._names, dtype = loop.gradients.names, loop.gradients.dtype
+        # Listed once: parameters keep their addresses.
+        self._weights = [p.detach() for p in loop.model.parameters() if p.requires_grad]
+        self._ring = torch.zeros(self.window, len(self._names), dtype=dtype, device=loop.device)
+        self._columns = [], torch.zeros(0, dtype=torch.long)
+        self._noise = NoiseScale(self.noise_decay, loop.device)
+        self._changes = self._ring.new_zeros(len(self._names))
+        self._growth, self._size = self._ring.new_zeros(()), self._ring.new_full((), math.inf)
+
+    @hookimpl(wrapper=True)
+    def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
+        output = yield
+        if count > 1 and loop.log.next_due:
+            if index == 0:
+                self._part = len(batch)
+                self._noise.after_first(loop.gradients.measure(), len(batch) * loop.num_ranks / batch.total)
+            elif index == count - 1:
+                self._noise.after_last(loop.gradients.measure(), self._part, batch.total)
+        return output
+
+    @hookimpl
+    def after_backward(self, loop: Loop) -> None:
+        self._ring[self._count % self.window].copy_(self._norms(loop))
+        self._count += 1
+        if loop.progress.step % self.window == 0:  # also before the first update
+            size = self._norm(self._weights)
+            self._growth = torch.maximum(self._growth, size / self._size)
+            self._size = size
+        self._before = []
+        if loop.log.next_due:
+            self._before = [weight.clone() for weight in self._weights]
+            self._sizes = entry_sizes(loop.gradients.tensors())
+            self._noise.update(loop.gradients.norms)
+
+    def _norms(self, loop: Loop) -> Tensor:
+        """Return the norms of the step, with zeros for parameters without a gradient: (tensors,)."""
+        norms = loop.gradients.norms
+        if len(norms) == len(self._names):
+            return norms
+        names = list(loop.gradients.named())
+        if self._columns[0] != names:
+            index = {name: column for column, name in enumerate(self._names)}
+            self._columns = names, torch.tensor([index[name] for name in names], device=norms.device)
+        return norms.new_zeros(len(self._names)).index_copy_(0, self._columns[1], norms)
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if not loop.log.due or not self._before:
+            return
+        values = {**self._sizes, **self._over_window(), **self._update()}
+        if self._noise.known:
+            values["noise_scale"] = self._noise.scale
+        if self.per_tensor:
+            newest = self._rows()[-1]
+            values |= {f"norm/{name}": newest[column] for column, name in enumerate(self._names)}
+        loop.log({f"gradients/{name}": value for name, value in values.items()})
+
+    def _update(self) -> dict[str, Tensor]:
+        """Return how much the update, and those before it, changed the weights: scalars, on the device."""
+        before, self._before = self._before, []
+        size = self._norm(before)
+        torch._foreach_sub_(before, self._weights)
+        self._changes = torch.stack(torch._foreach_norm(before, 2, self._ring.dtype))
+        growth = torch.maximum(self._growth, size / self._size)
+        self._growth = torch.zeros_like(growth)
+        return {"update_ratio": torch.linalg.vector_norm(self._changes) / size, "weight_growth": growth}
+
+    def _norm(self, weights: list[Tensor]) -> Tensor:
+        """Return the L2 norm over all `weights`; what starts at zero counts for a little."""
+        floor = MIN_RMS * math.sqrt(sum(weight.numel() for weight in weights))
+        norms = torch.stack(torch._foreach_norm(weights, 2, self._ring.dtype))
+        total: Tensor = torch.linalg.vector_norm(norms).clamp(min=floor)
+        return total
+
+    def _over_window(self) -> dict[str, Tensor]:
+        """Return what the diagnosis is made of: scalars, on the device."""
+        rows = self._rows()
+        recent, third = num_recent(len(rows)), max(1, len(self._names) // 3)
+        totals = torch.linalg.vector_norm(rows, dim=1)
+        first, last = (torch.linalg.vector_norm(part, dim=1) for part in (rows[:, :third], rows[:, -third:]))
+        depth = first / last.clamp(min=TINY)
+        old = slice(-recent) if len(rows) > 1 else slice(None)
+        dead = self._dead() if len(rows) == self.window else torch.zeros_like(rows[0])
+        return {
+            "recent_norm": totals[-recent:].median(),
+            "usual_norm": totals[old].median(),
+            "depth_ratio": depth[-recent:].median(),
+            "usual_depth_ratio": depth[old].median(),
+            "zero_share": (rows[-1] == 0).float().mean(),
+            "dead_share": dead.float().mean(),
+        }
+
+    def _rows(self) -> Tensor:
+        """Return the history, oldest step first: (steps, tensors)."""
+        if self._count <= self.window:
+            return self._ring[: self._count]
+        return self._ring.roll(-(self._count % self.window), 0)
+
+    def _dead(self) -> Tensor:
+        return (self._ring == 0).all(0)
+
+    @hookimpl
+    def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
+        if "gradients/update_ratio" not in values:
+            return
+        steps = min(self._count, self.window)
+        numbers = Numbers(
+            steps=steps,
+            recent=values["gradients/recent_norm"],
+            usual=values["gradients/usual_norm"],
+            depth=values["gradients/depth_ratio"],
+            usual_depth=values["gradients/usual_depth_ratio"],
+            update=values["gradients/update_ratio"],
+            growth=values["gradients/weight_growth"],
+            dead=round(values["gradients/dead_share"] * len(self._names)),
+        )
+        self.findings = diagnose(numbers, self._limits)
+        for finding in self.findings:
+            names, more = self._guilty(finding)
+            self._say(loop, step, finding, names, more)
+
+    def _guilty(self, finding: Finding) -> tuple[list[str], int]:
+        """Return the tensors to name, and how many more there are: the second look."""
+        rows = self._rows()
+        if finding.cause == "dead":
+            names = [self._names[column] for column in self._dead().nonzero().flatten().tolist()]
+            return names[:NAMED_DEAD], len(names[NAMED_DEAD:])
+        if finding.cause == "rate":
+            blame = self._changes
+        elif finding.cause == "exploding":
+            blame = rows[-num_recent(len(rows)) :].mean(0)
+        elif finding.cause == "vanishing":
+            blame = -rows[:, : max(1, len(self._names) // 3)].mean(0)
+        else:
+            return [], 0
+        return [self._names[column] for column in blame.topk(min(NAMED, len(blame))).indices.tolist()], 0
+
+    @hookimpl
+    def on_nan(self, loop: Loop, report: NonFinite) -> None:
+        norms = torch.linalg.vector_norm(self._rows(), dim=1).tolist()
+        bad, known = len(report.parameters), len(self._names)
+        loop.log({"gradients/nonfinite_share": bad / max(1, known)})
+        finding = diagnose_nan(norms, report.loss, bad, known, self._limits)
+        # Backward, it spreads from the output: the last in the model's order was hit first.
+        self._say(loop, report.step + 1, finding, report.parameters[-1:], 0)
+
+    def _say(self, loop: Loop, step: int, finding: Finding, names: list[str], more: int) -> None:
+        """Tell people, unless the same was found a short while ago."""
+        key = " ".join([finding.cause, *(names if finding.cause == "dead" else ())])
+        before = self._seen.get(key)
+        lately = before is not None and step - before <= max(self.window, loop.config.log_every)
+        if loop.is_main and not lately:
+            log.warning("%s", finding.told(step, names, more))
+        self._seen[key] = step
+
+    def history(self) -> dict[str, NDArray[np.floating[Any]]]:
+        """Return the norms of the last `window` steps, oldest first, by tensor, and their total as "grad_norm".
+
+        Arrays on the host, (steps,); a tensor without a gradient counts as zero. Costs a transfer.
+        """
+        rows = self._rows().cpu()
+        columns = dict(zip(self._names, rows.T.numpy(), strict=True))
+        return {**columns, "grad_norm": torch.linalg.vector_norm(rows, dim=1).numpy()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history, the noise scale, and what has been said."""
+        noise = self._noise.state if self._noise.known else None
+        growth = {"size": self._size, "growth": self._growth}
+        return {"history": self._rows(), **growth, "noise": noise, "seen": dict(self._seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the history; where other parameters are trained now it begins anew."""
+        rows = state["history"][-self.window :]
+        if rows.shape[1] == len(self._names):
+            self._ring[: len(rows)].copy_(rows)
+            self._count = len(rows)
+            self._size.copy_(state["size"])
+            self._growth.copy_(state["growth"])
+        if state["noise"] is not None:
+            self._noise.load(state["noise"])
+        self._seen = dict(state["seen"])

@@ -1,0 +1,484 @@
+import logging
+import math
+import statistics
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, load_config
+from hookdiff.testing import count_transfers, toy_loop, toy_model
+from hookdiff_clip import Clip
+from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose, diagnose_nan
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "basic.toml"
+HEALTHY = Numbers(steps=100, recent=1.0, usual=1.0, depth=0.5, usual_depth=0.5, update=1e-3, growth=1.0)
+
+
+class Look:
+    """Notes gradients and weights around each update, and what is logged."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+        self.weights: list[Tensor] = []
+        self.told: dict[int, dict[str, float]] = {}
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        self.note(loop)
+
+    @hookimpl
+    def after_backward(self, loop: Loop) -> None:
+        self.gradients.append({name: g.clone() for name, g in loop.gradients.named().items()})
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        self.note(loop)
+
+    @hookimpl
+    def on_log(self, step: int, values: Mapping[str, float]) -> None:
+        self.told.setdefault(step, {}).update(values)
+
+    def note(self, loop: Loop) -> None:
+        self.weights.append(torch.cat([p.detach().flatten() for p in loop.model.parameters()]))
+
+    def norms(self, name: str | None = None) -> list[float]:
+        kept = [[g for key, g in step.items() if name in (None, key)] for step in self.gradients]
+        return [math.sqrt(sum(g.double().square().sum().item() for g in step)) for step in kept]
+
+
+class Push:
+    """Makes all gradients of step k norms[k] times a fixed vector of length 1."""
+
+    def __init__(self, norms: list[float]) -> None:
+        self.norms = norms
+
+    @hookimpl(tryfirst=True)
+    def unscale(self, loop: Loop) -> None:
+        size = math.sqrt(sum(g.numel() for g in loop.gradients.tensors()))
+        for gradient in loop.gradients.tensors():
+            gradient.fill_(self.norms[loop.progress.position] / size)
+
+
+def still(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def watch(monitor: GradientMonitor | None = None, *others: object, **config: Any) -> tuple[Look, Loop]:
+    look = Look()
+    plugins = {f"other{index}": other for index, other in enumerate(others)}
+    loop = toy_loop({"gradients": monitor or GradientMonitor(), "look": look, **plugins}, **config)
+    loop.run()
+    return look, loop
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The first lines of all warnings."""
+    return [r.getMessage().partition("\n")[0] for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def config(*settings: str, plugins: tuple[str, ...] = ()) -> Any:
+    """The first example, with a smaller net and fewer steps."""
+    small = ["run.steps=60", "run.log_every=10", "run.batch_size=16", "run.device=cpu", "model.channels=8"]
+    small += ["model.head_dim=8", "plugins.lr.warmup=20"]
+    left_out = ["no:samples", "no:checkpoint", "no:progress"]
+    return load_config(EXAMPLE, settings=[*small, *settings], plugins=["gradients", *left_out, *plugins])
+
+
+class TestNumbers:
+    def test_they_are_those_of_plain_torch_whoever_clips(self) -> None:
+        monitor = GradientMonitor(per_tensor=True)
+        look, _ = watch(monitor, Clip(max_norm=1e-3), steps=15, log_every=5)
+        for step in (5, 10, 15):
+            told, gradients = look.told[step], look.gradients[step - 1]
+            entries = torch.cat([g.flatten() for g in gradients.values()]).abs()
+            assert told["gradients/mean"] == pytest.approx(entries.mean().item(), rel=1e-5)
+            assert told["gradients/max"] == entries.max().item()
+            assert told["gradients/min"] == entries.min().item()
+            for name in gradients:
+                assert told[f"gradients/norm/{name}"] == pytest.approx(look.norms(name)[step - 1], rel=1e-5)
+            totals = look.norms()[:step]
+            assert told["gradients/recent_norm"] == pytest.approx(totals[-1], rel=1e-5)
+            assert told["gradients/usual_norm"] == pytest.approx(statistics.median_low(totals[:-1]), rel=1e-5)
+            depths = [a / b for a, b in zip(look.norms("0.weight")[:step], look.norms("3.bias"), strict=False)]
+            assert told["gradients/depth_ratio"] == pytest.approx(depths[-1], rel=1e-5)
+            before, after = look.weights[step - 1 : step + 1]
+            assert told["gradients/update_ratio"] == pytest.approx(
+                ((after - before).norm() / before.norm()).item(), rel=1e-4
+            )
+            growth = before.norm() / look.weights[0].norm()
+            assert told["gradients/weight_growth"] == pytest.approx(growth.item(), rel=1e-5)
+            assert told["gradients/zero_share"] == told["gradients/dead_share"] == 0
+
+    def test_growth_is_the_largest_of_any_window_since_the_last_log(self) -> None:
+        look, _ = watch(GradientMonitor(window=20), steps=90, log_every=45)
+        sizes = [weights.norm().item() for weights in look.weights]
+        assert look.told[45]["gradients/weight_growth"] == pytest.approx(
+            max(sizes[20] / sizes[0], sizes[40] / sizes[20], sizes[44] / sizes[40]), rel=1e-5
+        )
+        assert look.told[90]["gradients/weight_growth"] == pytest.approx(
+            max(sizes[60] / sizes[40], sizes[80] / sizes[60], sizes[89] / sizes[80]), rel=1e-5
+        )
+
+    def test_weights_of_zero_count_for_a_hundredth(self) -> None:
+        model = nn.Linear(4, 4, bias=False)
+        nn.init.zeros_(model.weight)
+        look, _ = watch(model=model, steps=1, log_every=1)
+        assert look.told[1]["gradients/update_ratio"] == pytest.approx(look.weights[1].norm().item() / (0.01 * 4))
+
+    def test_the_history_has_the_last_steps_in_order(self) -> None:
+        monitor = GradientMonitor(window=20)
+        look, _ = watch(monitor, steps=33)
+        history = monitor.history()
+        assert list(history) == ["0.weight", "0.bias", "3.weight", "3.bias", "grad_norm"]
+        np.testing.assert_allclose(history["grad_norm"], look.norms()[-20:], rtol=1e-5)
+        np.testing.assert_allclose(history["0.bias"], look.norms("0.bias")[-20:], rtol=1e-5)
+
+    def test_a_history_that_is_young_is_short(self) -> None:
+        monitor = GradientMonitor()
+        watch(monitor, steps=3)
+        assert monitor.history()["grad_norm"].shape == (3,)
+
+    def test_parameters_without_a_gradient_count_as_zero(self) -> None:
+        class Sometimes(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.unused = nn.Parameter(torch.ones(3))
+                self.net = toy_model()
+                self.even, self.calls = nn.Parameter(torch.ones(4)), 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.calls += 1
+                y: Tensor = self.net(x)
+                return y * self.even if self.calls % 2 == 0 else y
+
+        monitor = GradientMonitor()
+        look, _ = watch(monitor, model=Sometimes(), steps=6, log_every=1)
+        history = monitor.history()
+        assert history["unused"].tolist() == [0.0] * 6
+        assert [norm > 0 for norm in history["even"]] == [False, True] * 3
+        assert look.told[5]["gradients/zero_share"] == pytest.approx(2 / 6)
+        np.testing.assert_allclose(history["net.3.bias"], look.norms("net.3.bias"), rtol=1e-5)
+
+    def test_most_parameters_may_be_frozen(self) -> None:
+        model = toy_model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name == "3.bias")
+        monitor = GradientMonitor()
+        look, _ = watch(monitor, model=model, optimizers=lambda m: torch.optim.SGD(m[3].parameters(), lr=0.1))
+        assert list(monitor.history()) == ["3.bias", "grad_norm"]
+        assert look.told[20]["gradients/max"] > 0
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    def test_other_precisions(self, dtype: torch.dtype) -> None:
+        def objective(net: nn.Module, batch: Batch) -> Tensor:
+            loss: Tensor = net(batch.inputs.to(dtype)).float().square().mean(1)
+            return loss
+
+        monitor = GradientMonitor(per_tensor=True)
+        look, _ = watch(monitor, model=toy_model().to(dtype), objective=objective, steps=5)
+        assert monitor.history()["grad_norm"].dtype == (np.float64 if dtype == torch.float64 else np.float32)
+        np.testing.assert_allclose(monitor.history()["grad_norm"], look.norms(), rtol=1e-5)
+        assert all(math.isfinite(value) for value in look.told[5].values())
+
+    def test_it_adds_no_transfer(self) -> None:
+        counts = []
+        for plugins in ({}, {"gradients": GradientMonitor(per_tensor=True)}):
+            loop = toy_loop(plugins, steps=25, micro_batch=4, log_every=5)
+            with loop, count_transfers() as transfers:
+                for _ in loop.steps():
+                    pass
+            counts.append(transfers.count)
+        assert counts[1] == counts[0] + 5  # that of the log, which had nothing to fetch before
+
+
+class Scaled:
+    """A loss scale in small: what amp does in fp16."""
+
+    @hookimpl(wrapper=True)
+    def backward(self, loop: Loop) -> Generator[None, bool, bool]:
+        done = yield
+        return done
+
+    @hookimpl
+    def micro_step(self, loop: Loop, batch: Batch) -> LossOutput:
+        output = loop.hook.compute_loss(loop=loop, batch=batch)
+        loop.hook.backward(loop=loop, loss=output.loss * 1024 * len(batch) / batch.total)
+        return output.detach()
+
+    @hookimpl
+    def unscale(self, loop: Loop) -> None:
+        torch._foreach_mul_(loop.gradients.tensors(), 1 / 1024)
+
+
+class TestNoiseScale:
+    """On loss_i = w x_i the gradient of a sample is x_i itself, so that everything is known."""
+
+    def run(self, data: Tensor, *others: object, **options: Any) -> Look:
+        model = nn.Linear(data.shape[1], 1, bias=False)
+
+        def objective(net: nn.Module, batch: Batch) -> Tensor:
+            loss: Tensor = net(batch.inputs)[:, 0]
+            return loss
+
+        monitor = GradientMonitor(noise_decay=options.pop("noise_decay", 0.9))
+        look, _ = watch(monitor, *others, model=model, objective=objective, data=data, optimizers=still, **options)
+        return look
+
+    @pytest.mark.parametrize("others", [(), (Scaled(),)], ids=["plain", "under a loss scale"])
+    def test_known_answer(self, others: tuple[object, ...]) -> None:
+        # The gradients are (2, 1) of a part of 2 samples and (1, 1) of all 6, in some order of the samples.
+        data = torch.tensor([[2.0, 1.0]] * 2 + [[0.5, 1.0]] * 4)
+        seen: list[Tensor] = []
+
+        class Order:
+            @hookimpl
+            def before_step(self, batch: Batch) -> None:
+                seen.append(batch.inputs)
+
+        look = self.run(data, Order(), *others, steps=1, batch_size=6, micro_batch=2, log_every=1)
+        part, whole = seen[0][:2].mean(0).square().sum(), seen[0].mean(0).square().sum()
+        signal, noise = (6 * whole - 2 * part) / 4, (part - whole) / (1 / 2 - 1 / 6)
+        expected = (noise / signal).item() if min(noise, signal) > 0 else 0
+        assert look.told[1]["gradients/noise_scale"] == pytest.approx(expected, rel=1e-4)
+
+    @pytest.mark.parametrize("micro_batch", [4, 5])
+    def test_it_finds_the_scale_of_a_known_distribution(self, micro_batch: int) -> None:
+        torch.manual_seed(0)
+        data = torch.randn(4000, 20) * 0.5 + 0.25  # |G|^2 = 20 / 16, S = 20 / 4: the scale is 4
+        steps = {"steps": 400, "batch_size": 18, "micro_batch": micro_batch, "log_every": 1, "noise_decay": 0.995}
+        look = self.run(data, **steps)
+        truth = (data.var(0).sum() / data.mean(0).square().sum()).item()
+        assert look.told[400]["gradients/noise_scale"] == pytest.approx(truth, rel=0.1)
+        assert truth == pytest.approx(4, rel=0.05)
+
+    def test_without_parts_there_is_none(self) -> None:
+        look = self.run(torch.ones(8, 2), steps=2, log_every=1)
+        assert not any("noise" in name for told in look.told.values() for name in told)
+
+    def test_an_estimate_that_makes_no_sense_is_passed_over(self) -> None:
+        look = self.run(torch.zeros(8, 2), steps=4, batch_size=4, micro_batch=2, log_every=1)
+        assert look.told[4]["gradients/noise_scale"] == 0
+
+
+class TestDiagnosis:
+    @pytest.mark.parametrize(
+        ("changed", "line"),
+        [
+            ({"growth": 3.21}, "learning rate too high: the weights grew to 3.21 times their norm in a few steps"),
+            ({"update": 0.2}, "learning rate too high: one update changed the weights by 0.2 of their norm"),
+            ({"recent": 30.0}, "exploding gradients: norm 30 is 30 times the median of the 90 steps before"),
+            (
+                {"depth": 1e-7, "usual_depth": 1e-7},
+                "vanishing gradients: in the first third of the model they are 1.0e-07 of those in the last third",
+            ),
+            ({"recent": 1e-6}, "vanishing gradients: norm 1e-06 is 1.0e-06 of the median of the 90 steps before"),
+            ({"dead": 2}, "dead layers: the gradient was zero in each of the last 100 steps"),
+        ],
+    )
+    def test_each_illness_is_named(self, changed: dict[str, Any], line: str) -> None:
+        (finding,) = diagnose(evolve(HEALTHY, **changed), Limits())
+        assert finding.what == line
+        first, second = finding.told(7, ["a", "b"], 3).split("\n")
+        assert first.startswith(f"step 7: {line}; ")
+        assert first.endswith("a, b and 3 more")
+        assert len(second.strip()) > 20
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {},
+            {"update": 0.2, "steps": 19},  # the first updates are large
+            {"depth": 1e-7, "usual_depth": 5e-8},  # behind a layer that starts at zero, and growing
+            {"depth": 0.0, "usual_depth": 0.0},  # zeros are dead, or the very first step
+            {"recent": 0.0, "usual": 0.0},
+            {"recent": 9.0},
+            {"steps": 19, "recent": 100.0},  # too soon to tell
+        ],
+    )
+    def test_what_is_healthy_is_left_alone(self, changed: dict[str, Any]) -> None:
+        assert diagnose(evolve(HEALTHY, **changed), Limits()) == []
+
+    def test_a_bad_start_is_told_at_once(self) -> None:
+        (finding,) = diagnose(evolve(HEALTHY, steps=1, growth=3.0, update=0.6), Limits())
+        assert finding.cause == "rate"
+
+    @given(
+        numbers=st.builds(
+            Numbers,
+            steps=st.integers(1, 500),
+            recent=st.just(0.0) | st.floats(1e-20, 1e6),
+            usual=st.just(0.0) | st.floats(1e-20, 1e6),
+            depth=st.floats(0, 1e6),
+            usual_depth=st.floats(0, 1e6),
+            update=st.floats(0, 10),
+            growth=st.floats(0, 10),
+            dead=st.integers(0, 5),
+        ),
+        power=st.integers(-20, 20),
+    )
+    def test_the_scale_of_the_gradients_changes_nothing(self, numbers: Numbers, power: int) -> None:
+        scaled = evolve(numbers, recent=numbers.recent * 2.0**power, usual=numbers.usual * 2.0**power)
+        causes = [finding.cause for finding in diagnose(numbers, Limits())]
+        assert [finding.cause for finding in diagnose(scaled, Limits())] == causes
+
+    @pytest.mark.parametrize(
+        ("norms", "loss", "line"),
+        [
+            ([1.0] * 18 + [50.0, 200.0], math.nan, "NaN after exploding gradients (norm 200 in the step before, 200 t"),
+            ([1.0] * 20, 0.5, "NaN in the backward pass of a finite loss: "),
+            ([1.0] * 20, math.inf, "NaN all at once (norm 1 in the step before): look at this batch first; loss inf"),
+            (
+                [],
+                math.nan,
+                "NaN in the first step: look at the data and the initial weights; loss nan, gradients of 3 o",
+            ),
+        ],
+    )
+    def test_a_nan_is_told_with_what_came_before(self, norms: list[float], loss: float, line: str) -> None:
+        assert diagnose_nan(norms, loss, 3, 4, Limits()).what.startswith(line)
+
+
+class TestRuns:
+    """Real runs: what is told first names the cause, and a healthy one stays silent."""
+
+    @pytest.mark.parametrize("settings", [(), ("run.micro_batch=8", "run.log_every=1", "run.steps=40")])
+    @pytest.mark.parametrize("plugins", [(), ("no:lr", "no:clip")])
+    def test_a_healthy_run_is_silent(
+        self, settings: Any, plugins: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        loop = build_loop(config(*settings, plugins=plugins), tmp_path / "run")
+        assert loop.run() == "done"
+        assert said(caplog) == []
+
+    @pytest.mark.parametrize("plugins", [(), ("no:lr", "no:clip")])
+    def test_a_rate_100_times_too_high(self, plugins: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        build_loop(config("optimizer.lr=0.1", plugins=plugins), tmp_path / "run").run()
+        assert said(caplog)[0].partition(": ")[2].startswith("learning rate too high: the weights grew to ")
+        assert "; now most in " in said(caplog)[0]
+
+    def test_a_dead_layer(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        nn.init.constant_(model[2].bias, -1e3)  # type: ignore[arg-type]
+        monitor = GradientMonitor(window=20)
+        look, _ = watch(monitor, model=model, steps=60, log_every=10)
+        names = "0.weight, 0.bias, 2.weight, 2.bias, 4.weight"
+        assert said(caplog) == [f"step 20: dead layers: the gradient was zero in each of the last 20 steps; in {names}"]
+        assert look.told[60]["gradients/dead_share"] == pytest.approx(5 / 6)
+        assert [finding.cause for finding in monitor.findings] == ["dead"]
+
+    def test_layers_behind_one_that_starts_at_zero_are_not_dead(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = toy_model()
+        nn.init.zeros_(model[3].weight)  # type: ignore[index, arg-type]
+        look, _ = watch(
+            GradientMonitor(window=20),
+            model=model,
+            optimizers=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True),
+            steps=25,
+            log_every=1,
+        )
+        assert look.told[1]["gradients/zero_share"] == 0.5
+        assert look.told[3]["gradients/zero_share"] == 0
+        assert said(caplog) == []
+
+    def test_saturated_layers_let_gradients_vanish(self, caplog: pytest.LogCaptureFixture) -> None:
+        torch.manual_seed(0)
+        middle = [layer for _ in range(14) for layer in (nn.Linear(8, 8), nn.Sigmoid())]
+        model = nn.Sequential(nn.Linear(4, 8), *middle, nn.Linear(8, 4))
+        watch(model=model, optimizers=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4), steps=40, log_every=20)
+        assert len(said(caplog)) == 1
+        assert "vanishing gradients: in the first third of the model they are " in said(caplog)[0]
+        assert "; smallest in " in said(caplog)[0]
+
+    def pushed(self, norms: list[float], **options: Any) -> GradientMonitor:
+        monitor = GradientMonitor(**options)
+        watch(monitor, Push(norms), optimizers=still, steps=len(norms), log_every=10)
+        return monitor
+
+    def test_gradients_that_explode(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.pushed([1.0] * 40 + [1.5**step for step in range(20)])
+        assert len(said(caplog)) == 1
+        assert "exploding gradients: norm " in said(caplog)[0]
+        assert said(caplog)[0].endswith("; largest in 0.weight, 3.weight, 0.bias")
+
+    def test_gradients_that_fade(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.pushed([1.0] * 40 + [1e-7] * 10)
+        assert said(caplog) == [
+            "step 50: vanishing gradients: norm 1e-07 is 1.0e-07 of the median of the 45 steps before"
+        ]
+
+    def test_a_spike_is_no_explosion(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.pushed([1.0] * 59 + [1e6] + [1.0] * 20)
+        assert said(caplog) == []
+
+    def test_what_goes_on_is_told_once_and_what_comes_back_again(self, caplog: pytest.LogCaptureFixture) -> None:
+        sick = [1.0] * 18 + [100.0] * 2
+        self.pushed([*sick, *sick, *[1.0] * 40, *sick], window=20)
+        steps = [line.partition(":")[0] for line in said(caplog)]
+        assert steps == ["step 20", "step 100"]
+
+    def test_a_nan(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Break:
+            @hookimpl
+            def unscale(self, loop: Loop) -> None:
+                if loop.progress.position in (10, 12):
+                    loop.gradients.named()["0.bias"][1] = math.nan
+
+            @hookimpl
+            def on_nan(self, report: NonFinite) -> str:
+                return "skip"
+
+        look, _ = watch(None, Break(), steps=15)
+        lines = [line for line in said(caplog) if "NaN" in line]
+        assert len(lines) == 1
+        assert lines[0].startswith("step 11: NaN in the backward pass of a finite loss: ")
+        assert "gradients of 1 of 4 tensors; nearest to the output 0.bias" in lines[0]
+        assert look.told[10]["gradients/nonfinite_share"] == 0.25
+
+
+class TestState:
+    def halves(self, make: Callable[[], GradientMonitor], other: GradientMonitor) -> GradientMonitor:
+        """A monitor that takes up what another one saw in 30 steps."""
+        monitor = make()
+        watch(monitor, steps=30)
+        loop = toy_loop({"gradients": other})
+        with loop:
+            other.load_state_dict(monitor.state_dict())
+        return monitor
+
+    @pytest.mark.parametrize("window", [20, 25, 100])
+    def test_a_window_may_change(self, window: int) -> None:
+        other = GradientMonitor(window=window)
+        monitor = self.halves(lambda: GradientMonitor(window=25), other)
+        kept = min(window, 25)
+        assert other.history()["3.bias"].tolist() == monitor.history()["3.bias"][-kept:].tolist()
+
+    def test_parameters_that_are_trained_may_change(self) -> None:
+        monitor = GradientMonitor()
+        watch(monitor, steps=3)
+        other, model = GradientMonitor(), toy_model()
+        model[0].weight.requires_grad_(False)  # type: ignore[index]
+        with toy_loop({"gradients": other}, model=model):
+            other.load_state_dict(monitor.state_dict())
+        assert other.history()["grad_norm"].shape == (0,)
+
+    def test_it_stays_silent_about_what_has_been_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        norms, states = [1.0] * 18 + [100.0] * 12, []
+        for steps in (20, 30):
+            monitor = GradientMonitor(window=20)
+            loop = toy_loop({"gradients": monitor, "push": Push(norms)}, optimizers=still, steps=steps, log_every=10)
+            with loop:
+                if states:
+                    monitor.load_state_dict(states[0])
+                    loop.progress.step = loop.progress.position = 20
+                for _ in loop.steps():
+                    pass
+            states.append(monitor.state_dict())
+        assert len(said(caplog)) == 1
