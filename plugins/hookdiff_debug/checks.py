@@ -217,6 +217,8 @@ def check_learning(trial: Trial, trained: bool = False) -> Finding:
         return Finding("broken", name, f"too high for the trained network: {fell}", tenth)
     if peak > 3 * first or change > 0.1:
         return Finding("look", name, f"high: {fell}, {moved}, with a peak of {peak:.3g}", tenth)
+    if not trained and end > 0.98 * first and trial.rates[-1] > 1.02 * trial.rates[0]:
+        return Finding("OK", name, f"it is still being warmed up; {fell}, {moved}")
     if not trained and end > 0.98 * first:
         way_out = (
             "a longer trial (--steps), a higher rate" if change < 3e-3 else "a lower rate, a longer trial (--steps)"
@@ -302,7 +304,8 @@ def check_response(outputs: Outputs | None, settled: bool = True) -> Finding:
             f"does not change with the {which}",
             f"does forward use the {which}? is it multiplied by zero?",
         )
-    return Finding("OK", name, ", ".join(f"{_share(value)} by {what}" for what, value in known.items()) or "not known")
+    changes = ", ".join(f"{_share(value)} with the {what}" for what, value in known.items())
+    return Finding("OK", name, f"changes by {changes}" if changes else "not known")
 
 
 def check_levels(levels: Sequence[Level], trained: bool) -> Finding:
@@ -312,14 +315,14 @@ def check_levels(levels: Sequence[Level], trained: bool) -> Finding:
     seen = "clean to noisy, over that of predicting the mean: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
     if not all(map(math.isfinite, ratios)):
         return Finding("broken", name, seen, "the network fails at these times; see its output and the schedule")
-    if min(ratios) > 0.97:
+    if trained and min(ratios) > 0.97:
         return Finding(
-            "broken" if trained else "look",
+            "broken",
             name,
             f"nothing is predicted that the mean would not; {seen}",
-            "see the learning rate; a longer trial: --steps",
+            "see the learning rate and the output",
         )
-    if trained and (worse := [level for level in levels if level.error > 1.1 * level.floor]):
+    if trained and (worse := [level for level in levels if level.error > 1.1 * level.floor + 0.02 * level.mean_error]):
         times = ", ".join(f"{level.time:.4g}" for level in worse)
         return Finding(
             "look",
@@ -399,10 +402,10 @@ def check_time(parts: Mapping[str, float], per_step: float) -> Finding:
     return Finding("OK", name, seen)
 
 
-def check_memory(estimate: float, measured: float | None, available: float | None) -> Finding:
-    """Judge the memory that a step takes, in bytes: as estimated, as measured where someone counts, and as there is."""
-    name, needed = "memory", max(estimate, measured or 0)
-    seen = f"{estimate / 2**20:.0f} MiB estimated" + (f", {measured / 2**20:.0f} measured" if measured else "")
+def check_memory(estimate: float, measured: float, available: float | None) -> Finding:
+    """Judge the memory that a step takes, in bytes: as estimated, as measured, and as there is."""
+    name, needed = "memory", max(estimate, measured)
+    seen = f"{estimate / 2**20:.0f} MiB estimated, {measured / 2**20:.0f} measured"
     if available and needed > 0.9 * available:
         there = f"{seen}, {available / 2**20:.0f} there"
         return Finding("look", name, there, "run.micro_batch, model.gradient_checkpointing or amp take less")

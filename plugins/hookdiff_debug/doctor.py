@@ -157,6 +157,8 @@ def _of_length(loop: Loop, config: Config) -> Finding:
 
 
 def _of_memory(config: Config, trial: Trial) -> list[Finding]:
+    if trial.peak_memory is None:
+        return []
     try:
         estimate = estimate_memory(config)
     except UserError:  # a model that cannot be run without values

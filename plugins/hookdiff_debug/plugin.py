@@ -69,7 +69,8 @@ class Debug:
         silent = [name for name, looks in self._silent.items() if looks >= _SILENT]
         findings = [check_gradients(layers, silent)] if settled else []
         findings += [check_outputs(outputs, settled), check_response(outputs, settled)]
-        self._say(loop, findings)
+        if self._told.get("inputs") != "broken":  # the network cannot but suffer from it
+            self._say(loop, findings)
         self._numbers |= _told_of(outputs, layers)
 
     @hookimpl
@@ -102,6 +103,8 @@ class Debug:
                 self._told[finding.name] = finding.level
                 if loop.is_main:
                     log.warning("step %d: %s", loop.progress.step + 1, finding)
+            if finding.level == "broken":
+                break  # the others follow from it, or can wait
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was said, and the layers without a gradient."""

@@ -1,0 +1,284 @@
+"""The plugin `debug`: what it warns of, and that nobody notices that it looks."""
+
+import logging
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hookdiff import Batch, hookimpl
+from hookdiff.diffusion import Diffusion
+from hookdiff.models import DiT, UNet
+from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
+from hookdiff_debug import Debug
+from hookdiff_debug.checks import check_inputs
+from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
+
+PICTURES = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+class Values:
+    """Keeps what is logged."""
+
+    def __init__(self):
+        self.told = {}
+
+    @hookimpl
+    def on_log(self, step, values):
+        self.told.setdefault(step, {}).update(values)
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def judged(inputs, **options):
+    return check_inputs(measure_inputs(inputs), **options)
+
+
+def test_the_numbers_of_a_batch():
+    batch = torch.tensor([[[0.0, 1.0]], [[-1.0, 4.0]], [[2.0, 2.0]]])  # 3 images, 1 channel of 2 values
+    found = measure_inputs(batch, lambda images: images * 2 + 1)
+    values = torch.tensor([0, 1, -1, 4, 2, 2]).double()
+    assert (found.num, found.low, found.high) == (3, -1, 4)
+    assert found.mean == pytest.approx(float(values.mean()))
+    assert found.std == pytest.approx(float(values.std(correction=0)))
+    assert found.told_mean == pytest.approx(float(values.mean()) * 2 + 1)
+    assert found.told_std == pytest.approx(float(values.std(correction=0)) * 2)
+    assert (found.constant, found.same, found.nonfinite, found.channels) == (pytest.approx(1 / 3), 0, 0, ())
+
+
+def test_a_nan_does_not_hide_the_other_numbers():
+    batch = PICTURES.clone()
+    batch[0, 0, 0, 0], batch[1] = math.nan, math.inf
+    found, clean = measure_inputs(batch), PICTURES.flatten()[65:]
+    clean = torch.cat([PICTURES.flatten()[1:64], PICTURES.flatten()[128:]])
+    assert found.nonfinite == pytest.approx(65 / (64 * 64))
+    assert (found.low, found.high) == (float(clean.min()), float(clean.max()))
+    assert found.mean == pytest.approx(float(clean.mean()), abs=1e-6)
+    assert found.std == pytest.approx(float(clean.std(correction=0)), rel=1e-5)
+
+
+def test_constant_channels_and_copies_are_seen():
+    batch = torch.cat([PICTURES, torch.ones_like(PICTURES)], 1)
+    assert measure_inputs(batch).channels == (1,)
+    assert measure_inputs(PICTURES[:1].expand(8, -1, -1, -1)).same == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "level", "words"),
+    [
+        (PICTURES, "OK", "values from -1 to 1"),
+        ((PICTURES + 1) * 127.5, "broken", "as of [0, 255]"),
+        ((PICTURES + 1) / 2, "broken", "as of [0, 1]"),
+        (PICTURES * 30, "broken", "expected [-1, 1]"),
+        (PICTURES * 2, "look", "images are in [-1, 1]"),
+        (PICTURES[:, :, :1, :1].expand(-1, -1, 8, 8), "broken", "every image is constant"),
+        (torch.where(PICTURES > 0.99, math.nan, PICTURES), "broken", "NaN or infinite"),
+        (PICTURES / 50 + 0.9, "look", "hardly any contrast"),
+        (torch.cat([PICTURES, torch.ones_like(PICTURES)], 1), "look", "channel 1 is constant"),
+        (PICTURES[:1].expand(8, -1, -1, -1), "look", "100% of a batch are the same image"),
+    ],
+)
+def test_inputs_are_judged(inputs, level, words):
+    found = judged(inputs)
+    assert found.level == level
+    assert words in found.seen
+    assert bool(found.advice) == (level != "OK")
+
+
+@given(scale=st.floats(0.3, 1), shift=st.floats(-0.5, 0.5))
+def test_no_images_that_fill_a_good_part_of_the_range_raise_an_alarm(scale, shift):
+    assert judged(PICTURES * scale + shift * (1 - scale)).level == "OK"
+
+
+def test_latents_of_any_range_are_fine_once_they_are_standardised():
+    latents = (PICTURES - PICTURES.mean()) * 9 + 3
+    options = {"schedule": "cosine", "data_mean": 3.0}
+    for std, level in ((5.2, "OK"), (1.0, "look")):
+        diffusion = Diffusion(**options, data_std=std)
+        found = check_inputs(measure_inputs(latents, diffusion.standardised), standardised=True)
+        assert found.level == level
+    assert "mean 3" in found.advice
+    assert "std 5.2" in found.advice
+
+
+def test_sigma_data_far_from_the_data_is_named_with_the_right_one():
+    found = judged(PICTURES / 5, sigma_data=0.5)
+    assert (found.level, found.advice) == ("look", f"set diffusion.sigma_data = {PICTURES.std() / 5:.2g}")
+
+
+def test_the_first_step_names_pixels_in_0_to_255_and_the_way_out(caplog):
+    loop = toy_loop({"debug": Debug()}, data=torch.linspace(0, 255, 160).reshape(40, 4), batch_size=40)
+    loop.run()
+    (said,) = warnings(caplog)  # once, and nothing of what follows from it
+    first, advice = said.splitlines()
+    assert first == "step 1: inputs: values from 0 to 255, as of [0, 255]; expected [-1, 1]"
+    assert "image / 127.5 - 1" in advice
+
+
+def test_a_nan_in_the_data_is_named_before_the_run_stops(caplog):
+    data = torch.linspace(-1, 1, 160).reshape(40, 4)
+    data[11] = math.nan
+    loop = toy_loop({"debug": Debug(every=0)}, data=data)
+    assert loop.run() == "on_nan"
+    (said,) = warnings(caplog)
+    assert "inputs: 12.5% of the values are NaN or infinite" in said
+    before_the_report = [record.getMessage() for record in caplog.records]
+    assert before_the_report[0] == said
+
+
+class Dead(nn.Module):
+    """A net with a branch whose ReLU is off for all inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.main = toy_model()
+        self.side, self.out, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2)
+        nn.init.constant_(self.side.bias, -100.0)
+
+    def forward(self, x):
+        return self.main(x) + self.out(self.side(x).relu())
+
+
+def test_a_dead_layer_is_named_when_it_has_been_silent_for_two_looks(caplog):
+    loop = toy_loop({"debug": Debug()}, model=Dead(), steps=40)
+    loop.run()
+    (said,) = [line for line in warnings(caplog) if "gradients" in line and "no gradient" in line]
+    assert said.startswith("step 16: gradients: no gradient reaches 1 of 5 layers (side)")
+    assert not any("main" in line for line in warnings(caplog))
+
+
+def test_a_layer_that_is_not_called_is_named(caplog):
+    model = Dead()
+    nn.init.zeros_(model.side.bias)
+    toy_loop({"debug": Debug()}, model=model, steps=40).run()
+    (said,) = warnings(caplog)
+    assert said.startswith("step 8: gradients: the loss does not depend on 1 of 5 layers (unused)")
+
+
+def test_what_is_mended_and_breaks_again_is_said_again(caplog):
+    debug = Debug(every=1)
+
+    class Scales:
+        @hookimpl
+        def before_step(self, loop, batch):
+            batch.inputs.mul_(255 if loop.progress.step in (2, 3, 7) else 1)
+
+    toy_loop({"scales": Scales(), "debug": debug}, data=torch.rand(40, 4) * 2 - 1, steps=9, batch_size=40).run()
+    assert [line.split(":")[0] for line in warnings(caplog) if "inputs" in line] == ["step 3", "step 8"]
+
+
+@pytest.mark.parametrize("net", [UNet(channels=8, num_res_blocks=1, head_dim=8), DiT(hidden_size=32, depth=2)])
+@pytest.mark.parametrize(
+    "options", [{"schedule": "cosine"}, {"schedule": "flow"}, {"schedule": "edm", "sigma_data": 0.6}], ids=str
+)
+def test_real_networks_that_start_as_zero_raise_no_alarm(net, options, caplog):
+    net.reset_parameters() if isinstance(net, UNet) else None
+    values = Values()
+    debug = Debug(every=10, num=16)
+    loop = toy_loop(
+        {"debug": debug, "values": values},
+        model=net,
+        objective=Diffusion(**options),
+        data=PICTURES,
+        steps=20,
+        batch_size=16,
+    )
+    loop.run()
+    assert warnings(caplog) == []
+    assert [step for step, told in values.told.items() if "debug/input_std" in told] == [1, 2, 4, 8, 10, 16, 20]
+    assert 0 < values.told[20]["debug/by_image"] < 3
+    assert 0 < values.told[20]["debug/by_time"] < 3
+    assert values.told[20]["debug/silent_layers"] == 0
+
+
+class Disturbing(nn.Module):
+    """Draws, counts its calls in a buffer and behaves otherwise in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = toy_model(dropout=0.5)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.norm(self.net(x)) + torch.rand(()) * 0
+
+
+def test_a_look_leaves_no_trace():
+    runs = []
+    for plugins in ({}, {"debug": Debug(every=1)}):
+        torch.manual_seed(3)
+        model = Disturbing()
+        loop = toy_loop(plugins, model=model, micro_batch=3, data=torch.rand(40, 4) * 2 - 1)
+        loop.run()
+        assert all(module.training for module in model.modules())
+        runs.append((weights(loop), torch.rand(3)))
+    assert_same(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_there_are_transfers_on_its_own_steps_only():
+    loop, plain = toy_loop({"debug": Debug(every=0)}, log_every=1000), toy_loop(log_every=1000)
+    counts = []
+    for each in (loop, plain):
+        with each:
+            counts.append([])
+            steps = each.steps()
+            for _ in range(12):
+                with count_transfers() as transfers:
+                    next(steps)
+                counts[-1].append(transfers.count)
+    more = [with_it - without for with_it, without in zip(*counts, strict=True)]
+    assert [step + 1 for step, count in enumerate(more) if count] == [1, 2, 4, 8]
+    assert max(more) <= 3
+
+
+def test_an_answer_that_ignores_part_of_the_question_is_measured():
+    class Deaf(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x, t):
+            return x * self.weight
+
+    loop = toy_loop(model=Deaf(), objective=Diffusion(schedule="cosine"), data=PICTURES)
+    with loop:
+        batch = loop.objective.draw(Batch(PICTURES), torch.Generator().manual_seed(0))
+        with untouched(loop):
+            found = measure_outputs(loop, batch)
+        alpha, sigma, _ = loop.objective.process.rates(batch.draws["timesteps"], 4)
+        x = alpha * PICTURES + sigma * batch.draws["noise"]
+        assert found.std == pytest.approx(float(x.std(correction=0)), rel=1e-5)
+        other = (x.roll(1, 0) - x).square().mean().sqrt() / x.square().mean().sqrt()
+        assert found.by_image == pytest.approx(float(other), rel=1e-5)
+        assert found.by_time == 0
+        assert math.isnan(found.by_label)
+
+
+def test_layers_have_the_norms_of_their_parameters_together():
+    loop = toy_loop(steps=1)
+    loop.run()
+    linear = loop.model[3]
+    expected = torch.cat([linear.weight.grad.flatten(), linear.bias.grad]).norm()
+    found = measure_layers(loop)["3"]
+    assert found.norm == pytest.approx(float(expected), rel=1e-6)
+    assert (found.size, set(measure_layers(loop))) == (36, {"0", "3"})
+
+
+def test_a_resumed_run_does_not_say_it_again(caplog):
+    data = (torch.rand(40, 4) * 255).round()
+    first = toy_loop({"debug": Debug(every=1)}, data=data, steps=3)
+    first.run()
+    assert any("inputs" in line for line in warnings(caplog))
+    caplog.clear()
+    again = Debug(every=1)
+    again.load_state_dict(first.plugins["debug"].state_dict())
+    toy_loop({"debug": again}, data=data, steps=3).run()
+    assert not any("inputs" in line for line in warnings(caplog))
