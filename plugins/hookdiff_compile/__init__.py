@@ -1,0 +1,5 @@
+"""The model compiled by torch, in place."""
+
+from hookdiff_compile.plugin import Compile
+
+__all__ = ["Compile"]

@@ -1,0 +1,5 @@
+"""The memory in use, logged."""
+
+from hookdiff_memory.plugin import Memory
+
+__all__ = ["Memory"]

@@ -1,0 +1,103 @@
+"""The plugin `memory`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+from attrs import define, field
+from attrs.validators import gt, le
+
+from hookdiff import Due, Every, Loop, hookimpl, parse_every
+
+MIB = 1 << 20
+STATM = Path("/proc/self/statm")
+
+log = logging.getLogger("hookdiff")
+
+
+@define(eq=False)
+class Memory:
+    """Logs the memory in use and its peak so far, in MiB, and warns once when the peak comes near what there is.
+
+    On a GPU it is what the allocator counts, on the host, so nobody waits for the device: `memory/allocated`,
+    `memory/reserved` (with what it keeps for later) and `memory/peak` (allocated). On a CPU it is the resident set of
+    the process: `memory/allocated` (Linux) and `memory/peak`.
+    """
+
+    empty_cache_every: Every = field(default=Every(0), converter=parse_every)  # gives back what is kept for later
+    warn_above: float = field(default=0.95, validator=[gt(0), le(1)])  # share of the device's memory
+    _due: Due = field(init=False)
+    _has_warned: bool = field(default=False, init=False)
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        self._due, self._has_warned = Due(self.empty_cache_every), False
+        if loop.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(loop.device)
+
+    @hookimpl(trylast=True)
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.log.due:
+            values, total = measure(loop.device)
+            loop.log({f"memory/{name}": size / MIB for name, size in values.items()})
+            self._warn(loop, values, total)
+        if self._due.after_step(loop.progress.step):
+            empty_cache(loop.device)
+
+    @hookimpl
+    def on_epoch_end(self, loop: Loop) -> None:
+        if self._due.after_epoch(loop.progress.epoch):
+            empty_cache(loop.device)
+
+    def _warn(self, loop: Loop, values: dict[str, int], total: int | None) -> None:
+        most = values.get("peak", 0)
+        if total is None or self._has_warned or most < self.warn_above * total:
+            return
+        self._has_warned = True
+        log.warning(
+            "memory: %.0f of the %.0f MiB of %s were in use at one time\n"
+            "  a smaller run.micro_batch, gradient_checkpointing or half precision take less",
+            most / MIB,
+            total / MIB,
+            loop.device,
+        )
+
+
+def measure(device: torch.device) -> tuple[dict[str, int], int | None]:
+    """Return the bytes in use by name, and the bytes there are; what this machine does not tell is left out."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        named = {"allocated": "allocated_bytes.all.current", "reserved": "reserved_bytes.all.current"}
+        named["peak"] = "allocated_bytes.all.peak"
+        total = torch.cuda.get_device_properties(device).total_memory
+        return {name: stats.get(key, 0) for name, key in named.items()}, total
+    if device.type == "mps":
+        reserved = torch.mps.driver_allocated_memory()
+        return {"allocated": torch.mps.current_allocated_memory(), "reserved": reserved}, None
+    return _of_process()
+
+
+def _of_process() -> tuple[dict[str, int], int | None]:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}, None
+    values = {}
+    if STATM.exists():
+        values["allocated"] = int(STATM.read_text().split()[1]) * resource.getpagesize()
+    unit = 1 if sys.platform == "darwin" else 1024
+    # Two clocks count it; the peak is the slower one.
+    values["peak"] = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, values.get("allocated", 0))
+    return values, resource.getpagesize() * os.sysconf("SC_PHYS_PAGES")
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back to a GPU what its allocator keeps for later; what hangs in reference cycles is collected first."""
+    if device.type in ("cuda", "mps"):
+        gc.collect()
+        getattr(torch, device.type).empty_cache()

@@ -1,0 +1,193 @@
+"""With torch's "eager" backend, which goes through all of this but the compiler; the slow tests take that too."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hookdiff import ConfigError, SampleRequest, UserError, load_config
+from hookdiff.experiment import probe
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
+from hookdiff_checkpoint import Checkpoint
+from hookdiff_compile import Compile
+from hookdiff_ema import EMA
+
+CONFIG = """
+[run]
+steps = 4
+batch_size = 10
+micro_batch = 4
+log_every = 1
+device = "cpu"
+plugins = ["ema", "compile", "samples"]
+[data]
+source = "digits"
+[model]
+use = "unet"
+channels = 8
+channel_mults = [1]
+num_res_blocks = 1
+head_dim = 8
+[sampling]
+steps = 2
+[plugins.samples]
+num = 4
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    torch.compiler.reset()  # the models of all tests share their code, which torch compiles for so many of them only
+    yield
+    torch.compiler.reset()
+
+
+class Counter:
+    """A backend that compiles nothing and counts what it is given."""
+
+    def __init__(self, fails_from=None):
+        self.graphs, self.fails_from = 0, fails_from
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        if self.fails_from is not None and self.graphs >= self.fails_from:
+            raise RuntimeError("the kernel is out of popcorn\nand of salt")
+        return graph.forward
+
+
+def registered(backend):
+    torch._dynamo.register_backend(backend, f"hd_{id(backend)}")
+    return f"hd_{id(backend)}"
+
+
+def ran(plugins, steps=6, **options):
+    loop = toy_loop(plugins, steps=steps, micro_batch=3, **options)
+    loop.run()
+    return loop
+
+
+def test_it_trains_as_without_it_and_keeps_the_names():
+    counter = Counter()
+    compiled, plain = ran({"compile": Compile(backend=registered(counter)), "ema": EMA()}), ran({"ema": EMA()})
+    assert counter.graphs >= 2  # the probe, the net; and the net again for the smaller last part
+    assert list(compiled.model.state_dict()) == list(toy_model().state_dict())
+    assert_same(weights(compiled), weights(plain))
+    assert type(compiled.model) is nn.Sequential
+
+
+def test_averages_are_sampled_from_it_and_leave_it_as_it_was():
+    loops = [toy_loop({**given, "ema": EMA(decay=0.5)}) for given in ({"compile": Compile(backend="eager")}, {})]
+    images = []
+    for loop in loops:
+        with loop:
+            for step in loop.steps():
+                if step.step == 7:
+                    images.append(loop.sample(SampleRequest(5)))
+    assert [made.weights for made in images] == ["ema", "ema"]
+    assert torch.equal(images[0].images, images[1].images)
+    assert_same(weights(loops[0]), weights(loops[1]))
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
+def test_a_run_may_go_on_with_or_without_it(tmp_path, before, after):
+    def plugins(is_compiled):
+        return {**({"compile": Compile(backend="eager")} if is_compiled else {}), "checkpoint": Checkpoint(every=3)}
+
+    ran(plugins(before), steps=3, run_dir=tmp_path, model=toy_model(dropout=0.3))
+    resumed = ran(plugins(after), run_dir=tmp_path, resume=True, model=toy_model(seed=1, dropout=0.3))
+    assert_same(weights(resumed), weights(ran({}, model=toy_model(dropout=0.3))))
+
+
+def test_a_backend_that_is_not_there_is_told_with_the_way_out():
+    with (
+        pytest.raises(UserError, match=r"plugins.compile.backend: torch has no 'inductr'; did you mean 'inductor'\?"),
+        toy_loop({"compile": Compile(backend="inductr")}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("fails_from", [1, 2])
+def test_a_compiler_that_fails_is_one_message(fails_from):
+    compile_ = Compile(backend=registered(Counter(fails_from)))
+    with pytest.raises(UserError) as caught:
+        toy_loop({"compile": compile_}).run()
+    cause, way_out = str(caught.value).splitlines()
+    assert cause.startswith("plugins.compile: hd_")
+    assert cause.endswith(" failed: RuntimeError: the kernel is out of popcorn")
+    assert "--plugins no:compile" in way_out
+
+
+def test_a_mistake_of_the_model_stays_what_it_is():
+    class Wrong(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            raise KeyError("no such layer")
+
+    with pytest.raises(KeyError, match="no such layer"):
+        toy_loop({"compile": Compile(backend="eager")}, model=Wrong()).run()
+
+
+def test_a_mode_is_one_of_torch_s_own_compiler(tmp_path):
+    (tmp_path / "c.toml").write_text(CONFIG)
+    settings = ["plugins.compile.mode=max-autotune", "plugins.compile.backend=eager"]
+    with pytest.raises(ConfigError, match=r"plugins.compile: mode = 'max-autotune' is one of backend 'inductor'"):
+        probe(load_config(tmp_path / "c.toml", settings=settings))
+
+
+def run(folder, *settings, **environment):
+    (folder / "c.toml").write_text(CONFIG)
+    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", "run", "c.toml", "--out", "run"]
+    for setting in settings:
+        command += ["--set", setting]
+    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=variables, timeout=600)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CXX names the compiler there")
+def test_a_machine_without_a_compiler_is_told_before_the_run_starts(tmp_path):
+    done = run(tmp_path, CXX=str(tmp_path / "nothing"))
+    assert done.returncode == 2, done.stderr[-2000:]
+    cause, way_out = done.stderr.splitlines()[-2:]
+    assert cause.startswith("hookdiff: plugins.compile: inductor failed: InvalidCxxCompiler: No working C++ compiler")
+    assert "--plugins no:compile" in way_out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_the_compiler_changes_rounding_alone(mode):
+    compiled, plain = ran({"compile": Compile(mode=mode), "ema": EMA()}, steps=20), ran({"ema": EMA()}, steps=20)
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(compiled.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_sizes_may_be_left_open_or_not(dynamic):
+    compiled, plain = ran({"compile": Compile(dynamic=dynamic)}), ran({})
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(compiled.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_resumes_to_the_bit(tmp_path):
+    def plugins():
+        return {"compile": Compile(), "ema": EMA(), "checkpoint": Checkpoint(every=3)}
+
+    whole = ran(plugins(), run_dir=tmp_path / "whole", model=toy_model(dropout=0.3))
+    ran(plugins(), steps=3, run_dir=tmp_path / "cut", model=toy_model(dropout=0.3))
+    resumed = ran(plugins(), run_dir=tmp_path / "cut", resume=True, model=toy_model(seed=1, dropout=0.3))
+    assert_same(weights(resumed), weights(whole))
+
+
+@pytest.mark.slow
+def test_a_run_from_a_config_trains_and_makes_images(tmp_path):
+    done = run(tmp_path, "model.num_classes=10", "model.gradient_checkpointing=true")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "run" / "samples" / "step-00000004.png").exists()

@@ -1,0 +1,98 @@
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hookdiff import hookimpl
+from hookdiff.testing import count_transfers, toy_loop
+from hookdiff_memory import Memory
+from hookdiff_memory.plugin import MIB, empty_cache, measure
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+class Told:
+    """Keeps what is logged, and holds 64 MiB more from `step` on."""
+
+    def __init__(self, step=None):
+        self.step, self.values, self.held = step, {}, []
+
+    @hookimpl(tryfirst=True)
+    def after_optimizer_step(self, loop):
+        if loop.progress.step == self.step:
+            self.held.append(torch.ones(16 * MIB))
+
+    @hookimpl
+    def on_log(self, step, values):
+        self.values.setdefault(step, {}).update(values)
+
+
+def resident():
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+@LINUX
+def test_it_logs_what_the_process_takes_in_mib():
+    told = Told(step=7)
+    toy_loop({"memory": Memory(), "told": told}).run()
+    assert list(told.values) == [5, 10, 15, 20]
+    before, after = (told.values[step]["memory/allocated"] for step in (5, 10))
+    assert after - before == pytest.approx(64, abs=2)
+    assert told.values[20]["memory/allocated"] == pytest.approx(resident(), rel=0.05)
+    peaks = [values["memory/peak"] for values in told.values.values()]
+    assert peaks == sorted(peaks)
+    assert peaks[-1] >= after
+
+
+def test_nobody_waits_for_the_device():
+    counts = []
+    for plugins in ({}, {"memory": Memory(empty_cache_every=1)}):
+        loop = toy_loop(plugins, log_every=1)
+        with loop:
+            steps = iter(loop.steps())
+            next(steps)
+            with count_transfers() as transfers:
+                loop.run_step(next(loop.feed.batches(0)))
+            counts.append(transfers.count)
+    assert counts[0] == counts[1] > 0
+
+
+def test_short_memory_is_told_once(caplog):
+    toy_loop({"memory": Memory(warn_above=1e-6)}).run()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    cause, way_out = record.getMessage().splitlines()
+    assert cause.startswith("memory: ")
+    assert cause.endswith("MiB of cpu were in use at one time")
+    assert "run.micro_batch" in way_out
+
+
+def test_enough_memory_is_not_worth_a_word(caplog):
+    toy_loop({"memory": Memory()}).run()
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("share", [0.0, 1.1])
+def test_a_share_is_between_0_and_1(share):
+    with pytest.raises(ValueError, match="warn_above"):
+        Memory(warn_above=share)
+
+
+@CUDA
+def test_a_gpu_tells_what_its_allocator_counts():
+    device = torch.device("cuda", 0)
+    empty_cache(device)
+    before, total = measure(device)
+    held = torch.ones(16 * MIB, device=device)
+    values, _ = measure(device)
+    assert values["allocated"] - before["allocated"] == held.nbytes
+    assert values["peak"] >= values["allocated"]
+    assert values["reserved"] >= values["allocated"]
+    assert total is not None
+    del held
+    empty_cache(device)
+    assert measure(device)[0]["reserved"] < values["reserved"]
