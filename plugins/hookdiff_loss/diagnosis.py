@@ -23,6 +23,8 @@ GROUP = 10  # updates of the short levels; an event that lasts twice as long is 
 LEAST = math.log(1.5)  # of any rise or fall that is worth a word
 NARROWEST = 0.01  # deviation of a curve without noise: a percent
 IN_A_ROW = 3  # levels above their limit before it is a divergence
+START = math.log(1.2)  # above the first loss of all: by then a network has learnt something, or is being ruined
+STARTING = 30  # short levels for which the first loss is remembered
 MARGIN = 4.0  # deviations of a level, beyond what the lowest of many is below their mean
 FLAT = math.log(1.05)  # change within which a curve is flat
 
@@ -106,7 +108,10 @@ class Diagnosis:
     _short: Levels = field(init=False)
     _long: Levels = field(init=False)
     _diverged: float | None = field(init=False, default=None)  # the level that was told
-    _by_long: bool = field(init=False, default=False)  # and by which levels
+    _by_long: bool = field(init=False, default=False)  # by which levels
+    _back_below: float = field(init=False, default=0.0)  # where it is over
+    _first: float | None = field(init=False, default=None)  # of all
+    _above_first: int = field(init=False, default=0)  # short levels in a row
     _flat: float | None = field(init=False, default=None)  # the same
     _swings: bool = field(init=False, default=False)  # told
     _ended: bool = field(init=False, default=False)
@@ -114,18 +119,24 @@ class Diagnosis:
     def __attrs_post_init__(self) -> None:
         self._short, self._long = Levels(GROUP, 20), Levels(self.window, max(10, self.plateau // self.window))
 
-    def observe(self, step: int, loss: float) -> list[Finding]:
-        """Take in the loss of update `step`; return what is to be told now."""
+    def observe(self, step: int, loss: float, worse_than_nothing: bool = False) -> list[Finding]:
+        """Take in the loss of update `step`; return what is to be told now.
+
+        `worse_than_nothing`: it is known from elsewhere that predicting nothing at all would do better.
+        """
         self._ended = self._ended or loss <= 0
         if self._ended:
             return []
         value = math.log(loss)
+        if self._first is None:
+            self._first = value
         found = [self._watch(step, value)]
         for levels in (self._short, self._long):
             if group := levels.add(value):
                 levels.close(step, group, self._noise)
                 found.append(self._rising(step, levels))
                 if levels is self._short:
+                    found.append(self._ruined(step, worse_than_nothing))
                     self._look_back()
                 else:
                     found += [self._swinging(step, group), self._resting(step)]
@@ -136,14 +147,12 @@ class Diagnosis:
         if self._diverged is not None:
             return []
         if self._event and self._event[0] > self._level:
-            self._diverged = max(self._event)
-            return [_diverges(step, self._diverged, self._level, self._event_from - 1)]
+            return [self._divergence(step, max(self._event), self._level, self._event_from - 1, LEAST)]
         short = self._short
         level = median(short.group) if short.group else short.values[-1] if short.values else None
         if level is None or level - short.lowest < LEAST:
             return []
-        self._diverged = level
-        return [self._divergence(step, level, short)]
+        return [self._divergence(step, level, short.lowest, short.lowest_at, LEAST)]
 
     # Spikes and drops
 
@@ -217,16 +226,31 @@ class Diagnosis:
     def _rising(self, step: int, levels: Levels) -> Finding | None:
         level, by_long = levels.values[-1], levels is self._long
         if levels.risen >= IN_A_ROW and (self._diverged is None or level > self._diverged + math.log(4)):
-            self._diverged, self._by_long = level, by_long
-            return self._divergence(step, level, levels)
-        calm = max(levels.values[-IN_A_ROW:]) - levels.lowest < levels.limit / 2
+            return self._divergence(step, level, levels.lowest, levels.lowest_at, levels.limit / 2, by_long)
+        calm = max(levels.values[-IN_A_ROW:]) < self._back_below
         if self._diverged is not None and by_long == self._by_long and calm:
             self._diverged, self._long.risen = None, 0
             return Finding("recovery", step, f"the loss is back at {math.exp(level):.3g} at step {step}")
         return None
 
-    def _divergence(self, step: int, level: float, levels: Levels) -> Finding:
-        return _diverges(step, level, levels.lowest, levels.lowest_at)
+    def _ruined(self, step: int, worse_than_nothing: bool) -> Finding | None:
+        # A rate that is much too high may spoil a network before there is a level to rise from.
+        level, num = self._short.values[-1], self._short.num
+        assert self._first is not None
+        self._above_first = self._above_first + 1 if level - self._first > START else 0
+        if self._diverged is not None or num > STARTING or self._above_first < IN_A_ROW:
+            return None
+        rise = min(self._short.values[-IN_A_ROW:]) - self._first
+        if not worse_than_nothing and rise < max(math.log(2), MARGIN * self._noise()):  # one loss is little to go by
+            return None
+        return self._divergence(step, level, self._first, 1, START)
+
+    def _divergence(
+        self, step: int, level: float, before: float, before_at: int, slack: float, by_long: bool = False
+    ) -> Finding:
+        self._diverged, self._back_below, self._by_long = level, before + slack, by_long
+        ratio = f"{math.exp(level - before):.3g} times the {math.exp(before):.3g} of step {before_at}"
+        return Finding("divergence", before_at, f"the loss diverges: {math.exp(level):.3g} at step {step}, {ratio}")
 
     def _resting(self, step: int) -> Finding | None:
         levels = self._long.values
@@ -266,11 +290,6 @@ class Diagnosis:
                     setattr(getattr(self, name), inner, saved)
             else:
                 setattr(self, name, value)
-
-
-def _diverges(step: int, level: float, before: float, before_at: int) -> Finding:
-    ratio = f"{math.exp(level - before):.3g} times the {math.exp(before):.3g} of step {before_at}"
-    return Finding("divergence", before_at, f"the loss diverges: {math.exp(level):.3g} at step {step}, {ratio}")
 
 
 def trend(values: Sequence[float]) -> tuple[float, float]:

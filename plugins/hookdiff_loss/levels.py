@@ -12,7 +12,8 @@ from torch import Tensor
 
 MOST = 1 << 14  # samples that wait, before they are summed
 MEASURED = 100  # batches that tell the variance of the data
-TOLERANCE = 0.1  # of the target's variance: a network is never exact, where the floor is next to 0
+LEARNT = 0.5  # share of what mean and variance explain, that a network explains which has learnt something
+TOLERANCE = 0.02  # of the target's variance, where that is next to nothing
 ROWS = 4  # of the sums: samples, error, floor, variance of the target
 
 
@@ -28,7 +29,7 @@ class NoiseLevels:
     device: torch.device
     patience: int  # updates
     sums: Tensor = field(init=False)  # ROWS bins, float32
-    streak: Tensor = field(init=False)  # bins, int64: updates for which a bin has been above its floor
+    streak: Tensor = field(init=False)  # bins, int64: updates for which next to nothing was learnt there
     moments: Tensor = field(init=False)  # sums of mean and mean square of the data, over batches
     num_measured: int = field(init=False, default=0)  # batches in them
     _bounds: Tensor = field(init=False)
@@ -106,14 +107,14 @@ class NoiseLevels:
                 values[f"loss/floor-{name}"] = floor, count
             whole = sums.sum(1)
             values["loss/unexplained"] = whole[1], whole[3]
-            above = errors > floors + TOLERANCE * variances
+            above = errors - floors > (1 - LEARNT) * (variances - floors) + TOLERANCE * variances
             streak = torch.where(above, self.streak + updates, 0)
             self.streak = torch.where(counts > 0, streak, self.streak)
             values["loss/unlearnt"] = (self.streak >= self.patience).sum()
         return values
 
     def unlearnt(self) -> list[int]:
-        """Return the bins that have been above their floor for long. Looks at the device."""
+        """Return the bins where next to nothing has been learnt for long. Looks at the device."""
         return [k for k, updates in enumerate(self.streak.tolist()) if updates >= self.patience]
 
     def ranges(self, bins: Sequence[int]) -> str:

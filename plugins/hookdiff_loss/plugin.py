@@ -36,9 +36,10 @@ ADVICE = {
     ),
     "recovery": "",
 }
+WORSE = 1.1  # share of the target's variance that is left: no network at all leaves 1
 NEWS = ("plateau", "recovery")  # told, but no warning
 UNLEARNT = (
-    "the network learns nothing at %s: its error is above what mean and variance of the data alone give\n"
+    "the network learns next to nothing at %s: less than half of what mean and variance of the data alone tell\n"
     "  so for %d updates; a learning rate too low or too high, a weighting or times that leave these levels out,"
     " or a network that does not see its timestep"
 )
@@ -89,7 +90,7 @@ class Loss:
     def after_optimizer_step(self, loop: Loop) -> None:
         step, loss, output = loop.progress.step, loop.gradients.loss, loop.output
         self._smoothed.add(loss)
-        self._say(loop, self._diagnosis.observe(step, loss))
+        self._say(loop, self._diagnosis.observe(step, loss, self._unexplained > WORSE))
         self._updates += 1
         columns = [column for column in (output.log_snr, output.per_sample, output.timesteps) if column is not None]
         if len(columns) == 3:
@@ -144,7 +145,7 @@ class Loss:
             rate = f"{float(loop.optimizers[0].param_groups[0]['lr']):.3g}"
             text = finding.text
             if finding.kind == "divergence":
-                text += ", worse than no network at all;" if self._unexplained > 1 else ";"
+                text += ", worse than no network at all;" if self._unexplained > WORSE else ";"
                 text += " "
             text += ADVICE[finding.kind].format(rate=rate, step=finding.step)
             if finding.kind not in NEWS:

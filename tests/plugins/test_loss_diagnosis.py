@@ -156,6 +156,29 @@ def test_a_slow_rise_under_much_noise_is_found_by_the_long_levels() -> None:
     assert told == [2300]
 
 
+@given(st.integers(0, 10**6), st.floats(5, 1e6))
+def test_a_network_that_is_ruined_by_its_first_updates_diverges(seed: int, factor: float) -> None:
+    levels = [1.0] + [factor * math.exp(-k / 100) for k in range(140)]
+    ((told, finding),) = findings(noisy(levels, seed), Diagnosis(plateau=0))
+    assert (told, finding.kind, finding.step) == (30, "divergence", 1)
+
+
+def test_a_smaller_ruin_is_told_where_predicting_nothing_would_do_better() -> None:
+    curve = list(noisy([1.0] + [1.6] * 100))
+    for nothing, expected in ((False, []), (True, [(30, "divergence")])):
+        diagnosis = Diagnosis()
+        told = [(s, f.kind) for s, loss in enumerate(curve, 1) for f in diagnosis.observe(s, loss, nothing)]
+        assert told == expected
+
+
+def test_a_poor_start_is_no_divergence() -> None:
+    for levels in ([1.0] * 100, [1.0 * math.exp(-k / 50) for k in range(200)]):
+        diagnosis, told = Diagnosis(), list[Finding]()
+        for step, loss in enumerate(noisy(levels, noise="normal 2 %"), 1):
+            told += diagnosis.observe(step, loss, worse_than_nothing=True)
+        assert told == []
+
+
 def test_it_is_told_again_only_when_it_has_become_much_worse() -> None:
     levels = [1.0] * 300 + [3.0] * 500 + [30.0] * 500 + [1.0] * 500 + [3.0] * 300
     found = findings(noisy(levels), Diagnosis(plateau=0))

@@ -1,0 +1,489 @@
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookdiff import Batch, Feed, InMemory, Loop, LossOutput, flatten, hookimpl, run_state
+from hookdiff.data import digits
+from hookdiff.diffusion import Diffusion
+from hookdiff.testing import assert_same, count_transfers, toy_loop
+from hookdiff_loss import Loss
+from hookdiff_loss.held_out import Overfitting, some_of
+from hookdiff_loss.levels import NoiseLevels, bin_edges
+
+
+class Net(nn.Module):
+    """Two layers that see the pixels and the time."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        before = torch.get_rng_state()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(65, 128), nn.Linear(128, 64)
+        self.between = nn.Sequential(nn.BatchNorm1d(128) if norm else nn.Identity(), nn.SiLU(), nn.Dropout(dropout))
+        torch.set_rng_state(before)
+
+    def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
+        features = torch.cat((x.flatten(1), timesteps[:, None] / 1000), 1)
+        out: Tensor = self.last(self.between(self.first(features)))
+        return out.view_as(x)
+
+
+class Heard:
+    """Writes down what is logged, and every step's output."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, dict[str, float]] = {}
+        self.outputs: list[LossOutput] = []
+        self.losses: list[float] = []
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        self.outputs.append(loop.output)
+        self.losses.append(loop.gradients.loss)
+
+    @hookimpl
+    def on_log(self, step: int, values: Mapping[str, float]) -> None:
+        self.told.setdefault(step, {}).update(values)
+
+
+def adamw(lr: float) -> Any:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+
+def make(plugin: Loss | None = None, held_out: int = 0, lr: float = 1e-3, **options: Any) -> tuple[Loop, Heard]:
+    heard = Heard()
+    plugins = {"loss": plugin} if plugin else {}
+    loop = toy_loop(
+        {**options.pop("before", {}), **plugins, "heard": heard},
+        model=options.pop("model", None) or Net(),
+        optimizers=adamw(lr),
+        objective=options.pop("objective", None) or Diffusion(schedule="cosine"),
+        data=Feed(options.pop("data", None) or InMemory(digits().images[:400]), held_out=held_out),
+        **{"batch_size": 32, "log_every": 10, **options},
+    )
+    return loop, heard
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# Words
+
+
+@pytest.mark.parametrize("lr", [0.1, 1.0])
+def test_a_learning_rate_far_too_high_is_the_first_thing_told(lr: float, caplog: pytest.LogCaptureFixture) -> None:
+    make(Loss(), lr=lr, steps=100, log_every=50)[0].run()
+    first, advice = warnings(caplog)[0].splitlines()
+    assert first.startswith("the loss diverges: ")
+    assert first.endswith(f"; the learning rate, {lr:g}, is probably too high")
+    assert "a tenth of it" in advice
+    assert warnings(caplog)[1:] == [] or "the loss diverges" in warnings(caplog)[1]  # again if much worse
+
+
+def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    make(Loss(patience=300), held_out=40, steps=800, objective=Diffusion(prediction_type="v_prediction"))[0].run()
+    assert warnings(caplog) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lr", ["1e-3", "0.1"])
+def test_the_example_is_silent_and_diverges_at_a_hundred_times_its_rate(lr: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", "run", "examples/basic.toml"]
+    command += ["--plugins", "loss,no:samples,no:checkpoint", "--set", "data.held_out=0.1", "--lr", lr]
+    command += ["--set", f"run.steps={400 if lr == '1e-3' else 150}", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    said = [line for line in done.stderr.splitlines() if line.startswith(("the loss ", "the network "))]
+    if lr == "1e-3":
+        assert said == []
+    else:
+        assert said[0].startswith("the loss diverges: ")
+        assert "is probably too high" in said[0]
+
+
+def test_a_loss_that_ran_away_is_told_with_the_nan(caplog: pytest.LogCaptureFixture) -> None:
+    class Explode:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            if loop.progress.step >= 150:
+                with torch.no_grad():
+                    for parameter in loop.model.parameters():
+                        parameter.mul_(1e3 if loop.progress.step < 152 else math.nan)
+
+    loop, _ = make(Loss(), before={"explode": Explode()}, steps=200)
+    assert loop.run() == "on_nan"
+    assert warnings(caplog)[0].startswith("the loss diverges: ")
+    assert " of step 150; the learning rate, 0.001" in warnings(caplog)[0]
+    assert caplog.records[-1].getMessage().startswith("step 153 ")  # the loop's own report
+
+
+def test_levels_at_which_nothing_is_learnt_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Half(Net):
+        """Gives up where there is more noise than image."""
+
+        def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
+            return super().forward(x, timesteps) * (timesteps < 500).view(-1, 1, 1, 1)
+
+    loop, heard = make(Loss(patience=200), model=Half(), lr=3e-3, steps=600, log_every=50)
+    loop.run()
+    (told,) = warnings(caplog)
+    assert told.startswith("the network learns next to nothing at log-SNR below ")
+    assert told.splitlines()[1].startswith("  so for 200 updates; ")
+    below = float(re.findall(r"below (-?[\d.]+)", told)[0])
+    assert -1 <= below <= 2  # the log-SNR at half the time is 0
+    assert heard.told[600]["loss/unlearnt"] > 3
+
+
+def test_other_ranks_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    loop, _ = make(Loss(), lr=1.0, steps=100)
+    loop.is_main = False
+    loop.run()
+    assert warnings(caplog) == []
+
+
+# Numbers
+
+
+def test_the_smoothed_loss_is_logged() -> None:
+    loop, heard = make(Loss(decay=0.9), steps=20)
+    loop.run()
+    for step in (10, 20):
+        weights = 0.9 ** numpy.arange(step)[::-1]
+        mean = numpy.average(heard.losses[:step], weights=weights)
+        assert heard.told[step]["loss/smooth"] == pytest.approx(mean)
+        deviation = math.sqrt(numpy.average((heard.losses[:step] - mean) ** 2, weights=weights))
+        assert heard.told[step]["loss/deviation"] == pytest.approx(deviation)
+        assert heard.told[step]["loss/spikes"] == 0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "flow", "edm"])
+@pytest.mark.parametrize("micro_batch", [None, 12])
+def test_bins_hold_the_means_of_the_samples_since_the_last_log(schedule: str, micro_batch: int | None) -> None:
+    plugin, diffusion = Loss(), Diffusion(schedule=schedule, weighting="min_snr")
+    loop, heard = make(plugin, objective=diffusion, steps=20, micro_batch=micro_batch)
+    loop.run()
+    edges = [-math.inf, *bin_edges(diffusion, 12), math.inf]
+    for last in (10, 20):
+        outputs = heard.outputs[last - 10 : last]
+        columns = [[getattr(output, name) for output in outputs] for name in ("log_snr", "per_sample", "timesteps")]
+        log_snr, error, times = (torch.cat(column) for column in columns)
+        floor = diffusion.floor(times, plugin._levels.variance)
+        told = heard.told[last]
+        bins = sorted(name for name in told if name.startswith("loss/snr-"))
+        floors = sorted(name for name in told if name.startswith("loss/floor-"))
+        filled = 0
+        for k, (low, high) in enumerate(pairwise(edges)):
+            here = (log_snr > low) & (log_snr <= high)
+            if not here.any():
+                assert not any(name.startswith(f"loss/snr-{k:02d}") for name in told)
+                continue
+            assert bins[filled].startswith(f"loss/snr-{k:02d}:")
+            assert told[bins[filled]] == pytest.approx(float(error[here].mean()), rel=1e-5)
+            # the variance of the data is that of the batches so far
+            assert told[floors[filled]] == pytest.approx(float(floor[here].mean()), rel=0.05)
+            filled += 1
+        assert filled == len(bins) == len(floors) >= 8
+        whole = error.sum() / diffusion.target_variance(times, plugin._levels.variance).sum()
+        assert told["loss/unexplained"] == pytest.approx(float(whole), rel=0.05)
+
+
+def test_nothing_left_of_the_image_is_in_the_first_bin() -> None:
+    diffusion = Diffusion(rescale_betas_zero_snr=True, prediction_type="v_prediction")
+    levels = NoiseLevels(diffusion, [-1.0, 0.0, 1.0], torch.device("cpu"), 100)
+    levels.measure(torch.randn(8, 1, 4, 4))
+    log_snr = torch.tensor([-math.inf, -1.0, -0.5, 1.0, 1.5, 30.0])
+    levels.add(log_snr, torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0, 13.0]), torch.tensor([999, 700, 600, 300, 200, 0]))
+    values = levels.close(1, False)
+    means = {name: float(pair[0] / pair[1]) for name, pair in values.items() if name.startswith("loss/snr-")}
+    assert means == {
+        "loss/snr-00:-inf..-1.0": 2.0,
+        "loss/snr-01:-1.0..+0.0": 5.0,
+        "loss/snr-02:+0.0..+1.0": 7.0,
+        "loss/snr-03:+1.0..+inf": 11.0,
+    }
+    assert list(means) == sorted(means)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "cosine"}, {"rescale_betas_zero_snr": True, "prediction_type": "sample"}]
+)
+def test_edges_span_the_process(options: dict[str, Any]) -> None:
+    edges = bin_edges(diffusion := Diffusion(**options), 12)
+    steps = numpy.diff(edges)
+    assert len(edges) == 11
+    assert steps.max() - steps.min() < 0.21  # a tenth is rounded at either end
+    _, _, log_snr = diffusion.process.rates(torch.arange(1000), 1)
+    assert (log_snr < edges[0]).sum() == pytest.approx(10, abs=8)
+    assert (log_snr > edges[-1]).sum() == pytest.approx(10, abs=8)
+    assert bin_edges(object(), 3) == [-10.0, 10.0]
+
+
+def test_what_is_said_of_ranges() -> None:
+    levels = NoiseLevels(object(), [-2.0, 0.5, 2.0, 4.0], torch.device("cpu"), 100)
+    assert levels.ranges([0]) == "log-SNR below -2"
+    assert levels.ranges([0, 1, 3]) == "log-SNR below 0.5, 2 to 4"
+    assert levels.ranges([2, 3, 4]) == "log-SNR above 0.5"
+    assert levels.ranges([0, 1, 2, 3, 4]) == "any noise level"
+
+
+def test_on_white_noise_the_best_network_is_at_the_floor() -> None:
+    class Best(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, told: Tensor) -> Tensor:
+            t = (told / 1000).view(-1, 1, 1, 1)
+            return self.one * x * (t - 0.25 * (1 - t)) / (0.25 * (1 - t) ** 2 + t**2)
+
+    data = InMemory(0.5 * torch.randn(512, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
+    loop, heard = make(
+        Loss(), model=Best(), objective=Diffusion(schedule="flow"), data=data, lr=0.0, steps=40, log_every=40
+    )
+    loop.run()
+    told = heard.told[40]
+    for name in [name for name in told if name.startswith("loss/snr-")]:
+        assert told[name] == pytest.approx(told[name.replace("snr", "floor")], rel=0.1)
+    assert told["loss/unlearnt"] == 0
+
+
+def test_a_loss_that_is_no_squared_error_has_no_floor() -> None:
+    loop, heard = make(Loss(), objective=Diffusion(loss="l1"), steps=10)
+    loop.run()
+    assert any(name.startswith("loss/snr-") for name in heard.told[10])
+    assert not any("floor" in name or "un" in name for name in heard.told[10])
+
+
+def test_an_objective_that_tells_no_noise_level_is_not_split() -> None:
+    heard = Heard()
+    toy_loop({"loss": Loss(), "heard": heard}).run()
+    assert heard.told[20].keys() == {"loss", "grad_norm", "loss/smooth", "loss/deviation", "loss/spikes"}
+
+
+def test_it_looks_at_the_device_no_more_often_than_the_loop() -> None:
+    counts = []
+    for plugin in (None, Loss()):
+        with count_transfers() as transfers:
+            make(plugin, steps=30)[0].run()
+        counts.append(transfers.count)
+    assert counts[1] - counts[0] == 1 + 3  # the edges of the bins at the start, and a log every 10 steps
+
+
+# Held out
+
+
+class Still:
+    """Lets no weight move."""
+
+    @hookimpl
+    def optimizer_step(self) -> bool:
+        return True
+
+
+def test_the_held_out_loss_has_the_same_noise_each_time() -> None:
+    loop, heard = make(Loss(every=4), 50, before={"still": Still()}, steps=10, model=Net(dropout=0.5))
+    loop.run()
+    measured = [told["loss/held_out"] for told in heard.told.values() if "loss/held_out" in told]
+    assert len(measured) == 3  # at 4, at 8, and at the end
+    assert len(set(measured)) == 1
+
+
+def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
+    loop, heard = make(Loss(every=10), 50, steps=10)
+    loop.run()
+    images = Feed(digits().images[:400], held_out=50).bind(loop.config, loop.device).plain(loop.feed.held, 5000)
+    (batch,) = images
+    diffusion = Diffusion(schedule="cosine")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        losses = [float(diffusion(loop.model, diffusion.draw(batch, generator)).loss) for _ in range(100)]
+    # 50 draws of noise in one measurement: it is off by what one of these is
+    spread = float(numpy.std(losses))
+    assert heard.told[10]["loss/held_out"] == pytest.approx(numpy.mean(losses), abs=4 * spread)
+    gap = heard.told[10]["loss/held_out"] - heard.told[10]["loss/trained_on"]
+    assert heard.told[10]["loss/held_out_gap"] == pytest.approx(gap, abs=1e-6)
+    assert abs(gap) < 3 * spread
+
+
+@pytest.mark.parametrize(("every", "steps"), [("1 epochs", [10, 20, 24]), (12, [12, 24]), (0, [])])
+def test_when_it_is_measured(every: Any, steps: list[int]) -> None:
+    loop, heard = make(Loss(every=every), 80, steps=24)
+    loop.run()
+    assert [step for step, told in heard.told.items() if "loss/held_out" in told] == steps
+
+
+def test_training_does_not_notice() -> None:
+    runs = []
+    for plugin in (None, Loss(every=3)):
+        loop, _ = make(plugin, 50, steps=12, model=Net(dropout=0.3, norm=True), micro_batch=8)
+        loop.run()
+        assert all(module.training for module in loop.model.modules())
+        runs.append(loop)
+    assert_same(runs[0].model.state_dict(), runs[1].model.state_dict())
+
+
+def test_without_samples_held_out_there_is_nothing_to_measure() -> None:
+    loop, heard = make(Loss(every=1), steps=4)
+    loop.run()
+    assert not any("loss/held_out" in told for told in heard.told.values())
+
+
+def test_samples_are_spread_evenly() -> None:
+    assert some_of(torch.arange(100, 200), 3).tolist() == [100, 150, 199]
+    assert some_of(torch.arange(5), 9).tolist() == [0, 1, 2, 3, 4]
+
+
+def overfit(pairs: list[tuple[float, float]]) -> list[str | None]:
+    watch = Overfitting()
+    said = []
+    for step, (held, trained) in enumerate(pairs):
+        again = Overfitting()
+        again.load_state_dict(json.loads(json.dumps(watch.state_dict())))  # resumed between any two
+        watch = again
+        said.append(watch.observe(step, held, trained))
+    return said
+
+
+def test_overfitting_is_told_when_held_out_rises_while_train_falls() -> None:
+    curve = [(1.0, 1.0), (0.5, 0.5), (0.52, 0.45), (0.53, 0.4), (0.54, 0.35), (0.55, 0.3), (0.7, 0.1), (0.75, 0.1)]
+    said = overfit(curve)
+    assert [index for index, text in enumerate(said) if text] == [4, 6]
+    assert said[4] == (
+        "the network overfits since step 1: the held-out loss rose from 0.5 to 0.54, "
+        "that of samples trained on fell from 0.5 to 0.35"
+    )
+
+
+def test_what_is_no_overfitting() -> None:
+    assert overfit([(0.5, 0.5), *[(0.6, 0.6)] * 9]) == [None] * 10  # both rise
+    assert overfit([(0.5, 0.5), *[(0.51, 0.3)] * 9]) == [None] * 10  # hardly
+    assert (
+        overfit([(0.5, 0.5), (0.6, 0.4), (0.6, 0.4), (0.49, 0.3), (0.6, 0.2), (0.6, 0.2)]) == [None] * 6
+    )  # not for long
+
+
+def test_a_net_that_learns_its_samples_by_heart_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"objective": Diffusion(schedule="flow"), "data": InMemory(digits().images[:40])}
+    loop, heard = make(Loss(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
+    loop.run()
+    told = [text for text in warnings(caplog) if "overfits" in text]
+    assert told
+    assert told[0].startswith("the network overfits since step ")
+    assert heard.told[800]["loss/held_out_gap"] > 0.5
+
+
+# Resume, ranks, config
+
+
+class Restored:
+    """Starts from a state, and keeps that of a step."""
+
+    def __init__(self, state: Any = None, keep: int = -1) -> None:
+        self.state, self.keep = state, keep
+
+    @hookimpl
+    def restore(self) -> Any:
+        return self.state
+
+    @hookimpl(trylast=True)
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.keep:
+            self.kept = copy.deepcopy(run_state(loop))
+
+
+@pytest.mark.parametrize("cut", [3, 10, 14])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(cut: int) -> None:
+    def start(restored: Restored) -> tuple[Loop, Heard]:
+        loop, heard = make(Loss(every=5, window=20, plateau=0), 50, before={"restored": restored}, steps=24)
+        loop.run()
+        return loop, heard
+
+    restored = Restored(keep=cut)
+    whole, told = start(restored)
+    again, told_again = start(Restored(restored.kept))
+    (tensors, tree), (other, other_tree) = flatten(run_state(whole)), flatten(run_state(again))
+    assert_same(tensors, other)
+    assert json.dumps(tree, sort_keys=True) == json.dumps(other_tree, sort_keys=True)
+    assert told_again.told == {step: values for step, values in told.told.items() if step > cut}
+
+
+def test_other_bins_may_be_asked_for_on_resume() -> None:
+    restored = Restored(keep=7)
+    make(Loss(), before={"restored": restored}, steps=7)[0].run()
+    loop, heard = make(Loss(bins=20), before={"restored": Restored(restored.kept)}, steps=20)
+    loop.run()
+    assert any(name.startswith("loss/snr-15:") for name in heard.told[20])
+
+
+RANK = """
+import sys, torch
+from torch import distributed
+rank = int(sys.argv[1])
+distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+sys.path.insert(0, sys.argv[3])
+from test_loss import Loss, Still, make
+loop, heard = make(Loss(every=10), 50, before={"still": Still()}, steps=10)
+loop.run()
+values = {name: value for name, value in heard.told[10].items() if "snr" in name or "out" in name}
+bins = loop.plugins["loss"]._levels
+means = [(sum(float(o.per_sample.sum()) for o in heard.outputs), sum(len(o.per_sample) for o in heard.outputs))]
+print("RESULT", repr((values, heard.told[10]["loss/unexplained"], means)))
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_ranks_sum_what_they_have_seen(tmp_path: Path) -> None:
+    arguments = [str(tmp_path / "store"), str(Path(__file__).parent)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    (values, unexplained, one), (other_values, other, two) = (eval(text.partition("RESULT ")[2]) for text in said)
+    assert values == other_values
+    assert one != two  # each saw its own share
+    assert unexplained == other
+    assert "loss/held_out" in values
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("decay", 1.0), ("window", 19), ("spike", 0), ("plateau", -1), ("bins", 2), ("patience", 0), ("every", "soon")],
+)
+def test_a_bad_value_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=key if key != "every" else "soon"):
+        Loss(**{key: value})
+
+
+def test_a_plateau_needs_ten_windows() -> None:
+    with pytest.raises(ValueError, match=r"plateau \(500\) must be at least 10 times window \(100\), or 0"):
+        Loss(plateau=500)
+
+
+def test_batches_come_as_they_are() -> None:
+    # The variance is that of the data as the process has it, also where the config standardises.
+    images = torch.rand(400, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    plugin = Loss()
+    loop, _ = make(plugin, data=InMemory(images), objective=Diffusion(data_std=0.25, data_mean=0.1), steps=12)
+    loop.run()
+    expected = float(images.var(correction=0)) / 0.25**2
+    assert float(plugin._levels.variance) == pytest.approx(expected, rel=0.02)
+    assert isinstance(Batch(images), Batch)
