@@ -118,8 +118,8 @@ def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Dia
 def _run_again(loop: Loop, batch: Batch, put_back: Callable[[], None]) -> tuple[Watch, bool]:
     """Run micro-batch for micro-batch until one is not finite; return its watch, and whether its loss was bad."""
     watch = Watch(loop.model)
-    with _no_trace(loop, put_back):
-        for index, part, count in _parts(loop, batch):
+    with no_trace(loop, put_back), eagerly():
+        for index, part, count in parts_of(loop, batch):
             watch = Watch(loop.model)
             with watch:
                 output = loop.hook.micro_step(loop=loop, batch=part, index=index, count=count)
@@ -131,8 +131,8 @@ def _run_again(loop: Loop, batch: Batch, put_back: Callable[[], None]) -> tuple[
 def _is_finite_without_autocast(loop: Loop, batch: Batch, watch: Watch, put_back: Callable[[], None]) -> bool:
     if watch.autocast is None:
         return False
-    with _no_trace(loop, put_back), _without_autocast(loop):
-        for index, part, count in _parts(loop, batch):
+    with no_trace(loop, put_back), eagerly(), _without_autocast(loop):
+        for index, part, count in parts_of(loop, batch):
             output = loop.hook.micro_step(loop=loop, batch=part, index=index, count=count)
             gradients = [p.grad for p in loop.model.parameters() if p.grad is not None]
             if is_bad(output.loss) or any(map(is_bad, gradients)):
@@ -140,7 +140,7 @@ def _is_finite_without_autocast(loop: Loop, batch: Batch, watch: Watch, put_back
     return True
 
 
-def _parts(loop: Loop, batch: Batch) -> Iterator[tuple[int, Batch, int]]:
+def parts_of(loop: Loop, batch: Batch) -> Iterator[tuple[int, Batch, int]]:
     """Yield the micro-batches as the loop makes them, each with the dropout that it had."""
     parts = batch.split(loop.config.micro_batch)
     for index, part in enumerate(parts):
@@ -149,15 +149,15 @@ def _parts(loop: Loop, batch: Batch) -> Iterator[tuple[int, Batch, int]]:
 
 
 @contextmanager
-def _no_trace(loop: Loop, put_back: Callable[[], None]) -> Iterator[None]:
-    """Give gradients, buffers, generators and the state of plugins back as they were; compiled code runs eagerly."""
+def no_trace(loop: Loop, put_back: Callable[[], None]) -> Iterator[None]:
+    """Give gradients, buffers, generators and the state of plugins back as they were."""
     gradients, net = [(parameter, parameter.grad) for parameter in loop.model.parameters()], loop.net
     took_part: list[Any] = [p for p in loop.plugins.values() if any(hasattr(p, hook) for hook in _RERUN)]
     states = [(plugin, copied(plugin.state_dict())) for plugin in took_part if hasattr(plugin, "state_dict")]
     cuda = [loop.device] if loop.device.type == "cuda" else []
     put_back()
     try:
-        with torch.random.fork_rng(cuda), eagerly():
+        with torch.random.fork_rng(cuda):
             for parameter, _ in gradients:
                 parameter.grad = None
             if loop.num_ranks > 1:
@@ -174,11 +174,15 @@ def _no_trace(loop: Loop, put_back: Callable[[], None]) -> Iterator[None]:
 
 def eagerly() -> AbstractContextManager[Any]:
     """Return a context in which compiled modules run as they are written, so that hooks on their parts fire."""
-    # Importing the compiler takes seconds; where nobody has, nothing is compiled.
-    if "torch._dynamo" not in sys.modules:
+    if not may_be_compiled():
         return nullcontext()
     eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return eager
+
+
+def may_be_compiled() -> bool:
+    """Whether anything may be: importing the compiler takes seconds, and where nobody has, nothing is."""
+    return "torch._dynamo" in sys.modules
 
 
 @contextmanager

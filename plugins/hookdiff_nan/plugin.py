@@ -33,6 +33,7 @@ class NaN:
     folder: str = field(default="nan", validator=min_len(1))  # in the run directory
     keep: int = field(default=3, validator=ge(0))  # steps kept for replay, the first ones of the run
     diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last one
+    num_begun: int = field(default=0, init=False)  # steps in this process
     _in_a_row: int = field(default=0, init=False)  # left out since the last update that was new
     _furthest: int = field(default=0, init=False)  # step at which one was left out
     _can_roll_back: bool = field(default=False, init=False)
@@ -53,6 +54,7 @@ class NaN:
     @hookimpl(tryfirst=True)
     @torch.no_grad()
     def before_step(self) -> None:
+        self.num_begun += 1
         values = self._values()
         if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self._kept.items()}:
             self._kept = {name: value.clone() for name, value in values.items()}
@@ -82,8 +84,8 @@ class NaN:
             if hasattr(plugin, "state_dict") and takes_part(plugin)
         }
         verdicts = yield
-        self.diagnosis = found = diagnose(loop, report, self._put_back)
-        self._put_back()
+        self.diagnosis = found = diagnose(loop, report, self.put_back)
+        self.put_back()
         others = dict(report.notes)
         report.notes.clear()  # the cause comes first
         report.notes.update({"cause": str(found), "try": ADVICE[found.cause], **found.details, **others})
@@ -121,14 +123,16 @@ class NaN:
             report.notes["replay"] = f"not kept: {root} has {self.keep} steps already (plugins.nan.keep)"
             return
         try:
-            write_record(path, loop, report, found, {"plugins": states, "buffers": self._kept})
+            parts = {"plugins": states, "buffers": self._kept}
+            write_record(path, loop, report, found, parts, is_first=self.num_begun == 1)
         except OSError as error:
             report.notes["replay"] = f"not kept: {path} cannot be written: {error.strerror or error}"
             return
         report.notes["replay"] = f"hookdiff replay {path}"
 
     @torch.no_grad()
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
+        """Give the buffers the values from before the step."""
         for name, kept in self._kept.items():
             module, key = self._buffers[name]
             value = module._buffers.get(key)

@@ -51,10 +51,16 @@ def kept_in(root: Path) -> set[str]:
 
 
 def write_record(
-    path: Path, loop: Loop, report: NonFinite, found: Diagnosis, parts: Mapping[str, Mapping[str, Any]]
+    path: Path,
+    loop: Loop,
+    report: NonFinite,
+    found: Diagnosis,
+    parts: Mapping[str, Mapping[str, Any]],
+    is_first: bool,
 ) -> None:
     """Write the step of `report`, of which no weight has moved, to the folder `path`, whole or not at all.
 
+    `is_first`: of its process; what compiled code computes may depend on the sizes that it has met before.
     Raises OSError when it cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
@@ -65,6 +71,7 @@ def write_record(
         "format": FORMAT,
         "run_dir": os.path.relpath(loop.run_dir or path, path),
         "progress": loop.progress.state_dict(),
+        "is_first": is_first,
         **surroundings(loop),
         **outcome(loop, report.batch),
         "values": {},
@@ -104,7 +111,15 @@ def read_record(path: Path) -> Record:
             name: unflatten(safetensors.torch.load(files[f"{name}.safetensors"]), tree)
             for name, tree in facts["values"].items()
         }
-        _ = facts["progress"], facts["machine"], facts["versions"], facts["outcome"], facts["inputs"], facts["run_dir"]
+        _ = (
+            facts["progress"],
+            facts["machine"],
+            facts["versions"],
+            facts["outcome"],
+            facts["inputs"],
+            facts["run_dir"],
+            facts["is_first"],
+        )
     except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
         raise UserError(f"{path}: {STEP} is damaged: {error!r}") from None
     return Record(path, facts, parts)

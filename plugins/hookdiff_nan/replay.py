@@ -14,7 +14,7 @@ import torch
 from attrs import define, evolve, field
 
 from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config
-from hookdiff_nan.diagnose import STEP_HOOKS, eagerly
+from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled, no_trace, parts_of
 from hookdiff_nan.plugin import NaN
 from hookdiff_nan.record import CONFIG, Record, digest, kept_in, read_record, surroundings
 
@@ -81,6 +81,8 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
                 if isinstance(record.facts["outcome"]["loss"][0], str):
                     say("the loss itself is not finite: the backward is not where it began")
                 return _find_operation(loop, batch, say)
+            if may_be_compiled() and not record.facts["is_first"]:
+                _warm_up(loop, batch)
             step = loop.run_step(batch)
         found = sorted(Path(folder).rglob("step-*-position-*"))
         if plugins or settings:
@@ -224,6 +226,16 @@ def _first_difference(before: Any, now: Any) -> str | None:
         if now[key] != value:
             return f"the first that differs is {key}" + ("" if isinstance(value, str) else f": {now[key]}, was {value}")
     return None
+
+
+def _warm_up(loop: Loop, batch: Batch) -> None:
+    """Let the compiler meet the sizes of a step: at the second size it makes other code for the first too."""
+    batch = loop.objective.draw(batch, loop.random.generator("noise", loop.progress.position, loop.device))
+    nan = _finder(loop)
+    nan.before_step()
+    with no_trace(loop, nan.put_back):
+        for index, part, count in parts_of(loop, batch):
+            loop.hook.micro_step(loop=loop, batch=part, index=index, count=count)
 
 
 def _find_operation(loop: Loop, batch: Batch, say: Say) -> bool:

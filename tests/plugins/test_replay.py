@@ -294,3 +294,16 @@ def test_anomaly_names_the_operation(folder: Path, capsys: pytest.CaptureFixture
     assert "nets.py" in told
     assert "sqrt()" in told
     assert "dispatch.py" not in told
+
+
+@pytest.mark.slow
+def test_a_compiled_step_comes_back_compiled(tmp_path: Path) -> None:
+    path = config(tmp_path, ["hookdiff_compile:Compile", "checkpoint"], model={"use": "nets:Steep"})
+    ran = process(tmp_path, "run", path, "--out", "run")
+    assert ran.returncode == 3, ran.stderr
+    (step,) = kept(tmp_path)
+    report = (step / "report.txt").read_text()
+    assert "cause: backward: the derivative of what follows last (Conv2d) is not finite" in report
+    again = process(tmp_path, "replay", step)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout == f"{report}reproduced bit for bit: 1 loss, 16 losses of the samples, 6 gradients\n"
