@@ -74,16 +74,21 @@ class Level:
 def untouched(loop: Loop) -> Iterator[None]:
     """Let the model be called: in eval mode, without gradients, with randomness and buffers put back afterwards."""
     model, on_gpu = loop.model, loop.device.type == "cuda"
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modules = list(model.modules())
+    kept = [(module, name, b, b.clone()) for module in modules for name, b in module._buffers.items() if b is not None]
     dtype = next(model.parameters()).dtype
     # Weights of half precision are trained under autocast, which is not on here: the images are float32.
     half = torch.autocast(loop.device.type, dtype) if dtype in (torch.float16, torch.bfloat16) else nullcontext()
+    # What was compiled for training would be compiled once more for this.
+    compiled = any(getattr(module, "_compiled_call_impl", None) for module in modules)
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     try:
-        with evaluating(model), torch.random.fork_rng([loop.device] if on_gpu else []), half:
+        with evaluating(model), torch.random.fork_rng([loop.device] if on_gpu else []), half, eager:
             yield
     finally:
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
+        for module, name, buffer, value in kept:
+            buffer.copy_(value)
+            module._buffers[name] = buffer  # a forward may have put another in its place
 
 
 def measure_inputs(inputs: Tensor, standardised: Callable[[Tensor], Tensor] = lambda images: images) -> Inputs:

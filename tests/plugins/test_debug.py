@@ -204,9 +204,11 @@ class Disturbing(nn.Module):
         self.net = toy_model(dropout=0.5)
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("size", torch.zeros(()))
 
     def forward(self, x):
         self.calls += 1
+        self.size = self.size + len(x)
         return self.norm(self.net(x)) + torch.rand(()) * 0
 
 
@@ -221,6 +223,22 @@ def test_a_look_leaves_no_trace():
         runs.append((weights(loop), torch.rand(3)))
     assert_same(runs[0][0], runs[1][0])
     assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_a_compiled_network_is_not_compiled_again():
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    for plugins in ({}, {"debug": Debug(every=1)}):
+        torch.compiler.reset()
+        model = toy_model()
+        model.compile(backend=backend, dynamic=False)
+        toy_loop(plugins, model=model, steps=3).run()
+        made.append(None)
+    assert made.index(None) == len(made) - 1 - made.index(None) - 1 > 0  # as many for each
 
 
 def test_there_are_transfers_on_its_own_steps_only():
