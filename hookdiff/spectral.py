@@ -27,9 +27,9 @@ class SpectralNorm:
         if loop.progress.position == 0:
             self._follow(SETTLING)
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def before_step(self) -> None:
-        """Follow the weights."""
+        """Follow the weights; last, so that who keeps what a step began with has the vectors of before it."""
         self._follow(1)
 
     def _follow(self, times: int) -> None:

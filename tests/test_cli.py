@@ -207,7 +207,7 @@ def test_check_prints_toml_that_loads_to_the_same(hookdiff, folder):
         ("run small.toml --out . --overwrite", "hookdiff: . is no run directory"),
         ("run small.toml --out small.toml/x", "hookdiff: small.toml/x: cannot be written: Not a directory"),
         ("run small.toml --set run.batch_size=2000", "hookdiff: the data has 1797 samples, batch_size is 2000: lower"),
-        ("run small.toml --set plugins.lr.warmup=6", "hookdiff: plugins.lr.warmup: 6 steps leave nothing"),
+        ("run small.toml --set plugins.lr.warmup=6", "hookdiff: plugins.lr.warmup: 6 steps, but with"),
         ("check small.toml --set model.image_size=7", "small.toml: 1 problem\n  model: image_size=7 does not fit"),
         ("check small.toml --set sampling.steps=21", "  sampling: sampling.steps = 21 is more than"),
         ("check small.toml --set nonsense", "  --set nonsense: expected table.key=value"),
@@ -285,8 +285,15 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder):
     assert sample("--sampler", "ddpm")[0] != averaged
     assert sorted(path for path in (folder / "run").rglob("*") if path.is_file()) == before
 
+    newest = "run/checkpoints/step-00000002"
+    from_file, out = sample("--weights", f"{newest}/ema.safetensors")
+    assert from_file == averaged
+    assert out == f"x.png: 3 images from the weights in {newest}/ema.safetensors\n"
+
     for words, expected in (
         (["--weights", "emma"], "no plugin of this run holds weights named 'emma'"),
+        (["--weights", "no.safetensors"], "--weights: no.safetensors: no such file"),
+        (["--weights", f"{newest}/optimizers.safetensors"], "optimizers.safetensors is of another model: "),
         (["--steps", 21], "sampling.steps = 21 is more than diffusion.timesteps = 20"),
         (["--steps", 0], "sampling.steps: must be >= 1: 0"),
         (

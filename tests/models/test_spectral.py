@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from hookdiff import ConfigError, SampleRequest, build_loop, load_config
+from hookdiff import ConfigError, Loop, SampleRequest, build_loop, hookimpl, load_config
 from hookdiff.experiment import probe
 from hookdiff.models import UNet
 from hookdiff.models.spectral import DividedBySigma, add_spectral_norm, choose_layers, normalised, plain_name
@@ -164,6 +164,24 @@ def test_micro_batches_change_only_rounding(micro_batch: int | None) -> None:
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(parts)[name], value, rtol=1e-4, atol=1e-6)
     assert sigma(whole.model[0].weight) == pytest.approx(1, abs=0.02)  # type: ignore[index]
+
+
+def test_a_step_finds_the_vectors_as_the_last_one_left_them() -> None:
+    found: list[list[Tensor]] = [[], []]
+
+    class Look:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            found[0].append(normalised(loop.model)[0][0].u.clone())
+
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            found[1].append(normalised(loop.model)[0][0].u.clone())
+
+    toy_loop({"spectral_norm": SpectralNorm(), "look": Look()}, model=normalised_toy(), steps=4).run()
+    before, after = found
+    assert all(torch.equal(now, last) for now, last in zip(before[1:], after, strict=False))
+    assert not torch.equal(before[1], before[2])
 
 
 RUN: dict[str, Any] = {
