@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
 KEYS = "start_from", "start_partial"  # of the table [model]
+KEY = "model.start_from"
 _TOLD = 5  # problems that are spelt out
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -45,14 +46,14 @@ class Start:
             load_into(loop.model, Path(self.start_from), self.start_partial)
 
 
-def load_into(model: nn.Module, path: Path, partial: bool = False) -> None:
+def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str = KEY) -> None:
     """Copy the tensors of the safetensors file at `path` into those of `model` that have their names.
 
     A weight with spectral norm also takes the tensor that has its name without. Raises ConfigError for a file that
     cannot be used, for one that has other names or shapes unless `partial`, and for one of which nothing fits. The
     model is then as it was.
     """
-    given = check_file(path)
+    given = check_file(path, asked_by)
     own = {
         name if name in given else plain_name(name): value
         for name, value in model.state_dict().items()
@@ -63,8 +64,8 @@ def load_into(model: nn.Module, path: Path, partial: bool = False) -> None:
     count = f"{len(fitting)} of the model's {len(own)} tensors"
     differences = _differences(shapes, given)
     if differences and not (partial and fitting):
-        way_out = f"\n  start_partial = true loads what fits: {count}" if fitting else ""
-        raise ConfigError(f"model.start_from: {path} is of another model: {differences}{way_out}")
+        way_out = f"\n  start_partial = true loads what fits: {count}" if fitting and asked_by == KEY else ""
+        raise ConfigError(f"{asked_by}: {path} is of another model: {differences}{way_out}")
     with safetensors.safe_open(path, framework="pt") as file, torch.no_grad():
         for name in fitting:
             own[name].copy_(file.get_tensor(name))
@@ -73,12 +74,12 @@ def load_into(model: nn.Module, path: Path, partial: bool = False) -> None:
         log.warning("what of %s did not fit: %s", path, differences)
 
 
-def check_file(path: Path) -> Shapes:
+def check_file(path: Path, asked_by: str = KEY) -> Shapes:
     """Return the shapes of the tensors in the safetensors file at `path`, of which only the header is read.
 
     Raises ConfigError when it is missing, cut short, or of another format.
     """
-    where = f"model.start_from: {path}"
+    where = f"{asked_by}: {path}"
     if path.is_dir():
         inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors file"
         raise ConfigError(f"{where} is a folder; name one file: it has {inside}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 )
 @click.option("--columns", type=click.IntRange(1), help="Of the grid; the nearest to a square unless given.")
 @click.option("--seed", default=0, show_default=True, help="Image k of a seed is always the same.")
-@click.option("--weights", help="An average's name, or model; an average if there is one.")
+@click.option("--weights", help="An average's name, model, or a safetensors file; an average if there is one.")
 @click.option("--out", type=click.Path(path_type=Path), help="A .png; RUN/samples/seed-SEED.png unless given.")
 def command(
     run: Path,
@@ -51,12 +51,14 @@ def command(
     from hookdiff.images import save_grid
     from hookdiff.run_dir import CONFIG
     from hookdiff.sampling import SampleRequest
+    from hookdiff.start import load_into
 
     if not (run / CONFIG).is_file():
         raise UserError(f"{run} is no run directory: it has no {CONFIG}")
     changed = {"steps": steps, "sampler": sampler, "guidance_scale": guidance_scale}
     settings = [f"sampling.{key}={value}" for key, value in changed.items() if value is not None]
     classes = _in_turn(labels, num) if labels else None
+    from_file = weights if weights and weights.endswith(".safetensors") else None
     config = load_config(run / CONFIG, settings=settings)
     experiment.probe(config, resume=True)
     loop = experiment.build_loop(config, run, resume=True, hooks=("prepare_model", "restore", "sample"))
@@ -65,13 +67,17 @@ def command(
         if loop.progress.step == 0:
             raise UserError(f"{run} has no checkpoint to sample from")
         start = None if image is None else _picture(image, loop.feed.shape).expand(num, *loop.feed.shape)
-        request = SampleRequest(num, seed, weights=weights, labels=classes, images=start, strength=strength)
+        if from_file:
+            load_into(loop.model, Path(from_file), asked_by="--weights")
+        named = "model" if from_file else weights
+        request = SampleRequest(num, seed, weights=named, labels=classes, images=start, strength=strength)
         made = loop.sample(request)
         try:
             save_grid(made.images, out, columns)
         except OSError as error:
             raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"{out}: {num} images from the {made.weights} weights of step {loop.progress.step}")
+    whose = f"weights in {from_file}" if from_file else f"{made.weights} weights of step {loop.progress.step}"
+    click.echo(f"{out}: {num} images from the {whose}")
 
 
 def _in_turn(labels: str, num: int) -> tuple[int, ...]:

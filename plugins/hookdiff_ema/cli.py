@@ -12,7 +12,9 @@ import click
 @click.option("--std", required=True, type=float, help="Width of the average, relative to the training time.")
 @click.option("--step", type=click.IntRange(1), help="The step that it ends at; the newest snapshot's unless given.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="A safetensors file; RUN/ema-std=STD.safetensors unless given."
+    "--out",
+    type=click.Path(path_type=Path),
+    help="A safetensors file; RUN/ema-step-STEP-std=STD.safetensors unless given.",
 )
 def command(run: Path, std: float, step: int | None, out: Path | None) -> None:
     """Make an average of the weights of RUN, a run directory, from the snapshots that the plugin ema left there."""
@@ -25,7 +27,7 @@ def command(run: Path, std: float, step: int | None, out: Path | None) -> None:
             f"--std {std:g}: expected a width above 0 and at most {MAX_STD:.4f}, where all steps count alike"
         )
     made = recipe(find_snapshots(run), std, step)
-    out = out or run / f"ema-std={std}.safetensors"
+    out = out or run / f"ema-step-{made.step:08d}-std={std}.safetensors"
     try:
         write_weights(out, reconstruct(made), {"format": "pt"})
     except OSError as error:

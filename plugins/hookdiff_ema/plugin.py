@@ -31,7 +31,7 @@ from hookdiff_ema.weights import Weights
 
 NAME = "ema"  # of the first average, in a SampleRequest
 NUM_UPDATES, LABELS, FURTHER = "ema.num_updates", "ema.labels", "ema.averages"  # in the state, beside the model's keys
-DECAY = 0.999  # where nothing else is asked for
+DECAY, POWER = 0.999, 0.75  # where nothing else is asked for
 STILL = "ema/still"  # in the log: updates for which an average has not moved, the most of all
 MANY = 200  # updates without a change that are worth a word
 
@@ -73,7 +73,7 @@ class EMA:
     std: Length = field(default=None, validator=_each(gt(0), le(MAX_STD)))  # of the training time
     warmup: Literal["ratio", "power", "none"] = "ratio"  # a decay rises to its value; std needs none
     inv_gamma: float = field(default=1.0, validator=gt(0))  # power: updates
-    power: float = field(default=0.75, validator=gt(0))  # power: 2/3 for millions of updates
+    power: float = field(default=POWER, validator=gt(0))  # power: 2/3 for millions of updates
     device: Literal["model", "cpu"] = "model"  # where the averages are
     max_distance: float = field(default=0.5, validator=gt(0))  # |weights - average| / |weights| above which it warns
     snapshot_every: Every = field(default=Every(0), converter=parse_every)  # of each std; 0: none
@@ -94,6 +94,8 @@ class EMA:
         numbers = [key for key, value in given.items() if not isinstance(value, (list, tuple))]
         if len(numbers) > 1:
             raise ValueError(f"{' and '.join(numbers)} both say how long one average is; set one, or lists for several")
+        if self.warmup != "power" and (self.inv_gamma, self.power) != (1.0, POWER):
+            raise ValueError("inv_gamma and power are of warmup = 'power'")
         if self.snapshot_every.amount and "std" not in given:
             raise ValueError("snapshot_every needs std: only power functions can be put together after training")
         lengths = [
@@ -250,7 +252,8 @@ class EMA:
                 f"{', '.join(own)}; to start them fresh from the restored weights add --fresh {NAME}"
             )
         first = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        for average, values in zip(self._averages, [first, *state[FURTHER].values()], strict=True):
+        others = [state[FURTHER][label] for label in saved[1:]]
+        for average, values in zip(self._averages, [first, *others], strict=True):
             if differing := values.keys() ^ self._weights.in_model_keys(average.shadow).keys():
                 raise UserError(f"the saved average is of another model; only one of them has {min(differing)!r}")
             for name, value in average.shadow.items():

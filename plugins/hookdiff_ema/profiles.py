@@ -91,6 +91,7 @@ def fit(steps: Sequence[float], stds: Sequence[float], step: float, targets: Seq
     solved = scale * np.linalg.lstsq(gram * scale * scale.T, columns, rcond=None)[0]
     free, shift = solved[:, :-1], solved[:, -1:]
     weights = free + shift * (1 - free.sum(0)) / shift.sum()
+    weights /= weights.sum(0)  # of very many snapshots, rounding leaves a part in a million
     size = overlap(end, wanted, end, wanted)
     lacking = size - 2 * (weights * right).sum(0) + (weights * (gram @ weights)).sum(0)
     return Fit(weights, np.sqrt(np.maximum(lacking, 0) / size))

@@ -275,6 +275,7 @@ def test_a_number_is_the_first_of_the_averages():
         ({"decay": [0.9, 1.0]}, "'decay' must be < 1"),
         ({"half_life": float("inf")}, "'half_life' must be < inf"),
         ({"half_life": float("nan")}, "'half_life' must be > 0"),
+        ({"power": 0.7}, "inv_gamma and power are of warmup = 'power'"),
         ({"snapshot_every": 10}, "snapshot_every needs std"),
         ({"snapshot_every": 10, "decay": 0.9}, "snapshot_every needs std"),
     ],

@@ -327,6 +327,8 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, tmp_path, monkeypat
     code, out, _ = hookdiff("ema", "run", "--std", "0.08", "--out", "made/wide.safetensors")
     assert code == 0
     assert out.startswith("made/wide.safetensors: std 0.08 at step 8, of ")
+    code, out, _ = hookdiff("sample", "run", "--num", 1, "--weights", "made/wide.safetensors", "--out", "x.png")
+    assert (code, out) == (0, "x.png: 1 images from the weights in made/wide.safetensors\n")
     started = load_config(tmp_path / "small.toml", (), ["model.start_from=made/wide.safetensors"])
     assert started.start == {"start_from": "made/wide.safetensors"}
     caplog.set_level(logging.INFO)
@@ -335,7 +337,7 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, tmp_path, monkeypat
     assert "started from made/wide.safetensors" in caplog.text
 
     assert hookdiff("ema", "run", "--std", "0.05", "--step", "5")[0] == 0
-    found = load_file(tmp_path / "run" / "ema-std=0.05.safetensors")
+    found = load_file(tmp_path / "run" / "ema-step-00000005-std=0.05.safetensors")
     assert_same(found, load_file(tmp_path / "run" / "ema" / "step-00000005-std=0.05.safetensors"))
 
     # The averages that the run held to its end can be sampled with by name.
