@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+CHUNK = 2**22  # entries that are looked at together: few kernels for many small tensors, and little memory
+
 
 def entry_sizes(tensors: list[Tensor]) -> dict[str, Tensor]:
     """Return mean, max and min of |entry| over all entries of `tensors`: scalars; nothing of none."""
-    if not tensors:
+    parts = []
+    for group in _groups(tensors, CHUNK):
+        sizes = torch.cat([_flat(tensor) for tensor in group]).abs_()
+        smallest, largest = sizes.aminmax()
+        # Half precision would lose the sum.
+        total = sizes.sum(dtype=torch.promote_types(sizes.dtype, torch.float32))
+        parts.append(torch.stack((total, largest.to(total), smallest.to(total))))
+    if not parts:
         return {}
+    totals, largest, smallest = torch.stack(parts).unbind(1)
     num = sum(tensor.numel() for tensor in tensors)
-    norms = {p: torch.stack(torch._foreach_norm(tensors, p)) for p in (1, math.inf)}
-    # No foreach kernel knows the smallest.
-    smallest = torch.stack([torch.linalg.vector_norm(tensor, -math.inf) for tensor in tensors])
-    return {"mean": norms[1].sum() / num, "max": norms[math.inf].max(), "min": smallest.min()}
+    return {"mean": totals.sum() / num, "max": largest.max(), "min": smallest.min()}
+
+
+def _groups(tensors: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Yield `tensors` in groups of at most `size` entries, or of one tensor."""
+    group: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        if group and held + tensor.numel() > size:
+            yield group
+            group, held = [], 0
+        group.append(tensor)
+        held += tensor.numel()
+    if group:
+        yield group
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the entries in the order in which they lie in memory, so that channels_last needs no copy."""
+    if not tensor.is_contiguous():
+        tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    return tensor.reshape(-1)
 
 
 class NoiseScale:
