@@ -60,7 +60,8 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
     step is finite now; with `anomaly`, whether torch named an operation. Raises UserError when it cannot be run.
     """
     record = read_record(path)
-    config = _config(record, [*plugins, f"{__name__}:Replay"], settings)
+    # One batch is not worth processes that load it; its pixels are the same.
+    config = _config(record, [*plugins, f"{__name__}:Replay"], [*settings, "data.workers=0"])
     parts = {name: part for name, part in config.plugins.items() if not _is_sink(part.target)}
     config = evolve(config, plugins={name: _pointed(part, path) for name, part in parts.items()})
     torch.set_num_threads(record.facts["machine"]["threads"])

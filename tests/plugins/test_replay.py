@@ -298,7 +298,7 @@ def test_anomaly_names_the_operation(folder: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_a_compiled_step_comes_back_compiled(tmp_path: Path) -> None:
-    path = config(tmp_path, ["hookdiff_compile:Compile", "checkpoint"], model={"use": "nets:Steep"})
+    path = config(tmp_path, ["compile", "checkpoint"], model={"use": "nets:Steep"})
     ran = process(tmp_path, "run", path, "--out", "run")
     assert ran.returncode == 3, ran.stderr
     (step,) = kept(tmp_path)
