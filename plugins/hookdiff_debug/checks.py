@@ -205,7 +205,7 @@ def check_learning(trial: Trial, trained: bool = False) -> Finding:
     change = statistics.median(trial.changes[:8]) if trial.changes else math.nan
     moved = f"an update changes the weights by {_share(change)}"
     fell = f"loss {first:.3g} to {end:.3g} in {len(losses)} steps with lr {rate:.3g}"
-    if peak > 3 * first and end > first / 2:
+    if (peak > 3 * first and end > first / 2) or (not trained and end > 1.2 * first):
         where = losses.index(peak) + 1
         return Finding(
             "broken",
@@ -227,8 +227,13 @@ def check_learning(trial: Trial, trained: bool = False) -> Finding:
     return Finding("OK", name, f"{fell}; {moved}")
 
 
-def check_gradients(layers: Mapping[str, Layer], silent: Collection[str] = ()) -> Finding:
-    """Judge the gradients of all layers; `silent` are those in which they have been exactly zero for several steps."""
+def check_gradients(
+    layers: Mapping[str, Layer], silent: Collection[str] = (), outputs: Outputs | None = None
+) -> Finding:
+    """Judge the gradients of all layers; `silent` are those in which they have been exactly zero for several steps.
+
+    While the `outputs` are next to nothing, so are all gradients but those of the last layer, and sizes tell nothing.
+    """
     name = "gradients"
     if dead := [layer for layer in layers if layer in silent]:
         return Finding(
@@ -248,7 +253,7 @@ def check_gradients(layers: Mapping[str, Layer], silent: Collection[str] = ()) -
     if not sizes:
         return Finding("OK", name, "none yet")
     middle, (top, most) = statistics.median(sizes.values()), max(sizes.items(), key=lambda item: item[1])
-    if most > 1e5 * middle:
+    if most > 1e5 * middle and (outputs is None or outputs.std > 0.1):
         return Finding(
             "look",
             name,
@@ -330,7 +335,8 @@ def check_levels(levels: Sequence[Level], trained: bool) -> Finding:
             f"at time {times} worse than who knows only mean and variance of the images; {seen}",
             "these noise levels count little in the loss (diffusion.weighting, diffusion.times), or train longer",
         )
-    return Finding("OK", name, seen)
+    young = "" if trained or min(ratios) <= 0.97 else "; the trial is too short to judge them"
+    return Finding("OK", name, seen + young)
 
 
 def check_samples(std: float, nonfinite: float, different: bool, data_std: float, trained: bool) -> Finding:

@@ -32,6 +32,7 @@ def command(
     them. Exit code 1 when something is broken.
     """
     import json
+    import math
     import tempfile
 
     from attrs import asdict
@@ -60,7 +61,7 @@ def command(
                     "cause": found and found.name,
                     "findings": [asdict(finding) for finding in report.findings],
                     "step": report.step,
-                    "losses": report.trial.losses,
+                    "losses": [loss if math.isfinite(loss) else None for loss in report.trial.losses],
                     "seconds_per_step": per_step,
                     "parts": {
                         f"{plugin}.{hook}": seconds / report.trial.steps_timed

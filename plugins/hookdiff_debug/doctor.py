@@ -83,6 +83,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
                 before, portrait = saved.progress.step, _portray(saved)
                 stack.enter_context(loop)
                 _take_over(loop, saved)
+            del saved  # so that its memory is not counted as the trial's
         else:
             stack.enter_context(loop)
         start = None if portrait else _ask(loop, _plain_batch(loop))
@@ -132,7 +133,7 @@ def _of_network(trial: Trial, start: Outputs | None, portrait: _Portrait, traine
     silent = [name for name, layer in trial.layers.items() if layer.norm == 0]
     settled = trained or len(trial.rates) > SETTLED
     findings += [
-        checks.check_gradients(trial.layers, silent),
+        checks.check_gradients(trial.layers, silent, portrait.outputs),
         checks.check_outputs(portrait.outputs, settled),
         checks.check_response(portrait.outputs, settled),
     ]

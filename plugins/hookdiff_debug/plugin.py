@@ -67,7 +67,7 @@ class Debug:
         for name, layer in layers.items():
             self._silent[name] = self._silent.get(name, 0) + 1 if settled and layer.norm == 0 else 0
         silent = [name for name, looks in self._silent.items() if looks >= _SILENT]
-        findings = [check_gradients(layers, silent)] if settled else []
+        findings = [check_gradients(layers, silent, outputs)] if settled else []
         findings += [check_outputs(outputs, settled), check_response(outputs, settled)]
         if self._told.get("inputs") != "broken":  # the network cannot but suffer from it
             self._say(loop, findings)

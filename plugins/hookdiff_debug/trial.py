@@ -104,7 +104,8 @@ def train(loop: Loop, steps: int) -> Trial:
             if before is not None:
                 trial.changes.append(_change(before, _matrices(loop)))
                 looks.append(measure_layers(loop))
-        if len(trial.rates) >= steps or time.monotonic() - began > _TIME_LIMIT:
+        over = len(trial.rates) >= steps or len(trial.losses) >= 2 * steps  # some made no update
+        if over or time.monotonic() - began > _TIME_LIMIT:
             break
     loop.plugins.instrument(None)
     assert trial is not None  # a feed without a batch is refused when the loop is made

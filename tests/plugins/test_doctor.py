@@ -17,7 +17,7 @@ from hookdiff.diffusion import Diffusion
 from hookdiff.testing import toy_loop
 from hookdiff_debug import checks
 from hookdiff_debug.checks import Finding, cause
-from hookdiff_debug.measure import Inputs, Level, measure_inputs, measure_levels
+from hookdiff_debug.measure import Inputs, Layer, Level, Outputs, measure_inputs, measure_levels
 from hookdiff_debug.trial import Clock, Trial, train
 
 CONFIG = """
@@ -249,6 +249,7 @@ def trial(losses, changes=(0.01,) * 8, outcome="updated"):
         ([1 - 0.01 * k for k in range(40)], False, "OK"),
         ([1.0] * 40, False, "look"),
         ([1.0, 3.5, 20.0, 8.0, *[1.0] * 36], False, "broken"),
+        ([1 + 0.03 * k for k in range(40)], False, "broken"),  # it rises with the rate that is warmed up
         ([1.0, 3.5, *[0.3] * 38], False, "look"),  # a spike that is over
         ([1.0, 1.0, math.nan], False, "broken"),
         ([0.1] * 40, True, "OK"),
@@ -286,6 +287,18 @@ def test_a_loss_that_is_nan_at_once_is_not_the_learning_rates_fault():
     assert (found.level, found.name) == ("broken", "loss")
     later = checks.check_learning(trial([1.0, 1.0], outcome="stopped"))
     assert (later.level, later.name) == ("broken", "learning rate")
+
+
+def test_gradients_are_judged():
+    layers = {"a": Layer(1.0, 100), "b": Layer(2.0, 100), "c": Layer(1.0, 100)}
+    assert checks.check_gradients(layers).level == "OK"
+    huge = checks.check_gradients({**layers, "d": Layer(1e6, 100)})
+    assert (huge.level, huge.seen) == ("look", "those of d are 7e+05 times the usual ones")
+    young = Outputs(0.0, 1e-4, 1e-3, 0.0, 1.0, 1.0, math.nan)
+    assert checks.check_gradients({**layers, "d": Layer(1e6, 100)}, outputs=young).level == "OK"
+    assert "does not depend on 1 of 4 layers (d)" in checks.check_gradients({**layers, "d": Layer(None, 9)}).seen
+    assert checks.check_gradients({**layers, "d": Layer(0.0, 9)}, silent=["d"]).level == "broken"
+    assert checks.check_gradients({**layers, "d": Layer(0.0, 9)}).level == "OK"  # for one look only
 
 
 def test_the_cause_is_the_first_that_is_broken():
