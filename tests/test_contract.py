@@ -87,6 +87,7 @@ def test_the_core_knows_no_plugin() -> None:
 
 # Names that the core has a use of its own for, and where: a folder, a number that is told, a part of the state.
 OWN_USES = {
+    "gradients": {"hookdiff/cli/check.py"},
     "loss": {
         "hookdiff/cli/selftest.py",
         "hookdiff/diffusion/objective.py",
