@@ -205,6 +205,8 @@ class Diagnosis:
         self._recent, self._spread = event, None  # a new level; a window of it is to be seen first
         if now > before or self._diverged is not None:
             return None  # the levels tell of it
+        if event[0] - before > 0.7 * (now - before):
+            return None  # it did not fall at once: the network learns fast
         text = (
             f"the loss drops at step {self._event_from} and stays: {math.exp(now):.3g}, {math.exp(before):.3g} before"
         )
@@ -241,7 +243,9 @@ class Diagnosis:
         if self._diverged is not None or num > STARTING or self._above_first < IN_A_ROW:
             return None
         rise = min(self._short.values[-IN_A_ROW:]) - self._first
-        if not worse_than_nothing and rise < max(math.log(2), MARGIN * self._noise()):  # one loss is little to go by
+        # One loss is little to go by: it must be the lowest of all, and far from them.
+        alone = min(self._recent[1:]) > self._first and rise > max(math.log(2), MARGIN * self._noise())
+        if not worse_than_nothing and not alone:
             return None
         return self._divergence(step, level, self._first, 1, START)
 
