@@ -113,14 +113,13 @@ def count_transfers() -> Iterator[Transfers]:
     """Count the transfers from the device to the host in the `with`: `.count` of what it gives.
 
     Also on a CPU, where they cost nothing: what is counted are item(), tolist(), numpy(), cpu(), to("cpu") and what
-    comes down to them.
+    comes down to them. A device that is given as a torch.device may be the loop's own, so it does not count.
     """
     transfers = Transfers()
 
     def counted(name: str, original: Callable[..., Any]) -> Any:
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if name != "to" or any(str(given) == "cpu" for given in (*args, *kwargs.values())):
-                transfers.count += 1
+            transfers.count += name != "to" or "cpu" in (*args, *kwargs.values())
             before = transfers.count
             try:
                 return original(tensor, *args, **kwargs)
