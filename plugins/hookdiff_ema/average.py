@@ -23,7 +23,7 @@ class Average:
     decay: Callable[[int], float]  # at update n, counted from 0
     std: float | None = None  # of a power-function average
     shadow: dict[str, Tensor] = field(init=False)  # by parameter name
-    still: Tensor | float = field(default=0.0, init=False)  # updates since it was last seen to move
+    still: Tensor | float = field(default=0.0, init=False)  # updates for which it has not moved
     _values: list[Tensor] = field(init=False)
     _seen: Tensor | None = field(default=None, init=False)
 
@@ -47,12 +47,16 @@ class Average:
 
     def look(self, updates: int) -> Tensor:
         """Return for how many updates it has not moved; `updates` were made since the last look."""
-        bits = [value.view(_INTEGERS[value.element_size()]).sum() for value in self._values]
-        now = torch.stack(bits).sum()
+        now = torch.stack([_bits(value).sum() for value in self._values]).sum()
         moved = torch.ones_like(now) if self._seen is None else now != self._seen
         self.still = torch.where(moved.bool(), 0.0, self.still + updates)
         self._seen = now
         return self.still
+
+
+def _bits(value: Tensor) -> Tensor:
+    real = torch.view_as_real(value) if value.is_complex() else value
+    return real.view(_INTEGERS[real.element_size()])
 
 
 def _total(norms: Sequence[Tensor]) -> Tensor:

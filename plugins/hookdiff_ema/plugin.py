@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from attrs import Attribute, define, field
-from attrs.validators import ge, gt, le, lt, optional
+from attrs import define, field
+from attrs.validators import ge, gt, le, lt
 from torch import Tensor
 
 from hookdiff import (
@@ -25,34 +25,16 @@ from hookdiff import (
 )
 from hookdiff_ema.alarms import Alarms
 from hookdiff_ema.average import Average
-from hookdiff_ema.profiles import MAX_STD, gamma_of, half_life_decay, power_decay, power_warmup, ratio_warmup
+from hookdiff_ema.lengths import Length, each, make_averages
+from hookdiff_ema.profiles import MAX_STD, power_warmup, ratio_warmup
 from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, snapshot_path, write_snapshot
 from hookdiff_ema.weights import Weights
 
 NAME = "ema"  # of the first average, in a SampleRequest
 NUM_UPDATES, LABELS, FURTHER = "ema.num_updates", "ema.labels", "ema.averages"  # in the state, beside the model's keys
-DECAY, POWER = 0.999, 0.75  # where nothing else is asked for
+POWER = 0.75  # of that warm-up
 STILL = "ema/still"  # in the log: updates for which an average has not moved, the most of all
 MANY = 200  # updates without a change that are worth a word
-
-Length = float | list[float] | None
-
-
-def _each(*checks: Callable[[Any, Any, Any], Any]) -> Any:
-    """Return a validator of a number, or of each in a list that has some."""
-
-    def check(instance: object, attribute: Attribute[Any], value: Length) -> None:
-        if value == []:
-            raise ValueError(f"{attribute.name} is an empty list")
-        for number in _listed(value):
-            for one in checks:
-                one(instance, attribute, number)
-
-    return optional(check)
-
-
-def _listed(value: Length) -> list[float]:
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 @define(eq=False)
@@ -68,9 +50,9 @@ class EMA:
     (`hookdiff ema`).
     """
 
-    decay: Length = field(default=None, validator=_each(ge(0), lt(1)))  # per update; 0.999 if no length is set
-    half_life: Length = field(default=None, validator=_each(gt(0), lt(math.inf)))  # updates
-    std: Length = field(default=None, validator=_each(gt(0), le(MAX_STD)))  # of the training time
+    decay: Length = field(default=None, validator=each(ge(0), lt(1)))  # per update; 0.999 if no length is set
+    half_life: Length = field(default=None, validator=each(gt(0), lt(math.inf)))  # updates
+    std: Length = field(default=None, validator=each(gt(0), le(MAX_STD)))  # of the training time
     warmup: Literal["ratio", "power", "none"] = "ratio"  # a decay rises to its value; std needs none
     inv_gamma: float = field(default=1.0, validator=gt(0))  # power: updates
     power: float = field(default=POWER, validator=gt(0))  # power: 2/3 for millions of updates
@@ -89,35 +71,15 @@ class EMA:
     _alarms: Alarms = field(factory=Alarms, init=False)
 
     def __attrs_post_init__(self) -> None:
-        given = {"decay": self.decay, "half_life": self.half_life, "std": self.std}
-        given = {key: value for key, value in given.items() if value is not None} or {"decay": DECAY}
-        numbers = [key for key, value in given.items() if not isinstance(value, (list, tuple))]
-        if len(numbers) > 1:
-            raise ValueError(f"{' and '.join(numbers)} both say how long one average is; set one, or lists for several")
         if self.warmup != "power" and (self.inv_gamma, self.power) != (1.0, POWER):
             raise ValueError("inv_gamma and power are of warmup = 'power'")
-        if self.snapshot_every.amount and "std" not in given:
+        if self.snapshot_every.amount and self.std is None:
             raise ValueError("snapshot_every needs std: only power functions can be put together after training")
-        lengths = [
-            (key, value) for key in sorted(given, key=lambda k: k not in numbers) for value in _listed(given[key])
-        ]
-        self._averages = [self._average(key, value, first=i == 0) for i, (key, value) in enumerate(lengths)]
-        labels = [average.label for average in self._averages]
-        if double := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"{double[0]} is there twice")
+        warmup = {"ratio": ratio_warmup, "power": self._power_warmup, "none": None}[self.warmup]
+        self._averages = make_averages(NAME, self.decay, self.half_life, self.std, warmup)
 
-    def _average(self, key: str, value: float, first: bool) -> Average:
-        label = f"{key}={value}".removesuffix(".0")
-        prefix = NAME if first else f"{NAME}/{label}"
-        if key == "std":
-            gamma = gamma_of(value)
-            return Average(label, prefix, lambda n: power_decay(n + 1, gamma), value)
-        decay = half_life_decay(value) if key == "half_life" else value
-        if self.warmup == "none":
-            return Average(label, prefix, lambda n: decay)
-        if self.warmup == "power":
-            return Average(label, prefix, lambda n: min(decay, power_warmup(n, self.inv_gamma, self.power)))
-        return Average(label, prefix, lambda n: min(decay, ratio_warmup(n)))
+    def _power_warmup(self, num_updates: int) -> float:
+        return power_warmup(num_updates, self.inv_gamma, self.power)
 
     @property
     def shadow(self) -> dict[str, Tensor]:

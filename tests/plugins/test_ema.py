@@ -564,3 +564,18 @@ def test_a_rollback_takes_the_averages_back():
     assert back.averages[0] == 5
     assert torch.equal(back.averages[1], back.kept["plugins"]["ema"]["0.weight"])
     assert ema.num_updates == 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64, torch.complex128])
+def test_weights_of_any_kind_can_be_averaged(dtype):
+    model = nn.ParameterDict({"scalar": torch.ones((), dtype=dtype), "matrix": torch.ones(2, 2, dtype=dtype).T})
+    ema, loop = EMA(decay=0.5, warmup="none"), toy_loop(model=model)
+    ema.on_start(loop)
+    with torch.no_grad():
+        model["scalar"].fill_(3)
+    for step in (5, 10):  # both are logged
+        loop.progress.step = step
+        ema.after_optimizer_step(loop)
+    assert ema.shadow["scalar"] == 2.5
+    assert ema.shadow["scalar"].dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(ema.shadow["matrix"], torch.ones(2, 2, dtype=ema.shadow["matrix"].dtype))

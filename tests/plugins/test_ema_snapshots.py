@@ -1,6 +1,5 @@
 """Averages that are put together after training, from real files of real runs."""
 
-import logging
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from hookdiff import UserError, hookimpl, load_config
+from hookdiff import UserError, build_loop, hookimpl, load_config
 from hookdiff.cli import main
 from hookdiff.testing import assert_same, toy_loop
 from hookdiff_checkpoint import Checkpoint
@@ -320,7 +319,7 @@ def hookdiff(monkeypatch, capsys):
     return call
 
 
-def test_the_command_makes_a_file_that_others_load(hookdiff, tmp_path, monkeypatch, caplog):
+def test_the_command_makes_a_file_that_others_load(hookdiff, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(CONFIG)
     assert hookdiff("run", "small.toml", "--out", "run")[0] == 0
@@ -329,12 +328,9 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, tmp_path, monkeypat
     assert out.startswith("made/wide.safetensors: std 0.08 at step 8, of ")
     code, out, _ = hookdiff("sample", "run", "--num", 1, "--weights", "made/wide.safetensors", "--out", "x.png")
     assert (code, out) == (0, "x.png: 1 images from the weights in made/wide.safetensors\n")
-    started = load_config(tmp_path / "small.toml", (), ["model.start_from=made/wide.safetensors"])
-    assert started.start == {"start_from": "made/wide.safetensors"}
-    caplog.set_level(logging.INFO)
-    again = ("--set", "model.start_from=made/wide.safetensors", "--set", "run.steps=1", "--out", "again")
-    assert hookdiff("run", "small.toml", *again)[0] == 0
-    assert "started from made/wide.safetensors" in caplog.text
+    start = load_config(tmp_path / "small.toml", (), ["model.start_from=made/wide.safetensors"])
+    with build_loop(start, tmp_path / "again") as loop:
+        assert_same(loop.model.state_dict(), load_file("made/wide.safetensors"))
 
     assert hookdiff("ema", "run", "--std", "0.05", "--step", "5")[0] == 0
     found = load_file(tmp_path / "run" / "ema-step-00000005-std=0.05.safetensors")
@@ -347,8 +343,8 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, tmp_path, monkeypat
     for words, message in (
         (["run", "--std", "0.4"], "--std 0.4: expected a width above 0 and at most 0.2887"),
         (["run", "--std", "0.28"], "std 0.28 is outside of what the snapshots carry at step 8: "),
-        (["again", "--std", "0.0001"], "std 0.0001 is outside of what the snapshots carry at step 1: "),
-        (["again", "--std", "0.1", "--step", "9"], "step 9 is outside of what the snapshots carry: 1 to 1"),
+        (["run", "--std", "0.1", "--step", "9"], "step 9 is outside of what the snapshots carry: 1 to 8"),
+        (["again", "--std", "0.1"], "again has no snapshots to make an average of; a run writes them with"),
         (["nowhere", "--std", "0.1"], "nowhere has no snapshots to make an average of; a run writes them with"),
         (["run", "--std", "0.1", "--out", "small.toml/x"], "small.toml/x: cannot be written: "),
     ):
