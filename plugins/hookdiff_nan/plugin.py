@@ -90,6 +90,7 @@ class NaN:
         report.notes.clear()  # the cause comes first
         report.notes.update({"cause": str(found), "try": ADVICE[found.cause], **found.details, **others})
         rates = [f"{group['lr']:g}" for optimizer in loop.optimizers for group in optimizer.param_groups]
+        report.notes["epoch"] = f"{loop.progress.epoch}, {loop.progress.samples} samples into it"
         report.notes["learning rate"] = ", ".join(dict.fromkeys(rates))
         if self._last:
             losses, norms = ([f"{values[index]:.4g}" for values in self._last] for index in (1, 2))
@@ -115,7 +116,7 @@ class NaN:
         return self.policy
 
     def _keep(self, loop: Loop, report: NonFinite, found: Diagnosis, states: Mapping[str, Any]) -> None:
-        if loop.run_dir is None or not loop.is_main:
+        if loop.run_dir is None or not loop.is_main or not self.keep:
             return
         root = loop.run_dir / self.folder
         path = root / f"step-{report.step:08d}-position-{report.position:08d}"
