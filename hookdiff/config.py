@@ -18,6 +18,7 @@ from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.discovery import import_object, installed, plugin_class, plugin_name
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
+from hookdiff.models.adapters import checkpointable
 from hookdiff.models.init import Initialisation
 from hookdiff.optimizers import OPTIMIZERS, UNFIT, Groups, unfit
 from hookdiff.plugins import check_partners
@@ -208,7 +209,7 @@ def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems:
     start = arguments(Start, {k: v for k, v in tables["model"].items() if k in START_KEYS}, "model", problems)
     if start.get("start_partial") and not tables["model"].get("start_from"):
         problems.add("model.start_partial", "needs start_from")
-    model, initial = _shared("model", tables["model"], Initialisation, MODELS, problems, START_KEYS)
+    model, initial = _shared("model", tables["model"], Initialisation, MODELS, problems, START_KEYS, _import_model)
     table = {"use": "adamw", **tables["optimizer"]}
     optimizers = OPTIMIZERS | {name: path for name, path in UNFIT.items() if name == table["use"]}
     optimizer, groups = _shared("optimizer", table, Groups, optimizers, problems)
@@ -230,12 +231,13 @@ def _shared(
     known: Mapping[str, str],
     problems: Problems,
     others: Iterable[str] = (),
+    import_target: Callable[[str, str], Any] = import_object,
 ) -> tuple[Part | None, dict[str, Any]]:
     """Check a table of a part whose keys of `shared` are read here whatever the part; `others` have been read."""
     keys = (*others, *parameters(shared))
     checked = arguments(shared, {k: v for k, v in table.items() if k in parameters(shared)}, where, problems)
     rest = {key: value for key, value in table.items() if key not in keys}
-    return _part(where, "use", rest, known, problems, beside=keys), checked
+    return _part(where, "use", rest, known, problems, import_target, keys), checked
 
 
 def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems: Problems) -> None:
@@ -278,6 +280,10 @@ def _data(table: Mapping[str, Any], problems: Problems) -> tuple[Part | None, di
 def _import_source(path: str, what: str) -> Any:
     module, _, name = path.partition(":")
     return vision(name) if module == "torchvision" else import_object(path, what)
+
+
+def _import_model(path: str, what: str) -> Any:
+    return checkpointable(import_object(path, what))
 
 
 def _part(

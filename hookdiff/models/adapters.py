@@ -6,6 +6,7 @@ label -1 for "no class"; the answer is a tensor.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,28 @@ def adapt(model: nn.Module) -> nn.Module:
                 drops.dropout_prob = 0.0
     model.register_forward_hook(_take_sample)
     return model
+
+
+def checkpointable(kind: Any) -> Any:
+    """Return `kind` with an argument `gradient_checkpointing`, if it is a class with a method that switches it on.
+
+    So diffusers has it: `enable_gradient_checkpointing`. Anything else is returned as it is.
+    """
+    if not inspect.isclass(kind) or not hasattr(kind, "enable_gradient_checkpointing"):
+        return kind
+    signature, name = inspect.signature(kind), "gradient_checkpointing"
+    if name in signature.parameters:
+        return kind
+
+    def make(*args: Any, gradient_checkpointing: bool = False, **kwargs: Any) -> Any:
+        model: Any = kind(*args, **kwargs)
+        if gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+        return model
+
+    extra = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    make.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])  # type: ignore[attr-defined]
+    return make
 
 
 def check_contract(

@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hookdiff import ConfigError, SampleRequest
+from hookdiff import ConfigError, SampleRequest, estimate_memory
 from hookdiff.config import load_config
 from hookdiff.experiment import build_loop, probe
 from hookdiff.models import DiT, UNet
-from hookdiff.models.adapters import adapt, check_contract
+from hookdiff.models.adapters import adapt, check_contract, checkpointable
+from hookdiff.structure import Problems, arguments, parameters
 
 CONFIG = """
 [run]
@@ -326,3 +327,34 @@ def test_an_adapted_model_goes_into_ddp(config, tmp_path):
         assert torch.equal(wrapped(x, t, labels), net(x, t, labels))
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Theirs(nn.Module):
+    """A model of another library: checkpointing is switched on by a method."""
+
+    def __init__(self, in_channels: int, width: int = 4) -> None:
+        super().__init__()
+        self.layer, self.is_checkpointed = nn.Conv2d(in_channels, in_channels, 1), False
+
+    def enable_gradient_checkpointing(self) -> None:
+        self.is_checkpointed = True
+
+
+def test_checkpointing_that_a_method_switches_on_is_an_argument() -> None:
+    make = checkpointable(Theirs)
+    assert list(parameters(make)) == ["in_channels", "width", "gradient_checkpointing"]
+    assert [make(1).is_checkpointed, make(1, gradient_checkpointing=True).is_checkpointed] == [False, True]
+    problems = Problems()
+    assert arguments(make, {"gradient_checkpointing": "yes", "width": 8}, "model", problems) == {"width": 8}
+    assert problems.found == ["model.gradient_checkpointing: expected true or false, got 'yes'"]
+    assert all(checkpointable(kind) is kind for kind in (UNet, DiT, Net, torch.relu))
+
+
+@pytest.mark.slow
+def test_models_of_diffusers_take_less_memory_with_gradient_checkpointing(config):
+    kept = []
+    for given in (False, True):
+        loaded = diffusers_config(config, THEIR_UNET, f"model.gradient_checkpointing={str(given).lower()}")
+        assert loaded.resolved()["model"]["gradient_checkpointing"] is given
+        kept.append(estimate_memory(loaded).activations)
+    assert kept[1] < kept[0] * 0.6
