@@ -161,7 +161,9 @@ def test_all_plugins_can_be_left_out(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["ema", "samples", "progress", "checkpoint", "fid", "debug", "gradients", "loss", "nan"])
+@pytest.mark.parametrize(
+    "name", ["checkpoint", "debug", "ema", "fid", "gradients", "loss", "nan", "progress", "samples"]
+)
 def test_who_only_looks_changes_no_weight(name: str, tmp_path: Path) -> None:
     alone, watched = build([], tmp_path), build([name], tmp_path)
     alone.run()

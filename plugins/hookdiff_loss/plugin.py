@@ -65,7 +65,8 @@ class Loss:
     _diagnosis: Diagnosis = field(init=False)
     _levels: NoiseLevels = field(init=False)
     _updates: int = field(init=False, default=0)  # since the noise levels were logged
-    _unlearnt: list[int] = field(init=False, factory=list)  # bins that were told
+    _unlearnt: int = field(init=False, default=0)  # noise levels, when last logged
+    _named: list[int] = field(init=False, factory=list)  # those of them that were told
     _unexplained: float = field(init=False, default=0.0)  # share of the target's variance, when last logged
     _overfitting: Overfitting = field(init=False, factory=Overfitting)
     _due: Due = field(init=False)
@@ -135,10 +136,11 @@ class Loss:
         ):
             self._tell(loop, OVERFITS, overfits)
         self._unexplained = values.get("loss/unexplained", self._unexplained)
-        if values.get("loss/unlearnt", 0.0) != len(self._unlearnt):  # a second look at the device
-            told, self._unlearnt = self._unlearnt, self._levels.unlearnt()
-            if set(self._unlearnt) - set(told):
-                self._tell(loop, UNLEARNT, self._levels.ranges(self._unlearnt), self.patience)
+        if values.get("loss/unlearnt", self._unlearnt) != self._unlearnt:
+            unlearnt = self._levels.unlearnt()  # a second look at the device
+            if not set(unlearnt) <= set(self._named):
+                self._tell(loop, UNLEARNT, self._levels.ranges(unlearnt), self.patience)
+            self._unlearnt, self._named = len(unlearnt), sorted({*self._named, *unlearnt})
 
     def _say(self, loop: Loop, findings: Iterable[Finding]) -> None:
         for finding in findings:
@@ -164,7 +166,8 @@ class Loss:
             "diagnosis": self._diagnosis.state_dict(),
             "levels": self._levels.state_dict(),
             "updates": self._updates,
-            "unlearnt": list(self._unlearnt),
+            "unlearnt": self._unlearnt,
+            "named": list(self._named),
             "unexplained": self._unexplained,
             "overfitting": self._overfitting.state_dict(),
         }
@@ -175,5 +178,5 @@ class Loss:
         self._diagnosis.load_state_dict(state["diagnosis"])
         self._levels.load_state_dict(state["levels"])
         self._updates, self._unexplained = state["updates"], state["unexplained"]
-        self._unlearnt = list(state["unlearnt"])
+        self._unlearnt, self._named = state["unlearnt"], list(state["named"])
         self._overfitting.load_state_dict(state["overfitting"])
