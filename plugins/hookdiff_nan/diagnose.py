@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Loop, NonFinite, flatten, unflatten
 from hookdiff_nan.stats import is_bad, stats
-from hookdiff_nan.watch import Place, Watch
+from hookdiff_nan.watch import Backward, Forward, Watch
 
 Cause = Literal["weight", "data", "draw", "overflow", "forward", "loss", "backward", "unclear"]
 
@@ -70,49 +70,54 @@ def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Dia
     samples = _samples(loop, report.batch, rows)
     details = _details(report, watch, samples if len(rows) < len(report.batch) else [])
 
-    def found(cause: Cause, text: str, module: Place | None = None, parameter: str | None = None) -> Diagnosis:
-        return Diagnosis(cause, text, details, samples, module.name if module else None, parameter)
-
     # A module may put out infinities on purpose, such as a mask: what counts is what the model returned.
-    forward, backward = None if watch.returned_finite else watch.forward, watch.backward
+    forward = None if watch.returned_finite else watch.forward
     if weights:
         first, what = next(iter(weights.items()))
         more = f", and {len(weights) - 1} more" if len(weights) > 1 else ""
         text = f"{first} is not finite before the step ({what}){more}: no batch can help"
-        return found("weight", text, parameter=first)
+        return Diagnosis("weight", text, details, samples, parameter=first)
     if inputs:
         told = ", ".join(str(sample["name"]) for sample in samples)
         rest = f" and {len(inputs) - len(samples)} more" if len(inputs) > len(samples) else ""
-        return found("data", f"inputs hold values that are not finite: {told}{rest}")
+        return Diagnosis("data", f"inputs hold values that are not finite: {told}{rest}", details, samples)
     if draws:
-        return found("draw", f"what the objective drew is not finite: {', '.join(draws)}")
+        return Diagnosis("draw", f"what the objective drew is not finite: {', '.join(draws)}", details, samples)
     if helped:
+        seen = f"first in {forward.place}" if forward else "in the backward"
         dtype = str(watch.autocast).removeprefix("torch.")
-        where = forward.place if forward else None
-        seen = f"first in {where}" if where else "in the backward"
         text = f"beyond what {dtype} holds, {seen}; the same step without autocast is finite"
-        return found("overflow", text, where)
+        return Diagnosis("overflow", text, details, samples, forward.place.name if forward else None)
     if not watch.given_finite:
-        return found("loss", "the objective gave the network values that are not finite, though data and draws are")
-    if forward and not forward.inputs_finite:
-        after = f"after {forward.last_finite}, " if forward.last_finite else ""
-        return found("forward", f"{after}before {forward.place}, whose inputs are not finite", forward.place)
+        text = "the objective gave the network values that are not finite, though data and draws are"
+        return Diagnosis("loss", text, details, samples)
     if forward:
-        made = "NaN" if any(out.num_nan for out in forward.outputs) else "inf"
-        last = forward.last_finite
-        after = f", after {last}" if last and last.is_inside(forward.place) else ""
-        return found("forward", f"{forward.place} made {made} from finite inputs{after}", forward.place)
+        return Diagnosis("forward", _of_forward(forward), details, samples, forward.place.name)
     if bad_loss:
-        return found("loss", "what the network returned is finite, the loss made of it is not")
-    if backward and backward.parameter:
-        text = f"the gradient of {backward.parameter}, though loss and all gradients that led to it are finite"
-        return found("backward", text, parameter=backward.parameter)
-    if backward and backward.takers:
-        names = " or ".join(map(str, backward.takers))
-        return found("backward", f"the derivative of {names} is not finite, the loss is", backward.takers[-1])
-    if backward:
-        return found("backward", f"the derivative of what follows {backward.maker} is not finite, the loss is")
-    return found("unclear", missed)
+        text = "what the network returned is finite, the loss made of it is not"
+        return Diagnosis("loss", text, details, samples)
+    if backward := watch.backward:
+        module = backward.takers[-1].name if backward.takers else None
+        return Diagnosis("backward", _of_backward(backward), details, samples, module, backward.parameter)
+    return Diagnosis("unclear", missed, details, samples)
+
+
+def _of_forward(forward: Forward) -> str:
+    last = forward.last_finite
+    if not forward.inputs_finite:
+        after = f"after {last}, " if last else ""
+        return f"{after}before {forward.place}, whose inputs are not finite"
+    made = "NaN" if any(output.num_nan for output in forward.outputs) else "inf"
+    after = f", after {last}" if last and last.is_inside(forward.place) else ""
+    return f"{forward.place} made {made} from finite inputs{after}"
+
+
+def _of_backward(backward: Backward) -> str:
+    if backward.parameter:
+        return f"the gradient of {backward.parameter}, though loss and all gradients that led to it are finite"
+    if backward.takers:
+        return f"the derivative of {' or '.join(map(str, backward.takers))} is not finite, the loss is"
+    return f"the derivative of what follows {backward.maker} is not finite, the loss is"
 
 
 def _run_again(loop: Loop, batch: Batch, put_back: Callable[[], None]) -> tuple[Watch, bool]:

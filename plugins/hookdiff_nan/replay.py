@@ -64,9 +64,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
     config = _config(record, [*plugins, f"{__name__}:Replay"], [*settings, "data.workers=0"])
     parts = {name: part for name, part in config.plugins.items() if not _is_sink(part.target)}
     config = evolve(config, plugins={name: _pointed(part, path) for name, part in parts.items()})
-    torch.set_num_threads(record.facts["machine"]["threads"])
-    torch.set_float32_matmul_precision(record.facts["machine"]["matmul_precision"])
-    torch.use_deterministic_algorithms(record.facts["machine"]["deterministic"])
+    _compute_as_then(record)
     with tempfile.TemporaryDirectory() as folder:
         fresh = [name for name in config.plugins if name not in record.parts["plugins"]]
         # No other plugin: what writes files or makes pictures has no part in a step.
@@ -109,7 +107,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
         raise UserError("--lr: the weights of the first step were made by no update, so no rate would change it")
     config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"])
     config = evolve(config, plugins={name: part for name, part in config.plugins.items() if _trains(part.target)})
-    torch.set_num_threads(record.facts["machine"]["threads"])
+    _compute_as_then(record)
     with tempfile.TemporaryDirectory() as folder:
         source = _link_checkpoint(config, run_dir, Path(folder), place)
         loop = build_loop(config, Path(folder), resume=True)
@@ -124,6 +122,13 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
                 position = loop.progress.position
     say(f"the run ended at batch {position}, before it came to batch {place['position']}: {loop.reason}")
     return False
+
+
+def _compute_as_then(record: Record) -> None:
+    machine = record.facts["machine"]
+    torch.set_num_threads(machine["threads"])
+    torch.set_float32_matmul_precision(machine["matmul_precision"])
+    torch.use_deterministic_algorithms(machine["deterministic"])
 
 
 def _config(record: Record, plugins: Sequence[str], settings: Sequence[str]) -> Config:
