@@ -37,4 +37,5 @@ class SkipBatches:
             left = len(feed.training) - progress.samples
             progress.position += 1
             progress.samples += min(feed.batch_size, left)
-        log.info("skipped %d batches: %d to %d", self.num, first, progress.position - 1)
+        last = progress.position - 1
+        log.info("skipped batch %d" if first == last else "skipped batches %d to %d", *sorted({first, last}))
