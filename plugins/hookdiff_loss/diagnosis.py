@@ -20,7 +20,8 @@ from attrs import asdict, define, field
 Kind = Literal["spike", "drop", "divergence", "recovery", "oscillation", "plateau"]
 
 GROUP = 10  # updates of the short levels; an event that lasts twice as long is a new level
-LEAST = math.log(1.5)  # of any rise or fall that is worth a word
+LEAST = math.log(1.5)  # of a spike or a drop that is worth a word
+RISE = math.log(1.25)  # of a level
 NARROWEST = 0.01  # deviation of a curve without noise: a percent
 IN_A_ROW = 3  # levels above their limit before it is a divergence
 START = math.log(1.2)  # above the first loss of all: by then a network has learnt something, or is being ruined
@@ -81,7 +82,7 @@ class Levels:
     @property
     def limit(self) -> float:
         """The rise that noise explains: the lowest of n normal numbers is about sqrt(2 ln n) deviations down."""
-        return max(LEAST, (MARGIN + math.sqrt(2 * math.log(max(2, self.num)))) * self.noise)
+        return max(RISE, (MARGIN + math.sqrt(2 * math.log(max(2, self.num)))) * self.noise)
 
     def _wander(self) -> float:
         # Noise that is not independent shows in levels that are far apart; what they have in common is the trend.
