@@ -200,12 +200,18 @@ def check_learning(trial: Trial, trained: bool = False) -> Finding:
     if len(losses) < 8:
         return Finding("OK", name, f"{len(losses)} steps tell nothing of it")
     first = trial.mean_loss(slice(4)) if trained else losses[0]
-    quarter = max(4, len(losses) // 4)
-    peak, end = max(losses), trial.mean_loss(slice(-quarter, None))
-    change = statistics.median(trial.changes[:8]) if trial.changes else math.nan
+    width = min(8, max(4, len(losses) // 4))
+    means = [trial.mean_loss(slice(start, start + width)) for start in range(len(losses) - width + 1)]
+    peak, end = max(losses), means[-1]
+    # At once, and at the end of a warm-up: later on, weights have grown with what changes them.
+    change = max(statistics.median(part or [math.nan]) for part in (trial.changes[:8], trial.changes[-8:]))
     moved = f"an update changes the weights by {_share(change)}"
     fell = f"loss {first:.3g} to {end:.3g} in {len(losses)} steps with lr {rate:.3g}"
-    if (peak > 3 * first and end > first / 2) or (not trained and end > 1.2 * first):
+    # Batches of a trained network differ by more than what it still learns.
+    back = end > 0.9 * first and (peak > 1.5 * first or change > 0.1)
+    wild = end > 0.75 * first and change > 0.15
+    rose = end > 2 * min(means) and end > first / 2
+    if (not trained and (back or wild or rose)) or (peak > 3 * first and end > first / 2):
         where = losses.index(peak) + 1
         return Finding(
             "broken",

@@ -87,7 +87,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         else:
             stack.enter_context(loop)
         start = None if portrait else _ask(loop, _plain_batch(loop))
-        trial = train(loop, steps)
+        trial = train(loop, steps, whole_rate=run is None)
         portrait = portrait or _portray(loop)
     trained = before >= _TRAINED
     findings = [

@@ -17,6 +17,7 @@ from hookdiff import Batch, Loop
 from hookdiff_debug.measure import Inputs, Layer, measure_inputs, measure_layers, merged
 
 SETTLED = 6  # updates, after which a network whose layers start as zero has a gradient everywhere
+_AT_WHOLE_RATE = 25  # updates after a warm-up that is longer than the trial
 _TIME_LIMIT = 30.0  # seconds
 
 
@@ -74,10 +75,15 @@ class Clock:
         self._since = now
 
 
-def train(loop: Loop, steps: int) -> Trial:
-    """Make up to `steps` updates with `loop`, which has been entered, in half a minute at the most."""
+def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
+    """Make `steps` updates with `loop`, which has been entered, or what fits in half a minute.
+
+    `whole_rate`: where the learning rate still rises then, go through its warm-up in strides that grow, and make some
+    more updates with the rate that is configured: `progress.step` runs ahead of the updates.
+    """
     clock, looks = Clock(loop.device), list[dict[str, Layer]]()
     trial: Trial | None = None
+    goal, stride = steps, 1.0  # goal: updates
     if loop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(loop.device)
     loop.plugins.instrument(clock)
@@ -104,7 +110,10 @@ def train(loop: Loop, steps: int) -> Trial:
             if before is not None:
                 trial.changes.append(_change(before, _matrices(loop)))
                 looks.append(measure_layers(loop))
-        over = len(trial.rates) >= steps or len(trial.losses) >= 2 * steps  # some made no update
+        if whole_rate and len(trial.rates) >= steps and trial.rates[-1] > trial.rates[-2]:
+            loop.progress.step += int(stride)
+            goal, stride = len(trial.rates) + _AT_WHOLE_RATE, 1.25 * stride
+        over = len(trial.rates) >= goal or len(trial.losses) >= 10 * steps  # of which some made no update
         if over or time.monotonic() - began > _TIME_LIMIT:
             break
     loop.plugins.instrument(None)

@@ -19,6 +19,7 @@ from hookdiff_debug import checks
 from hookdiff_debug.checks import Finding, cause
 from hookdiff_debug.measure import Inputs, Layer, Level, Outputs, measure_inputs, measure_levels
 from hookdiff_debug.trial import Clock, Trial, train
+from hookdiff_lr import LR
 
 CONFIG = """
 [run]
@@ -112,7 +113,9 @@ def settings(**tables):
     [
         ({"data__source": "hd_doctor_user:bytes_as_floats"}, "inputs: values from 0 to 255, as of [0, 255]"),
         ({"data__source": "hd_doctor_user:constant"}, "inputs: every image is constant"),
-        ({"optimizer__lr": 0.2}, "learning rate: too high: lr 0.2 took the loss from"),  # 100 times too high
+        # 100 times too high, at once and after a warm-up that is longer than the trial
+        ({"optimizer__lr": 0.2}, "learning rate: too high: lr 0.2 took the loss from"),
+        ({"optimizer__lr": 0.2, "plugins__lr__warmup": 300}, "learning rate: too high: lr 0."),
         ({"diffusion__schedule": "linear", "diffusion__timesteps": 20}, "schedule: signal to noise from"),
     ],
     ids=str,
@@ -250,6 +253,8 @@ def trial(losses, changes=(0.01,) * 8, outcome="updated"):
         ([1.0] * 40, False, "look"),
         ([1.0, 3.5, 20.0, 8.0, *[1.0] * 36], False, "broken"),
         ([1 + 0.03 * k for k in range(40)], False, "broken"),  # it rises with the rate that is warmed up
+        ([1.0, 2.6, *[1.04] * 38], False, "broken"),  # it came back to where it knew nothing
+        ([*[1 - 0.025 * k for k in range(30)], *[0.9] * 10], False, "broken"),  # what was learned is lost again
         ([1.0, 3.5, *[0.3] * 38], False, "look"),  # a spike that is over
         ([1.0, 1.0, math.nan], False, "broken"),
         ([0.1] * 40, True, "OK"),
@@ -259,6 +264,11 @@ def trial(losses, changes=(0.01,) * 8, outcome="updated"):
 )
 def test_the_learning_rate_is_judged_by_the_losses(losses, trained, level):
     assert checks.check_learning(trial(losses), trained).level == level
+
+
+def test_updates_as_large_as_the_weights_are_blamed_for_a_loss_that_does_not_fall():
+    assert checks.check_learning(trial([1.0] * 40, changes=[0.2] * 8)).level == "broken"
+    assert checks.check_learning(trial([1 - k / 80 for k in range(40)], changes=[0.2] * 8)).level == "look"
 
 
 def test_a_rate_that_is_warmed_up_slowly_is_not_blamed():
@@ -410,6 +420,16 @@ def test_a_clock_gives_time_to_who_runs():
     assert 0.05 <= clock.seconds["inner", "hook"] < 0.2
     assert 0.04 <= clock.seconds["outer", "hook"] < 0.2
     assert sum(clock.seconds.values()) < 0.3
+
+
+def test_a_trial_hurries_through_a_warm_up_to_the_rate_that_is_configured():
+    loop = toy_loop({"lr": LR(schedule="constant", warmup=3000)}, steps=10_000)
+    with loop:
+        found = train(loop, 20, whole_rate=True)
+    assert found.rates[:20] == pytest.approx([0.01 * step / 3000 for step in range(20)])
+    assert found.rates == sorted(found.rates)
+    assert found.rates[-25:] == pytest.approx([0.01] * 25)
+    assert len(found.rates) < 90
 
 
 def test_a_trial_is_the_run_itself_and_goes_on_over_epochs():
