@@ -26,11 +26,10 @@ plugins = ["ema", "compile", "samples"]
 [data]
 source = "digits"
 [model]
-use = "unet"
-channels = 8
-channel_mults = [1]
-num_res_blocks = 1
-head_dim = 8
+use = "dit"
+patch_size = 4
+hidden_size = 16
+depth = 1
 [sampling]
 steps = 2
 [plugins.samples]
@@ -188,6 +187,6 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_from_a_config_trains_and_makes_images(tmp_path):
-    done = run(tmp_path, "model.num_classes=10", "model.gradient_checkpointing=true")
+    done = run(tmp_path, "run.micro_batch=none", "plugins.compile.dynamic=false")
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "run" / "samples" / "step-00000004.png").exists()
