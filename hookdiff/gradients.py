@@ -25,11 +25,14 @@ class Gradients:
     Everything is computed once a step, on the first question. Who changes gradients by a factor does it through
     `scale_`, so that the norms stay true; who changes them in another way calls `clear` afterwards.
 
-    names: of all trained parameters, in the model's order. dtype: of the norms; float32, or float64 where a weight is.
+    Read are those that an optimizer holds: `names`, in the model's order. dtype: of the norms; float32, or float64
+    where a weight is.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        # Nobody clears the gradients of what no optimizer holds: they grow from step to step, and move no weight.
+        held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p in held]
         # At least float32, where the squares of half precision do not overflow; torch refuses a dtype that narrows.
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for _, p in self._parameters), torch.float32)
         self.names = [name for name, _ in self._parameters]

@@ -86,7 +86,7 @@ class Loop:
             self.optimizers = state.as_tuple(self.make_optimizers(self.model))
             saved = self.hook.restore(loop=self)
             state.load_weights(self, saved)
-            self.gradients = Gradients(self.model)
+            self.gradients = Gradients(self.model, self.optimizers)
             self.net.train()
             self.hook.on_start(loop=self)
             state.load_plugins(self, saved)

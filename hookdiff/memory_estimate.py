@@ -206,7 +206,7 @@ def _start(loop: Loop) -> list[str]:
     """Begin as the loop does, but let each plugin start by itself; return what could not be counted."""
     loop.hook.prepare_model(loop=loop)
     loop.optimizers = as_tuple(loop.make_optimizers(loop.model))
-    loop.gradients = Gradients(loop.model)
+    loop.gradients = Gradients(loop.model, loop.optimizers)
     loop.net.train()
     notes = []
     for heard in loop.plugins.order("on_start"):

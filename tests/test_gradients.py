@@ -17,7 +17,7 @@ def gradients_of(rows: list[list[float]], loss: float = 0.5, dtype: torch.dtype 
     model = nn.ParameterList([torch.zeros(len(row), dtype=dtype) for row in rows])
     for parameter, row in zip(model, rows, strict=True):
         parameter.grad = torch.tensor(row, dtype=dtype)
-    gradients = Gradients(model)
+    gradients = Gradients(model, [torch.optim.SGD(model.parameters())])
     gradients.begin(torch.tensor(loss))
     return gradients
 
@@ -114,3 +114,15 @@ def test_parameters_without_a_gradient_are_left_out() -> None:
     assert len(loop.gradients.norms) == 3
     loop.gradients.named()["3.bias"].zero_()
     assert loop.gradients.tensors()[2].eq(0).all()  # the gradients themselves, in the same order
+
+
+def test_a_weight_that_no_optimizer_holds_is_not_read() -> None:
+    model = toy_model()
+    last = [parameter for name, parameter in model.named_parameters() if name.startswith("3.")]
+    loop = toy_loop(model=model, optimizers=lambda _: torch.optim.SGD(last, lr=0.1))
+    with loop:
+        for step in loop.steps():
+            assert loop.gradients.names == ["3.weight", "3.bias"]
+            assert step.grad_norm == pytest.approx(
+                math.hypot(*(float(p.grad.norm()) for p in last if p.grad is not None))
+            )
