@@ -123,6 +123,5 @@ def test_a_weight_that_no_optimizer_holds_is_not_read() -> None:
     with loop:
         for step in loop.steps():
             assert loop.gradients.names == ["3.weight", "3.bias"]
-            assert step.grad_norm == pytest.approx(
-                math.hypot(*(float(p.grad.norm()) for p in last if p.grad is not None))
-            )
+            norms = [float(parameter.grad.norm()) for parameter in last if parameter.grad is not None]
+            assert step.grad_norm == pytest.approx(math.hypot(*norms))
