@@ -37,6 +37,7 @@ class Gradients:
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for _, p in self._parameters), torch.float32)
         self.names = [name for name, _ in self._parameters]
         self._norms: Tensor | None = None
+        self._measured: list[Tensor] = []  # the tensors of the norms
         self._host_loss: float | None = None
         self._host_total: float | None = None
 
@@ -61,12 +62,16 @@ class Gradients:
     def norms(self) -> Tensor:
         """L2 norm of each of `tensors`: (tensors,), `dtype`, on the device."""
         if self._norms is None:
-            self._norms = self.measure()
+            # Listed once: to ask hundreds of parameters for their gradients takes as long as a small kernel.
+            self._measured = self.tensors()
+            self._norms = self._measure(self._measured)
         return self._norms
 
     def measure(self) -> Tensor:
         """Return `norms` as they are at this moment, also between two micro-batches; nothing is remembered."""
-        tensors = self.tensors()
+        return self._measure(self.tensors())
+
+    def _measure(self, tensors: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(tensors, 2, self.dtype)) if tensors else torch.zeros(0, dtype=self.dtype)
 
     @property
@@ -110,6 +115,6 @@ class Gradients:
     def scale_(self, factor: float) -> None:
         """Multiply all gradients by `factor` >= 0 in place; the norms follow."""
         norms, total = self.norms, self.total_norm
-        if tensors := self.tensors():
-            torch._foreach_mul_(tensors, factor)
+        if self._measured:
+            torch._foreach_mul_(self._measured, factor)
         self._norms, self._host_total = norms * factor, total * factor

@@ -133,6 +133,29 @@ def test_help_lists_the_commands(hookdiff):
     assert "75" in out
 
 
+def test_help_tells_what_commands_of_plugins_do(hookdiff, folder):
+    info = folder / "others-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    lines = [
+        "[hookdiff.commands]",
+        "silent = hd_others:main",
+        "broken = hd_others.broken:main",
+        "zap = hd_others.zap:main",
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    (folder / "hd_others").mkdir()
+    (folder / "hd_others" / "__init__.py").write_text("1 / 0")
+    (folder / "hd_others" / "broken.py").write_text("def (")
+    (folder / "hd_others" / "zap.py").write_text('"""`hookdiff zap`: zap a run."""')
+    code, out, _ = hookdiff("--help")
+    assert code == 0
+    assert re.search(r"^  replay +Run the step that stopped", out, re.MULTILINE)
+    assert re.search(r"^  zap +Zap a run\.$", out, re.MULTILINE)
+    assert re.search(r"^  silent +\(from others\)$", out, re.MULTILINE)
+    assert re.search(r"^  broken +\(from others\)$", out, re.MULTILINE)
+
+
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["hooks"], ["--version"]])
 def test_help_imports_neither_torch_nor_plugins(folder, words):
     code, out, times = finish(start(folder, *words, python=["-X", "importtime"]))

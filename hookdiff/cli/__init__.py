@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import sys
-from importlib.metadata import entry_points, version
+from contextlib import suppress
+from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
 
 import click
 
@@ -37,10 +41,26 @@ class _Lazy(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [*COMMANDS.items()]
-        for entry in entry_points(group="hookdiff.commands"):
-            rows.append((entry.name, f"(from {entry.dist.name if entry.dist else entry.value})"))
+        rows += sorted((entry.name, _summary(entry)) for entry in entry_points(group="hookdiff.commands"))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def _summary(entry: EntryPoint) -> str:
+    """Return the first line of what the module of a plugin's command says of itself, after its name.
+
+    It is read and not imported, since that would import the plugin. Where there is none: who brings the command.
+    """
+    package, *inner = entry.module.split(".")
+    spec = importlib.util.find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        source = Path(folder, *inner).with_suffix(".py")
+        if inner and source.is_file():
+            with suppress(SyntaxError, ValueError, OSError):  # a broken package must not hide the other commands
+                first_line = (ast.get_docstring(ast.parse(source.read_bytes())) or "").partition("\n")[0]
+                if said := first_line.rpartition("`: ")[2]:
+                    return said[0].upper() + said[1:]
+    return f"(from {entry.dist.name if entry.dist else entry.value})"
 
 
 @click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,4 +1,4 @@
-"""`hookdiff doctor`: what a person would look at by hand."""
+"""`hookdiff doctor`: check a config or a run as a person would, and say in words what is broken."""
 
 from __future__ import annotations
 

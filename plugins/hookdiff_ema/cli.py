@@ -1,4 +1,4 @@
-"""`hookdiff ema`: an average of any length, made after training."""
+"""`hookdiff ema`: make an average of any length from the snapshots of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hookdiff lr`: the learning rate of a config, before anything is trained."""
+"""`hookdiff lr`: draw the learning rate of a config."""
 
 from __future__ import annotations
 

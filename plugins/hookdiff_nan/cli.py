@@ -1,4 +1,4 @@
-"""`hookdiff replay`: a step that was not finite, once more."""
+"""`hookdiff replay`: run the step that stopped a run at a NaN again, to the bit or with a cure."""
 
 from __future__ import annotations
 
