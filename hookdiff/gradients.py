@@ -108,7 +108,8 @@ class Gradients:
         flags = torch.stack([torch.isfinite(gradient).all() for gradient in named.values()]).tolist()
         names = [name for name, finite in zip(named, flags, strict=True) if not finite]
         if not names:
-            self._norms = torch.stack([torch.linalg.vector_norm(g.cpu().double()) for g in named.values()])
+            self._measured = list(named.values())
+            self._norms = torch.stack([torch.linalg.vector_norm(g.cpu().double()) for g in self._measured])
             self._host_total = float(torch.linalg.vector_norm(self._norms))
         return names
 
