@@ -166,7 +166,7 @@ SOURCES = "digits, folder, fashion-mnist, torchvision:NAME, huggingface, array"
         (
             "plugins.lr.schedule",
             "cos",
-            "plugins.lr.schedule: expected one of 'constant', 'linear', 'cosine', got 'cos'",
+            "plugins.lr.schedule: expected one of 'constant', 'linear', 'cosine', ",
         ),
     ],
 )
