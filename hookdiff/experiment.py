@@ -15,7 +15,6 @@ from hookdiff.config import AUTO, Config, Part, refusal
 from hookdiff.data import Feed, Images, InMemory, Source
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.errors import ConfigError, UserError
-from hookdiff.fit_micro_batch import FitMicroBatch
 from hookdiff.loop import Loop
 from hookdiff.metrics import Metrics
 from hookdiff.models.adapters import adapt, check_contract
@@ -23,10 +22,7 @@ from hookdiff.models.init import layers_called
 from hookdiff.models.spectral import choose_layers
 from hookdiff.optimizers import build_optimizers, build_small, check_patterns
 from hookdiff.plugins import Plugins
-from hookdiff.progress import LoopConfig
 from hookdiff.run_dir import RunDir
-from hookdiff.skip import SkipBatches
-from hookdiff.spectral import SpectralNorm
 from hookdiff.start import Start, check_file
 from hookdiff.structure import missing
 
@@ -57,18 +53,7 @@ def build_loop(
     with layers_called(model) as called:
         check_model(config, model, feed, objective)
     initialise(config, model, called[-1] if called else None)
-    plugins: dict[str, object] = {}
-    run: LoopConfig = config.run
-    if config.run.micro_batch == AUTO:
-        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes down what it finds
-        run = evolve(config.run, micro_batch=None)
-    plugins |= {"run_dir": RunDir(run_dir, overwrite), "metrics": Metrics()}
-    if config.start.get("start_from"):
-        plugins["start"] = Start(**config.start)
-    if config.initial.spectral_norm:
-        plugins["spectral_norm"] = SpectralNorm()
-    if skip_batches:
-        plugins["skip_batches"] = SkipBatches(skip_batches)
+    plugins = _own_plugins(config, RunDir(run_dir, overwrite), skip_batches)
     if clash := plugins.keys() & config.plugins.keys():
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
     plugins |= {name: part.build() for name, part in config.plugins.items()}
@@ -80,7 +65,7 @@ def build_loop(
         lambda prepared: build_optimizers(config.optimizer, prepared, config.groups),
         objective,
         feed,
-        run,
+        evolve(config.run, micro_batch=None) if config.run.micro_batch == AUTO else config.run,
         plugins,
         sampler=sampler,
         run_dir=run_dir,
@@ -89,6 +74,27 @@ def build_loop(
     )
     loop.hparams = config.resolved()
     return loop
+
+
+def _own_plugins(config: Config, run_dir: RunDir, skip_batches: int) -> dict[str, object]:
+    """Return what the core itself hears of a run, in order; nothing is imported that the config does not ask for."""
+    plugins: dict[str, object] = {}
+    if config.run.micro_batch == AUTO:
+        from hookdiff.fit_micro_batch import FitMicroBatch
+
+        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes down what it finds
+    plugins |= {"run_dir": run_dir, "metrics": Metrics()}
+    if config.start.get("start_from"):
+        plugins["start"] = Start(**config.start)
+    if config.initial.spectral_norm:
+        from hookdiff.spectral import SpectralNorm
+
+        plugins["spectral_norm"] = SpectralNorm()
+    if skip_batches:
+        from hookdiff.skip import SkipBatches
+
+        plugins["skip_batches"] = SkipBatches(skip_batches)
+    return plugins
 
 
 def build_feed(config: Config, decode: bool = True) -> Feed:

@@ -153,6 +153,38 @@ def test_they_are_imported_without_the_loop() -> None:
     assert not {"hookdiff.loop", "hookdiff.plugins", "hookdiff.experiment", *PACKAGES} & modules
 
 
+def test_a_run_imports_nothing_that_it_was_not_asked_for(tmp_path: Path) -> None:
+    config = """
+        [run]
+        steps = 2
+        batch_size = 4
+        device = "cpu"
+        plugins = ["clip"]
+        [data]
+        source = "digits"
+        [model]
+        use = "unet"
+        channels = 8
+        num_res_blocks = 1
+        head_dim = 8
+    """
+    (tmp_path / "small.toml").write_text(config)
+    code = f"""
+import sys
+from pathlib import Path
+from hookdiff import build_loop, load_config
+folder = Path({str(tmp_path)!r})
+build_loop(load_config(folder / "small.toml"), folder / "run").run()
+print(*sys.modules)
+"""
+    modules = fresh_python(code)
+    assert (tmp_path / "run" / "config.toml").exists()
+    assert {module.partition(".")[0] for module in modules if module.startswith("hookdiff_")} == {"hookdiff_clip"}
+    asked_for = {"skip", "fit_micro_batch", "memory_estimate", "spectral"}
+    assert not {f"hookdiff.{name}" for name in asked_for} & modules
+    assert not {"torchvision", "aim", "safetensors.torch"} & modules
+
+
 # A lower layer never imports a higher one: cli -> experiment -> loop -> hookspecs.
 LAYERS = ["hookspecs", "loop", "experiment", "cli"]
 
