@@ -25,17 +25,17 @@ class Gradients:
     Everything is computed once a step, on the first question. Who changes gradients by a factor does it through
     `scale_`, so that the norms stay true; who changes them in another way calls `clear` afterwards.
 
-    Read are those that an optimizer holds: `names`, in the model's order. dtype: of the norms; float32, or float64
-    where a weight is.
+    Read are those of the parameters that an optimizer holds: `names` and `parameters`, in the model's order. dtype: of
+    the norms; float32, or float64 where a weight is.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         # Nobody clears the gradients of what no optimizer holds: they grow from step to step, and move no weight.
         held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p in held]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad and p in held}
+        self.names, self.parameters = list(named), list(named.values())
         # At least float32, where the squares of half precision do not overflow; torch refuses a dtype that narrows.
-        self.dtype = functools.reduce(torch.promote_types, (p.dtype for _, p in self._parameters), torch.float32)
-        self.names = [name for name, _ in self._parameters]
+        self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
         self._norms: Tensor | None = None
         self._measured: list[Tensor] = []  # the tensors of the norms
         self._host_loss: float | None = None
@@ -52,11 +52,11 @@ class Gradients:
 
     def named(self) -> dict[str, Tensor]:
         """Return the gradients of the parameters that have one, by parameter name."""
-        return {name: p.grad for name, p in self._parameters if p.grad is not None}
+        return {n: p.grad for n, p in zip(self.names, self.parameters, strict=True) if p.grad is not None}
 
     def tensors(self) -> list[Tensor]:
         """Return the gradients in the order of `named`."""
-        return [p.grad for _, p in self._parameters if p.grad is not None]
+        return [p.grad for p in self.parameters if p.grad is not None]
 
     @property
     def norms(self) -> Tensor:

@@ -70,7 +70,7 @@ class GradientMonitor:
     def on_start(self, loop: Loop) -> None:
         self._names, dtype = loop.gradients.names, loop.gradients.dtype
         # Listed once: parameters keep their addresses.
-        self._weights = [p.detach() for p in loop.model.parameters() if p.requires_grad]
+        self._weights = [p.detach() for p in loop.gradients.parameters]
         self._ring = torch.zeros(self.window, len(self._names), dtype=dtype, device=loop.device)
         self._columns = [], torch.zeros(0, dtype=torch.long)
         self._noise = NoiseScale(self.noise_decay, loop.device)

@@ -167,6 +167,16 @@ class TestNumbers:
         assert look.told[5]["gradients/zero_share"] == pytest.approx(2 / 6)
         np.testing.assert_allclose(history["net.3.bias"], look.norms("net.3.bias"), rtol=1e-5)
 
+    def test_weights_that_no_optimizer_holds_are_not_looked_at(self) -> None:
+        monitor = GradientMonitor()
+        model = toy_model()
+        loop = toy_loop(
+            {"gradients": monitor}, model=model, optimizers=lambda _: torch.optim.SGD([model[3].bias], lr=1e-5)
+        )
+        loop.run()
+        assert list(monitor.history()) == ["3.bias", "grad_norm"]
+        assert monitor.findings == []
+
     def test_most_parameters_may_be_frozen(self) -> None:
         model = toy_model()
         for name, parameter in model.named_parameters():
