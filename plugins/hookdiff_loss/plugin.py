@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import define, field
 from attrs.validators import ge, gt, lt
+from torch import Tensor
 
 from hookdiff import Batch, Due, Every, Loop, Reason, hookimpl, parse_every
 from hookdiff_loss.diagnosis import Diagnosis, Finding
@@ -64,6 +65,7 @@ class Loss:
     _smoothed: Smoothed = field(init=False)
     _diagnosis: Diagnosis = field(init=False)
     _levels: NoiseLevels = field(init=False)
+    _inputs: Tensor | None = field(init=False, default=None)  # images of the step under way
     _updates: int = field(init=False, default=0)  # since the noise levels were logged
     _unlearnt: int = field(init=False, default=0)  # noise levels, when last logged
     _named: list[int] = field(init=False, factory=list)  # those of them that were told
@@ -85,11 +87,15 @@ class Loss:
 
     @hookimpl
     def before_step(self, batch: Batch) -> None:
-        self._levels.measure(batch.inputs)
+        self._inputs = batch.inputs
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         step, loss, output = loop.progress.step, loop.gradients.loss, loop.output
+        # Not before the step: a skipped batch may hold a NaN, of which no mean recovers.
+        assert self._inputs is not None
+        self._levels.measure(self._inputs)
+        self._inputs = None
         self._smoothed.add(loss)
         self._say(loop, self._diagnosis.observe(step, loss, self._unexplained > WORSE))
         self._updates += 1

@@ -269,6 +269,24 @@ def test_a_loss_that_is_no_squared_error_has_no_floor() -> None:
     assert not any("floor" in name or "un" in name for name in heard.told[10])
 
 
+def test_a_batch_that_is_skipped_does_not_spoil_the_floor() -> None:
+    class Spoil:
+        @hookimpl
+        def before_step(self, loop: Loop, batch: Batch) -> None:
+            if loop.progress.position == 2:
+                batch.inputs[0] = math.nan
+
+        @hookimpl
+        def on_nan(self) -> str:
+            return "skip"
+
+    loop, heard = make(Loss(), before={"spoil": Spoil()}, steps=10)
+    loop.run()
+    assert loop.progress.position == 11
+    assert heard.told[10]["loss/unexplained"] > 0
+    assert all(math.isfinite(value) for value in heard.told[10].values())
+
+
 def test_an_objective_that_tells_no_noise_level_is_not_split() -> None:
     heard = Heard()
     toy_loop({"loss": Loss(), "heard": heard}).run()
