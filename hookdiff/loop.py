@@ -50,13 +50,14 @@ class Loop:
         self.model = self.net = model
         self.make_optimizers = optimizers if callable(optimizers) else lambda _: optimizers
         self.objective, self.sampler = as_objective(objective), sampler
-        self.config, self.run_dir, self.resume, self.fresh = config or LoopConfig(), run_dir, resume, fresh
+        self.config, self.run_dir, self.resume, self.fresh = config or LoopConfig(), run_dir, resume, tuple(fresh)
         self.plugins = Plugins(plugins or {})
         self.hook = self.plugins.hook
         self.progress, self.log = Progress(), Log(self)
         self.hparams: Mapping[str, Any] = {}  # the whole config, as plain values, for those who record it
         self.weights = "model"  # whose values the model holds: its own, or an average's while it samples
         self.reason: Reason | None = None  # why the run is over
+        self.begun_at = 0  # step at which this process began
         self.resources = ExitStack()  # plugins push their clean-up
         self.rank, self.num_ranks, self.is_main = this_rank()  # is_main gates files and sinks
         self.device = next(model.parameters()).device
@@ -89,7 +90,8 @@ class Loop:
             self.gradients = Gradients(self.model, self.optimizers)
             self.net.train()
             self.hook.on_start(loop=self)
-            state.load_plugins(self, saved)
+            state.load_plugins(self, saved, self.fresh)
+            self.begun_at = self.progress.step
             on_error.pop_all()
         return self
 

@@ -7,7 +7,7 @@ flat state (a model's parameters) therefore stay as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,16 +115,16 @@ def load_weights(loop: Loop, state: State) -> None:
     loop.log.load_state_dict(state["log"])
 
 
-def load_plugins(loop: Loop, state: State) -> None:
+def load_plugins(loop: Loop, state: State, fresh: Collection[str]) -> None:
     """Load each plugin's state; a state that no plugin of the run claims is told and left.
 
-    Raises UserError for a plugin that keeps state but has none in the file, unless `loop.fresh` names it.
+    Raises UserError for a plugin that keeps state but has none in the file, unless `fresh` names it.
     """
     if not state:
         return
     saved: State = state["plugins"]
     for name, plugin in loop.plugins.items():
-        if not hasattr(plugin, "load_state_dict") or name in loop.fresh:
+        if not hasattr(plugin, "load_state_dict") or name in fresh:
             continue
         if name not in saved:
             raise UserError(
@@ -143,7 +143,8 @@ def roll_back(loop: Loop) -> None:
         raise UserError("on_nan asked for a rollback, but no plugin has a state to go back to")
     here = loop.progress.state_dict()
     load_weights(loop, saved)
-    load_plugins(loop, saved)
+    # What began anew in this process has its state in what this process saved, and not in anything older.
+    load_plugins(loop, saved, () if saved["progress"]["step"] > loop.begun_at else loop.fresh)
     loop.progress.load_state_dict({**here, "step": loop.progress.step})
 
 

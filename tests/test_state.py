@@ -353,6 +353,25 @@ def test_a_rollback_brings_back_everything_but_the_place_in_the_data(make: Calla
     assert [progress["samples"] for _, progress, _ in then] == [24, 36]
 
 
+def test_a_rollback_takes_back_a_plugin_that_began_anew_in_this_process() -> None:
+    memory, counter, found = Memory(3), Counter(), []
+    toy_loop({"memory": memory, "counter": Counter()}, steps=3).run()
+    memory.step = 6
+
+    class Look:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            if loop.progress.position in (5, 9):
+                found.append((loop.progress.step, counter.count))
+
+    plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(4, 8), "look": Look()}
+    loop = toy_loop(plugins, steps=8)
+    loop.fresh = ("counter",)
+    loop.run()
+    # What was saved before it began is not its own; what was saved at step 6, after 4 updates, is.
+    assert found == [(3, 1), (6, 4)]
+
+
 def test_a_rollback_to_the_start_forgets_the_optimizers_moments() -> None:
     class Start:
         state = None
