@@ -89,7 +89,7 @@ class Clip:
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         if self.mode == "agc":
-            self._units = Units(loop.model, self.exclude, loop.gradients.dtype)
+            self._units = Units(loop.model, loop.gradients.names, self.exclude, loop.gradients.dtype)
 
     @hookimpl(trylast=True)
     def after_backward(self, loop: Loop) -> None:

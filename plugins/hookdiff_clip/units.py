@@ -40,13 +40,17 @@ class _Tensor:
 class Units:
     """The output units of a model: rows of a matrix, filters of a convolution, and each bias or gain as a whole.
 
+    trained: names of the parameters that are looked at; the gradients of others are cleared by nobody.
     exclude: patterns of parameter names that are left out, as "out.*". Raises UserError for one that fits none.
     dtype: of norms.
     """
 
-    def __init__(self, model: nn.Module, exclude: Collection[str], dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, trained: Collection[str], exclude: Collection[str], dtype: torch.dtype
+    ) -> None:
         groups = {m.weight: m.groups for m in model.modules() if isinstance(m, TRANSPOSED)}
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        held = set(trained)
+        named = {name: p for name, p in model.named_parameters() if name in held}
         for pattern in exclude:
             if not any(fnmatchcase(name, pattern) for name in named):
                 raise UserError(

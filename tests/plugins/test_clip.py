@@ -308,6 +308,26 @@ class TestAGC:
         assert list(look.after[0]) == ["3.bias"]
         assert total(look.after[0]) < total(look.before[0])
 
+    def test_weights_that_no_optimizer_holds_are_left_alone(self) -> None:
+        model = toy_model()
+        told: list[float] = []
+
+        class Listen:
+            @hookimpl
+            def on_log(self, values: Any) -> None:
+                told.append(values["clip/share"])
+
+        loop = toy_loop(
+            {"clip": Clip("agc", agc_factor=1e-6), "listen": Listen()},
+            model=model,
+            optimizers=lambda _: torch.optim.SGD([model[0].bias], lr=0.1),
+            steps=3,
+            log_every=1,
+        )
+        loop.run()
+        assert told == [1.0] * 3  # of one bias
+        assert model[3].weight.grad.abs().max() > 1e-3  # neither cleared nor clipped
+
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_other_precisions(self, dtype: torch.dtype) -> None:
         model = nn.Linear(2, 1).to(dtype)
