@@ -148,14 +148,16 @@ class NaN:
         return {name: value for name, value in found.items() if value is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last losses and norms, and how many steps were left out in a row, and where."""
-        return {"last": self._last, "in_a_row": self._in_a_row, "furthest": self._furthest}
+        """Return the last losses and norms, what decides on a verdict, and where steps were left out."""
+        counts = {"in_a_row": self._in_a_row, "furthest": self._furthest}
+        return {"last": self._last, **counts, "can_roll_back": self._can_roll_back}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them up; of a rollback, what was left out still counts."""
         self._last = [list(values) for values in state["last"]]
         self._in_a_row = max(self._in_a_row, state["in_a_row"])
         self._furthest = max(self._furthest, state["furthest"])
+        self._can_roll_back = self._can_roll_back or state["can_roll_back"]  # a replay has no checkpoints
 
 
 def takes_part(plugin: object) -> bool:

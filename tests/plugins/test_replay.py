@@ -148,6 +148,19 @@ def test_in_other_processes_every_bit_comes_back(tmp_path: Path) -> None:
     assert snapshot(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("every", [1, 100])
+def test_the_report_of_a_rollback_is_the_same(folder: Path, every: int, capsys: pytest.CaptureFixture[str]) -> None:
+    plugins = {"checkpoint": {"every": every}, "nan": {"policy": "rollback"}}
+    path = config(folder, ["checkpoint"], data={"source": "nets:spoilt"}, plugins=plugins)
+    assert hookdiff("run", path, "--out", "run", "--skip-batches", "1", "--set", "run.batch_size=4") in (0, 3)
+    capsys.readouterr()
+    step = kept(folder)[0]
+    report = (step / "report.txt").read_text()
+    assert ("there is no checkpoint yet" in report) == (every == 100)
+    assert hookdiff("replay", step) == 0
+    assert capsys.readouterr().out.startswith(f"{report}reproduced bit for bit")
+
+
 @pytest.fixture
 def spoilt(folder: Path) -> Path:
     """A run that met data that is not finite; its checkpoints are from before."""
