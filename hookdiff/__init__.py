@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hookdiff.images import as_pictures, save_grid
     from hookdiff.log import Log
     from hookdiff.loop import Loop
-    from hookdiff.memory_estimate import MemoryEstimate, estimate_memory
+    from hookdiff.memory_estimate import HeldBytes, MemoryEstimate, estimate_memory
     from hookdiff.metrics import Metrics
     from hookdiff.nonfinite import NonFinite
     from hookdiff.objective import LossOutput, Objective
@@ -41,6 +41,7 @@ _HOME = {
     "Every": "hookdiff.progress",
     "Feed": "hookdiff.data.feed",
     "FitMicroBatch": "hookdiff.fit_micro_batch",
+    "HeldBytes": "hookdiff.memory_estimate",
     "HookError": "hookdiff.dispatch",
     "Hooks": "hookdiff.hookspecs",
     "InMemory": "hookdiff.data.memory",
@@ -96,6 +97,7 @@ __all__ = [
     "Every",
     "Feed",
     "FitMicroBatch",
+    "HeldBytes",
     "HookError",
     "Hooks",
     "InMemory",

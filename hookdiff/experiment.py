@@ -36,13 +36,14 @@ def build_loop(
     fresh: Iterable[str] = (),
     skip_batches: int = 0,
     hooks: Iterable[str] | None = None,
+    keep: Iterable[str] = (),
     make: Callable[[Config, torch.device], nn.Module] | None = None,
 ) -> Loop:
     """Build data, model, objective, optimizer and plugins, and the Loop that holds them.
 
-    `hooks` leaves out the plugins that implement none of them: who only samples needs no others. `skip_batches` are
-    passed over at the start. The model is initialised from the run's seed, unless `make` makes another. Raises
-    ConfigError that names the table of what cannot be built.
+    `hooks` leaves out the plugins that implement none of them, but those called as in `keep`: who only samples needs no
+    others. `skip_batches` are passed over at the start. The model is initialised from the run's seed, unless `make`
+    makes another. Raises ConfigError that names the table of what cannot be built.
     """
     device = pick_device(config.run.device)
     feed = build_feed(config, decode=hooks is None)
@@ -59,7 +60,8 @@ def build_loop(
     plugins |= {name: part.build() for name, part in config.plugins.items()}
     if hooks is not None:
         # What is left out stays as a name that hears nothing, so that its saved state is not taken for a stranger's.
-        plugins = {name: p if any(hasattr(p, hook) for hook in hooks) else object() for name, p in plugins.items()}
+        heard = {name for name, plugin in plugins.items() if any(hasattr(plugin, hook) for hook in hooks)} | set(keep)
+        plugins = {name: plugin if name in heard else object() for name, plugin in plugins.items()}
     loop = Loop(
         model,
         lambda prepared: build_optimizers(config.optimizer, prepared, config.groups),

@@ -126,7 +126,7 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
         loop.hook.compute_loss(loop=loop, batch=more)
     per_sample = _sum_without(saved, held | _storages(_tensors(more))) - activations
     clear_gradients(loop.optimizers)
-    with _Held(held) as now:
+    with HeldBytes(held) as now:
         for part in parts[:2]:  # a second one finds the gradients of the first
             _micro_step(loop, part)
         if optimizer is not None:
@@ -295,13 +295,23 @@ def _storages(tensors: Iterable[object], device: torch.device | None = None) -> 
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the bytes of all storages that are made under it, from first to last; `known` are there before."""
+class HeldBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the bytes of all storages that are made under it, from first to last.
 
-    def __init__(self, known: Iterable[int]) -> None:
+    Those that are `known`, by address, are there before, and have to stay; `before` is their sum. `now` and `most` are
+    of the others.
+    """
+
+    def __init__(self, known: Mapping[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.before = sum(known.values())
         self.now = self.most = 0
         self._alive = set(known)
+
+    @classmethod
+    def beside(cls, tensors: Iterable[object]) -> HeldBytes:
+        """Follow what is made beside those of `tensors` that are some."""
+        return cls(_storages(tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

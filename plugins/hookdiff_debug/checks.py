@@ -414,10 +414,13 @@ def check_time(parts: Mapping[str, float], per_step: float) -> Finding:
     return Finding("OK", name, seen)
 
 
-def check_memory(estimate: float, measured: float, available: float | None) -> Finding:
-    """Judge the memory that a step takes, in bytes: as estimated, as measured, and as there is."""
+def check_memory(estimate: float, measured: float, available: float | None, how: str = "measured") -> Finding:
+    """Judge the memory that a step takes, in bytes: as estimated, as measured, and as there is.
+
+    `how` it was: "measured" by the allocator, or "counted", tensor by tensor.
+    """
     name, needed = "memory", max(estimate, measured)
-    seen = f"{estimate / 2**20:.0f} MiB estimated, {measured / 2**20:.0f} measured"
+    seen = f"{estimate / 2**20:.0f} MiB estimated, {measured / 2**20:.0f} {how}"
     if available and needed > 0.9 * available:
         there = f"{seen}, {available / 2**20:.0f} there"
         return Finding("look", name, there, "run.micro_batch, model.gradient_checkpointing or amp take less")

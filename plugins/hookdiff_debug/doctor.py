@@ -73,7 +73,9 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
     """
     config = evolve(config, plugins={name: part for name, part in config.plugins.items() if name != "debug"})
     with _listening() as said, ExitStack() as stack:
-        loop = build_loop(config, folder / "run", hooks=_IN_A_STEP)
+        # Both act before the first step alone; the weights of a run are its checkpoint's, and the file may be gone.
+        keep = ("micro_batch",) if run else ("micro_batch", "start")
+        loop = build_loop(config, folder / "run", hooks=_IN_A_STEP, keep=keep)
         before, portrait = 0, None
         if run is not None:
             saved = build_loop(config, run, resume=True, hooks=_IN_SAMPLING)
@@ -99,7 +101,8 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         findings.append(checks.check_average(portrait.average, portrait.averaged, portrait.levels, trained))
     report = Report(findings, trial, before)
     report.findings += [_of_length(loop, config), checks.check_time(report.parts, trial.seconds / trial.steps_timed)]
-    report.findings += _of_memory(config, trial)
+    # What "auto" found is what was measured.
+    report.findings += _of_memory(evolve(config, run=evolve(config.run, micro_batch=loop.config.micro_batch)), trial)
     report.findings += [Finding("look", "a plugin said", message) for message in said]
     if strip is not None and portrait.strip is not None:
         save_grid(portrait.strip, strip, columns=len(LEVELS) + 1)
@@ -164,7 +167,8 @@ def _of_memory(config: Config, trial: Trial) -> list[Finding]:
         estimate = estimate_memory(config)
     except UserError:  # a model that cannot be run without values
         return []
-    return [checks.check_memory(estimate.peak, trial.peak_memory, estimate.available)]
+    how = "measured" if estimate.available else "counted"
+    return [checks.check_memory(estimate.peak, trial.peak_memory, estimate.available, how)]
 
 
 def _plain_batch(loop: Loop) -> Batch:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from attrs import define
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Loop, evaluating
 
@@ -79,16 +79,19 @@ def untouched(loop: Loop) -> Iterator[None]:
     dtype = next(model.parameters()).dtype
     # Weights of half precision are trained under autocast, which is not on here: the images are float32.
     half = torch.autocast(loop.device.type, dtype) if dtype in (torch.float16, torch.bfloat16) else nullcontext()
-    # What was compiled for training would be compiled once more for this.
-    compiled = any(getattr(module, "_compiled_call_impl", None) for module in modules)
-    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     try:
-        with evaluating(model), torch.random.fork_rng([loop.device] if on_gpu else []), half, eager:
+        with evaluating(model), torch.random.fork_rng([loop.device] if on_gpu else []), half, eager(model):
             yield
     finally:
         for module, name, buffer, value in kept:
             buffer.copy_(value)
             module._buffers[name] = buffer  # a forward may have put another in its place
+
+
+def eager(model: nn.Module) -> AbstractContextManager[object]:
+    """Let `model` run as it is: what was compiled for training would be compiled once more for a look."""
+    compiled = any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def measure_inputs(inputs: Tensor, standardised: Callable[[Tensor], Tensor] = lambda images: images) -> Inputs:

@@ -7,14 +7,15 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from attrs import define, field
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from hookdiff import Batch, Loop
-from hookdiff_debug.measure import Inputs, Layer, measure_inputs, measure_layers, merged
+from hookdiff import Batch, HeldBytes, Loop
+from hookdiff_debug.measure import Inputs, Layer, eager, measure_inputs, measure_layers, merged
 
 SETTLED = 6  # updates, after which a network whose layers start as zero has a gradient everywhere
 _AT_WHOLE_RATE = 25  # updates after a warm-up that is longer than the trial
@@ -35,7 +36,7 @@ class Trial:
     steps_timed: int = 0
     seconds: float = 0.0  # of the steps that were timed
     parts: Mapping[tuple[str, str], float] = field(factory=dict)  # seconds of a plugin in a hook, without what it calls
-    peak_memory: int | None = None  # bytes; None where nobody counts them
+    peak_memory: int | None = None  # bytes of a step; None where the trial is too short
 
     @property
     def settled(self) -> bool:
@@ -84,18 +85,18 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
     clock, looks = Clock(loop.device), list[dict[str, Layer]]()
     trial: Trial | None = None
     goal, stride = steps, 1.0  # goal: updates
-    if loop.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(loop.device)
+    settled = min(SETTLED, steps // 2)
     loop.plugins.instrument(clock)
     began = time.monotonic()
     for number, batch in enumerate(_batches(loop, clock)):
         trial = trial or Trial(steps, measure_inputs(batch.inputs, getattr(loop.objective, "standardised", _same)))
-        if number == min(SETTLED, steps // 2):
+        if number == settled:
             clock.seconds.clear()
             trial.steps_timed, trial.seconds = 0, 0.0
         before = _matrices(loop) if number >= SETTLED else None
         start = time.perf_counter()
-        with clock("loop", "run_step"):
+        # Once the optimizers have their state, and before there are copies of weights and anything is timed.
+        with clock("loop", "run_step"), _peak(loop, batch, trial) if number == 1 < settled else nullcontext():
             step = loop.run_step(batch)
         with clock("loop", "log"):
             loop.log.flush()
@@ -120,9 +121,28 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
     assert trial is not None  # a feed without a batch is refused when the loop is made
     trial.seconds += clock.seconds["data", "batches"]
     trial.parts, trial.layers = dict(clock.seconds), merged(looks)
-    if loop.device.type == "cuda":
-        trial.peak_memory = torch.cuda.max_memory_allocated(loop.device)
     return trial
+
+
+@contextmanager
+def _peak(loop: Loop, batch: Batch, trial: Trial) -> Iterator[None]:
+    """Tell `trial` the most bytes held at one time in the `with`.
+
+    On a GPU as its allocator counts them. Elsewhere a process holds much that is no tensor, so the bytes of the
+    tensors are counted: weights and what is kept beside them, and all that an operation makes until it is gone.
+    """
+    if loop.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(loop.device)
+        yield
+        trial.peak_memory = torch.cuda.max_memory_allocated(loop.device)
+        return
+    loop.model.zero_grad()  # as the step does first: what goes in the meantime is not among what is there before
+    kept = [optimizer.state for optimizer in loop.optimizers]
+    kept += [plugin.state_dict() for plugin in loop.plugins.values() if hasattr(plugin, "state_dict")]
+    there = [*loop.model.parameters(), *loop.model.buffers(), batch.inputs, batch.labels, *tree_leaves(kept)]
+    with HeldBytes.beside(there) as held, eager(loop.model):  # what is compiled is made where nobody can look
+        yield
+    trial.peak_memory = held.before + held.most
 
 
 def _same(images: Tensor) -> Tensor:

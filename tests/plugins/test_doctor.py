@@ -7,16 +7,21 @@ import os
 import subprocess
 import sys
 import time
+from itertools import accumulate
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
+from hookdiff import build_loop, load_config
 from hookdiff.cli import main
 from hookdiff.diffusion import Diffusion
+from hookdiff.models import UNet
 from hookdiff.testing import toy_loop
 from hookdiff_debug import checks
 from hookdiff_debug.checks import Finding, cause
+from hookdiff_debug.doctor import examine
 from hookdiff_debug.measure import Inputs, Layer, Level, Outputs, measure_inputs, measure_levels
 from hookdiff_debug.trial import Clock, Trial, train
 from hookdiff_lr import LR
@@ -153,12 +158,65 @@ HEALTHY = {
 }
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is counted on a GPU")
-def test_memory_is_compared_on_a_gpu(doctor):
-    code, out, _ = doctor("small.toml", "--steps", 8, *settings(run__device="cuda"))
-    assert code == 0
-    (line,) = [line for line in out.splitlines() if " memory " in line]
-    assert " measured" in line
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
+def test_the_estimate_of_memory_lies_near_what_a_step_took(device, folder):
+    given = [f"run.device={device}", "model.channels=32", 'run.micro_batch="auto"']
+    report = examine(load_config(folder / "small.toml", settings=given), None, 4, folder / "trial", None)
+    measured = report.trial.peak_memory
+    (line,) = [finding for finding in report.findings if finding.name == "memory"]
+    how = "counted" if device == "cpu" else "measured"
+    assert line.seen.endswith(f" estimated, {measured / 2**20:.0f} {how}")
+    assert int(line.seen.split()[0]) == pytest.approx(measured / 2**20, rel=0.15)
+
+
+def test_what_is_counted_is_what_the_allocator_was_asked_for():
+    """Without a GPU: the count of a step beside that of torch's profiler."""
+    loop, twin = (toy_loop(batch_size=40, steps=9) for _ in range(2))
+    with loop:
+        counted = train(loop, 4).peak_memory
+    with twin:
+        steps = iter(twin.steps())
+        next(steps)
+        twin.model.zero_grad()
+        batch = next(twin.feed.batches(0))
+        with torch.profiler.profile(profile_memory=True) as profile:
+            twin.run_step(batch)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    asked = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    weights = [*twin.model.parameters(), batch.inputs]
+    weights += [value for entry in twin.optimizers[0].state.values() for value in entry.values()]
+    before = sum(tensor.untyped_storage().nbytes() for tensor in weights)
+    assert counted == pytest.approx(before + max(asked), rel=0.03)
+
+
+def test_micro_batch_auto_is_found_before_the_trial(folder, monkeypatch):
+    """Where the whole batch does not fit, so that a trial with it would end in an error."""
+    seen, forward = [], UNet.forward
+
+    def short_of_memory(self, x, *args):
+        seen.append(len(x))
+        if self.training and len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, x, *args)
+
+    config = load_config(folder / "small.toml", settings=['run.micro_batch="auto"'])
+    monkeypatch.setattr(UNet, "forward", short_of_memory)
+    report = examine(config, None, 4, folder / "trial", None)
+    assert report.trial.outcome == "updated"
+    assert seen[:4] == [2, 32, 16, 8]
+
+
+def test_the_trial_begins_with_the_weights_that_the_config_starts_from(folder):
+    config = load_config(folder / "small.toml", settings=["run.steps=150"])
+    loop = build_loop(config, folder / "first")
+    loop.run()
+    save_file({name: t.contiguous() for name, t in loop.model.state_dict().items()}, folder / "given.safetensors")
+    started = load_config(folder / "small.toml", settings=["model.start_from=given.safetensors"])
+    trials = [examine(each, None, 4, folder / f"trial{i}", None).trial for i, each in enumerate((config, started))]
+    assert trials[1].losses[0] < 0.7 * trials[0].losses[0]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
