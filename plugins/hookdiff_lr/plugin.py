@@ -150,10 +150,10 @@ class LR:
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        steps = loop.config.steps
-        if steps is None and loop.config.epochs is not None:
-            steps = loop.config.epochs * loop.feed.num_batches
-        self._total = self.length(steps)
+        ends = [] if loop.config.steps is None else [loop.config.steps]
+        if loop.config.epochs is not None:
+            ends.append(loop.config.epochs * loop.feed.num_batches)
+        self._total = self.length(min(ends, default=None))  # a script may say both
         self._rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in loop.optimizers]
         self._told = distinct_groups(loop.optimizers)
 

@@ -227,6 +227,13 @@ def test_epochs_are_counted_in_steps():
     assert look.rates[-1] == [pytest.approx(0.001)]
 
 
+@pytest.mark.parametrize(("steps", "last"), [(100, 0.001), (4, 0.0025)])
+def test_of_steps_and_epochs_the_first_to_end_counts(steps, last):
+    look = Look()
+    toy_loop({"lr": LR("linear"), "look": look}, epochs=2, steps=steps).run()
+    assert look.rates[-1] == [pytest.approx(last)]
+
+
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
