@@ -184,6 +184,19 @@ def test_muon_steps_along_the_nearest_orthogonal_matrix() -> None:
     assert torch.cosine_similarity(moved.flatten(), (u @ v).flatten(), dim=0) > 0.98
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (16, 64), (64, 16), (4, 256)], ids=str)
+def test_muons_updates_are_as_large_as_those_of_adamw_whatever_the_shape(shape: tuple[int, int]) -> None:
+    """The RMS of an update is 0.2 lr: 0.2 sqrt(max(rows, columns)) lr U V' (Liu et al. 2025, eq. 4)."""
+    model = nn.Linear(shape[1], shape[0], bias=False)
+    before = model.weight.detach().clone()
+    (optimizer,) = built(model, muon, lr=0.01, weight_decay=0.0)
+    model.weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    moved = (model.weight.detach() - before).square().mean().sqrt()
+    # U V' has min(shape) singular values of 1, so its RMS is 1 / sqrt(max(shape)); the iteration leaves 0.7 to 1.2.
+    assert 0.7 * 0.002 < float(moved) < 1.2 * 0.002
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "expected"),
     [
