@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from attrs import define
+from torch import Tensor
 
 from hookdiff_debug.measure import Inputs, Layer, Level, Outputs
 from hookdiff_debug.trial import Trial
@@ -345,18 +346,27 @@ def check_levels(levels: Sequence[Level], trained: bool) -> Finding:
     return Finding("OK", name, seen + young)
 
 
-def check_samples(std: float, nonfinite: float, different: bool, data_std: float, trained: bool) -> Finding:
-    """Judge images that were made: their deviation, the share of NaN, and whether they are different images."""
+def check_samples(images: Tensor, data: Inputs, trained: bool) -> Finding:
+    """Judge `images` that were made, n c h w: range and deviation beside those of the data, NaN, one image for all."""
     name = "samples"
-    seen = f"std {std:.2g}, that of the data is {data_std:.2g}"
+    low, high, std, nonfinite = map(
+        float, (images.min(), images.max(), images.std(), (~images.isfinite()).float().mean())
+    )
+    spare = (data.high - data.low) / 4
+    outside = float(((images < data.low - spare) | (images > data.high + spare)).float().mean())
+    own = f"values from {low:.3g} to {high:.3g}, std {std:.2g}"
+    seen = f"{own}; the data has {data.low:.3g} to {data.high:.3g}, {data.std:.2g}"
     if nonfinite:
         return Finding("broken", name, f"{_share(nonfinite)} of the values are NaN or infinite", "see the output")
-    unlike = "constant" if std < 1e-3 else "" if different else "all the same image"
+    unlike = "constant" if std < 1e-3 else "" if bool((images != images[:1]).any()) else "all the same image"
     if unlike:
         return Finding(
             "broken" if trained else "look", name, f"they are {unlike}", "train longer; see [sampling] and the schedule"
         )
-    if trained and not data_std / 2 < std < data_std * 2:
+    if trained and outside > 0.01:
+        way_out = "sampling.clip_sample keeps images in [-1, 1]; else train longer, or more steps of the sampler"
+        return Finding("look", name, f"{_share(outside)} of the values are far outside the data's; {seen}", way_out)
+    if trained and not data.std / 2 < std < data.std * 2:
         return Finding("look", name, seen, "train longer, or another sampler; see the picture")
     return Finding("OK", name, seen + ("" if trained else "; the trial is too short to judge them"))
 

@@ -95,7 +95,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
     findings = [
         *_of_data(loop, trial),
         *_of_network(trial, start, portrait, trained),
-        _of_samples(portrait, trial, trained),
+        checks.check_samples(portrait.samples, trial.inputs, trained),
     ]
     if portrait.average:
         findings.append(checks.check_average(portrait.average, portrait.averaged, portrait.levels, trained))
@@ -143,13 +143,6 @@ def _of_network(trial: Trial, start: Outputs | None, portrait: _Portrait, traine
     if portrait.levels:
         findings.append(checks.check_levels(portrait.levels, trained))
     return findings
-
-
-def _of_samples(portrait: _Portrait, trial: Trial, trained: bool) -> Finding:
-    images = portrait.samples
-    nonfinite = float((~images.isfinite()).float().mean())
-    different = bool((images != images[:1]).any())
-    return checks.check_samples(float(images.std()), nonfinite, different, trial.inputs.std, trained)
 
 
 def _of_length(loop: Loop, config: Config) -> Finding:

@@ -440,10 +440,21 @@ def test_averages_and_samples_are_judged():
     assert checks.check_average("ema", lags, own, trained=True).level == "look"
     assert checks.check_average("ema", lags, own, trained=False).level == "OK"
     assert checks.check_average("ema", own, own, trained=True).seen.startswith("ema gives the very errors")
-    assert checks.check_samples(0.7, 0.0, True, 0.75, trained=True).level == "OK"
-    assert checks.check_samples(0.2, 0.0, True, 0.75, trained=True).level == "look"
-    assert checks.check_samples(0.7, 0.1, True, 0.75, trained=False).level == "broken"
-    assert checks.check_samples(0.7, 0.0, False, 0.75, trained=True).level == "broken"
+    images = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    data = measure_inputs(images)
+
+    def samples(made, trained=True):
+        return checks.check_samples(made, data, trained)
+
+    assert samples(images[:8]).level == "OK"
+    assert samples(images[:8] / 3).level == "look"
+    far = samples(images[:8] * 1.9)
+    assert far.level == "look"
+    assert "far outside the data's; values from -1.87 to 1.9" in far.seen
+    assert samples(images[:8] * 1.9, trained=False).level == "OK"
+    assert samples(images[:8].where(images[:8] < 0.9, math.nan), trained=False).level == "broken"
+    assert samples(images[:1].repeat(8, 1, 1, 1)).seen == "they are all the same image"
+    assert samples(torch.zeros(8, 1, 8, 8)).seen == "they are constant"
 
 
 @pytest.mark.parametrize("options", [{"schedule": "cosine"}, {"schedule": "flow"}, {"schedule": "edm"}], ids=str)
