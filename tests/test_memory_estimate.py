@@ -162,7 +162,7 @@ def test_the_peak_is_what_the_allocator_was_asked_for(config, tmp_path):
     with loop:
         steps = iter(loop.steps())
         next(steps)
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             next(steps)
         events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = most = 0
