@@ -57,7 +57,6 @@ class Loop:
         self.hparams: Mapping[str, Any] = {}  # the whole config, as plain values, for those who record it
         self.weights = "model"  # whose values the model holds: its own, or an average's while it samples
         self.reason: Reason | None = None  # why the run is over
-        self.begun_at = 0  # step at which this process began
         self.resources = ExitStack()  # plugins push their clean-up
         self.rank, self.num_ranks, self.is_main = this_rank()  # is_main gates files and sinks
         self.device = next(model.parameters()).device
@@ -91,7 +90,7 @@ class Loop:
             self.net.train()
             self.hook.on_start(loop=self)
             state.load_plugins(self, saved, self.fresh)
-            self.begun_at = self.progress.step
+            self.begun_at = self.progress.step  # of this process
             on_error.pop_all()
         return self
 
