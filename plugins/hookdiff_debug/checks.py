@@ -37,20 +37,24 @@ def cause(findings: Sequence[Finding]) -> Finding | None:
     return next((finding for finding in findings if finding.level == "broken"), None)
 
 
-def check_inputs(inputs: Inputs, standardised: bool = False, sigma_data: float | None = None) -> Finding:
+def check_inputs(
+    inputs: Inputs, standardised: bool = False, sigma_data: float | None = None, spoiled: Sequence[str] = ()
+) -> Finding:
     """Judge the range and distribution of the images, which the process and the sampler take to be in [-1, 1].
 
     `standardised`: the objective has a data_mean or data_std, so any range will do; `sigma_data` is that of EDM, if it
-    is read.
+    is read; `spoiled` are the names of samples that are not finite, where they are known.
     """
     low, high, name = inputs.low, inputs.high, "inputs"
     span = f"values from {low:.3g} to {high:.3g}"
     seen = f"{span}, mean {inputs.mean:.2g}, std {inputs.std:.2g}"
     if inputs.nonfinite:
+        where = f", in {', '.join(spoiled[:4])}" if spoiled else ""
+        more = f" and {len(spoiled) - 4} more" if len(spoiled) > 4 else ""
         return Finding(
             "broken",
             name,
-            f"{_share(inputs.nonfinite)} of the values are NaN or infinite",
+            f"{_share(inputs.nonfinite)} of the values are NaN or infinite" + (f", in {some}" if some else ""),
             f"look for a division by zero or a broken file in the source; {_IMAGES_PAGE}",
         )
     if inputs.constant == 1:
@@ -193,6 +197,8 @@ def check_learning(trial: Trial, trained: bool = False) -> Finding:
     tenth = f"try lr = {rate / 10:.1g}, then {rate / 100:.1g}; a warm-up and clip help"
     if bad := [index for index, loss in enumerate(losses) if not math.isfinite(loss)]:
         when = f"the loss is not finite at step {bad[0] + 1}"
+        if trial.inputs.nonfinite:
+            return Finding("broken", "loss", f"{when}, as the inputs are not", "mend the data first")
         if bad[0] == 0:
             return Finding("broken", "loss", f"{when}, before any update", "the data, the network or the loss made it")
         return Finding("broken", name, f"too high: {when}, with lr {rate:.3g}", tenth)

@@ -27,7 +27,7 @@ class Trial:
     """What a trial saw."""
 
     asked: int  # updates
-    inputs: Inputs  # of the first batch
+    inputs: Inputs  # of the first batch, or of the first that is not finite
     losses: list[float] = field(factory=list)  # of each step, also of one that made no update
     outcome: str = "updated"  # of the last step, as `Step` has it
     rates: list[float] = field(factory=list)  # learning rate of each update, of the first group
@@ -37,6 +37,7 @@ class Trial:
     seconds: float = 0.0  # of the steps that were timed
     parts: Mapping[tuple[str, str], float] = field(factory=dict)  # seconds of a plugin in a hook, without what it calls
     peak_memory: int | None = None  # bytes of a step; None where the trial is too short
+    spoiled: list[str] = field(factory=list)  # samples of `inputs` that are not finite, where they made the loss so
 
     @property
     def settled(self) -> bool:
@@ -104,6 +105,8 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
         trial.steps_timed += 1
         trial.losses.append(step.loss)
         trial.outcome = step.outcome
+        if not (math.isfinite(step.loss) or trial.spoiled):
+            _blame(trial, loop, batch)
         if step.outcome == "stopped":
             break
         if step.outcome == "updated":
@@ -143,6 +146,14 @@ def _peak(loop: Loop, batch: Batch, trial: Trial) -> Iterator[None]:
     with HeldBytes.beside(there) as held, eager(loop.model):  # what is compiled is made where nobody can look
         yield
     trial.peak_memory = held.before + held.most
+
+
+def _blame(trial: Trial, loop: Loop, batch: Batch) -> None:
+    """Name the samples of a `batch` that are not finite, if there are some."""
+    rows = (~batch.inputs.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
+    if rows:
+        trial.inputs = measure_inputs(batch.inputs, getattr(loop.objective, "standardised", _same))
+        trial.spoiled = [loop.feed.describe(int(batch.indices[row])) for row in rows if batch.indices is not None]
 
 
 def _same(images: Tensor) -> Tensor:

@@ -59,6 +59,12 @@ def bytes_as_floats():
     return digits().images.float()
 
 
+def one_nan():
+    images = digits().images.float() / 127.5 - 1
+    images[700, 0, 3, 3] = torch.nan
+    return images
+
+
 def constant():
     return (torch.rand(200, 1, 1, 1) * 2 - 1).repeat(1, 1, 8, 8)
 
@@ -355,6 +361,16 @@ def test_a_loss_that_is_nan_at_once_is_not_the_learning_rates_fault():
     assert (found.level, found.name) == ("broken", "loss")
     later = checks.check_learning(trial([1.0, 1.0], outcome="stopped"))
     assert (later.level, later.name) == ("broken", "learning rate")
+
+
+def test_a_sample_that_is_not_finite_is_named_and_the_learning_rate_is_not_blamed(doctor):
+    # Steps for a whole epoch: it may come with any batch.
+    code, out, err = doctor("small.toml", "--steps", 56, *settings(data__source="hd_doctor_user:one_nan"))
+    assert (code, err) == (1, "")
+    assert out.startswith("broken: inputs: ")
+    assert "NaN or infinite, in sample 700" in out.partition("\n")[0]
+    assert "as the inputs are not" in out
+    assert "too high" not in out
 
 
 def test_gradients_are_judged():
