@@ -97,7 +97,7 @@ def remove_later(folder: Path, step: int) -> None:
 def find_snapshots(run: Path) -> list[Snapshot]:
     """Return the snapshots of a run directory by step and std, of the newest average: those of one begin together.
 
-    Raises UserError when there is none.
+    Raises UserError when there is none, or no such directory.
     """
     found = []
     for path in (run / FOLDER).glob("step-*"):
@@ -108,6 +108,8 @@ def find_snapshots(run: Path) -> list[Snapshot]:
                 found.append(Snapshot(path, about["std"], about["step"], about["start"], about["dtype"]))
             except (KeyError, ValueError) as error:
                 raise UserError(f"{path}: no snapshot of an average: its header lacks {error}") from None
+    if not found and not run.is_dir():
+        raise UserError(f"{run}: " + ("expected a run directory, got a file" if run.exists() else "no such directory"))
     if not found:
         raise UserError(
             f"{run} has no snapshots to make an average of; a run writes them with\n"
