@@ -54,7 +54,7 @@ def check_inputs(
         return Finding(
             "broken",
             name,
-            f"{_share(inputs.nonfinite)} of the values are NaN or infinite" + (f", in {some}" if some else ""),
+            f"{_share(inputs.nonfinite)} of the values are NaN or infinite{where}{more}",
             f"look for a division by zero or a broken file in the source; {_IMAGES_PAGE}",
         )
     if inputs.constant == 1:
