@@ -109,6 +109,16 @@ def test_its_numbers_are_those_of_the_pixels(hookdiff: Any, folder: Path) -> Non
     assert (found["values"]["min"], found["values"]["max"]) == (-1, 1)
 
 
+def test_what_is_not_finite_is_listed(hookdiff: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["import torch", "def images():", "    x = torch.rand(20, 1, 8, 8)", "    x[7, 0, 3, 3] = torch.nan"]
+    (folder / "hd_data_user.py").write_text("\n".join([*lines, "    x[9] = torch.inf", "    return x", ""]))
+    monkeypatch.syspath_prepend(folder)
+    text = '[run]\nsteps = 1\nbatch_size = 4\n[data]\nsource = "hd_data_user:images"\n[model]\nuse = "unet"\n'
+    (folder / "spoiled.toml").write_text(text)
+    code, out, _ = hookdiff("data", "spoiled.toml", "--seconds", "0")
+    assert (code, table(out)["not finite"]) == (0, ["2 hold a NaN or an infinity", "sample 7", "sample 9"])
+
+
 @pytest.mark.parametrize("store", ["memory", "disk", "none"])
 def test_what_cannot_be_read_is_listed(hookdiff: Any, folder: Path, store: str) -> None:
     (folder / "pictures" / "ant" / "01.png").write_bytes(b"nothing")

@@ -96,6 +96,10 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "unreadable", f"{unreadable['count']:,}"
     for line in unreadable["files"][:_MOST]:
         yield "", line
+    if found["not_finite"]["count"]:
+        yield "not finite", f"{found['not_finite']['count']:,} hold a NaN or an infinity"
+        for line in found["not_finite"]["files"][:_MOST]:
+            yield "", line
     yield "duplicates", f"{duplicates['count']:,} have the pixels of another" if duplicates["count"] else "0"
     for group in duplicates["groups"]:
         yield "", " = ".join(group[:3]) + (", ..." if len(group) > 3 else "")

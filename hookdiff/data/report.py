@@ -73,9 +73,10 @@ def _store(feed: Feed) -> dict[str, Any]:
 
 
 def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
-    """Return the range, mean and deviation of what the model sees, not augmented, and who has the same pixels."""
+    """Return range, mean and deviation of what the model sees, not augmented, and what is not finite or there twice."""
     same: defaultdict[bytes, list[int]] = defaultdict(list)
     low, high, count = float("inf"), float("-inf"), 0
+    spoiled: list[str] = []
     sums = squares = torch.zeros(feed.shape[0], dtype=torch.float64)
     wanted = feed.source.usable
     start = 0
@@ -83,6 +84,8 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
         asked, start = wanted[start : start + len(batch)], start + len(batch)
         inputs = batch.inputs.cpu()
         assert batch.indices is not None
+        bad = ~inputs.flatten(1).isfinite().all(1)
+        spoiled += [feed.describe(index) for index in batch.indices[bad].tolist()]
         for index, stands_in, image in zip(asked.tolist(), (asked != batch.indices).tolist(), inputs, strict=True):
             if stands_in:
                 unreadable.setdefault(index, feed.describe(index))
@@ -97,6 +100,7 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
     groups = [[feed.describe(index) for index in group] for group in same.values() if len(group) > 1]
     return {
         "values": {"min": low, "max": high, "mean": mean.tolist(), "std": std.tolist()},
+        "not_finite": {"count": len(spoiled), "files": spoiled},
         "duplicates": {"count": sum(len(group) - 1 for group in groups), "groups": groups[:_GROUPS]},
     }
 
