@@ -90,6 +90,7 @@ OWN_USES = {
     "gradients": {"hookdiff/cli/check.py"},
     "loss": {
         "hookdiff/cli/selftest.py",
+        "hookdiff/cli/summary.py",
         "hookdiff/diffusion/objective.py",
         "hookdiff/loop.py",
         "hookdiff/selftest/gaussian.py",

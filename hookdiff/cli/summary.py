@@ -36,11 +36,12 @@ def _what(path: Path) -> str:
 
 
 def _measured(path: Path, most: int = 5, names: int = 4) -> list[str]:
-    """Return the number of lines, and the last values of what was measured now and then and not in most lines."""
+    """Return the number of lines, and the last values of what was measured less often than the loss."""
     records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     times = Counter(name for record in records for name in record)
     told = [f"{len(records)} line" + "s" * (len(records) != 1)]
-    rare = sorted((name for name, count in times.items() if count < len(records) / 2), key=times.__getitem__)
+    usual = times.get("loss", len(records))  # who looks at steps of its own makes lines, too
+    rare = sorted((name for name, count in times.items() if count < usual / 2), key=times.__getitem__)
     for name in rare[:names]:
         values = [f"{record[name]:.3g}" for record in records if name in record]
         told.append(f"{name} {'... ' * (len(values) > most)}{', '.join(values[-most:])}")
