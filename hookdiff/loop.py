@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdiff import nonfinite, state
+from hookdiff import nonfinite, ranks, state
 from hookdiff.data import Batch, Feed
 from hookdiff.gradients import Gradients, clear_gradients
 from hookdiff.hookspecs import Reason
@@ -18,7 +18,7 @@ from hookdiff.log import Log
 from hookdiff.objective import Objective, as_objective, join
 from hookdiff.plugins import Plugins
 from hookdiff.progress import LoopConfig, Progress, Step
-from hookdiff.randomness import Randomness, this_rank
+from hookdiff.randomness import Randomness
 from hookdiff.sampling import Sampler, SampleRequest, Samples
 from hookdiff.state import Optimizers
 
@@ -58,7 +58,7 @@ class Loop:
         self.weights = "model"  # whose values the model holds: its own, or an average's while it samples
         self.reason: Reason | None = None  # why the run is over
         self.resources = ExitStack()  # plugins push their clean-up
-        self.rank, self.num_ranks, self.is_main = this_rank()  # is_main gates files and sinks
+        self.rank, self.num_ranks, self.is_main = ranks.this_rank()  # is_main gates files and sinks
         self.device = next(model.parameters()).device
         self.random = Randomness(self.config.seed, self.rank)
         self.feed = Feed.of(data).bind(self.config, self.device, self.rank, self.num_ranks)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import Attribute, asdict, define, field, validators
 
+from hookdiff.ranks import first_rank_says
+
 if TYPE_CHECKING:
     from hookdiff.hookspecs import Reason
 
@@ -99,16 +101,19 @@ def parse_every(value: int | str | Every) -> Every:
 
 @define
 class Due:
-    """An `Every` with the clock that its time units need."""
+    """An `Every` with the clock that its time units need: of several ranks, that of the first."""
 
     every: Every = field(converter=parse_every)
     _since: float = field(factory=time.monotonic)
 
     def after_step(self, step: int) -> bool:
-        """Whether it is due after update number `step`; a time unit then starts over."""
+        """Whether it is due after update number `step`; a time unit then starts over.
+
+        Ask on all ranks: with a time unit they wait for the answer of the first.
+        """
         if self.every.unit != "seconds" or not self.every.amount:
             return self.every.after_step(step)
-        if time.monotonic() - self._since < self.every.amount:
+        if not first_rank_says(time.monotonic() - self._since >= self.every.amount):
             return False
         self._since = time.monotonic()
         return True
@@ -145,9 +150,10 @@ class LoopConfig:
     max_time: Every = field(default=Every(0), converter=parse_every, validator=_is_time)  # "3 h"; 0 is no limit
 
     def limit_reached(self, progress: Progress, seconds: float) -> Reason | None:
-        """Return why a run that stands at `progress` after `seconds` is over, or None."""
+        """Return why a run that stands at `progress` after `seconds`, on the first rank, is over, or None."""
         if self.steps is not None and progress.step >= self.steps:
             return "done"
         if self.epochs is not None and progress.epoch >= self.epochs:
             return "done"
-        return "time" if 0 < self.max_time.amount <= seconds else None
+        limit = self.max_time.amount
+        return "time" if limit and first_rank_says(seconds >= limit) else None

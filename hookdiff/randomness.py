@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Generator, Tensor, distributed
+from torch import Generator, Tensor
 
 STREAMS = ("data", "augment", "noise", "model", "sample", "evaluate")
 
@@ -96,11 +96,3 @@ class Randomness:
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-
-
-def this_rank() -> tuple[int, int, bool]:
-    """Return (rank, number of ranks, whether it is the first): (0, 1, True) unless torch.distributed is set up."""
-    if distributed.is_available() and distributed.is_initialized():
-        rank = distributed.get_rank()
-        return rank, distributed.get_world_size(), rank == 0
-    return 0, 1, True

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookdiff import SampleRequest, derive_seed
-from hookdiff.randomness import STREAMS, Randomness, splitmix64, splitmix64_tensor, this_rank, uniforms
+from hookdiff.randomness import STREAMS, Randomness, splitmix64, splitmix64_tensor, uniforms
 
 CPU = torch.device("cpu")
 GAMMA = 0x9E3779B97F4A7C15  # by which SplitMix64 moves its state before each output
@@ -115,10 +115,6 @@ def test_an_image_has_a_generator_of_its_own(start: int, num: int) -> None:
     generators = SampleRequest(num, seed=3, start=start, stream="evaluate").generators()
     expected = [derive_seed(3, "evaluate", start + k) for k in range(num)]
     assert [generator.initial_seed() for generator in generators] == expected
-
-
-def test_a_process_that_is_alone_is_the_first_of_one() -> None:
-    assert this_rank() == (0, 1, True)
 
 
 @given(values=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))

@@ -1,0 +1,70 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hookdiff.ranks import first_rank_says, this_rank
+
+
+def test_a_process_that_is_alone_is_the_first_of_one() -> None:
+    assert this_rank() == (0, 1, True)
+    assert [first_rank_says(value) for value in (True, False)] == [True, False]
+
+
+RANK = """
+import datetime, sys, time, torch
+from torch import distributed
+from hookdiff import Due, hookimpl
+from hookdiff.testing import toy_loop
+rank = int(sys.argv[1])
+wait = datetime.timedelta(seconds=15)
+distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=wait)
+
+class Evaluates:
+    "Sums over the ranks after a step, and two numbers more when it is due: who is alone there gets no answer."
+    due, steps = None, []
+    @hookimpl
+    def on_start(self, loop):
+        self.due = Due("0.1 s")
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        distributed.all_reduce(torch.ones(3))
+        time.sleep(0.005)
+        if self.due.after_step(loop.progress.step):
+            distributed.all_reduce(torch.ones(2))
+            self.steps.append(loop.progress.step)
+        if len(self.steps) == 3 and not loop.config.max_time.amount:
+            loop.stop()
+
+plugin = Evaluates()
+first = toy_loop({"evaluates": plugin}, steps=10_000)
+second = toy_loop({"evaluates": plugin}, steps=10_000, max_time="0.3 s")
+for loop in (first, second):
+    distributed.barrier()
+    time.sleep(0.15 * rank)  # its clock begins later
+    loop.run()
+print("RESULT", (first.progress.step, second.reason, second.progress.step, plugin.steps))
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_what_goes_by_the_clock_is_due_on_all_ranks_at_one_step(tmp_path: Path) -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    told = [process.communicate(timeout=60) for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+    (one, other) = (eval(out.partition("RESULT ")[2]) for out, _ in told)
+    assert one == other
+    first, reason, second, evaluated = one
+    assert len(evaluated) >= 3
+    assert (reason, first, second > 1) == ("time", evaluated[2], True)
