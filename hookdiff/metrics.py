@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from attrs import define, field
@@ -20,7 +22,7 @@ METRICS = "metrics.jsonl"
 
 @define(eq=False)
 class Metrics:
-    """Writes what is logged to `metrics.jsonl` in the run directory.
+    """Writes what is logged to `metrics.jsonl` in the run directory; JSON has no NaN and no infinity: they are null.
 
     A checkpoint holds the length of the file; a resumed run cuts it there, so that no step appears twice.
     """
@@ -41,8 +43,9 @@ class Metrics:
             # Not past the end: where the earlier file was not kept, there is nothing to go on from.
             self._file.truncate(min(self._length, self._file.seek(0, os.SEEK_END)))
             self._file.seek(0, os.SEEK_END)
-        record = {"step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(record).encode() + b"\n")
+        told = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        record = {"step": step, "time": round(time.time(), 3), **told}
+        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
         self._length = self._file.tell()
 
@@ -55,3 +58,9 @@ class Metrics:
         if self._file:
             self._file.close()
         self._length = state["bytes"]
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return the lines of the metrics file at `path`; a null is a NaN, whatever it was when it was logged."""
+    lines = path.read_text("utf-8").splitlines()
+    return [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hookdiff import Loop, Metrics, hookimpl, run_state
+from hookdiff.metrics import read_metrics
 from hookdiff.testing import toy_loop
 
 
@@ -154,7 +155,11 @@ def test_a_loop_that_runs_again_goes_on_in_the_same_file(tmp_path: Path) -> None
     assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
 
 
-def test_values_that_are_no_numbers_are_written_all_the_same(tmp_path: Path) -> None:
+def refuse(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def test_values_that_are_no_numbers_are_null_and_read_as_nan(tmp_path: Path) -> None:
     class Odd:
         @hookimpl
         def after_optimizer_step(self, loop: Loop) -> None:
@@ -162,6 +167,10 @@ def test_values_that_are_no_numbers_are_written_all_the_same(tmp_path: Path) -> 
                 loop.log({"a": math.nan, "b": math.inf, "c": -math.inf})
 
     train(tmp_path, extra={"odd": Odd()})
-    told = lines(tmp_path)[0]
-    assert math.isnan(told["a"])
-    assert (told["b"], told["c"]) == (math.inf, -math.inf)
+    first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
+    told = json.loads(first, parse_constant=refuse)
+    assert (told["a"], told["b"], told["c"]) == (None, None, None)
+    read = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(math.isnan(read[0][name]) for name in "abc")
+    assert read[0]["loss"] == told["loss"]
+    assert [line["step"] for line in read] == [5, 10, 15, 20]

@@ -108,7 +108,9 @@ class Clip:
         threshold, norm = self.threshold, loop.gradients.total_norm
         if norm > threshold:
             loop.gradients.scale_(threshold / norm)
-        loop.log.average({"clip/share": float(norm > threshold), "clip/threshold": threshold})
+        loop.log.average({"clip/share": float(norm > threshold)})
+        if math.isfinite(threshold):  # max_norm = inf: there is none while the norms are not known
+            loop.log.average({"clip/threshold": threshold})
         if self.mode == "adaptive":
             norm = min(norm, threshold)
             self._count += 1

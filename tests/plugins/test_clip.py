@@ -179,6 +179,21 @@ class TestAdaptive:
         assert all(0.5 <= threshold <= 2 for threshold in seen)
         assert len(set(seen)) > 2
 
+    def test_what_is_not_there_yet_is_not_logged(self) -> None:
+        told: dict[int, Any] = {}
+
+        class Listen:
+            @hookimpl
+            def on_log(self, step: int, values: Any) -> None:
+                told[step] = values
+
+        clip = Clip("adaptive", max_norm=math.inf, warmup=7)
+        toy_loop({"push": Push([3.0] * 15), "clip": clip, "listen": Listen()}, optimizers=still, steps=15).run()
+        assert "clip/threshold" not in told[5]
+        # of the steps that had one: 2 times the mean
+        assert (told[10]["clip/threshold"], told[15]["clip/threshold"]) == pytest.approx((6, 6))
+        assert told[5]["clip/share"] == 0
+
     def test_norms_of_another_statistic_begin_a_new_warm_up(self) -> None:
         one = Clip("adaptive", statistic="zscore", warmup=2)
         one.load_state_dict({"statistic": "mean", "count": 7, "mean": 0.1, "norms": []})
