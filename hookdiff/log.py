@@ -25,7 +25,8 @@ class Log:
         self._records: dict[int, dict[str, Value | Mean]] = {}
         self._window: dict[str, list[Value]] = {}  # since the last look at the device
         self._sums: dict[str, tuple[float, int]] = {}  # sum and count from before it
-        self._closed = -1  # the step of the last means: one that changes no weight may follow, and is not due again
+        self._closed = 0  # the step of the last means: one that changes no weight may follow, and is not due again
+        self.details: set[str] = set()  # names of the numbers that lines for people leave out
 
     @property
     def due(self) -> bool:
@@ -40,11 +41,14 @@ class Log:
         """
         return (self._loop.progress.step + 1) % self._loop.config.log_every == 0
 
-    def __call__(self, values: Mapping[str, Value | Mean]) -> None:
+    def __call__(self, values: Mapping[str, Value | Mean], *, detail: bool = False) -> None:
         """Log `values`, numbers or scalar tensors, of the step under way.
 
         A pair (sum, count) is logged as their ratio, and not at all where the count is 0, which only the device knows.
+        A `detail` goes to metrics.jsonl and the other sinks like any number, but not into lines for people.
         """
+        if detail:
+            self.details.update(values)
         self._records.setdefault(self._loop.progress.step, {}).update(values)
 
     def average(self, values: Mapping[str, Value]) -> None:

@@ -282,8 +282,19 @@ def test_a_plugin_that_is_new_on_resume_needs_fresh(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--plugins", "no:ema", "--set", "run.steps=1")[0] == 0
     code, _, err = hookdiff("run", "small.toml", "--resume")
     assert code == 2
-    assert "add --fresh ema" in err
+    assert "no state of the plugin 'ema', which keeps one; to start it fresh" in err
+    assert "add --fresh ema (in a script" in err
     assert hookdiff("run", "small.toml", "--resume", "--fresh", "ema")[0] == 0
+
+
+def test_all_plugins_that_are_new_on_resume_are_told_at_once(hookdiff):
+    assert hookdiff("run", "small.toml", "--plugins", "no:ema", "--set", "run.steps=1")[0] == 0
+    again = ("run", "small.toml", "--resume", "--plugins", "loss,gradients", "--set", "run.steps=2")
+    code, _, err = hookdiff(*again, "--fresh", "loss")
+    assert code == 2
+    assert "no state of the plugins 'ema', 'gradients', which keep one; to start them fresh" in err
+    typed = re.search(r"add (.*) \(in a script: Loop\(\.\.\., fresh=\['loss', 'ema', 'gradients'\]\)\)", err)[1].split()
+    assert hookdiff(*again, "--fresh", "loss", *typed)[0] == 0
 
 
 def test_samples_come_from_a_checkpoint(hookdiff, folder):
@@ -504,7 +515,10 @@ def test_a_second_signal_leaves_at_once(folder):
 def test_the_last_table_says_what_was_made_and_how_evaluations_went(tmp_path):
     from hookdiff.cli.summary import summary
 
-    lines = [{"step": n, "time": 0.0, "loss": 1 / n, **({"fd/x": 8.0 - n} if n % 3 == 0 else {})} for n in range(1, 19)]
+    lines = [{"step": n, "time": 0.0, "loss": 1 / n} for n in range(1, 19)]
+    for line in lines[2::3]:
+        line |= {"fd/x": 8.0 - line["step"], "odd/inner": 1.0}
+    lines[8]["fd/x"] = None
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.toml").touch()
     (tmp_path / "samples").mkdir()
@@ -512,10 +526,11 @@ def test_the_last_table_says_what_was_made_and_how_evaluations_went(tmp_path):
         (tmp_path / "samples" / name).touch()
     (tmp_path / "empty").mkdir()
     loop = toy_loop(run_dir=tmp_path)
+    loop.log({"odd/inner": 1.0}, detail=True)
     assert summary(loop, "time", "it", 125.4) == (
         "it: out of time after 0 steps, 0 epochs, in 2:05\n"
         f"  {tmp_path}/config.toml    every key; running it again gives the same run\n"
         f"  {tmp_path}/empty          empty\n"
-        f"  {tmp_path}/metrics.jsonl  18 lines; fd/x ... 2, -1, -4, -7, -10\n"
+        f"  {tmp_path}/metrics.jsonl  18 lines; loss 0.0556; fd/x ... 2, nan, -4, -7, -10\n"
         f"  {tmp_path}/samples        2, newest step-00000010.png"
     )

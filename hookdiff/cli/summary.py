@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hookdiff.metrics import METRICS
+from hookdiff.metrics import METRICS, read_metrics
 from hookdiff.run_dir import CONFIG
 
 if TYPE_CHECKING:
@@ -21,25 +21,26 @@ def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
     assert loop.run_dir
     took = f"{int(seconds) // 60}:{int(seconds) % 60:02}"
     done = f"{_TOLD.get(reason, reason)} after {loop.progress.step} steps, {loop.progress.epoch} epochs, in {took}"
-    rows = [(f"{path}", _what(path)) for path in sorted(loop.run_dir.iterdir())]
+    rows = [(f"{path}", _what(path, loop.log.details)) for path in sorted(loop.run_dir.iterdir())]
     width = max(len(path) for path, _ in rows)
     return "\n".join([f"{name}: {done}", *(f"  {path:<{width}}  {what}" for path, what in rows)])
 
 
-def _what(path: Path) -> str:
+def _what(path: Path, details: Container[str]) -> str:
     if path.is_dir():
         inside = sorted(path.iterdir())
         return f"{len(inside)}, newest {inside[-1].name}" if inside else "empty"
     if path.name == CONFIG:
         return "every key; running it again gives the same run"
-    return "; ".join(_measured(path)) if path.name == METRICS else f"{path.stat().st_size:,} bytes"
+    return "; ".join(_measured(path, details)) if path.name == METRICS else f"{path.stat().st_size:,} bytes"
 
 
-def _measured(path: Path, most: int = 5, names: int = 4) -> list[str]:
-    """Return the number of lines, and the last values of what was measured less often than the loss."""
-    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    times = Counter(name for record in records for name in record)
+def _measured(path: Path, details: Container[str], most: int = 5, names: int = 4) -> list[str]:
+    """Return the number of lines, the last loss, and the last values of what was measured less often than the loss."""
+    records = read_metrics(path)
+    times = Counter(name for record in records for name in record if name not in details)
     told = [f"{len(records)} line" + "s" * (len(records) != 1)]
+    told += [f"loss {record['loss']:.3g}" for record in records if "loss" in record][-1:]
     usual = times.get("loss", len(records))  # who looks at steps of its own makes lines, too
     rare = sorted((name for name, count in times.items() if count < usual / 2), key=times.__getitem__)
     for name in rare[:names]:

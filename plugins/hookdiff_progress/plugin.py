@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 FIRST = ("loss", "lr", "grad_norm")
-MOST = 8  # values shown at once: a plugin may log one a layer
+WIDTH = 120  # columns of a line; what does not fit is left out
+MOST = 8  # values shown at once under a bar
 
 
 @define(eq=False)
@@ -31,12 +32,13 @@ class Progress:
     _bar: Bar | None = field(init=False, default=None)
     _values: dict[str, float] = field(init=False, factory=dict)  # the last of each name
     _times: Counter[str] = field(init=False, factory=Counter)  # each name was logged
+    _began: int = field(init=False, default=0)  # position of the first batch
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         if not loop.is_main:
             return
-        self._pace = Pace(loop)
+        self._pace, self._began = Pace(loop), loop.progress.position
         # Not rich's own test: where FORCE_COLOR is set, it takes a pipe for a terminal.
         if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
             self._bar = self._make_bar(loop, self._pace)
@@ -50,27 +52,33 @@ class Progress:
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        if self._pace is None:
+        shown = {name: value for name, value in values.items() if name not in loop.log.details}
+        if self._pace is None or not shown:
             return
-        self._values |= values
-        self._times.update(values.keys())
+        if "loss" not in shown and loop.progress.position != self._began:
+            shown["loss"] = loop.gradients.loss  # between two logs there is no mean yet: that of the step
+        self._values |= shown
+        self._times.update(shown.keys())
         if self._bar is None:
-            parts = (label(step, total_steps(loop)), *self._shown(values), *self._pace.parts())
-            print(spaced(parts), file=sys.stderr, flush=True)
+            known, others = self._parts(shown)
+            parts = (label(step, total_steps(loop)), *known, *self._pace.parts())
+            print(fitting(parts, others), file=sys.stderr, flush=True)
         self._pace.mark()
 
     def _make_bar(self, loop: Loop, pace: Pace) -> Bar:
         def draw() -> Group:
             step, total = loop.progress.step, total_steps(loop)
-            return picture(label(step, total), step, total, spaced(pace.parts()), spaced(self._shown(self._values)))
+            known, others = self._parts(self._values)
+            shown = spaced([*known, *others][:MOST])
+            return picture(label(step, total), step, total, spaced(pace.parts()), shown)
 
         return Bar(draw)
 
-    def _shown(self, values: Mapping[str, float]) -> list[str]:
-        # What is logged rarely, as an evaluation is, comes before what every log has.
+    def _parts(self, values: Mapping[str, float]) -> tuple[list[str], list[str]]:
+        """Return what every line has, and the others: what is logged rarely, as an evaluation is, comes first."""
         others = sorted((name for name in values if name not in FIRST), key=self._times.__getitem__)
-        names = [*(name for name in FIRST if name in values), *others][:MOST]
-        return [f"{name} {values[name]:.4g}" for name in names]
+        known = [name for name in FIRST if name in values]
+        return [_value(name, values[name]) for name in known], [_value(name, values[name]) for name in others]
 
 
 class Pace:
@@ -127,6 +135,20 @@ def label(step: int, total: int | None) -> str:
 def spaced(parts: Iterable[str]) -> str:
     """Return `parts` on one line."""
     return "  ".join(parts)
+
+
+def fitting(parts: Iterable[str], others: Iterable[str]) -> str:
+    """Return `parts` on one line, and as many of the `others`, from the first on, as there is room for."""
+    line = spaced(parts)
+    for other in others:
+        if len(longer := spaced((line, other))) > WIDTH:
+            break
+        line = longer
+    return line
+
+
+def _value(name: str, value: float) -> str:
+    return f"{name} {value:.4g}"
 
 
 def clock(seconds: float) -> str:
