@@ -118,19 +118,20 @@ def load_weights(loop: Loop, state: State) -> None:
 def load_plugins(loop: Loop, state: State, fresh: Collection[str]) -> None:
     """Load each plugin's state; a state that no plugin of the run claims is told and left.
 
-    Raises UserError for a plugin that keeps state but has none in the file, unless `fresh` names it.
+    Raises UserError that names all plugins that keep state but have none in the file, unless `fresh` names them.
     """
     if not state:
         return
     saved: State = state["plugins"]
-    for name, plugin in loop.plugins.items():
-        if not hasattr(plugin, "load_state_dict") or name in fresh:
-            continue
-        if name not in saved:
-            raise UserError(
-                f"the checkpoint has no state of the plugin {name!r}, which keeps one; to start it fresh from the "
-                f"restored weights add --fresh {name} (in a script: Loop(..., fresh=[{name!r}]))"
-            )
+    keepers = {n: p for n, p in loop.plugins.items() if hasattr(p, "load_state_dict") and n not in fresh}
+    if new := [name for name in keepers if name not in saved]:
+        many = len(new) > 1
+        raise UserError(
+            f"the checkpoint has no state of the plugin{'s' * many} {', '.join(map(repr, new))}, which "
+            f"{'keep' if many else 'keeps'} one; to start {'them' if many else 'it'} fresh from the restored weights "
+            f"add {' '.join(f'--fresh {name}' for name in new)} (in a script: Loop(..., fresh={[*fresh, *new]}))"
+        )
+    for name, plugin in keepers.items():
         plugin.load_state_dict(saved[name])
     if unclaimed := [name for name in saved if name not in loop.plugins]:
         log.warning("the checkpoint has state of plugins that this run has not: %s", ", ".join(unclaimed))

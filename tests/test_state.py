@@ -288,6 +288,20 @@ def test_a_plugin_without_saved_state_must_be_called_fresh() -> None:
     assert (loop.progress.step, counter.count) == (20, 13)
 
 
+def test_all_plugins_without_saved_state_are_told_at_once() -> None:
+    memory = Memory(7)
+    toy_loop({"memory": memory}, steps=7).run()
+    plugins = {"old": Counter(), "memory": memory, "one": Counter(), "two": Counter()}
+    loop = toy_loop(plugins)
+    loop.fresh = ["old"]
+    with pytest.raises(
+        UserError,
+        match=r"plugins 'one', 'two', which keep one; to start them fresh .* add --fresh one --fresh two \(in a script: "
+        r"Loop\(\.\.\., fresh=\['old', 'one', 'two'\]\)\)",
+    ):
+        loop.run()
+
+
 def test_a_fresh_plugin_does_not_take_up_what_was_saved() -> None:
     memory = Memory(7)
     toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
