@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hookdiff.objective import LossOutput, Objective
     from hookdiff.progress import Due, Every, LoopConfig, Progress, Step, parse_every
     from hookdiff.randomness import derive_seed
-    from hookdiff.sampling import Sampler, SampleRequest, Samples
+    from hookdiff.sampling import Sampler, SampleRequest, Samples, UnknownWeights
     from hookdiff.sinks import Sink
     from hookdiff.state import flatten, run_state, unflatten
     from hookdiff.weights import borrowed_weights, evaluating
@@ -65,6 +65,7 @@ _HOME = {
     "Verdict": "hookdiff.hookspecs",
     "as_pictures": "hookdiff.images",
     "borrowed_weights": "hookdiff.weights",
+    "UnknownWeights": "hookdiff.sampling",
     "build_loop": "hookdiff.experiment",
     "config_argument": "hookdiff.cli.options",
     "derive_seed": "hookdiff.randomness",
@@ -129,6 +130,7 @@ __all__ = [
     "flatten",
     "hookimpl",
     "load_config",
+    "UnknownWeights",
     "nearest",
     "override_options",
     "parse_every",

@@ -12,7 +12,7 @@ from hookdiff.data.batch import Batch
 from hookdiff.errors import UserError
 from hookdiff.hookspecs import hookimpl
 from hookdiff.objective import LossOutput
-from hookdiff.sampling import SampleRequest, Samples
+from hookdiff.sampling import SampleRequest, Samples, UnknownWeights
 from hookdiff.weights import evaluating
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Defaults:
         if loop.sampler is None:
             raise UserError("this Loop was given no sampler, so it cannot make images: Loop(..., sampler=Sampling())")
         if request.weights not in (None, loop.weights):
-            raise UserError(f"no plugin of this run holds weights named {request.weights!r}")
+            raise UnknownWeights(request.weights)
         if request.num == 0:
             return Samples(torch.empty(0, *loop.feed.shape), loop.weights)
         wanted = _wanted(loop, request)

@@ -132,7 +132,8 @@ class Hooks(Protocol):
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         """Seam: someone wants images. Return them with the name of the weights that made them.
 
-        A request for 0 images asks only whether it could be done; who will want some asks so in `on_start`.
+        A request for 0 images asks only whether it could be done; who will want some asks so in `on_start`. Weights
+        that nobody holds are an UnknownWeights error, and a wrapper that holds some adds their names to its `known`.
         May change: nothing that lasts.
         """
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from typing import Any, Protocol
 
 import torch
 from attrs import define, field, validators
 from torch import Generator, Tensor, nn
 
+from hookdiff.errors import UserError, nearest
 from hookdiff.randomness import derive_seed
 
 
@@ -48,6 +50,20 @@ class Samples:
 
     images: Tensor  # n c h w, float32 in [-1, 1], on the model's device
     weights: str  # "model" or the name of the average that was used
+
+
+class UnknownWeights(UserError):
+    """Nobody holds weights of the name that a request has; who wraps `sample` and holds some adds theirs to `known`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+        self.known = ["model"]
+
+    def __str__(self) -> str:
+        return f"no weights of this run are named {self.name!r}{nearest(self.name, self.known)}; known: " + ", ".join(
+            sorted(self.known, key=lambda known: -SequenceMatcher(None, self.name, known).ratio())
+        )
 
 
 class Sampler(Protocol):

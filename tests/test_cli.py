@@ -325,7 +325,11 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder):
     assert out == f"x.png: 3 images from the weights in {newest}/ema.safetensors\n"
 
     for words, expected in (
-        (["--weights", "emma"], "no plugin of this run holds weights named 'emma'"),
+        (
+            ["--weights", "emma"],
+            "--weights: no weights of this run are named 'emma'; did you mean 'ema'?; known: ema, ema/decay=0.999, "
+            "model, or a file that ends in .safetensors",
+        ),
         (["--weights", "no.safetensors"], "--weights: no.safetensors: no such file"),
         (["--weights", f"{newest}/optimizers.safetensors"], "optimizers.safetensors is of another model: "),
         (["--steps", 21], "sampling.steps = 21 is more than diffusion.timesteps = 20"),

@@ -296,8 +296,8 @@ def test_all_plugins_without_saved_state_are_told_at_once() -> None:
     loop.fresh = ["old"]
     with pytest.raises(
         UserError,
-        match=r"plugins 'one', 'two', which keep one; to start them fresh .* add --fresh one --fresh two \(in a script: "
-        r"Loop\(\.\.\., fresh=\['old', 'one', 'two'\]\)\)",
+        match=r"plugins 'one', 'two', which keep one; to start them fresh .* add --fresh one --fresh two "
+        r"\(in a script: Loop\(\.\.\., fresh=\['old', 'one', 'two'\]\)\)",
     ):
         loop.run()
 

@@ -50,7 +50,7 @@ def command(
     from hookdiff.errors import UserError
     from hookdiff.images import save_grid
     from hookdiff.run_dir import CONFIG
-    from hookdiff.sampling import SampleRequest
+    from hookdiff.sampling import SampleRequest, UnknownWeights
     from hookdiff.start import load_into
 
     if not (run / CONFIG).is_file():
@@ -71,7 +71,10 @@ def command(
             load_into(loop.model, Path(from_file), asked_by="--weights")
         named = "model" if from_file else weights
         request = SampleRequest(num, seed, weights=named, labels=classes, images=start, strength=strength)
-        made = loop.sample(request)
+        try:
+            made = loop.sample(request)
+        except UnknownWeights as error:
+            raise UserError(f"--weights: {error}, or a file that ends in .safetensors") from None
         try:
             save_grid(made.images, out, columns)
         except OSError as error:

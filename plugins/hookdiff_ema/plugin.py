@@ -18,6 +18,7 @@ from hookdiff import (
     Reason,
     SampleRequest,
     Samples,
+    UnknownWeights,
     UserError,
     borrowed_weights,
     hookimpl,
@@ -156,7 +157,11 @@ class EMA:
             return (yield)
         self._settle()
         with borrowed_weights(loop, wanted, names[wanted].shadow):
-            return (yield)
+            try:
+                return (yield)
+            except UnknownWeights as error:
+                error.known += names
+                raise
 
     @hookimpl(trylast=True, specname="after_optimizer_step")
     def snapshot_after_step(self, loop: Loop) -> None:

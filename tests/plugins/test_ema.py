@@ -303,8 +303,10 @@ def test_each_average_has_a_name_to_sample_with():
     assert (first.weights, named.weights, other.weights) == ("ema", "ema/decay=0.5", "ema/std=0.05")
     assert torch.equal(first.images, named.images)
     assert not torch.equal(first.images, other.images)
-    with pytest.raises(UserError, match=r"no plugin of this run holds weights named 'ema/std=0\.1'"):
+    with pytest.raises(UserError, match=r"no weights of this run are named 'ema/std=0\.1'"):
         loop.sample(SampleRequest(2, weights="ema/std=0.1"))
+    with pytest.raises(UserError, match=r"did you mean 'ema/decay=0\.5'\?; known: ema/decay=0\.5, .*, model$"):
+        loop.sample(SampleRequest(0, weights="decay=0.5"))
 
 
 class Tied(nn.Module):
