@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -25,7 +26,7 @@ class Average:
     shadow: dict[str, Tensor] = field(init=False)  # by parameter name
     still: Tensor | float = field(default=0.0, init=False)  # updates for which it has not moved
     _values: list[Tensor] = field(init=False)
-    _seen: Tensor | None = field(default=None, init=False)
+    _seen: Tensor | int | None = field(default=None, init=False)  # sum of all bits, at the last look
 
     def start(self, weights: Mapping[str, Tensor]) -> None:
         """Begin with a copy of `weights`."""
@@ -52,6 +53,15 @@ class Average:
         self.still = torch.where(moved.bool(), 0.0, self.still + updates)
         self._seen = now
         return self.still
+
+    @property
+    def looks(self) -> list[float | int | None]:
+        """What the next look goes on from. Costs a transfer."""
+        return [float(self.still), None if self._seen is None else int(self._seen)]
+
+    @looks.setter
+    def looks(self, looks: list[Any]) -> None:
+        self.still, self._seen = looks
 
 
 def _bits(value: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, snapshot_path
 from hookdiff_ema.weights import Weights
 
 NAME = "ema"  # of the first average, in a SampleRequest
-NUM_UPDATES, LABELS, FURTHER = "ema.num_updates", "ema.labels", "ema.averages"  # in the state, beside the model's keys
+# In the state, beside the model's keys.
+NUM_UPDATES, LABELS, FURTHER, LOOKS = "ema.num_updates", "ema.labels", "ema.averages", "ema.looks"
 POWER = 0.75  # of that warm-up
 STILL = "ema/still"  # in the log: updates for which an average has not moved, the most of all
 MANY = 200  # updates without a change that are worth a word
@@ -120,10 +121,11 @@ class EMA:
     def _log(self, loop: Loop) -> None:
         self._settle()
         still = [average.look(loop.config.log_every) for average in self._averages]
-        loop.log({STILL: torch.stack(still).max()})
+        loop.log({STILL: torch.stack(still).max()}, detail=True)
         for average in self._averages:
-            loop.log({f"{average.prefix}/decay": average.decay(self.num_updates - 1)})
-            loop.log({f"{average.prefix}/distance": average.distance(self._taken)})
+            loop.log({f"{average.prefix}/decay": average.decay(self.num_updates - 1)}, detail=True)
+            is_first = average is self._averages[0]
+            loop.log({f"{average.prefix}/distance": average.distance(self._taken)}, detail=not is_first)
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
@@ -154,14 +156,14 @@ class EMA:
         names = {NAME: self._averages[0], **names}
         wanted = NAME if request.weights is None else request.weights
         if wanted not in names or loop.weights != "model":
-            return (yield)
-        self._settle()
-        with borrowed_weights(loop, wanted, names[wanted].shadow):
             try:
                 return (yield)
             except UnknownWeights as error:
                 error.known += names
                 raise
+        self._settle()
+        with borrowed_weights(loop, wanted, names[wanted].shadow):
+            return (yield)
 
     @hookimpl(trylast=True, specname="after_optimizer_step")
     def snapshot_after_step(self, loop: Loop) -> None:
@@ -207,6 +209,7 @@ class EMA:
             NUM_UPDATES: self.num_updates,
             LABELS: labels,
             FURTHER: dict(zip(labels[1:], others, strict=True)),
+            LOOKS: [average.looks for average in self._averages],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -225,6 +228,8 @@ class EMA:
                 raise UserError(f"the saved average is of another model; only one of them has {min(differing)!r}")
             for name, value in average.shadow.items():
                 value.copy_(values[name])
+        for average, looks in zip(self._averages, state.get(LOOKS, []), strict=False):  # older checkpoints have none
+            average.looks = looks
         self.num_updates = state[NUM_UPDATES]
         self._snapped, self._cleared = None, False
 

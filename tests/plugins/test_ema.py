@@ -512,6 +512,35 @@ def test_each_average_is_logged():
     assert told[20]["ema/std=0.1/decay"] == pytest.approx((1 - 1 / 20) ** (gamma_of(0.1) + 1), rel=1e-6)
 
 
+def test_a_resumed_run_logs_for_how_long_they_stood_still():
+    class Run:
+        """Notes what is logged, and goes on from the state of another run."""
+
+        def __init__(self, state=None):
+            self.state, self.told = state or {}, []
+
+        @hookimpl
+        def restore(self):
+            return self.state
+
+        @hookimpl
+        def on_log(self, step, values):
+            self.told.append((step, values["ema/still"]))
+
+        @hookimpl
+        def on_stop(self, loop):
+            tensors, rest = flatten(run_state(loop))
+            self.state = unflatten({name: tensor.clone() for name, tensor in tensors.items()}, rest)
+
+    def run(steps, state=None):
+        ema = EMA(decay=[0.9, 0.99], std=[0.1])
+        toy_loop({"freeze": Freeze(), "ema": ema, "run": (told := Run(state))}, steps=steps, log_every=5).run()
+        return told
+
+    first = run(12)
+    assert first.told + run(30, first.state).told == run(30).told == [(step, step - 5) for step in range(5, 31, 5)]
+
+
 def loaded(saved, **options):
     """Let an average with `options` take up what another saved."""
     ema = EMA(**options)
