@@ -38,6 +38,7 @@ class Debug:
     _silent: dict[str, int] = field(init=False, factory=dict)  # looks without a gradient, by layer
     _batch: Batch | None = field(init=False, default=None)  # of the step under way, if it is looked at
     _numbers: dict[str, float] = field(init=False, factory=dict)  # of the look under way
+    _inputs: Finding = field(init=False)  # about the batch of the last look
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -47,13 +48,15 @@ class Debug:
     def before_step(self, loop: Loop, batch: Batch) -> None:
         self._batch = batch if self._looks(loop) else None
         if self._batch is not None:
-            # Before anything is computed: who has to learn of a NaN learns first that it was in the data.
-            self._numbers = self._look_at_inputs(loop, batch)
+            self._look_at_inputs(loop, batch)
 
     @hookimpl
     def on_nan(self, loop: Loop, report: NonFinite) -> None:
         if self._batch is None:
             self._look_at_inputs(loop, report.batch)
+        self._batch = None
+        if self._inputs.level != "OK":
+            report.notes["debug"] = str(self._inputs)  # who has to learn of a NaN learns that it was in the data
 
     @hookimpl
     def after_backward(self, loop: Loop) -> None:
@@ -69,14 +72,15 @@ class Debug:
         silent = [name for name, looks in self._silent.items() if looks >= _SILENT]
         findings = [check_gradients(layers, silent, outputs)] if settled else []
         findings += [check_outputs(outputs, settled), check_response(outputs, settled)]
-        if self._told.get("inputs") != "broken":  # the network cannot but suffer from it
+        self._say(loop, [self._inputs])
+        if self._inputs.level != "broken":  # the network cannot but suffer from it
             self._say(loop, findings)
         self._numbers |= _told_of(outputs, layers)
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         if self._batch is not None:
-            loop.log(self._numbers)
+            loop.log(self._numbers, detail=True)
             self._batch = None
 
     def _looks(self, loop: Loop) -> bool:
@@ -86,14 +90,14 @@ class Debug:
         # Asked in any case: a clock starts over when it has struck.
         return self._due.after_step(step) or early or epoch_began
 
-    def _look_at_inputs(self, loop: Loop, batch: Batch) -> dict[str, float]:
+    def _look_at_inputs(self, loop: Loop, batch: Batch) -> None:
         objective: Any = loop.objective
         standardised = getattr(objective, "standardised", lambda images: images)
         inputs = measure_inputs(batch.inputs, standardised)
         moved = getattr(objective, "data_mean", (0.0,)), getattr(objective, "data_std", (1.0,))
-        self._say(loop, [check_inputs(inputs, moved != ((0.0,), (1.0,)))])
+        self._inputs = check_inputs(inputs, moved != ((0.0,), (1.0,)))
         told = {"min": inputs.low, "max": inputs.high, "mean": inputs.mean, "std": inputs.std}
-        return {f"debug/input_{name}": value for name, value in told.items()}
+        self._numbers = {f"debug/input_{name}": value for name, value in told.items()}
 
     def _say(self, loop: Loop, findings: Iterable[Finding]) -> None:
         for finding in findings:
