@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hookdiff.buffers import Buffers
     from hookdiff.cli.options import config_argument, override_options
     from hookdiff.config import Config, load_config
     from hookdiff.data.batch import Batch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Batch": "hookdiff.data.batch",
+    "Buffers": "hookdiff.buffers",
     "Config": "hookdiff.config",
     "ConfigError": "hookdiff.errors",
     "Due": "hookdiff.progress",
@@ -92,6 +94,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Batch",
+    "Buffers",
     "Config",
     "ConfigError",
     "Due",

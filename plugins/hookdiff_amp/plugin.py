@@ -13,7 +13,7 @@ from attrs.validators import ge, gt
 from torch import Tensor
 from torch.amp import GradScaler, autocast
 
-from hookdiff import Loop, LossOutput, NonFinite, UserError, hookimpl
+from hookdiff import Buffers, Loop, LossOutput, NonFinite, UserError, hookimpl
 
 log = logging.getLogger("hookdiff")
 
@@ -25,9 +25,9 @@ _KEPT = 16  # void steps that are remembered: from 65536 down to 1
 class AMP:
     """Computes the loss in bf16 or fp16, and scales it in fp16 so that small gradients survive.
 
-    A step whose gradients overflow under a finite loss is void: it is not counted, the scale is halved, nothing
-    else hears of it. At the lowest scale it is no overflow any more: the loop's on_nan takes over, and is told how the
-    scale fell.
+    A step whose gradients overflow under a finite loss is void: it is not counted, the scale is halved, buffers get
+    back the values from before it, nothing else hears of it. At the lowest scale it is no overflow any more: the
+    loop's on_nan takes over, and is told how the scale fell.
     """
 
     precision: Literal["auto", "bf16", "fp16", "off"] = "auto"  # auto: what the device computes natively
@@ -38,6 +38,7 @@ class AMP:
     num_void: int = field(default=0, init=False)
     _fell: list[list[float]] = field(factory=list, init=False)  # [position, scale before it] of the last void steps
     _dtype: torch.dtype | None = field(default=None, init=False)
+    _buffers: Buffers = field(init=False)  # as they were before the step: batch norm's may hold the overflow of one
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -55,7 +56,13 @@ class AMP:
                     f"plugins.amp: {name} is {parameter.dtype}; under a gradient scaler trained weights are float32 "
                     "and autocast makes the half-precision copies. Keep the model in float32, or use precision = 'bf16'"
                 )
+        self._buffers = Buffers(loop.model)
         self.scaler = GradScaler(device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
+
+    @hookimpl
+    def before_step(self) -> None:
+        if self.scaler is not None:
+            self._buffers.keep()
 
     @hookimpl(wrapper=True)
     def compute_loss(self, loop: Loop) -> Generator[None, LossOutput, LossOutput]:
@@ -82,6 +89,7 @@ class AMP:
             return True
         self._fell = [*self._fell[1 - _KEPT :], [loop.progress.position, self.scaler.get_scale()]]
         self._lower()
+        self._buffers.put_back()
         self.num_void += 1
         loop.log({"amp/void_steps": self.num_void})
         loop.log.average({"amp/void_share": 1.0})

@@ -6,12 +6,10 @@ import logging
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
-import torch
 from attrs import define, field
 from attrs.validators import ge, min_len
-from torch import Tensor, nn
 
-from hookdiff import Loop, NonFinite, Sink, Verdict, hookimpl
+from hookdiff import Buffers, Loop, NonFinite, Sink, Verdict, hookimpl
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose
 from hookdiff_nan.record import kept_in, write_record
 
@@ -38,28 +36,17 @@ class NaN:
     _furthest: int = field(default=0, init=False)  # step at which one was left out
     _can_roll_back: bool = field(default=False, init=False)
     _last: list[list[float]] = field(factory=list, init=False)  # [step, loss, gradient norm] of the last updates
-    _buffers: dict[str, tuple[nn.Module, str]] = field(factory=dict, init=False)  # by their name in the model
-    _kept: dict[str, Tensor] = field(factory=dict, init=False)  # their values before the step
+    buffers: Buffers = field(init=False)  # as they were before the step
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self._can_roll_back = loop.resume and loop.progress.position > 0
-        self._buffers = {
-            f"{prefix}.{name}".lstrip("."): (module, name)
-            for prefix, module in loop.model.named_modules()
-            for name in module._buffers
-        }
-        self._kept = {}
+        self.buffers = Buffers(loop.model)
 
     @hookimpl(tryfirst=True)
-    @torch.no_grad()
     def before_step(self) -> None:
         self.num_begun += 1
-        values = self._values()
-        if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self._kept.items()}:
-            self._kept = {name: value.clone() for name, value in values.items()}
-        elif values:
-            torch._foreach_copy_(list(self._kept.values()), list(values.values()))
+        self.buffers.keep()
 
     @hookimpl(tryfirst=True)
     def after_backward(self, loop: Loop) -> None:
@@ -84,8 +71,8 @@ class NaN:
             if hasattr(plugin, "state_dict") and takes_part(plugin)
         }
         verdicts = yield
-        self.diagnosis = found = diagnose(loop, report, self.put_back)
-        self.put_back()
+        self.diagnosis = found = diagnose(loop, report, self.buffers.put_back)
+        self.buffers.put_back()
         others = dict(report.notes)
         report.notes.clear()  # the cause comes first
         report.notes.update({"cause": str(found), "try": ADVICE[found.cause], **found.details, **others})
@@ -124,28 +111,12 @@ class NaN:
             report.notes["replay"] = f"not kept: {root} has {self.keep} steps already (plugins.nan.keep)"
             return
         try:
-            parts = {"plugins": states, "buffers": self._kept}
+            parts = {"plugins": states, "buffers": self.buffers.kept}
             write_record(path, loop, report, found, parts, is_first=self.num_begun == 1)
         except OSError as error:
             report.notes["replay"] = f"not kept: {path} cannot be written: {error.strerror or error}"
             return
         report.notes["replay"] = f"hookdiff replay {path}"
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Give the buffers the values from before the step."""
-        for name, kept in self._kept.items():
-            module, key = self._buffers[name]
-            value = module._buffers.get(key)
-            if value is not None and value.shape == kept.shape:
-                value.copy_(kept)
-            else:
-                module._buffers[key] = kept.clone()
-
-    def _values(self) -> dict[str, Tensor]:
-        # Not named_buffers: walking over all modules costs a millisecond a step.
-        found = {name: module._buffers.get(key) for name, (module, key) in self._buffers.items()}
-        return {name: value for name, value in found.items() if value is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last losses and norms, what decides on a verdict, and where steps were left out."""

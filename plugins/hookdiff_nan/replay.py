@@ -239,7 +239,7 @@ def _warm_up(loop: Loop, batch: Batch) -> None:
     batch = loop.objective.draw(batch, loop.random.generator("noise", loop.progress.position, loop.device))
     nan = _finder(loop)
     nan.before_step()
-    with no_trace(loop, nan.put_back):
+    with no_trace(loop, nan.buffers.put_back):
         for index, part, count in parts_of(loop, batch):
             loop.hook.micro_step(loop=loop, batch=part, index=index, count=count)
 

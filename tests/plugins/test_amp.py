@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from hookdiff import UserError, hookimpl
 from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
@@ -79,6 +80,36 @@ def test_an_overflow_is_a_void_step_and_no_nan():
     assert amp.num_void == voids
     assert amp.scaler.get_scale() == 2.0 ** (40 - voids)
     assert all(math.isfinite(norm) for norm in recorder.norms)
+
+
+class Normed(nn.Module):
+    """A toy net whose batch norm is told, in a first step, of what float16 cannot hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm, self.calls = toy_model(), nn.BatchNorm1d(4), 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        output = self.net(inputs)
+        self.norm(output * (1e9 if self.calls == 1 else 1.0))
+        return output
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_a_void_step_leaves_no_trace_in_buffers(micro_batch):
+    model = Normed()
+    before, outcomes = weights(toy_loop(model=model)), []
+    with toy_loop({"amp": AMP("fp16", init_scale=2.0**40)}, model=model, steps=5, micro_batch=micro_batch) as loop:
+        for step in loop.steps():
+            outcomes.append(step.outcome)
+            if step.outcome == "void":
+                assert_same(weights(loop), before)
+            before = weights(loop)
+    assert outcomes[0] == "void"
+    assert set(outcomes) == {"void", "updated"}
+    assert before["norm.num_batches_tracked"] == 5 * (1 if micro_batch is None else 3)
+    assert all(value.isfinite().all() for value in before.values())
 
 
 class Broken(ToyObjective):

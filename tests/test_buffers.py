@@ -1,0 +1,50 @@
+import torch
+from torch import nn
+
+from hookdiff.buffers import Buffers
+from hookdiff.testing import assert_same
+
+
+class Odd(nn.Module):
+    """A buffer that is replaced, one that grows, one that is not there, and batch norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.BatchNorm1d(3))
+        self.register_buffer("replaced", torch.zeros(2), persistent=False)
+        self.register_buffer("grown", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("absent", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.replaced = self.replaced + 1
+        self.grown = torch.cat((self.grown, self.grown + 1))
+        return self.inner(x)
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+def test_all_buffers_get_back_what_was_kept_last() -> None:
+    model = Odd()
+    buffers = Buffers(model)
+    buffers.put_back()  # nothing is kept yet
+    statistics = model.inner[0].running_mean
+    for call in range(3):
+        buffers.keep()
+        before = values(model)
+        assert before["inner.0.num_batches_tracked"] == call
+        assert_same(buffers.kept, before)
+        model(torch.full((4, 3), torch.inf))
+        assert not model.inner[0].running_mean.isfinite().any()
+        buffers.put_back()
+        assert_same(values(model), before)
+        model(torch.randn(4, 3))
+    assert model.inner[0].running_mean is statistics  # in place: captured graphs keep addresses
+    assert model.inner[0].running_var.isfinite().all()
+
+
+def test_a_model_without_buffers_has_nothing_to_keep() -> None:
+    buffers = Buffers(nn.Linear(2, 2))
+    buffers.keep()
+    assert buffers.kept == {}
