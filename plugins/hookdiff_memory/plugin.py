@@ -29,7 +29,7 @@ class Memory:
     the process: `memory/allocated` (Linux) and `memory/peak`.
     """
 
-    empty_cache_every: Every = field(default=Every(0), converter=parse_every)  # gives back what is kept for later
+    empty_cache_every: Every = field(default=Every(0), converter=parse_every)  # frees cycles, gives back what is kept
     warn_above: float = field(default=0.95, validator=[gt(0), le(1)])  # share of the device's memory
     _due: Due = field(init=False)
     _has_warned: bool = field(default=False, init=False)
@@ -97,7 +97,7 @@ def _of_process() -> tuple[dict[str, int], int | None]:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back to a GPU what its allocator keeps for later; what hangs in reference cycles is collected first."""
+    """Free what hangs in reference cycles, and give back to a GPU what its allocator keeps for later."""
+    gc.collect()
     if device.type in ("cuda", "mps"):
-        gc.collect()
         getattr(torch, device.type).empty_cache()

@@ -1,5 +1,7 @@
+import gc
 import logging
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,48 @@ def test_short_memory_is_told_once(caplog):
 def test_enough_memory_is_not_worth_a_word(caplog):
     toy_loop({"memory": Memory()}).run()
     assert caplog.records == []
+
+
+class Litter:
+    """Leaves a tensor in a reference cycle at each step, and makes void those at the positions `void`."""
+
+    def __init__(self, void):
+        self.void, self.left = void, []
+
+    @hookimpl
+    def before_step(self, batch):
+        cycle = [torch.ones(2)]
+        cycle.append(cycle)
+        self.left.append(weakref.ref(cycle[0]))
+
+    @hookimpl
+    def unscale(self, loop):
+        return False if loop.progress.position in self.void else None
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+@pytest.mark.parametrize(
+    ("every", "void", "steps"),
+    [
+        (3, (), [3, 6, 9, 12]),
+        (3, (0, 3, 4, 9), [3, 6, 9, 12]),  # position 4 is void after update 3: the third is not counted twice
+        ("1 epoch", (), [6, 11]),  # of five steps, so it shows at the next one
+        (0, (), []),
+    ],
+)
+def test_what_hangs_in_cycles_is_freed_when_it_is_due(every, void, steps, micro_batch):
+    litter, freed = Litter(void), []
+    gc.collect()
+    gc.disable()  # nobody else frees a cycle
+    try:
+        plugins = {"memory": Memory(empty_cache_every=every), "litter": litter}
+        with toy_loop(plugins, steps=14, micro_batch=micro_batch) as loop:
+            for step in loop.steps():
+                freed += [step.step] * any(one() is None for one in litter.left)
+                litter.left = [one for one in litter.left if one() is not None]
+    finally:
+        gc.enable()
+    assert freed == steps
 
 
 @pytest.mark.parametrize("share", [0.0, 1.1])
