@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(path_type=Path), help="A .png; NAME-lr.png unless given.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool) -> None:
-    """Draw the learning rate that CONFIG would train with.
+    """Draw the learning rate that CONFIG would train with, from step 0 to the last that is made.
 
     The data is only looked at where the run is told in epochs.
     """
@@ -32,7 +32,7 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], o
 
     checked = load_config(config, plugins, settings)
     schedule, steps = _schedule(checked), _steps(checked)
-    total = schedule.length(steps)
+    total, last = schedule.length(steps), steps - 1  # of the steps that are made: a restart there is none any more
     rates = _rates(checked)
     rows = [
         (what, step, {name: rate * schedule.factor(step, total) for name, rate in rates.items()})
@@ -40,18 +40,21 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], o
     ]
     out = out or Path(f"{checked.run.name}-lr.png")
     try:
-        draw(lambda step: schedule.factor(step, total), rates, steps, out)
+        draw(lambda step: schedule.factor(min(step, last), total), rates, max(1, last), out)
     except (OSError, ValueError) as error:  # the latter of a name that ends in no format
         raise UserError(f"{out}: cannot be written: {error}") from None
+    late = schedule.unreached(steps, total)
     if as_json:
         points = [{"what": what, "step": step, **values} for what, step, values in rows]
         told = {"run": checked.run.name, "schedule": schedule.schedule, "steps": steps, "picture": str(out)}
-        click.echo(json.dumps({**told, "rates": rates, "points": points}, indent=2))
+        click.echo(json.dumps({**told, "rates": rates, "points": points, "unreached": late}, indent=2))
         return
     click.echo(f"{checked.run.name}: {_what(checked, schedule)}, {steps} steps")
     click.echo(f"  {'step':>9}  {'':<20}" + "".join(f"  {name:>12}" for name in rates))
     for what, step, values in rows:
         click.echo(f"  {step:>9}  {what:<20}" + "".join(f"  {value:>12.4g}" for value in values.values()))
+    if late:
+        click.echo(f"  {late}")
     click.echo(f"  {out}")
 
 
@@ -99,7 +102,7 @@ def _rows(schedule: LR, steps: int, total: int) -> Iterator[tuple[str, int]]:
     yield "start", 0
     for what, at in schedule.landmarks(total):
         if at < steps:
-            yield what, round(at)
+            yield what, at
     for quarter, what in enumerate(("a quarter", "half", "three quarters"), 1):
         yield what, steps * quarter // 4
-    yield "end", steps
+    yield "last step", steps - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff_lr.schedules import cosine, cycle_done, drops, inverse_sqrt, linear, one_minus_sqrt, steps_of
 
+log = logging.getLogger("hookdiff")
 Schedule = Literal["constant", "linear", "cosine", "cosine_restarts", "step", "inverse_sqrt", "cooldown"]
 
 # The keys that only some schedules read.
@@ -49,7 +51,7 @@ class LR:
     start_factor: float = field(default=0.0, validator=[ge(0), le(1)])  # of the rate at step 0, with a warm-up
     min_ratio: float = field(default=0.0, validator=[ge(0), le(1)])  # of the rate at the end of a fall
     total: int | None = field(default=None, validator=optional(ge(1)))  # steps; the run's length unless given
-    # step: where the rate drops, in steps or shares of the run below 1
+    # step: where the rate drops, rising, in steps or shares of the run below 1
     at: tuple[float, ...] = field(default=(), validator=deep_iterable(and_(gt(0), _steps_or_share)))
     drop: float = field(default=0.1, validator=[gt(0), le(1)])  # step: what each drop leaves of the rate
     reference: int | None = field(default=None, validator=optional(ge(1)))  # inverse_sqrt: steps of the whole rate
@@ -70,6 +72,9 @@ class LR:
                 raise ValueError(f"{name}: not read by the schedule {self.schedule!r}, but by {', '.join(readers)}")
         if (needed := _NEEDS.get(self.schedule)) and not getattr(self, needed):
             raise ValueError(f"{needed}: needed by the schedule {self.schedule!r}")
+        for kind in ([each for each in self.at if each < 1], [each for each in self.at if each >= 1]):
+            if kind != sorted(kind):
+                raise ValueError(f"at: must rise, got {_listed(kind)}; in order it is {_listed(sorted(kind))}")
         if self.start_factor and not self.warmup:
             raise ValueError(f"start_factor: {self.start_factor:g} is where a warm-up starts, and warmup is 0")
 
@@ -113,8 +118,11 @@ class LR:
         if self.warmup > (first := self._first_fall(total)):
             raise UserError(
                 f"plugins.lr.warmup: {self.warmup} steps, but with the schedule {self.schedule!r} the rate falls from "
-                f"step {first:g} on at the latest"
+                f"step {first:g} on at the latest; try --set plugins.lr.warmup={int(first // 10)}, or a longer run"
             )
+        drops_at = [steps_of(each, total) for each in self.at]
+        if drops_at != sorted(drops_at):
+            raise UserError(f"plugins.lr.at: must rise, and in a run of {total} steps it is {_listed(drops_at)}")
         return total
 
     def _first_fall(self, total: int) -> float:
@@ -130,18 +138,27 @@ class LR:
                 return self.reference or 1
         return math.inf
 
-    def landmarks(self, total: int) -> Iterator[tuple[str, float]]:
-        """Yield what happens on the way, and at which step; of restarts the first six."""
-        if self.warmup:
-            yield "end of the warm-up", self.warmup
-        if self.schedule == "cooldown":
-            yield "the cooldown begins", total - steps_of(self.cooldown, total)
-        for number, each in enumerate(sorted(steps_of(each, total) for each in self.at), 1):
-            yield f"drop {number}", each
+    def landmarks(self, total: int) -> Iterator[tuple[str, int]]:
+        """Yield what happens on the way, and the first step that has it; of restarts the first six."""
+        yield from self._changes(total)
         if self.schedule == "cosine_restarts" and self.period:
             yield from islice(self._restarts(self.period), 6)
 
-    def _restarts(self, period: float) -> Iterator[tuple[str, float]]:
+    def _changes(self, total: int) -> Iterator[tuple[str, int]]:
+        if self.warmup:
+            yield "end of the warm-up", self.warmup
+        if self.schedule == "cooldown":
+            yield "the cooldown begins", math.ceil(total - steps_of(self.cooldown, total))
+        for number, each in enumerate((steps_of(each, total) for each in self.at), 1):
+            yield f"drop {number}", math.ceil(each)
+
+    def unreached(self, steps: int, total: int) -> str | None:
+        """Return what to say of that which a run of `steps` never comes to; None if there is nothing."""
+        if late := [f"{what} (step {at})" for what, at in self._changes(total) if at >= steps]:
+            return f"lr: the run ends at step {steps}, so these never come: {', '.join(late)}"
+        return None
+
+    def _restarts(self, period: float) -> Iterator[tuple[str, int]]:
         step = self.warmup + period
         for number in count(1):
             yield f"restart {number}", math.ceil(step)
@@ -153,7 +170,10 @@ class LR:
         ends = [] if loop.config.steps is None else [loop.config.steps]
         if loop.config.epochs is not None:
             ends.append(loop.config.epochs * loop.feed.num_batches)
-        self._total = self.length(min(ends, default=None))  # a script may say both
+        steps = min(ends, default=None)  # a script may say both
+        self._total = self.length(steps)
+        if steps and loop.is_main and (late := self.unreached(steps, self._total)):
+            log.warning(late)
         self._rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in loop.optimizers]
         self._told = distinct_groups(loop.optimizers)
 
@@ -171,6 +191,10 @@ class LR:
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.log.due:
             loop.log({name: group["lr"] for name, group in self._told.items()})
+
+
+def _listed(at: Iterable[float]) -> str:
+    return f"[{', '.join(f'{each:.10g}' for each in at)}]"
 
 
 def distinct_groups(optimizers: Iterable[Optimizer]) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,9 @@ OWN = {
     "cosine": {"min_ratio": st.floats(0, 1)},
     "cosine_restarts": {"min_ratio": st.floats(0, 1), "period": st.integers(1, 400), "growth": st.floats(1, 3)},
     "step": {
-        "at": st.lists(st.floats(0.3, 0.99) | st.integers(200, 1200), min_size=1, max_size=4).map(tuple),
+        "at": st.lists(st.floats(0.3, 0.99) | st.integers(200, 1200), min_size=1, max_size=4).map(
+            lambda at: tuple(sorted(at, key=lambda each: each * TOTAL if each < 1 else each))
+        ),
         "drop": st.floats(0.01, 1),
     },
     "inverse_sqrt": {"reference": st.integers(200, 900)},
@@ -248,6 +250,34 @@ def test_a_warm_up_that_does_not_fit_is_refused(schedule, message):
         toy_loop({"lr": schedule}).run()
 
 
+@pytest.mark.parametrize(("steps", "fits"), [(40, 3), (5, 0)])
+def test_a_warm_up_that_fits_is_offered(steps, fits):
+    with pytest.raises(UserError, match=rf"; try --set plugins\.lr\.warmup={fits}, or a longer run$"):
+        LR(warmup=100).length(steps)
+    assert LR(warmup=fits).length(steps) == steps
+
+
+def test_drops_that_do_not_rise_are_refused():
+    with pytest.raises(UserError, match=r"plugins\.lr\.at: must rise, and in a run of 20 steps it is \[10, 8\]"):
+        toy_loop({"lr": LR("step", at=(0.5, 8.0))}).run()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "late"),
+    [
+        (LR("step", at=(5.0, 20.0, 90.0)), "drop 2 (step 20), drop 3 (step 90)"),
+        (LR("constant", warmup=30), "end of the warm-up (step 30)"),
+        (LR("cooldown", total=100), "the cooldown begins (step 80)"),
+        (LR("step", at=(0.95,)), None),
+        (LR("cosine_restarts", period=20), None),
+    ],
+)
+def test_what_the_run_never_comes_to_is_told(schedule, late, caplog):
+    toy_loop({"lr": schedule}).run()
+    told = [message for message in caplog.messages if message.startswith("lr: ")]
+    assert told == ([f"lr: the run ends at step 20, so these never come: {late}"] if late else [])
+
+
 def test_a_fall_needs_an_end():
     with pytest.raises(UserError, match=r"plugins\.lr: the run has no end to fall towards; set plugins\.lr\.total"):
         LR().length(None)
@@ -267,6 +297,7 @@ def test_a_fall_needs_an_end():
         ({"schedule": "inverse_sqrt"}, "reference: needed by the schedule 'inverse_sqrt'"),
         ({"start_factor": 0.5}, "start_factor: 0.5 is where a warm-up starts, and warmup is 0"),
         ({"schedule": "step", "at": (1.5,)}, "at must be whole steps, or a share of the run below 1, got 1.5"),
+        ({"schedule": "step", "at": (9.0, 0.5, 8.0)}, "at: must rise, got [9, 8]; in order it is [8, 9]"),
         ({"schedule": "step", "at": (0.0,)}, "'at' must be > 0: 0.0"),
     ],
 )
@@ -312,12 +343,31 @@ def test_the_command_draws_and_tells(hookdiff, tmp_path):
     head, columns, *rows, path = out.splitlines()
     assert head == "mine: cosine after 40 steps of warm-up, 400 steps"
     assert columns.split() == ["step", "lr"]
-    expected = [(step, 0.5 * LR(warmup=40).factor(step, 400)) for step in (0, 40, 100, 200, 300, 400)]
+    expected = [(step, 0.5 * LR(warmup=40).factor(step, 400)) for step in (0, 40, 100, 200, 300, 399)]
     assert [(int(row.split()[0]), float(row.split()[-1])) for row in rows] == [
         (step, pytest.approx(rate, rel=1e-3, abs=1e-12)) for step, rate in expected
     ]
     assert path.strip() == "mine-lr.png"
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_tells_of_drops_past_the_end(hookdiff):
+    drops = {"lr": {"schedule": "step", "at": [200, 60000]}}
+    late = "lr: the run ends at step 400, so these never come: drop 2 (step 60000)"
+    assert hookdiff("lr", "mine.toml", plugins=drops)[1].splitlines()[-2] == f"  {late}"
+    assert json.loads(hookdiff("lr", "mine.toml", "--json", plugins=drops)[1])["unreached"] == late
+
+
+def test_a_restart_after_the_last_step_is_not_shown(hookdiff, tmp_path):
+    restarts = {"lr": {"schedule": "cosine_restarts", "period": 100}}
+    code, out, _ = hookdiff("lr", "mine.toml", plugins=restarts)
+    assert code == 0
+    *_, step, _, _, rate = out.splitlines()[-2].split()
+    assert (int(step), float(rate)) == (399, pytest.approx(0.5 * LR(warmup=0).factor(99, 100), rel=1e-3))
+    with Image.open(tmp_path / "mine-lr.png") as picture:
+        pixels = torch.from_numpy(np.array(picture.convert("RGB"))).int()
+    right = (pixels[36:, -40:, 2] - pixels[36:, -40:, 0] > 60).nonzero()[:, 0]
+    assert right.min() > 100  # where the axes end, the curve is low
 
 
 def test_the_picture_has_the_curve_where_it_belongs(hookdiff, tmp_path):
