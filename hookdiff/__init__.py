@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from hookdiff.data.feed import Feed
     from hookdiff.data.memory import InMemory
     from hookdiff.dispatch import HookError
-    from hookdiff.errors import ConfigError, PluginError, UserError, nearest
+    from hookdiff.errors import ConfigError, PluginError, StorageError, UserError, nearest
     from hookdiff.experiment import build_loop, try_optimizers
+    from hookdiff.files import Written, check_tensors, new_file, new_folder, write_file, write_tensors
     from hookdiff.fit_micro_batch import FitMicroBatch
     from hookdiff.hookspecs import Hooks, Reason, Verdict, hookimpl
-    from hookdiff.images import as_pictures, save_grid
+    from hookdiff.images import as_pictures, check_writable, save_grid
+    from hookdiff.lock import lock_run_dir
     from hookdiff.log import Log
     from hookdiff.loop import Loop
     from hookdiff.memory_estimate import HeldBytes, MemoryEstimate, estimate_memory
@@ -63,12 +65,16 @@ _HOME = {
     "Samples": "hookdiff.sampling",
     "Sink": "hookdiff.sinks",
     "Step": "hookdiff.progress",
+    "StorageError": "hookdiff.errors",
+    "UnknownWeights": "hookdiff.sampling",
     "UserError": "hookdiff.errors",
+    "Written": "hookdiff.files",
     "Verdict": "hookdiff.hookspecs",
     "as_pictures": "hookdiff.images",
     "borrowed_weights": "hookdiff.weights",
-    "UnknownWeights": "hookdiff.sampling",
     "build_loop": "hookdiff.experiment",
+    "check_tensors": "hookdiff.files",
+    "check_writable": "hookdiff.images",
     "config_argument": "hookdiff.cli.options",
     "derive_seed": "hookdiff.randomness",
     "estimate_memory": "hookdiff.memory_estimate",
@@ -76,13 +82,18 @@ _HOME = {
     "flatten": "hookdiff.state",
     "hookimpl": "hookdiff.hookspecs",
     "load_config": "hookdiff.config",
+    "lock_run_dir": "hookdiff.lock",
     "nearest": "hookdiff.errors",
+    "new_file": "hookdiff.files",
+    "new_folder": "hookdiff.files",
     "override_options": "hookdiff.cli.options",
     "parse_every": "hookdiff.progress",
     "run_state": "hookdiff.state",
     "save_grid": "hookdiff.images",
     "try_optimizers": "hookdiff.experiment",
     "unflatten": "hookdiff.state",
+    "write_file": "hookdiff.files",
+    "write_tensors": "hookdiff.files",
 }
 
 
@@ -121,11 +132,16 @@ __all__ = [
     "Samples",
     "Sink",
     "Step",
+    "StorageError",
+    "UnknownWeights",
     "UserError",
     "Verdict",
+    "Written",
     "as_pictures",
     "borrowed_weights",
     "build_loop",
+    "check_tensors",
+    "check_writable",
     "config_argument",
     "derive_seed",
     "estimate_memory",
@@ -133,12 +149,16 @@ __all__ = [
     "flatten",
     "hookimpl",
     "load_config",
-    "UnknownWeights",
+    "lock_run_dir",
     "nearest",
+    "new_file",
+    "new_folder",
     "override_options",
     "parse_every",
     "run_state",
     "save_grid",
     "try_optimizers",
     "unflatten",
+    "write_file",
+    "write_tensors",
 ]

@@ -1,4 +1,4 @@
-"""What each seam does when no plugin has a say."""
+"""What the core itself does in hooks: in each seam when no plugin has a say, and between steps."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ class Defaults:
         for optimizer in loop.optimizers:
             optimizer.step()
         return True
+
+    @hookimpl(tryfirst=True)
+    def between_steps(self, loop: Loop) -> None:
+        loop.log.flush()
 
     @hookimpl(trylast=True)
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:

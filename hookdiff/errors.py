@@ -18,6 +18,10 @@ class PluginError(UserError):
     """A plugin that cannot be found, imported, or registered."""
 
 
+class StorageError(UserError):
+    """The disk failed while a run was under way; the exit code is 1, since the user's input was right."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the closest of `known`, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

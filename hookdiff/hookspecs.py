@@ -128,6 +128,14 @@ class Hooks(Protocol):
         Never because the last step of the run was reached. May change: own state, files.
         """
 
+    @hookspec
+    def between_steps(self, loop: Loop) -> None:
+        """Moment: after each batch, whatever became of it, and after each `on_epoch_end`; nothing is under way.
+
+        All have heard of the step, and first of all what was logged is told. Here the whole run can be saved.
+        May change: files; no state.
+        """
+
     @hookspec(firstresult=True)
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         """Seam: someone wants images. Return them with the name of the weights that made them.

@@ -31,6 +31,7 @@ class Loop:
     objective: draws a step's randomness and scores its slices; a function (net, batch) -> loss will do.
     data: a tensor n c h w, an `InMemory` set, anything with a length and `[i]`, or a `Feed` of one of them.
     plugins: by name, heard in this order. `fresh` names those that start anew when a state is restored.
+    resume: go on with the run in `run_dir`; or with that of another directory, or one checkpoint, as a branch of it.
     """
 
     def __init__(
@@ -44,16 +45,16 @@ class Loop:
         *,
         sampler: Sampler | None = None,
         run_dir: Path | None = None,
-        resume: bool = False,
+        resume: bool | Path = False,
         fresh: Iterable[str] = (),
     ) -> None:
         self.model = self.net = model
         self.make_optimizers = optimizers if callable(optimizers) else lambda _: optimizers
         self.objective, self.sampler = as_objective(objective), sampler
-        self.config, self.run_dir, self.resume, self.fresh = config or LoopConfig(), run_dir, resume, tuple(fresh)
-        self.plugins = Plugins(plugins or {})
+        self.config, self.run_dir, self.fresh = config or LoopConfig(), run_dir, tuple(fresh)
+        self.resume = run_dir if resume is True else resume or None  # whose run goes on here
+        self.plugins, self.progress, self.log = Plugins(plugins or {}), Progress(), Log(self)
         self.hook = self.plugins.hook
-        self.progress, self.log = Progress(), Log(self)
         self.hparams: Mapping[str, Any] = {}  # the whole config, as plain values, for those who record it
         self.weights = "model"  # whose values the model holds: its own, or an average's while it samples
         self.reason: Reason | None = None  # why the run is over
@@ -109,13 +110,13 @@ class Loop:
         """Train on what is left of the epoch under way."""
         for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
             yield self.run_step(batch)
-            self.log.flush()
+            self.hook.between_steps(loop=self)
             if self._is_over():
                 break
         if self.feed.exhausted(self.progress.samples):
             self.progress.end_epoch()
             self.hook.on_epoch_end(loop=self)
-            self.log.flush()
+            self.hook.between_steps(loop=self)
 
     def run_step(self, batch: Batch) -> Step:
         """Make one update from `batch`, or tell why there was none."""
@@ -130,7 +131,6 @@ class Loop:
             outputs.append(hook.micro_step(loop=self, batch=part, index=index, count=len(parts)))
         self.output = join(outputs, parts)
         gradients.begin(self.output.loss)
-
         if not hook.unscale(loop=self):
             return progress.consume(batch.total, "void", gradients.loss, gradients.total_norm)
         if not gradients.finite and (report := nonfinite.examine(self, batch)):

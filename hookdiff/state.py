@@ -89,6 +89,7 @@ def run_state(loop: Loop) -> dict[str, Any]:
     """Return all that a run is: weights, optimizers, every plugin, counts. The tensors are the live ones."""
     assert loop.weights == "model", "the state of a run was asked for while other weights were borrowed"
     return {
+        "config": dict(loop.hparams),
         "progress": loop.progress.state_dict(),
         "log": loop.log.state_dict(),
         "model": loop.model.state_dict(),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.exits import WRONG_INPUT
+from hookdiff.cli.exits import FAILED, WRONG_INPUT
 
 COMMANDS = {
     "run": "Train from a config.",
@@ -84,9 +84,9 @@ def main() -> None:
     except click.exceptions.Abort:
         sys.exit(130)
     except Exception as error:
-        from hookdiff.errors import UserError
+        from hookdiff.errors import StorageError, UserError
 
         if not isinstance(error, UserError):
             raise
         click.echo(f"hookdiff: {error}", err=True)
-        sys.exit(WRONG_INPUT)
+        sys.exit(FAILED if isinstance(error, StorageError) else WRONG_INPUT)

@@ -40,7 +40,7 @@ class NaN:
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self._can_roll_back = loop.resume and loop.progress.position > 0
+        self._can_roll_back = loop.resume is not None and loop.progress.position > 0
         self.buffers = Buffers(loop.model)
 
     @hookimpl(tryfirst=True)
