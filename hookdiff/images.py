@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from hookdiff.errors import UserError
 
 
 def to_uint8(images: Tensor) -> Tensor:
@@ -19,6 +22,20 @@ def to_uint8(images: Tensor) -> Tensor:
 def as_pictures(images: Tensor) -> Tensor:
     """Return images n c h w as they are if c is 1 or 3; of others, such as latents, each channel becomes a picture."""
     return images if images.shape[1] in (1, 3) else images.flatten(0, 1).unsqueeze(1)
+
+
+def check_writable(path: Path) -> None:
+    """Raise UserError where no file could be made at `path`, before the work for it begins; nothing is written."""
+    home = next((folder for folder in path.absolute().parents if folder.exists()), path)
+    if path.is_dir():
+        number = errno.EISDIR
+    elif not home.is_dir():
+        number = errno.ENOTDIR
+    elif not os.access(home, os.W_OK):
+        number = errno.EACCES
+    else:
+        return
+    raise UserError(f"{path}: cannot be written: {os.strerror(number)}")
 
 
 def save_grid(images: Tensor, path: Path, columns: int | None = None, scale: int | None = None) -> None:

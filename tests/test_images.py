@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
-from hookdiff import as_pictures, save_grid
+from hookdiff import UserError, as_pictures, check_writable, save_grid
 from hookdiff.images import to_uint8
 
 PADDING = 4  # white pixels around each picture
@@ -128,3 +128,18 @@ def test_a_grid_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         save_grid(noise(4, 1, 8, 8) // 2, path)
     with Image.open(path) as picture:
         assert torch.equal(torch.from_numpy(numpy.array(picture.convert("RGB"))), before)
+
+
+def test_where_no_file_can_be_is_told_without_writing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_writable(tmp_path / "new" / "folder" / "x.png")
+    check_writable(tmp_path / "file")
+    for path, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "file" / "x.png", "Not a directory"),
+        (tmp_path / "file" / "new" / "x.png", "Not a directory"),
+    ):
+        with pytest.raises(UserError) as caught:
+            check_writable(path)
+        assert str(caught.value) == f"{path}: cannot be written: {reason}"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -48,7 +48,7 @@ def command(
     from hookdiff import experiment
     from hookdiff.config import load_config
     from hookdiff.errors import UserError
-    from hookdiff.images import save_grid
+    from hookdiff.images import check_writable, save_grid
     from hookdiff.run_dir import CONFIG
     from hookdiff.sampling import SampleRequest, UnknownWeights
     from hookdiff.start import load_into
@@ -63,6 +63,7 @@ def command(
     experiment.probe(config, resume=True)
     loop = experiment.build_loop(config, run, resume=True, hooks=("prepare_model", "restore", "sample"))
     out = out or run / "samples" / f"seed-{seed}.png"
+    check_writable(out)
     with loop:
         if loop.progress.step == 0:
             raise UserError(f"{run} has no checkpoint to sample from")

@@ -37,7 +37,7 @@ def command(
 
     from attrs import asdict
 
-    from hookdiff import UserError, load_config
+    from hookdiff import UserError, check_writable, load_config
     from hookdiff_debug.checks import cause
     from hookdiff_debug.doctor import examine, told
 
@@ -47,6 +47,8 @@ def command(
     config = load_config(run / "config.toml" if run else path, plugins, settings)
     if out is None and not as_json:
         out = Path(f"{config.run.name}-doctor.png")
+    if out is not None:
+        check_writable(out)
     with tempfile.TemporaryDirectory() as folder:
         try:
             report = examine(config, run, steps, Path(folder), out)

@@ -286,6 +286,8 @@ def test_it_is_a_command_of_its_own_with_its_own_process(folder):
         (["smal.toml"], "smal.toml: no such file; did you mean 'small.toml'?"),
         (["."], "is no run directory: it has no config.toml"),
         (["small.toml", "--set", "optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
+        (["small.toml", "--out", "small.toml/x.png"], "small.toml/x.png: cannot be written: Not a directory"),
+        (["small.toml", "--out", "/"], "/: cannot be written: Is a directory"),
     ],
 )
 def test_wrong_input_is_told_in_one_message(words, message, doctor):
