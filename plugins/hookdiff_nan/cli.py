@@ -13,16 +13,25 @@ from hookdiff import override_options
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @override_options
-@click.option("--no-amp", is_flag=True, help="Without mixed precision: short for --plugins no:amp.")
-@click.option("--lr", type=click.FloatRange(0, min_open=True), help="Train up to the step at this rate, and try it.")
-@click.option("--anomaly", is_flag=True, help="Name the operation of the forward whose derivative is a NaN.")
+@click.option("--no-amp", is_flag=True, help="Try it without mixed precision: short for --plugins no:amp.")
+@click.option(
+    "--lr",
+    type=click.FloatRange(0, min_open=True),
+    help="Train from the checkpoint before the step up to it at this learning rate, and try it then.",
+)
+@click.option(
+    "--anomaly",
+    is_flag=True,
+    help="Name the operation of the forward whose derivative is a NaN, with its line (torch's anomaly mode).",
+)
 def command(
     folder: Path, plugins: tuple[str, ...], settings: tuple[str, ...], no_amp: bool, lr: float | None, anomaly: bool
 ) -> None:
     """Run the step kept in DIR, such as RUN/nan/step-00000123-position-00000123, again.
 
     Says whether it came out the same to the bit: exit code 0 if it did, 1 if not. With --plugins, --set, --no-amp or
-    --lr it is tried in another way: 0 if the step is finite then, 1 if not. The run's own directory is only read.
+    --lr it is tried in another way: 0 if the step is finite then, 1 if not. With --anomaly: 0 if an operation of the
+    backward is found and named, 1 if none made a NaN. 2 when DIR cannot be used. The run's own directory is only read.
     """
     import logging
 

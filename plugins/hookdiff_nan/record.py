@@ -29,7 +29,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff import Batch, Loop, NonFinite, UserError, flatten, unflatten
+from hookdiff import Batch, Loop, NonFinite, UserError, flatten, nearest, unflatten
 from hookdiff_nan.diagnose import Diagnosis
 
 FORMAT = 1
@@ -98,6 +98,10 @@ def read_record(path: Path) -> Record:
 
     Raises UserError when it is none, when a file is missing or damaged, or when a later version wrote it.
     """
+    if not path.is_dir():
+        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        what = "is no folder" if path.exists() else f"no such folder{nearest(path.name, beside)}"
+        raise UserError(f"{path}: {what}; expected one such as RUN/nan/step-00000123-position-00000123")
     if not (path / STEP).is_file():
         near = sorted(kept_in(path) or kept_in(path / "nan"))
         told = f"; it holds {', '.join(near)}" if near else ""
@@ -121,8 +125,16 @@ def read_record(path: Path) -> Record:
             facts["is_first"],
         )
     except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path}: {STEP} is damaged: {error!r}") from None
+        raise UserError(f"{path / STEP} is damaged: {_damage(error)}") from None
     return Record(path, facts, parts)
+
+
+def _damage(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is no JSON from line {error.lineno}, column {error.colno} on"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 at byte {error.start}"
+    return f"it lacks {error}" if isinstance(error, KeyError) else "what it holds is not what was written"
 
 
 def _read(path: Path, digest: str) -> bytes:

@@ -194,8 +194,15 @@ def test_data_that_changed_is_told(spoilt: Path, folder: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda step: shutil.rmtree(step), "is no step that was kept for replay: it has no step.json"),
-        (lambda step: (step / "step.json").write_text("{"), "step.json is damaged"),
+        (lambda step: shutil.rmtree(step), ": no such folder; expected one such as RUN/nan/step-"),
+        (lambda step: (step / "step.json").unlink(), "is no step that was kept for replay: it has no step.json"),
+        (
+            lambda step: (step / "step.json").write_text("{"),
+            "step.json is damaged: it is no JSON from line 1, column 2 on",
+        ),
+        (lambda step: (step / "step.json").write_bytes(b"{\xff"), "step.json is damaged: it is not UTF-8 at byte 1"),
+        (lambda step: (step / "step.json").write_text("{}"), "step.json is damaged: it lacks 'format'"),
+        (lambda step: (step / "step.json").write_text("[]"), "step.json is damaged: what it holds is not what was"),
         (lambda step: (step / "model.safetensors").unlink(), "model.safetensors cannot be read: No such file"),
         (lambda step: (step / "model.safetensors").write_bytes(b"no"), "model.safetensors is not what was written"),
         (lambda step: (step / "config.toml").unlink(), "config.toml cannot be read: No such file"),
@@ -320,3 +327,20 @@ def test_a_compiled_step_comes_back_compiled(tmp_path: Path) -> None:
     again = process(tmp_path, "replay", step)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout == f"{report}reproduced bit for bit: 1 loss, 16 losses of the samples, 6 gradients\n"
+
+
+def test_help_tells_what_each_way_does_and_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hookdiff("replay", "--help") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "With --anomaly: 0 if an operation of the backward is found and named, 1 if none made a NaN." in told
+    assert "--no-amp Try it without mixed precision" in told
+    assert "--lr FLOAT RANGE Train from the checkpoint before the step up to it" in told
+
+
+def test_a_folder_that_is_not_there_is_told_with_the_nearest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "step-00000003-position-00000003").mkdir()
+    (folder / "file").touch()
+    assert hookdiff("replay", "step-00000003-position-0000003") == 2
+    assert ": no such folder; did you mean 'step-00000003-position-00000003'?" in capsys.readouterr().err
+    assert hookdiff("replay", "file") == 2
+    assert "hookdiff: file: is no folder; expected one such as RUN/nan/step-" in capsys.readouterr().err
