@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +23,15 @@ from hookdiff.structure import parameters as arguments_of
 if TYPE_CHECKING:
     from hookdiff.config import Part
 
+log = logging.getLogger("hookdiff")
 AUTO = "auto"  # among the patterns of no_decay
+_PLURALS = {
+    "embedding": "embeddings",
+    "norm": "norms",
+    "vector": "biases",
+    "matrix": "matrices that optimizer.adamw names",
+    "kernel": "convolutions",
+}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CLOSURE = "its step evaluates the loss several times (a closure), and a step here has one batch and one gradient"
@@ -238,10 +248,28 @@ def muon(
     )
     if not rest:
         return (first,)
+    _tell_share(matrices, rest)
     rate = lr if adamw_lr is None else adamw_lr
     of_adamw: dict[str, Any] = {"lr": rate, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": weight_decay}
     of_adamw |= _kernel(torch.optim.AdamW, of_adamw, rest)
     return first, torch.optim.AdamW(_groups(rest, "adamw"), **of_adamw)
+
+
+def _tell_share(matrices: Sequence[Weight], rest: Sequence[Weight]) -> None:
+    """Warn where Muon has less than half of the parameters: what is trained is then mostly AdamW's work."""
+    sizes: Counter[str] = Counter()
+    for weight in rest:
+        sizes[weight.role] += weight.parameter.numel()
+    own = sum(weight.parameter.numel() for weight in matrices)
+    total = own + sizes.total()
+    if own < total / 2:
+        role, most = sizes.most_common(1)[0]
+        log.warning(
+            f"muon: has {own / total:.1%} of the parameters, and AdamW the other {sizes.total() / total:.1%}, most of "
+            f"them {_PLURALS[role]} ({most / total:.1%})\n"
+            "  Muon pays where most of a model is matrices, as in a transformer (model.use = 'dit'); here "
+            "optimizer.use = 'adamw' may do as well"
+        )
 
 
 def _left_to_adamw(weights: Sequence[Weight], patterns: Iterable[str]) -> set[str]:

@@ -170,6 +170,17 @@ def test_muon_leaves_matrices_to_adamw_on_request() -> None:
         built(model, muon, adamw=("*",))
 
 
+def test_muon_says_how_little_of_a_model_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    built(Parts(), muon)  # its matrix has 12 of 136 parameters, kernels have 54 + 24
+    (told,) = caplog.messages
+    first, advice = told.splitlines()
+    assert first == "muon: has 8.8% of the parameters, and AdamW the other 91.2%, most of them convolutions (57.4%)"
+    assert advice.endswith("optimizer.use = 'adamw' may do as well")
+    caplog.clear()
+    built(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(6)), muon)  # half
+    assert not caplog.messages
+
+
 def test_muon_steps_along_the_nearest_orthogonal_matrix() -> None:
     """Without momentum, decay or a fitted rate, the update is about lr U V' of the gradient."""
     model = nn.Linear(6, 4, bias=False)
