@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from attrs import define
 
-Cause = Literal["rate", "exploding", "vanishing", "fading", "dead", "nan"]
+Cause = Literal["rate", "exploding", "vanishing", "fading", "dead"]
 
 ADVICE: dict[Cause, str] = {
     "rate": "try a tenth of optimizer.lr, or a warm-up (plugins.lr.warmup)",
@@ -18,7 +18,13 @@ ADVICE: dict[Cause, str] = {
     "fading": "has the loss become zero? If not, look for saturated activations and a learning rate that was too high",
     "dead": "are they part of the loss? If so, look for an activation that is off for every input, a factor that stays "
     "zero, or an underflow in fp16 (precision = 'bf16')",
-    "nan": "the plugin nan keeps such a step, to be replayed",
+}
+IN_SHORT: dict[Cause, str] = {
+    "rate": "learning rate too high",
+    "exploding": "exploding",
+    "vanishing": "vanishing",
+    "fading": "vanishing over time",
+    "dead": "dead layers",
 }
 
 EARLY = 20  # steps: the first are like no others
@@ -98,8 +104,8 @@ def diagnose(numbers: Numbers, limits: Limits) -> list[Finding]:
     return found
 
 
-def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors: int, limits: Limits) -> Finding:
-    """Return where a value that is not finite came from.
+def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors: int, limits: Limits) -> str:
+    """Say where a value that is not finite came from.
 
     norms: total norms of the steps before, oldest first. num_bad: tensors whose gradient is not finite.
     """
@@ -115,4 +121,13 @@ def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors:
         before = f"all at once (norm {norms[-1]:.3g} in the step before): look at this batch first"
     else:
         before = "in the first step: look at the data and the initial weights"
-    return Finding("nan", f"NaN {before}; {where}", "nearest to the output")
+    return f"NaN {before}; {where}"
+
+
+def conclude(looks: int, found: Mapping[str, int], num_nan: int) -> str:
+    """Return the last word on a run: of `looks` diagnoses, `found` counts those of each cause."""
+    told = [f"{short} at {found[cause]}" for cause, short in IN_SHORT.items() if found.get(cause)]
+    parts = [f"{', '.join(told)} of {looks} logged steps" if told else f"healthy at {looks} of {looks} logged steps"]
+    parts = parts if looks else []
+    parts += [f"not finite at {num_nan} step" + "s" * (num_nan > 1)] if num_nan else []
+    return "; ".join(parts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 CHUNK = 2**22  # entries that are looked at together: few kernels for many small tensors, and little memory
 
@@ -47,6 +49,31 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)
 
 
+class OwnNorms:
+    """Takes the norms of the gradients of one backward pass as they arrive, before they are averaged over ranks.
+
+    DistributedDataParallel averages once a gradient is accumulated; a parameter's hook is called before that.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self._parameters, self._dtype = parameters, dtype
+        self._norms: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        self._handles = [p.register_hook(self._take) for p in self._parameters]  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _take(self, gradient: Tensor) -> None:
+        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=self._dtype))
+
+    def norms(self) -> Tensor:
+        """Return the norms, in the order in which they came: (tensors,). NaN if none came this way."""
+        return torch.stack(self._norms) if self._norms else torch.full((1,), math.nan, dtype=self._dtype)
+
+
 class NoiseScale:
     """The gradient noise scale: the batch size, in samples, beyond which more samples help little.
 
@@ -63,27 +90,34 @@ class NoiseScale:
         self.state = torch.zeros(3, device=device)  # |G|^2 and S, smoothed, and the last scale that made sense
         self.known = False  # whether the state holds a measurement
         self._first: Tensor | None = None
-        self._measured: tuple[Tensor, int, int] | None = None  # |G_b|^2 / |G_B|^2, b and B
+        self._part = 0  # b
+        self._measured: tuple[Tensor, int] | None = None  # |G_b|^2 / |G_B|^2 and B
 
     @property
     def scale(self) -> Tensor:
         """The noise scale, in samples: scalar. It keeps its value where the estimate of |G|^2 or S is negative."""
         return self.state[2]
 
-    def after_first(self, norms: Tensor, share: float) -> None:
-        """Take the norms when only the first micro-batch is in the gradients, whose loss was multiplied by `share`."""
-        self._first = torch.linalg.vector_norm(norms) / share
+    def after_first(self, norms: Tensor, part: int, share: float) -> None:
+        """Take the norms of this rank's first micro-batch, of `part` samples, whose loss was multiplied by `share`."""
+        self._first, self._part = torch.linalg.vector_norm(norms) / share, part
 
-    def after_last(self, norms: Tensor, part: int, whole: int) -> None:
-        """Take the norms of the `whole` samples, at the same loss scale as those of the `part`."""
+    def after_last(self, norms: Tensor, whole: int) -> None:
+        """Take the norms of the `whole` samples of all ranks, at the same loss scale as those of the part."""
         assert self._first is not None
-        self._measured = (self._first / torch.linalg.vector_norm(norms)).square(), part, whole
+        self._measured = (self._first / torch.linalg.vector_norm(norms)).square(), whole
 
-    def update(self, norms: Tensor) -> None:
-        """Smooth what was measured; `norms` are those of the whole step at true scale."""
+    def update(self, norms: Tensor, num_ranks: int = 1) -> None:
+        """Smooth what was measured; `norms` are those of the whole step at true scale. All ranks call it together."""
         if self._measured is None:
             return
-        (ratio, b, B), self._measured = self._measured, None
+        (ratio, B), self._measured = self._measured, None
+        b: Any = self._part
+        if num_ranks > 1:
+            # The mean over ranks of |G_b|^2 is |G|^2 + S times the mean of 1 / b.
+            means = torch.stack((ratio, torch.full_like(ratio, 1 / b)))
+            distributed.all_reduce(means)
+            ratio, b = means[0] / num_ranks, num_ranks / means[1]
         of_whole = torch.linalg.vector_norm(norms).float().square()
         of_part = of_whole * ratio
         signal = (B * of_whole - b * of_part) / (B - b)

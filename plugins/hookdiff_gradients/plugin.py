@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Generator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +15,8 @@ from attrs.validators import ge, gt, lt
 from torch import Tensor
 
 from hookdiff import Batch, Loop, LossOutput, NonFinite, hookimpl
-from hookdiff_gradients.diagnosis import Finding, Limits, Numbers, diagnose, diagnose_nan, num_recent
-from hookdiff_gradients.measures import NoiseScale, entry_sizes
+from hookdiff_gradients.diagnosis import EARLY, Finding, Limits, Numbers, conclude, diagnose, diagnose_nan, num_recent
+from hookdiff_gradients.measures import NoiseScale, OwnNorms, entry_sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +28,7 @@ TINY = torch.finfo(torch.float32).tiny
 MIN_RMS = 0.01  # that weights count for at least
 NAMED = 3  # tensors that a message names; of dead ones NAMED_DEAD
 NAMED_DEAD = 5
+SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # to people as well; the rest is a diagnosis' business
 
 
 @define(eq=False)
@@ -33,8 +36,8 @@ class GradientMonitor:
     """Measures gradients and updates, and says in words when they explode, vanish, or stay zero.
 
     Norms are those of the loop's one pass, kept on the device for every step of the window. On steps that are logged it
-    takes more: sizes of entries, the change of the weights, the noise scale when a step has several micro-batches, and
-    a diagnosis. It measures before anyone clips.
+    takes more: sizes of entries, the change of the weights, the noise scale when a step has several micro-batches or
+    ranks, and a diagnosis. It measures before anyone clips.
     """
 
     window: int = field(default=100, validator=ge(20))  # steps of the history
@@ -58,8 +61,10 @@ class GradientMonitor:
     _size: Tensor = field(init=False)  # |weights| when the step was last a multiple of the window
     _growth: Tensor = field(init=False)  # largest ratio of two such sizes in a row, since the last logged step
     _noise: NoiseScale = field(init=False)
-    _part: int = field(default=0, init=False)  # samples of the first micro-batch
     _seen: dict[str, int] = field(factory=dict, init=False)  # step at which a finding was last made
+    _looks: int = field(default=0, init=False)  # diagnoses made
+    _found: Counter[str] = field(factory=Counter, init=False)  # of them, those with each cause
+    _num_nan: int = field(default=0, init=False)  # steps that were not finite
 
     def __attrs_post_init__(self) -> None:
         self._limits = Limits(
@@ -79,13 +84,17 @@ class GradientMonitor:
 
     @hookimpl(wrapper=True)
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
-        output = yield
-        if count > 1 and loop.log.next_due:
-            if index == 0:
-                self._part = len(batch)
-                self._noise.after_first(loop.gradients.measure(), len(batch) * loop.num_ranks / batch.total)
-            elif index == count - 1:
-                self._noise.after_last(loop.gradients.measure(), self._part, batch.total)
+        if not loop.log.next_due or len(batch) == batch.total:
+            return (yield)
+        # Over ranks gradients are averaged in the backward pass, where only a hook sees those of this one alone.
+        own = OwnNorms(loop.gradients.parameters, loop.gradients.dtype) if loop.num_ranks > 1 and index == 0 else None
+        with own or nullcontext():
+            output = yield
+        if index == 0:
+            norms = own.norms() if own else loop.gradients.measure()
+            self._noise.after_first(norms, len(batch), len(batch) * loop.num_ranks / batch.total)
+        if index == count - 1:
+            self._noise.after_last(loop.gradients.measure(), batch.total)
         return output
 
     @hookimpl
@@ -100,7 +109,7 @@ class GradientMonitor:
         if loop.log.next_due:
             self._before = [weight.clone() for weight in self._weights]
             self._sizes = entry_sizes(loop.gradients.tensors())
-            self._noise.update(loop.gradients.norms)
+            self._noise.update(loop.gradients.norms, loop.num_ranks)
 
     def _norms(self, loop: Loop) -> Tensor:
         """Return the norms of the step, with zeros for parameters without a gradient: (tensors,)."""
@@ -123,7 +132,9 @@ class GradientMonitor:
         if self.per_tensor:
             newest = self._rows()[-1]
             values |= {f"norm/{name}": newest[column] for column, name in enumerate(self._names)}
-        loop.log({f"gradients/{name}": value for name, value in values.items()})
+        named = {f"gradients/{name}": value for name, value in values.items()}
+        loop.log({name: value for name, value in named.items() if name in SHOWN})
+        loop.log({name: value for name, value in named.items() if name not in SHOWN}, detail=True)
 
     def _update(self) -> dict[str, Tensor]:
         """Return how much the update, and those before it, changed the weights: scalars, on the device."""
@@ -185,6 +196,9 @@ class GradientMonitor:
             dead=round(values["gradients/dead_share"] * len(self._names)),
         )
         self.findings = diagnose(numbers, self._limits)
+        if steps >= EARLY or self.findings:
+            self._looks += 1
+            self._found.update({finding.cause for finding in self.findings})
         for finding in self.findings:
             names, more = self._guilty(finding)
             self._say(loop, step, finding, names, more)
@@ -209,10 +223,16 @@ class GradientMonitor:
     def on_nan(self, loop: Loop, report: NonFinite) -> None:
         norms = torch.linalg.vector_norm(self._rows(), dim=1).tolist()
         bad, known = len(report.parameters), len(self._names)
-        loop.log({"gradients/nonfinite_share": bad / max(1, known)})
-        finding = diagnose_nan(norms, report.loss, bad, known, self._limits)
+        loop.log({"gradients/nonfinite_share": bad / max(1, known)}, detail=True)
         # Backward, it spreads from the output: the last in the model's order was hit first.
-        self._say(loop, report.step + 1, finding, report.parameters[-1:], 0)
+        nearest = f"; nearest to the output {report.parameters[-1]}" if bad else ""
+        report.notes["gradients"] = diagnose_nan(norms, report.loss, bad, known, self._limits) + nearest
+        self._num_nan += 1
+
+    @hookimpl
+    def on_stop(self, loop: Loop) -> None:
+        if loop.is_main and (told := conclude(self._looks, self._found, self._num_nan)):
+            log.info("gradients: %s", told)
 
     def _say(self, loop: Loop, step: int, finding: Finding, names: list[str], more: int) -> None:
         """Tell people, unless the same was found a short while ago."""
@@ -236,7 +256,8 @@ class GradientMonitor:
         """Return the history, the noise scale, and what has been said."""
         noise = self._noise.state if self._noise.known else None
         growth = {"size": self._size, "growth": self._growth}
-        return {"history": self._rows(), **growth, "noise": noise, "seen": dict(self._seen)}
+        told = {"looks": self._looks, "found": dict(self._found), "num_nan": self._num_nan}
+        return {"history": self._rows(), **growth, "noise": noise, "seen": dict(self._seen), **told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the history; where other parameters are trained now it begins anew."""
@@ -249,3 +270,6 @@ class GradientMonitor:
         if state["noise"] is not None:
             self._noise.load(state["noise"])
         self._seen = dict(state["seen"])
+        if "looks" in state:  # an older checkpoint has none
+            self._looks, self._found = state["looks"], Counter(state["found"])
+            self._num_nan = state["num_nan"]

@@ -1,6 +1,8 @@
 import logging
 import math
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from torch import Tensor, nn
 from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, load_config
 from hookdiff.testing import count_transfers, toy_loop, toy_model
 from hookdiff_clip import Clip
+from hookdiff_debug import Debug
 from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose, diagnose_nan
+from hookdiff_gradients.diagnosis import conclude
+from hookdiff_nan import NaN
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "basic.toml"
 HEALTHY = Numbers(steps=100, recent=1.0, usual=1.0, depth=0.5, usual_depth=0.5, update=1e-3, growth=1.0)
@@ -278,6 +283,48 @@ class TestNoiseScale:
         assert look.told[4]["gradients/noise_scale"] == 0
 
 
+RANK = """
+import sys, torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+rank, micro_batch = int(sys.argv[1]), int(sys.argv[4]) or None
+distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+sys.path.insert(0, sys.argv[3])
+from hookdiff import hookimpl
+from test_gradients import TestNoiseScale
+
+class Ranks:
+    @hookimpl
+    def on_start(self, loop):
+        loop.net = DistributedDataParallel(loop.model)
+
+torch.manual_seed(0)
+data = torch.randn(4000, 20) * 0.5 + 0.25
+options = {"steps": 400, "batch_size": 16 if micro_batch else 17, "micro_batch": micro_batch}
+options |= {"log_every": 1, "noise_decay": 0.995}
+look = TestNoiseScale().run(data, Ranks(), **options)
+print("RESULT", look.told[400]["gradients/noise_scale"])
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+@pytest.mark.parametrize("micro_batch", [0, 5])
+def test_ranks_are_parts_of_the_batch(micro_batch: int, tmp_path: Path) -> None:
+    # Without no_sync, so that also the first micro-batch is averaged over ranks before anyone can look.
+    arguments = [str(tmp_path / "store"), str(Path(__file__).parent), str(micro_batch)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    one, other = (float(text.partition("RESULT ")[2]) for text in said)
+    assert one == other
+    assert one == pytest.approx(4, rel=0.12)  # |G|^2 = 20 / 16, S = 20 / 4
+
+
 class TestDiagnosis:
     @pytest.mark.parametrize(
         ("changed", "line"),
@@ -353,7 +400,7 @@ class TestDiagnosis:
         ],
     )
     def test_a_nan_is_told_with_what_came_before(self, norms: list[float], loss: float, line: str) -> None:
-        assert diagnose_nan(norms, loss, 3, 4, Limits()).what.startswith(line)
+        assert diagnose_nan(norms, loss, 3, 4, Limits()).startswith(line)
 
 
 class TestRuns:
@@ -446,11 +493,51 @@ class TestRuns:
                 return "skip"
 
         look, _ = watch(None, Break(), steps=15)
-        lines = [line for line in said(caplog) if "NaN" in line]
-        assert len(lines) == 1
-        assert lines[0].startswith("step 11: NaN in the backward pass of a finite loss: ")
-        assert "gradients of 1 of 4 tensors; nearest to the output 0.bias" in lines[0]
+        reports = [r.getMessage() for r in caplog.records if "NaN" in r.getMessage()]
+        assert len(reports) == 2
+        for report in reports:  # a part of what the loop says, and no word of its own
+            assert report.startswith(("step 11 (batch 10)", "step 12 (batch 12)"))
+            note = report.partition("\n  gradients: ")[2].partition("\n")[0]
+            assert note.startswith("NaN in the backward pass of a finite loss: ")
+            assert note.endswith("gradients of 1 of 4 tensors; nearest to the output 0.bias")
         assert look.told[10]["gradients/nonfinite_share"] == 0.25
+
+    def test_one_nan_is_told_once_whoever_listens(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        data = torch.linspace(-1, 1, 160).reshape(40, 4)
+        data[11] = math.nan
+        plugins = {"gradients": GradientMonitor(), "debug": Debug(), "nan": NaN()}
+        assert toy_loop(plugins, data=data, run_dir=tmp_path).run() == "on_nan"
+        (report,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        told = [line.partition(":")[0].strip() for line in report.splitlines()]
+        assert told.index("cause") < told.index("gradients") < told.index("replay")
+        assert "debug" in told
+        assert "plugin" not in report
+
+    def last_word(self, caplog: pytest.LogCaptureFixture) -> list[str]:
+        told = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+        return [line for line in told if line.startswith("gradients: ")]
+
+    def test_the_last_word_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        watch(steps=50, log_every=10)
+        assert self.last_word(caplog) == ["gradients: healthy at 4 of 4 logged steps"]  # step 10 is too early to say
+
+    def test_the_last_word_counts_what_was_found(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        self.pushed([1.0] * 38 + [100.0] * 2 + [1.0] * 20, window=20)
+        assert self.last_word(caplog) == ["gradients: exploding at 1 of 5 logged steps"]
+
+    def test_too_short_a_run_gets_no_word(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        watch(steps=15, log_every=5)
+        assert self.last_word(caplog) == []
+
+    def test_what_was_not_finite_is_in_the_last_word(self) -> None:
+        assert conclude(3, {}, 1) == "healthy at 3 of 3 logged steps; not finite at 1 step"
+        assert (
+            conclude(9, {"dead": 2, "rate": 1}, 0) == "learning rate too high at 1, dead layers at 2 of 9 logged steps"
+        )
+        assert conclude(0, {}, 2) == "not finite at 2 steps"
 
 
 class TestState:
@@ -492,3 +579,4 @@ class TestState:
                     pass
             states.append(monitor.state_dict())
         assert len(said(caplog)) == 1
+        assert (states[1]["looks"], states[1]["found"]) == (2, {"exploding": 1})  # of both parts
