@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Value = float | Tensor  # a tensor is a scalar on any device
 Mean = tuple[Value, Value]  # a sum and a count
 
+MACHINE = ("memory/", "time/")  # how names begin whose values tell of the machine: no two runs have the same
+
 
 class Log:
     """`loop.log({...})`: values of this step. They reach the sinks as numbers when the step is over."""
@@ -40,6 +42,11 @@ class Log:
         Asked before the update by who has to look at gradients or weights for what is logged after it.
         """
         return (self._loop.progress.step + 1) % self._loop.config.log_every == 0
+
+    @property
+    def names(self) -> set[str]:
+        """The names of what has been taken and not told yet."""
+        return {name for values in (self._window, *self._records.values()) for name in values}
 
     def __call__(self, values: Mapping[str, Value | Mean], *, detail: bool = False) -> None:
         """Log `values`, numbers or scalar tensors, of the step under way.
