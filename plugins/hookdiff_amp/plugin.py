@@ -91,7 +91,7 @@ class AMP:
         self._lower()
         self._buffers.put_back()
         self.num_void += 1
-        loop.log({"amp/void_steps": self.num_void})
+        loop.log({"amp/void_steps": self.num_void}, detail=True)
         loop.log.average({"amp/void_share": 1.0})
         return False
 
@@ -116,7 +116,8 @@ class AMP:
             return
         loop.log.average({"amp/void_share": 0.0})
         if loop.log.due and (scale := self.scaler._scale) is not None:
-            loop.log({"amp/scale": scale, "amp/void_steps": self.num_void})
+            loop.log({"amp/scale": scale})
+            loop.log({"amp/void_steps": self.num_void}, detail=True)
 
     def _overflowed(self, loop: Loop) -> bool:
         assert self.scaler is not None

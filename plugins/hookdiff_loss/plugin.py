@@ -103,10 +103,11 @@ class Loss:
         if len(columns) == 3:
             self._levels.add(*columns)
         if loop.log.due:
-            smoothed = {"loss/smooth": self._smoothed.mean, "loss/deviation": self._smoothed.deviation}
-            loop.log({**smoothed, "loss/spikes": self._diagnosis.num_spikes})
+            loop.log({"loss/smooth": self._smoothed.mean})
+            shape = {"loss/deviation": self._smoothed.deviation, "loss/spikes": self._diagnosis.num_spikes}
+            loop.log(shape, detail=True)
             if len(columns) == 3:
-                loop.log(self._levels.close(self._updates, loop.num_ranks > 1))
+                loop.log(self._levels.close(self._updates, loop.num_ranks > 1), detail=True)
             self._updates = 0
         if self._due.after_step(step):
             self._measure(loop)

@@ -44,7 +44,8 @@ class Memory:
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.log.due:
             values, total = measure(loop.device)
-            loop.log({f"memory/{name}": size / MIB for name, size in values.items()})
+            for name, size in values.items():
+                loop.log({f"memory/{name}": size / MIB}, detail=name != "peak")
             self._warn(loop, values, total)
         if self._due.after_step(loop.progress.step):
             empty_cache(loop.device)

@@ -18,6 +18,12 @@ from torch import Tensor, nn
 from hookdiff import Batch, Loop, LoopConfig, hookimpl
 from hookdiff.data import digits
 from hookdiff.structure import Problems, arguments
+from hookdiff.testing import toy_loop
+from hookdiff_debug import Debug
+from hookdiff_ema import EMA
+from hookdiff_gradients import GradientMonitor
+from hookdiff_loss import Loss
+from hookdiff_memory import Memory
 from hookdiff_progress import Progress
 from hookdiff_progress.plugin import clock, total_steps
 
@@ -241,6 +247,20 @@ def test_details_are_for_the_sinks_and_every_line_has_the_loss(capsys: pytest.Ca
     assert third.endswith("  fd/digits 2")
     assert fourth.startswith(f"step 4/5  loss {sum(losses[:4]) / 4:.4g}  grad_norm ")
     assert [values["odd/inner"] for values in told.values()] == [1.0] * 5
+
+
+def test_lines_of_a_run_with_every_monitor_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    monitors = {"ema": EMA(), "debug": Debug(), "loss": Loss(), "gradients": GradientMonitor(), "memory": Memory()}
+    toy_loop({"bar": Progress(), **monitors}, steps=20, log_every=10, micro_batch=4).run()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2  # none for the looks of debug
+    for line, step in zip(lines, (10, 20), strict=True):
+        assert re.match(rf"step {step}/20  loss \S+  grad_norm \S+  \d+ img/s  ETA \S+  ", line), line
+        assert len(line) <= 120
+        names = re.findall(r"\w+/[\w/]+(?= )", line.partition("ETA")[2])
+        known = {"ema/distance", "loss/smooth", "gradients/update_ratio", "gradients/noise_scale", "memory/peak"}
+        assert set(names) <= known, line
+        assert len(names) >= 2
 
 
 @pytest.mark.parametrize(
