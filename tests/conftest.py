@@ -1,5 +1,11 @@
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
+import tomli_w
 import torch
 from hypothesis import settings
 
@@ -9,3 +15,42 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # The nets of the tests are tiny: a second thread costs more than it brings.
 torch.set_num_threads(1)
+
+SMALL: dict[str, Any] = {
+    "run": {"steps": 6, "batch_size": 16, "device": "cpu"},
+    "data": {"source": "digits"},
+    "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8},
+    "diffusion": {"timesteps": 20},
+    "sampling": {"steps": 2},
+}
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes the config of a small net, and returns its path.
+
+    Tables take the place of its own; those of [run] are added to its own.
+    """
+
+    def write(name: str = "small.toml", **tables: Any) -> Path:
+        path = tmp_path / name
+        path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs the command line in this process: its exit code, stdout and stderr."""
+    from hookdiff.cli import main
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        return int(caught.value.code or 0), out, err
+
+    return call

@@ -13,32 +13,11 @@ import tomli
 from PIL import Image
 from safetensors.torch import load_file
 
-from hookdiff.cli import COMMANDS, main
+from hookdiff.cli import COMMANDS
 from hookdiff.config import load_config
 from hookdiff.hookspecs import HOOK_NAMES
 from hookdiff.testing import assert_same, toy_loop
 
-CONFIG = """
-[run]
-steps = 6
-batch_size = 16
-log_every = 2
-device = "cpu"
-plugins = ["ema", "lr", "checkpoint"]
-[data]
-source = "digits"
-[model]
-use = "unet"
-channels = 8
-num_res_blocks = 1
-head_dim = 8
-[diffusion]
-timesteps = 20
-[sampling]
-steps = 2
-[plugins.lr]
-total = 6
-"""
 USER = """
 import os
 import signal
@@ -70,28 +49,13 @@ class Bug:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, write_config):
     """Go to a folder with a config and a module of the user's."""
-    (tmp_path / "small.toml").write_text(CONFIG)
+    write_config(run={"log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}, plugins={"lr": {"total": 6}})
     (tmp_path / "hd_cli_user.py").write_text(USER)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def hookdiff(folder, monkeypatch, capfd):
-    """Return a function that runs the command line in this process: its exit code, stdout and stderr."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        out, err = capfd.readouterr()
-        assert "Traceback" not in err
-        return caught.value.code, out, err
-
-    return call
 
 
 def start(folder, *words, python=()):
@@ -126,7 +90,7 @@ def saved(run, file="model"):
     return load_file(run / "checkpoints" / checkpoints(run)[-1] / f"{file}.safetensors")
 
 
-def test_help_lists_the_commands(hookdiff):
+def test_help_lists_the_commands(hookdiff, folder):
     code, out, _ = hookdiff("--help")
     assert code == 0
     assert all(re.search(rf"^  {command} ", out, re.MULTILINE) for command in COMMANDS)
@@ -166,7 +130,7 @@ def test_help_imports_neither_torch_nor_plugins(folder, words):
     assert not {name for name in imported if name.split(".")[0] in ("torch", "numpy") or name.startswith("hookdiff_")}
 
 
-def test_plugins_lists_all_with_their_first_line(hookdiff):
+def test_plugins_lists_all_with_their_first_line(hookdiff, folder):
     code, out, _ = hookdiff("plugins")
     rows = {line.split()[0]: line for line in out.splitlines()}
     assert code == 0
@@ -186,7 +150,7 @@ def test_one_broken_plugin_does_not_hide_the_others(hookdiff, folder):
     assert re.search(r"^ema ", out, re.MULTILINE)
 
 
-def test_order_prints_who_is_called_when(hookdiff):
+def test_order_prints_who_is_called_when(hookdiff, folder):
     code, out, _ = hookdiff("plugins", "--order", "small.toml", "--plugins", "clip,samples")
     rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert code == 0
@@ -197,7 +161,7 @@ def test_order_prints_who_is_called_when(hookdiff):
     assert rows["on_nan"] == "-"
 
 
-def test_hooks_prints_the_contract(hookdiff):
+def test_hooks_prints_the_contract(hookdiff, folder):
     code, out, _ = hookdiff("hooks")
     assert code == 0
     assert [line.split("(")[0] for line in out.splitlines() if re.match(r"\w+\(", line)] == list(HOOK_NAMES)
@@ -287,7 +251,7 @@ def test_a_plugin_that_is_new_on_resume_needs_fresh(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--resume", "--fresh", "ema")[0] == 0
 
 
-def test_all_plugins_that_are_new_on_resume_are_told_at_once(hookdiff):
+def test_all_plugins_that_are_new_on_resume_are_told_at_once(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--plugins", "no:ema", "--set", "run.steps=1")[0] == 0
     again = ("run", "small.toml", "--resume", "--plugins", "loss,gradients", "--set", "run.steps=2")
     code, _, err = hookdiff(*again, "--fresh", "loss")
@@ -415,7 +379,7 @@ def test_what_does_not_fit_together_is_told_before_training(hookdiff, folder, se
     assert not (folder / "runs").exists()
 
 
-def test_there_is_nothing_to_sample_without_a_checkpoint(hookdiff):
+def test_there_is_nothing_to_sample_without_a_checkpoint(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--set", "run.steps=1")[0] == 0
     code, _, err = hookdiff("sample", "run")
     assert code == 2
@@ -441,7 +405,7 @@ def test_a_resume_meets_the_nan_again_unless_it_skips_the_batch(hookdiff, folder
     assert tomli.loads((folder / "run" / "config.toml").read_text())["optimizer"]["lr"] == 1e-5
 
 
-def test_a_wrong_rate_is_told_as_the_key_it_stands_for(hookdiff):
+def test_a_wrong_rate_is_told_as_the_key_it_stands_for(hookdiff, folder):
     code, _, err = hookdiff("run", "small.toml", "--lr", "fast")
     assert code == 2
     assert "optimizer.lr: " in err
@@ -455,7 +419,7 @@ def test_a_run_that_is_out_of_time_exits_75_and_can_go_on(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--out", "run", "--resume")[0] == 0
 
 
-def test_a_signal_after_the_end_does_not_make_a_run_that_is_done_a_stopped_one(hookdiff):
+def test_a_signal_after_the_end_does_not_make_a_run_that_is_done_a_stopped_one(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--plugins", "hd_cli_user:Late", "--set", "run.steps=1")[0] == 0
 
 
