@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from hookdiff.cli import main
 from hookdiff.config import load_config
 from hookdiff.experiment import build_feed
 from hookdiff.testing import assert_same
@@ -49,17 +47,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels(k % 20, 10 if k % 20 else 12)).save(path)  # the last four are the first again
     return tmp_path
-
-
-@pytest.fixture
-def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hookdiff", *words])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return (int(end.value.code or 0), *capfd.readouterr())
-
-    return call
 
 
 def table(out: str) -> dict[str, list[str]]:
