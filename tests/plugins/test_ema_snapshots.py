@@ -1,7 +1,5 @@
 """Averages that are put together after training, from real files of real runs."""
 
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +9,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hookdiff import UserError, build_loop, hookimpl, load_config
-from hookdiff.cli import main
 from hookdiff.testing import assert_same, toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
@@ -283,45 +280,12 @@ def test_snapshots_need_a_run_directory():
         toy_loop({"ema": EMA(std=[0.1], snapshot_every=2)}).run()
 
 
-CONFIG = """
-[run]
-steps = 8
-batch_size = 8
-log_every = 4
-device = "cpu"
-plugins = ["ema", "checkpoint"]
-[data]
-source = "digits"
-[model]
-use = "unet"
-channels = 8
-num_res_blocks = 1
-head_dim = 8
-[diffusion]
-timesteps = 20
-[sampling]
-steps = 2
-[plugins.ema]
-std = [0.05, 0.1]
-snapshot_every = 1
-"""
-
-
-@pytest.fixture
-def hookdiff(monkeypatch, capsys):
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        done = capsys.readouterr()
-        return end.value.code, done.out, done.err
-
-    return call
-
-
-def test_the_command_makes_a_file_that_others_load(hookdiff, tmp_path, monkeypatch):
+def test_the_command_makes_a_file_that_others_load(hookdiff, write_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.toml").write_text(CONFIG)
+    write_config(
+        run={"steps": 8, "log_every": 4, "plugins": ["ema", "checkpoint"]},
+        plugins={"ema": {"std": [0.05, 0.1], "snapshot_every": 1}},
+    )
     assert hookdiff("run", "small.toml", "--out", "run")[0] == 0
     code, out, _ = hookdiff("ema", "run", "--std", "0.08", "--out", "made/wide.safetensors")
     assert code == 0
