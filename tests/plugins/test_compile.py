@@ -15,27 +15,6 @@ from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile
 from hookdiff_ema import EMA
 
-CONFIG = """
-[run]
-steps = 4
-batch_size = 10
-micro_batch = 4
-log_every = 1
-device = "cpu"
-plugins = ["ema", "compile", "samples"]
-[data]
-source = "digits"
-[model]
-use = "dit"
-patch_size = 4
-hidden_size = 16
-depth = 1
-[sampling]
-steps = 2
-[plugins.samples]
-num = 4
-"""
-
 
 @pytest.fixture(autouse=True)
 def _forget():
@@ -145,25 +124,32 @@ def test_a_mistake_of_the_model_stays_what_it_is():
         toy_loop({"compile": Compile(backend="eager")}, model=Wrong()).run()
 
 
-def test_a_mode_is_one_of_torch_s_own_compiler(tmp_path):
-    (tmp_path / "c.toml").write_text(CONFIG)
+@pytest.fixture
+def config(write_config):
+    return write_config(
+        run={"steps": 4, "batch_size": 10, "micro_batch": 4, "log_every": 1, "plugins": ["ema", "compile", "samples"]},
+        model={"use": "dit", "patch_size": 4, "hidden_size": 16, "depth": 1},
+        plugins={"samples": {"num": 4}},
+    )
+
+
+def test_a_mode_is_one_of_torch_s_own_compiler(config):
     settings = ["plugins.compile.mode=max-autotune", "plugins.compile.backend=eager"]
     with pytest.raises(ConfigError, match=r"plugins.compile: mode = 'max-autotune' is one of backend 'inductor'"):
-        probe(load_config(tmp_path / "c.toml", settings=settings))
+        probe(load_config(config, settings=settings))
 
 
-def run(folder, *settings, **environment):
-    (folder / "c.toml").write_text(CONFIG)
-    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", "run", "c.toml", "--out", "run"]
+def run(config, *settings, **environment):
+    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", "run", config, "--out", "run"]
     for setting in settings:
         command += ["--set", setting]
-    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), **environment}
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=variables, timeout=600)
+    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(config.parent / "cache"), **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=config.parent, env=variables, timeout=600)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CXX names the compiler there")
-def test_a_machine_without_a_compiler_is_told_before_the_run_starts(tmp_path):
-    done = run(tmp_path, CXX=str(tmp_path / "nothing"))
+def test_a_machine_without_a_compiler_is_told_before_the_run_starts(config, tmp_path):
+    done = run(config, CXX=str(tmp_path / "nothing"))
     assert done.returncode == 2, done.stderr[-2000:]
     cause, way_out = done.stderr.splitlines()[-2:]
     assert cause.startswith("hookdiff: plugins.compile: inductor failed: InvalidCxxCompiler: No working C++ compiler")
@@ -199,7 +185,7 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_from_a_config_trains_and_makes_images(tmp_path):
-    done = run(tmp_path, "run.micro_batch=none", "plugins.compile.dynamic=false")
+def test_a_run_from_a_config_trains_and_makes_images(config, tmp_path):
+    done = run(config, "run.micro_batch=none", "plugins.compile.dynamic=false")
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "run" / "samples" / "step-00000004.png").exists()
