@@ -1,7 +1,6 @@
 import itertools
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hookdiff import ConfigError, UserError, hookimpl
-from hookdiff.cli import main
 from hookdiff.config import load_config
 from hookdiff.experiment import probe
 from hookdiff.testing import toy_loop
@@ -316,29 +314,26 @@ CONFIG = {
 
 
 @pytest.fixture
-def hookdiff(tmp_path, monkeypatch, capsys):
-    """Return a function that runs a command in a folder with `mine.toml`, and returns exit code, output and errors."""
+def command(tmp_path, monkeypatch, hookdiff):
+    """Return a function that runs a command in a folder with `mine.toml`, whose tables it takes."""
     monkeypatch.chdir(tmp_path)
 
-    def called(*arguments, **tables):
+    def called(*words, **tables):
         (tmp_path / "mine.toml").write_text(tomli_w.dumps({**CONFIG, **tables}))
-        monkeypatch.setattr(sys, "argv", ["hookdiff", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, *capsys.readouterr()
+        return hookdiff(*words)
 
     return called
 
 
-def test_the_config_tells_what_is_wrong(hookdiff, tmp_path):
-    hookdiff("lr", "mine.toml")
+def test_the_config_tells_what_is_wrong(command, tmp_path):
+    command("lr", "mine.toml")
     config = load_config(tmp_path / "mine.toml", settings=["plugins.lr.schedule=step"])
     with pytest.raises(ConfigError, match=r"\n  plugins\.lr: at: needed by the schedule 'step'$"):
         probe(config)
 
 
-def test_the_command_draws_and_tells(hookdiff, tmp_path):
-    code, out, _ = hookdiff("lr", "mine.toml", "--set", "plugins.lr.warmup=40")
+def test_the_command_draws_and_tells(command, tmp_path):
+    code, out, _ = command("lr", "mine.toml", "--set", "plugins.lr.warmup=40")
     assert code == 0
     head, columns, *rows, path = out.splitlines()
     assert head == "mine: cosine after 40 steps of warm-up, 400 steps"
@@ -351,16 +346,16 @@ def test_the_command_draws_and_tells(hookdiff, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_command_tells_of_drops_past_the_end(hookdiff):
+def test_the_command_tells_of_drops_past_the_end(command):
     drops = {"lr": {"schedule": "step", "at": [200, 60000]}}
     late = "lr: the run ends at step 400, so these never come: drop 2 (step 60000)"
-    assert hookdiff("lr", "mine.toml", plugins=drops)[1].splitlines()[-2] == f"  {late}"
-    assert json.loads(hookdiff("lr", "mine.toml", "--json", plugins=drops)[1])["unreached"] == late
+    assert command("lr", "mine.toml", plugins=drops)[1].splitlines()[-2] == f"  {late}"
+    assert json.loads(command("lr", "mine.toml", "--json", plugins=drops)[1])["unreached"] == late
 
 
-def test_a_restart_after_the_last_step_is_not_shown(hookdiff, tmp_path):
+def test_a_restart_after_the_last_step_is_not_shown(command, tmp_path):
     restarts = {"lr": {"schedule": "cosine_restarts", "period": 100}}
-    code, out, _ = hookdiff("lr", "mine.toml", plugins=restarts)
+    code, out, _ = command("lr", "mine.toml", plugins=restarts)
     assert code == 0
     *_, step, _, _, rate = out.splitlines()[-2].split()
     assert (int(step), float(rate)) == (399, pytest.approx(0.5 * LR(warmup=0).factor(99, 100), rel=1e-3))
@@ -370,8 +365,8 @@ def test_a_restart_after_the_last_step_is_not_shown(hookdiff, tmp_path):
     assert right.min() > 100  # where the axes end, the curve is low
 
 
-def test_the_picture_has_the_curve_where_it_belongs(hookdiff, tmp_path):
-    code, _, _ = hookdiff("lr", "mine.toml", "--set", "plugins.lr.schedule=linear", "--out", "sub/line.png")
+def test_the_picture_has_the_curve_where_it_belongs(command, tmp_path):
+    code, _, _ = command("lr", "mine.toml", "--set", "plugins.lr.schedule=linear", "--out", "sub/line.png")
     assert code == 0
     with Image.open(tmp_path / "sub" / "line.png") as picture:
         pixels = torch.from_numpy(np.array(picture.convert("RGB"))).int()
@@ -380,24 +375,24 @@ def test_the_picture_has_the_curve_where_it_belongs(hookdiff, tmp_path):
     assert torch.corrcoef(torch.stack((right, down)))[0, 1] > 0.999  # one straight line, falling
 
 
-def test_a_run_in_epochs_is_counted_in_the_data(hookdiff):
+def test_a_run_in_epochs_is_counted_in_the_data(command):
     run = {"epochs": 2, "batch_size": 100, "device": "cpu", "plugins": ["lr", "checkpoint"]}
-    code, out, _ = hookdiff("lr", "mine.toml", run=run)
+    code, out, _ = command("lr", "mine.toml", run=run)
     assert code == 0
     assert out.splitlines()[0] == "mine: cosine, 34 steps"  # 17 whole batches of 1797 digits
 
 
-def test_without_the_plugin_it_is_constant(hookdiff):
-    code, out, _ = hookdiff("lr", "mine.toml", "--plugins", "no:lr", "--json")
+def test_without_the_plugin_it_is_constant(command):
+    code, out, _ = command("lr", "mine.toml", "--plugins", "no:lr", "--json")
     told = json.loads(out)
     assert code == 0
     assert [point["lr"] for point in told["points"]] == [0.5] * 5
-    assert hookdiff("lr", "mine.toml", "--plugins", "no:lr")[1].startswith("mine: constant, since the plugin lr is not")
+    assert command("lr", "mine.toml", "--plugins", "no:lr")[1].startswith("mine: constant, since the plugin lr is not")
 
 
-def test_each_optimizer_has_a_panel(hookdiff, tmp_path):
+def test_each_optimizer_has_a_panel(command, tmp_path):
     muon = {"use": "muon", "lr": 0.02, "adamw_lr": 0.001, "adamw": ["conv*"]}
-    code, out, _ = hookdiff("lr", "mine.toml", "--json", optimizer=muon)
+    code, out, _ = command("lr", "mine.toml", "--json", optimizer=muon)
     told = json.loads(out)
     assert code == 0
     assert told["rates"] == {"lr": 0.02, "lr/adamw": 0.001}
@@ -411,13 +406,13 @@ def test_each_optimizer_has_a_panel(hookdiff, tmp_path):
         assert picture.height == 600
 
 
-def test_the_table_has_what_happens_on_the_way(hookdiff):
+def test_the_table_has_what_happens_on_the_way(command):
     restarts = {"lr": {"schedule": "cosine_restarts", "period": 100, "growth": 2.0}}
-    assert "\n        300  restart 2 " in hookdiff("lr", "mine.toml", plugins=restarts)[1]
+    assert "\n        300  restart 2 " in command("lr", "mine.toml", plugins=restarts)[1]
     drops = {"lr": {"schedule": "step", "at": [0.5, 350]}}
-    assert "\n        350  drop 2                       0.005\n" in hookdiff("lr", "mine.toml", plugins=drops)[1]
+    assert "\n        350  drop 2                       0.005\n" in command("lr", "mine.toml", plugins=drops)[1]
     cooldown = {"lr": {"schedule": "cooldown"}}
-    assert "\n        320  the cooldown begins " in hookdiff("lr", "mine.toml", plugins=cooldown)[1]
+    assert "\n        320  the cooldown begins " in command("lr", "mine.toml", plugins=cooldown)[1]
 
 
 @pytest.mark.parametrize(
@@ -430,8 +425,8 @@ def test_the_table_has_what_happens_on_the_way(hookdiff):
         (["--set", "optimizer.lr=-1"], "optimizer: Invalid learning rate"),
     ],
 )
-def test_mistakes_end_in_one_message(hookdiff, arguments, message):
-    code, _, err = hookdiff("lr", "mine.toml", *arguments)
+def test_mistakes_end_in_one_message(command, arguments, message):
+    code, _, err = command("lr", "mine.toml", *arguments)
     assert (code, err.startswith(f"hookdiff: {message}"), err.count("\n")) == (2, True, 1), err
 
 
