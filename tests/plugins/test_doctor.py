@@ -15,7 +15,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from hookdiff import build_loop, load_config
-from hookdiff.cli import main
 from hookdiff.diffusion import Diffusion
 from hookdiff.models import UNet
 from hookdiff.testing import toy_loop
@@ -101,18 +100,9 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def doctor(folder, monkeypatch, capfd):
+def doctor(folder, hookdiff):
     """Return a function that runs the command in this process: its exit code, stdout and stderr."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["hookdiff", "doctor", *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        out, err = capfd.readouterr()
-        assert "Traceback" not in err
-        return caught.value.code, out, err
-
-    return call
+    return lambda *words: hookdiff("doctor", *words)
 
 
 def settings(**tables):
@@ -241,13 +231,9 @@ def test_nothing_is_wrong_with_a_healthy_config(name, doctor, folder):
         assert picture.width > picture.height  # 9 columns of 8 rows
 
 
-def test_a_run_is_looked_at_and_never_touched(doctor, folder, monkeypatch, capfd):
+def test_a_run_is_looked_at_and_never_touched(doctor, hookdiff, folder):
     run = folder / "run"
-    words = ["run", "small.toml", "--out", run, "--plugins", "checkpoint", *settings(run__steps=12)]
-    monkeypatch.setattr(sys, "argv", ["hookdiff", *map(str, words)])
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    capfd.readouterr()
+    assert hookdiff("run", "small.toml", "--out", run, "--plugins", "checkpoint", *settings(run__steps=12))[0] == 0
 
     def digests():
         return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in run.rglob("*") if path.is_file()}
