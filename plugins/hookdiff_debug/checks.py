@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
-from attrs import define
+from attrs import define, evolve
 from torch import Tensor
 
 from hookdiff_debug.measure import Inputs, Layer, Level, Outputs
@@ -35,6 +35,18 @@ class Finding:
 def cause(findings: Sequence[Finding]) -> Finding | None:
     """Return the first that is broken: findings are listed with the most basic first."""
     return next((finding for finding in findings if finding.level == "broken"), None)
+
+
+def following(findings: Sequence[Finding], found: Finding | None) -> list[Finding]:
+    """Return `findings`, where those that are not OK refer to the cause `found`: their own advice would mislead."""
+    if found is None:
+        return list(findings)
+    start = findings.index(found) + 1 if found in findings else 0
+    advice = f"it may follow from {found.name}: mend that first"
+    return [
+        evolve(finding, advice=advice) if place >= start and finding.level != "OK" else finding
+        for place, finding in enumerate(findings)
+    ]
 
 
 def check_inputs(
@@ -230,7 +242,7 @@ def check_learning(trial: Trial, trained: bool = False) -> Finding:
         return Finding("broken", name, f"too high for the trained network: {fell}", tenth)
     if peak > 3 * first or change > 0.1:
         return Finding("look", name, f"high: {fell}, {moved}, with a peak of {peak:.3g}", tenth)
-    if not trained and end > 0.98 * first and trial.rates[-1] > 1.02 * trial.rates[0]:
+    if not trained and end > 0.98 * first and trial.rates[-1] > trial.rates[-2]:
         return Finding("OK", name, f"it is still being warmed up; {fell}, {moved}")
     if not trained and end > 0.98 * first:
         way_out = (
@@ -413,6 +425,22 @@ def check_length(parameters: int, images: int, values: int, batch_size: int, ste
             "look", name, f"{seen}; it can learn the images by heart", "more data, flips, dropout, or fewer steps"
         )
     return Finding("OK", name, seen)
+
+
+def check_trial(trial: Trial) -> Finding:
+    """Tell how many updates the trial made, and why they are not as many as were asked for."""
+    name, made, asked = "trial", len(trial.rates), trial.asked
+    if made > asked:
+        more = f"{made - asked} more through the warm-up, in growing strides, and at the rate after it"
+        return Finding("OK", name, f"{made} updates: {asked}, and {more}")
+    if made == asked:
+        return Finding("OK", name, f"{made} updates")
+    why = f"{len(trial.losses) - made} of {len(trial.losses)} steps made none"
+    if trial.outcome == "stopped":
+        why = "a step that is not finite stopped it"
+    elif len(trial.losses) == made:
+        why = "half a minute was over"
+    return Finding("OK", name, f"{made} of {asked} updates: {why}")
 
 
 def check_time(parts: Mapping[str, float], per_step: float) -> Finding:

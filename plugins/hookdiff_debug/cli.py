@@ -13,7 +13,14 @@ from hookdiff import override_options
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path), metavar="CONFIG|RUN")
 @override_options
-@click.option("--steps", default=50, show_default=True, type=click.IntRange(2), help="Updates of the trial.")
+@click.option(
+    "--steps",
+    default=50,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Updates of the trial. Where the learning rate of a CONFIG still rises then, it makes more: through the"
+    " warm-up in growing strides, and 25 at the whole rate.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Of the picture, a .png; NAME-doctor.png unless given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and draw only with --out.")
 def command(
@@ -63,6 +70,8 @@ def command(
                     "cause": found and found.name,
                     "findings": [asdict(finding) for finding in report.findings],
                     "step": report.step,
+                    "steps_asked": report.trial.asked,
+                    "steps_made": len(report.trial.rates),
                     "losses": [loss if math.isfinite(loss) else None for loss in report.trial.losses],
                     "seconds_per_step": per_step,
                     "parts": {

@@ -71,7 +71,8 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
 
     Pictures go to `strip`, if it is given. Raises UserError when it cannot be built, or the run has no checkpoint.
     """
-    config = evolve(config, plugins={name: part for name, part in config.plugins.items() if name != "debug"})
+    own = [name for name in config.plugins if name == "debug"]  # its checks are those of the doctor
+    config = evolve(config, plugins={name: part for name, part in config.plugins.items() if name not in own})
     with _listening() as said, ExitStack() as stack:
         # Both act before the first step alone; the weights of a run are its checkpoint's, and the file may be gone.
         keep = ("micro_batch",) if run else ("micro_batch", "start")
@@ -92,18 +93,19 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         trial = train(loop, steps, whole_rate=run is None)
         portrait = portrait or _portray(loop)
     trained = before >= _TRAINED
-    findings = [
-        *_of_data(loop, trial),
-        *_of_network(trial, start, portrait, trained),
-        checks.check_samples(portrait.samples, trial.inputs, trained),
-    ]
+    basic = _of_data(loop, trial)
+    behaviour = _of_network(trial, start, portrait, trained)
+    behaviour.append(checks.check_samples(portrait.samples, trial.inputs, trained))
     if portrait.average:
-        findings.append(checks.check_average(portrait.average, portrait.averaged, portrait.levels, trained))
+        behaviour.append(checks.check_average(portrait.average, portrait.averaged, portrait.levels, trained))
+    findings = [*basic, *checks.following(behaviour, checks.cause([*basic, *behaviour]))]
     report = Report(findings, trial, before)
-    report.findings += [_of_length(loop, config), checks.check_time(report.parts, trial.seconds / trial.steps_timed)]
+    report.findings += [_of_length(loop, config), checks.check_trial(trial)]
+    report.findings.append(checks.check_time(report.parts, trial.seconds / trial.steps_timed))
     # What "auto" found is what was measured.
     report.findings += _of_memory(evolve(config, run=evolve(config.run, micro_batch=loop.config.micro_batch)), trial)
     report.findings += [Finding("look", "a plugin said", message) for message in said]
+    report.findings += _of_plugins([name for name in config.plugins if type(loop.plugins[name]) is object], own)
     if strip is not None and portrait.strip is not None:
         save_grid(portrait.strip, strip, columns=len(LEVELS) + 1)
         report.strip = strip
@@ -127,7 +129,8 @@ def _of_data(loop: Loop, trial: Trial) -> list[Finding]:
     return [
         inputs,
         checks.check_labels(counts, unknown, bool(objective.conditional)),
-        checks.check_schedule(log_snr.tolist(), trial.inputs.told_std or 1.0),
+        # Images of the wrong scale are no fault of the schedule's.
+        checks.check_schedule(log_snr.tolist(), trial.inputs.told_std if inputs.level == "OK" else 1.0),
     ]
 
 
@@ -153,6 +156,13 @@ def _of_length(loop: Loop, config: Config) -> Finding:
     parameters = sum(p.numel() for p in loop.model.parameters() if p.requires_grad)
     steps = run.steps if run.steps is not None else (run.epochs or 0) * loop.feed.num_batches
     return checks.check_length(parameters, images, values, run.batch_size, steps)
+
+
+def _of_plugins(passive: Sequence[str], own: Sequence[str]) -> list[Finding]:
+    """Tell which plugins of the config had no part in the trial."""
+    told = [f"{', '.join(passive)}: no part in what a step computes, or in sampling"] if passive else []
+    told += [f"{name}: these are its checks" for name in own]
+    return [Finding("OK", "left out", "; ".join(told))] if told else []
 
 
 def _of_memory(config: Config, trial: Trial) -> list[Finding]:

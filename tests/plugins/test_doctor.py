@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -49,7 +49,9 @@ warmup = 5
 """
 USER = """
 import torch
+from attrs import define
 from torch import nn
+from hookdiff import hookimpl
 from hookdiff.data import digits
 from hookdiff.models import UNet
 
@@ -66,6 +68,17 @@ def one_nan():
 
 def constant():
     return (torch.rand(200, 1, 1, 1) * 2 - 1).repeat(1, 1, 8, 8)
+
+
+def faint():
+    return constant() / 50
+
+
+@define(eq=False)
+class Starts:
+    @hookimpl
+    def on_start(self, loop):
+        pass
 
 
 class Dead(nn.Module):
@@ -114,6 +127,11 @@ def settings(**tables):
     [
         ({"data__source": "hd_doctor_user:bytes_as_floats"}, "inputs: values from 0 to 255, as of [0, 255]"),
         ({"data__source": "hd_doctor_user:constant"}, "inputs: every image is constant"),
+        # A process that is right for images of the usual scale
+        *(
+            ({"data__source": f"hd_doctor_user:{source}", "diffusion__schedule": "linear"}, "inputs: ")
+            for source in ("bytes_as_floats", "faint")
+        ),
         # 100 times too high, at once and after a warm-up that is longer than the trial
         ({"optimizer__lr": 0.2}, "learning rate: too high: lr 0.2 took the loss from"),
         ({"optimizer__lr": 0.2, "plugins__lr__warmup": 300}, "learning rate: too high: lr 0."),
@@ -125,6 +143,17 @@ def test_the_first_line_names_the_cause(table, first, doctor):
     code, out, err = doctor("small.toml", "--steps", 16, *settings(**table))
     assert (code, err) == (1, "")
     assert out.startswith(f"broken: {first}")
+    assert only(first.partition(":")[0], out)
+
+
+def only(name, out):
+    """Whether all else is OK or refers to the cause; how long a step takes is the machine's."""
+    rows = out.splitlines()[2:]
+    told = [(row, way_out.strip()) for row, way_out in pairwise(rows) if row.startswith(("look ", "broken "))]
+    others = [(row, way_out) for row, way_out in told if name not in row and " time  " not in row]
+    return len(told) > len(others) and all(
+        way_out == f"it may follow from {name}: mend that first" for _, way_out in others
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,6 +169,60 @@ def test_a_network_that_is_broken_is_named(model, first, doctor, folder):
     code, out, _ = doctor("own.toml", "--steps", 16)
     assert out.startswith(f"broken: {first}")
     assert code == 1
+    assert only(first.partition(":")[0], out)
+
+
+def test_what_comes_after_the_cause_refers_to_it():
+    findings = [Finding(level, level, "", "as it is") for level in ("look", "broken", "OK", "look", "broken")]
+    refers = "it may follow from broken: mend that first"
+    told = checks.following(findings, findings[1])
+    assert [finding.advice for finding in told] == ["as it is", "as it is", "as it is", refers, refers]
+    assert [finding.level for finding in told] == [finding.level for finding in findings]
+    first = Finding("broken", "inputs", "")
+    told = checks.following(findings, first)
+    assert {finding.advice for finding in told if finding.level != "OK"} == {
+        "it may follow from inputs: mend that first"
+    }
+    assert checks.following(findings, None) == findings
+
+
+@pytest.mark.parametrize("warmup", [5, 300])
+def test_the_length_of_the_trial_is_told(warmup, doctor):
+    code, out, _ = doctor("small.toml", "--steps", 12, "--json", *settings(plugins__lr__warmup=warmup))
+    found = json.loads(out)
+    (line,) = [finding for finding in found["findings"] if finding["name"] == "trial"]
+    assert (code, found["steps_asked"], len(found["losses"])) == (0, 12, found["steps_made"])
+    more = found["steps_made"] - 12
+    assert (more > 25) == (warmup == 300)
+    assert line["seen"].startswith(
+        f"{12 + more} updates: 12, and {more} more through the warm-up" if more else "12 updates"
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "tried", "outcome", "why"),
+    [
+        (12, 12, "updated", "half a minute was over"),
+        (3, 4, "stopped", "a step that is not finite stopped it"),
+        (2, 200, "void", "198 of 200 steps made none"),
+    ],
+)
+def test_why_a_trial_is_short_is_told(made, tried, outcome, why):
+    short = trial([1.0] * tried, outcome=outcome)
+    short.asked, short.rates = 20, [1e-3] * made
+    assert checks.check_trial(short).seen == f"{made} of 20 updates: {why}"
+
+
+def test_plugins_that_have_no_part_in_the_trial_are_named(doctor):
+    given = ["--plugins", "debug,samples,hd_doctor_user:Starts"]
+    code, out, _ = doctor("small.toml", "--steps", 4, *given)
+    line = (
+        "left out       samples, starts: no part in what a step computes, or in sampling; debug: these are its checks"
+    )
+    assert code == 0
+    assert [row for row in out.splitlines() if "left out" in row] == [f"OK      {line}"]
+    _, out, _ = doctor("small.toml", "--steps", 4)
+    assert "left out" not in out
 
 
 HEALTHY = {
@@ -327,6 +410,8 @@ def test_a_rate_that_is_warmed_up_slowly_is_not_blamed():
     flat = trial([1.0] * 40)
     flat.rates = [1e-6 * step for step in range(1, 41)]
     assert (checks.check_learning(flat).level, checks.check_learning(trial([1.0] * 40)).level) == ("OK", "look")
+    flat.rates = [*flat.rates[:20], *[2e-5] * 20]  # it has been at its whole height for long
+    assert checks.check_learning(flat).level == "look"
 
 
 @pytest.mark.parametrize(
