@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from hookdiff.objective import LossOutput, Objective
     from hookdiff.progress import Due, Every, LoopConfig, Progress, Step, parse_every
     from hookdiff.randomness import derive_seed
-    from hookdiff.sampling import Sampler, SampleRequest, Samples, UnknownWeights
+    from hookdiff.sampling import Sampler, SampleRequest, Samples, UnknownWeights, ask_network
     from hookdiff.sinks import Sink
+    from hookdiff.start import load_into
     from hookdiff.state import flatten, run_state, unflatten
     from hookdiff.weights import borrowed_weights, evaluating
 
@@ -71,6 +72,7 @@ _HOME = {
     "Written": "hookdiff.files",
     "Verdict": "hookdiff.hookspecs",
     "as_pictures": "hookdiff.images",
+    "ask_network": "hookdiff.sampling",
     "borrowed_weights": "hookdiff.weights",
     "build_loop": "hookdiff.experiment",
     "check_tensors": "hookdiff.files",
@@ -82,6 +84,7 @@ _HOME = {
     "flatten": "hookdiff.state",
     "hookimpl": "hookdiff.hookspecs",
     "load_config": "hookdiff.config",
+    "load_into": "hookdiff.start",
     "lock_run_dir": "hookdiff.lock",
     "nearest": "hookdiff.errors",
     "new_file": "hookdiff.files",
@@ -138,6 +141,7 @@ __all__ = [
     "Verdict",
     "Written",
     "as_pictures",
+    "ask_network",
     "borrowed_weights",
     "build_loop",
     "check_tensors",
@@ -149,6 +153,7 @@ __all__ = [
     "flatten",
     "hookimpl",
     "load_config",
+    "load_into",
     "lock_run_dir",
     "nearest",
     "new_file",
