@@ -7,7 +7,8 @@ flat state (a model's parameters) therefore stay as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,7 @@ def run_state(loop: Loop) -> dict[str, Any]:
     assert loop.weights == "model", "the state of a run was asked for while other weights were borrowed"
     return {
         "config": dict(loop.hparams),
+        "data": {"samples": len(loop.feed.training)},
         "progress": loop.progress.state_dict(),
         "log": loop.log.state_dict(),
         "model": loop.model.state_dict(),
@@ -106,14 +108,17 @@ def load_weights(loop: Loop, state: State) -> None:
     """Load counts, weights and optimizer state; hyper-parameters stay as the config made them."""
     if not state:
         return
-    _load_model(loop.model, state["model"])
-    saved = state["optimizers"]
-    if len(saved) != len(loop.optimizers):
-        raise UserError(f"the checkpoint has {len(saved)} optimizers, the run has {len(loop.optimizers)}")
-    for index, optimizer in enumerate(loop.optimizers):
-        _load_optimizer(optimizer, loop.model, saved[str(index)])
-    loop.progress.load_state_dict(state["progress"])
-    loop.log.load_state_dict(state["log"])
+    with _told_if_unfit("model"):
+        _load_model(loop.model, state["model"])
+    with _told_if_unfit("optimizers"):
+        saved = state["optimizers"]
+        if len(saved) != len(loop.optimizers):
+            raise UserError(f"the checkpoint has {len(saved)} optimizers, the run has {len(loop.optimizers)}")
+        for index, optimizer in enumerate(loop.optimizers):
+            _load_optimizer(optimizer, loop.model, saved[str(index)])
+    with _told_if_unfit("progress"):
+        loop.progress.load_state_dict(state["progress"])
+        loop.log.load_state_dict(state["log"])
 
 
 def load_plugins(loop: Loop, state: State, fresh: Collection[str]) -> None:
@@ -133,7 +138,8 @@ def load_plugins(loop: Loop, state: State, fresh: Collection[str]) -> None:
             f"add {' '.join(f'--fresh {name}' for name in new)} (in a script: Loop(..., fresh={[*fresh, *new]}))"
         )
     for name, plugin in keepers.items():
-        plugin.load_state_dict(saved[name])
+        with _told_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights"):
+            plugin.load_state_dict(saved[name])
     if unclaimed := [name for name in saved if name not in loop.plugins]:
         log.warning("the checkpoint has state of plugins that this run has not: %s", ", ".join(unclaimed))
 
@@ -150,14 +156,30 @@ def roll_back(loop: Loop) -> None:
     loop.progress.load_state_dict({**here, "step": loop.progress.step})
 
 
+@contextmanager
+def _told_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
+    """Turn what a state of another version, or one made by hand, leads to into a UserError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"the checkpoint's state of {part!r} cannot be loaded: {reason}{way_out}") from error
+
+
 def _load_model(model: nn.Module, saved: State) -> None:
     own = model.state_dict()
     problems = [f"missing {name}" for name in own if name not in saved]
     problems += [f"unexpected {name}{nearest(name, own)}" for name in saved if name not in own]
+    both = [name for name in own if name in saved and isinstance(own[name], Tensor)]
     problems += [
         f"{name} has shape {tuple(saved[name].shape)}, the model has {tuple(own[name].shape)}"
-        for name in own
-        if name in saved and own[name].shape != saved[name].shape
+        for name in both
+        if own[name].shape != saved[name].shape
+    ]
+    problems += [
+        f"{name} is {saved[name].dtype}, the model's is {own[name].dtype}"
+        for name in both
+        if own[name].dtype != saved[name].dtype
     ]
     if problems:
         more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""

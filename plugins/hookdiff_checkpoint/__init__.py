@@ -1,6 +1,6 @@
-"""Checkpoints in safetensors and JSON, written atomically."""
+"""Checkpoints in safetensors and JSON, written in the background, whole or not at all."""
 
-from hookdiff_checkpoint.files import read_checkpoint, write_checkpoint
+from hookdiff_checkpoint.folder import find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.plugin import Checkpoint
 
-__all__ = ["Checkpoint", "read_checkpoint", "write_checkpoint"]
+__all__ = ["Checkpoint", "find_checkpoints", "read_checkpoint"]

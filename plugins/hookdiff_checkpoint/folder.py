@@ -1,0 +1,186 @@
+"""A checkpoint on disk: a folder of safetensors files and the manifest that vouches for them.
+
+There is no pickle anywhere. The manifest is written last, and has digests of all files and of itself: a folder with a
+whole manifest, whatever its name, is a whole checkpoint, and one without is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import safetensors
+import safetensors.torch
+from attrs import define
+from torch import Tensor
+
+from hookdiff import UserError, new_file, new_folder, unflatten, write_file, write_tensors
+
+FORMAT = 2
+FOLDER, MANIFEST = "checkpoints", "manifest.json"
+_DIGEST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')  # the first line of a manifest; it is of all that follows
+_NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # as `file_of` makes it: nothing that leaves the folder
+_CHUNK = 1 << 22  # bytes
+
+Parts = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]]  # of a state, by name: its tensors, and the rest
+
+
+class NewerFormat(UserError):
+    """A checkpoint that a later hookdiff wrote: going on from an earlier one would undo what that did."""
+
+
+@define(frozen=True)
+class Found:
+    """A checkpoint whose manifest is whole; its files have not been looked at."""
+
+    path: Path
+    place: tuple[int, int]  # position and epoch: of a run's checkpoints, the newest has the largest
+    number: int  # of the save, from 1
+    metrics: Mapping[str, float]  # what was logged at its step
+
+    @classmethod
+    def of(cls, path: Path, manifest: Mapping[str, Any]) -> Found:
+        """Return what `manifest` says; raises LookupError, TypeError or ValueError when it is none of ours."""
+        progress = manifest["parts"]["progress"]["values"]
+        place = int(progress["position"]), int(progress["epoch"])
+        return cls(path, place, int(manifest["number"]), {k: float(v) for k, v in manifest["metrics"].items()})
+
+
+def file_of(part: str) -> str:
+    """Return the name of the file that holds the tensors of a part."""
+    return f"{quote(part.removeprefix('plugins/'), safe='')}.safetensors"
+
+
+def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> Found:
+    """Write the folder `path`, which appears whole or not at all.
+
+    Each part with tensors is a file of its own, each plugin is a part: `model.safetensors` and `ema.safetensors`
+    have the model's own keys. Numbers and strings are in the manifest, and `facts` with them.
+    """
+    manifest: dict[str, Any] = {"format": FORMAT, **facts, "files": {}, "parts": {}}
+    with new_folder(path) as folder:
+        for part, (tensors, values) in parts.items():
+            name = file_of(part) if tensors else None
+            if name:
+                written = write_tensors(folder / name, tensors)
+                manifest["files"][name] = {"bytes": written.bytes, "sha256": written.sha256}
+            manifest["parts"][part] = {"file": name, "values": values}
+        text = json.dumps(manifest, indent=1).encode().removeprefix(b"{\n")
+        stamp = b'{"sha256": "%s",\n' % hashlib.sha256(text).hexdigest().encode()
+        with new_file(folder / MANIFEST) as unnamed:  # so that one which is there is whole
+            write_file(unnamed, stamp + text)
+    return Found.of(path, manifest)
+
+
+def find_checkpoints(run_dir: Path, known: Mapping[Path, Found] | None = None) -> tuple[list[Found], list[UserError]]:
+    """Return the checkpoints in a run directory, newest first, and what is wrong with those that cannot be told.
+
+    The manifests of those that are `known` are not read again. `run_dir` may also be a checkpoint itself.
+    Raises NewerFormat.
+    """
+    paths = [run_dir] if (run_dir / MANIFEST).exists() else (run_dir / FOLDER).glob("*")
+    found, problems = [], []
+    for path in paths:
+        if known and path in known:
+            found.append(known[path])
+        elif (path / MANIFEST).exists():
+            try:
+                found.append(Found.of(path, read_manifest(path)))
+            except NewerFormat:
+                raise
+            except UserError as error:
+                problems.append(error)
+    return sorted(found, key=lambda one: one.place, reverse=True), problems
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return what the manifest of the checkpoint at `path` says.
+
+    Raises UserError when it is missing or damaged, NewerFormat when a later hookdiff wrote it.
+    """
+    data = _read(path / MANIFEST)
+    try:
+        manifest = json.loads(data)
+        written, version = manifest["format"], manifest["versions"]["hookdiff"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise UserError(f"{path}: {MANIFEST} is damaged: it is not the JSON that was written") from None
+    if isinstance(written, int) and written > FORMAT:
+        raise NewerFormat(
+            f"{path}: hookdiff {version} wrote it in format {written}, this one reads up to {FORMAT}: update hookdiff"
+        )
+    if written != FORMAT:
+        raise UserError(f"{path}: it is of format {written}, this hookdiff reads {FORMAT}")
+    stamp = _DIGEST.match(data)
+    if not stamp or hashlib.sha256(data[stamp.end() :]).hexdigest().encode() != stamp[1]:
+        raise UserError(f"{path}: {MANIFEST} is damaged: its SHA-256 differs")
+    try:
+        Found.of(path, manifest)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: {MANIFEST} is not what hookdiff writes: {error!r}") from None
+    return dict(manifest)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the state in the folder `path`, tensors on the CPU, after all of it has been verified.
+
+    Raises UserError when a file is missing, cut short, changed, or not what it should be.
+    """
+    manifest = read_manifest(path)
+    try:
+        files = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        for name in files:
+            if not _NAME.fullmatch(name) or (path / name).is_symlink():
+                raise UserError(f"{path}: {MANIFEST} names a file outside of the checkpoint: {name!r}")
+        with ThreadPoolExecutor() as pool:  # hashing takes longer than reading, and lets other threads run
+            list(pool.map(lambda name: _verify(path / name, *files[name]), files))
+        tensors: dict[str | None, dict[str, Tensor]] = {None: {}, **{name: _tensors(path / name) for name in files}}
+        parts = {name: unflatten(tensors[part["file"]], part["values"]) for name, part in manifest["parts"].items()}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: {MANIFEST} is not what hookdiff writes: {error!r}") from None
+    plugins = {name.removeprefix("plugins/"): part for name, part in parts.items() if name.startswith("plugins/")}
+    return {**{name: part for name, part in parts.items() if not name.startswith("plugins/")}, "plugins": plugins}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path.parent}: {path.name} cannot be read: {error.strerror or error}")
+
+
+def _chunks(path: Path) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            yield buffer[:size]
+
+
+def _verify(path: Path, bytes: int, sha256: str) -> None:
+    digest, size = hashlib.sha256(), 0
+    try:
+        for chunk in _chunks(path):
+            digest.update(chunk)
+            size += len(chunk)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if size != bytes:
+        raise UserError(f"{path.parent}: {path.name} has {size:,} bytes, {bytes:,} were written")
+    if digest.hexdigest() != sha256:
+        raise UserError(f"{path.parent}: {path.name} is not what was written: its SHA-256 differs")
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise UserError(f"{path.parent}: {path.name} is no safetensors file: {error}") from None
