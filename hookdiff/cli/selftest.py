@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 import click
 
 from hookdiff.cli.exits import FAILED
+from hookdiff.cli.options import config_argument, override_options
 
 
 @click.group()
@@ -54,6 +57,38 @@ def gaussian(names: tuple[str, ...]) -> None:
         click.echo("\n".join(f"FAILED  {check}" for check in failed))
         sys.exit(FAILED)
     click.echo(f"all within {TOLERANCE:.0%} of the exact value (means: of the deviation)")
+
+
+@command.command()
+@config_argument
+@override_options
+@click.option("--steps", default=40, show_default=True, type=click.IntRange(8), metavar="N", help="Of each run.")
+@click.option(
+    "--workers",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    metavar="N",
+    help="Of the data, after the resume; before it, as in CONFIG.",
+)
+def resume(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int, workers: int) -> None:
+    """Kill a run of CONFIG, resume it, and compare it with one that was never stopped.
+
+    All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit. What
+    is not is told with the plugin that it belongs to, and the exit code is 1. For who writes plugins, models or data of
+    their own. The runs are short ones in a temporary folder: the plugin that saves does so in their middle, at least
+    every sixth step is logged, and all else is as CONFIG says.
+    """
+    from hookdiff import experiment
+    from hookdiff.config import load_config
+    from hookdiff.selftest.resume import prove
+
+    checked = load_config(config, plugins, settings)
+    experiment.probe(checked)
+    outcome = prove(checked, steps, workers, partial(click.echo, err=True))
+    click.echo("\n".join(outcome.lines))
+    if not outcome.passed:
+        sys.exit(FAILED)
 
 
 def _row(name: str, cells: list[str]) -> str:

@@ -1,0 +1,371 @@
+"""Does a run that is killed and resumed end as the run that was never stopped? Tried with real processes.
+
+Three runs of one config in a temporary folder: one is never stopped; one is killed some steps after a checkpoint in
+its middle; the third resumes that one. Then everything is compared, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from attrs import define, field
+from safetensors import safe_open
+
+from hookdiff import experiment
+from hookdiff.config import Config, Part
+from hookdiff.errors import UserError
+from hookdiff.metrics import METRICS
+from hookdiff.progress import Every
+from hookdiff.run_dir import CONFIG
+from hookdiff.selftest.compare import (
+    NOT_COMPARED,
+    Difference,
+    compare_files,
+    compare_numbers,
+    compare_tensors,
+    compare_values,
+    owner_of_state,
+    read_numbers,
+    unequal,
+)
+from hookdiff.selftest.witness import END, RESUMED, SAVED, Witness
+from hookdiff.structure import parameters
+
+_TAIL = 30  # lines of a run that failed
+_RESUMED = "when resumed"
+_MOST = 5  # things of one kind that are named
+_WIDTH = 60  # characters of values beside a name
+
+
+@define(frozen=True)
+class Plan:
+    """How long the runs are, and where they are cut."""
+
+    steps: int  # of each run
+    save_at: int  # step
+    log_every: int  # steps
+    num_batches: int  # of an epoch
+    savers: tuple[str, ...]  # the plugins that save, told to do so at save_at
+    untried: tuple[str, ...]  # what would be due after the end only, as "plugins.fid.every = 1000"
+    workers: tuple[int, int]  # before the kill, and on the resume
+
+    def __str__(self) -> str:
+        middle = [
+            what
+            for what, length in (("an epoch", self.num_batches), ("a log window", self.log_every))
+            if self.save_at % length
+        ]
+        told = f"step {self.save_at} of {self.steps}"
+        return told + (f", in the middle of {' and of '.join(middle)}" if middle else "")
+
+
+@define
+class Outcome:
+    """What came out, in words; the first line has the verdict and the plugin to blame."""
+
+    passed: bool
+    lines: list[str] = field(factory=list)
+
+
+def prove(config: Config, steps: int, workers: int, tell: Callable[[str], object]) -> Outcome:
+    """Train, kill, resume and compare; `tell` hears what is under way.
+
+    steps: of each run, at least 8. workers: of the data, on the resume. Raises UserError for a config without a plugin
+    that saves, or whose runs fail before anything is resumed.
+    """
+    plan = make_plan(config, steps, workers)
+    with tempfile.TemporaryDirectory(prefix="hookdiff-selftest-") as name:
+        runs = _Runs(config, plan, Path(name))
+        tell(f"training {plan.steps} steps without a stop")
+        _expect(runs.train("whole"), 0, "the run that is never stopped", runs.output)
+        tell(f"training again, to be killed after a checkpoint at {plan}")
+        code = runs.train("cut", kill=True)
+        if code == 0:
+            raise UserError(
+                f"no checkpoint of {_named(plan.savers)} was told of (in on_checkpoint) before the run was over; try "
+                f"more --steps than {plan.steps}"
+            )
+        _expect(code, runs.killed, "the run that was to be killed", runs.output)
+        tell("resuming it")
+        if code := runs.train("cut", resume=True):
+            return Outcome(False, [f"the resumed run failed with exit code {code}:", *runs.output])
+        return _judge(runs, tell)
+
+
+def make_plan(config: Config, steps: int, workers: int) -> Plan:
+    """Choose where to cut: in the middle, but not where an epoch or a log window ends."""
+    savers = tuple(name for name, part in config.plugins.items() if hasattr(part.target, "restore"))
+    if not savers:
+        raise UserError(
+            f"{config.path}: none of its plugins saves the run (implements the hook restore), so there is nothing to "
+            "resume from; add one with --plugins NAME (`hookdiff plugins` lists what is installed)"
+        )
+    feed = experiment.build_feed(config, decode=False)
+    num_batches = feed.bind(config.run, torch.device("cpu")).num_batches
+    # With a log window as long as the run there would be no numbers to compare.
+    log_every = min(config.run.log_every, max(1, steps // 6))
+
+    def cost(step: int) -> tuple[int, int]:
+        return sum(length > 1 and step % length == 0 for length in (num_batches, log_every)), abs(step - steps // 2)
+
+    save_at = min(range(steps // 3, steps - steps // 3), key=cost)
+    untried = tuple(
+        f"plugins.{name}.{key} = {every}"
+        for name, part in config.plugins.items()
+        for key, every in _frequencies(part)
+        if not (name in savers and key == "every") and not _is_due(every, steps, num_batches)
+    )
+    change = int(config.feed.get("workers", 0)), workers
+    return Plan(steps, save_at, log_every, num_batches, savers, untried, change)
+
+
+def _frequencies(part: Part) -> Iterator[tuple[str, Every]]:
+    for key, parameter in parameters(part.target).items():
+        value = part.arguments.get(key, parameter.default)
+        if isinstance(value, Every) and value.amount:
+            yield key, value
+
+
+def _is_due(every: Every, steps: int, num_batches: int) -> bool:
+    return every.amount * {"steps": 1, "epochs": num_batches}.get(every.unit, steps + 1) <= steps
+
+
+@define
+class _Runs:
+    """The processes, and what they leave."""
+
+    config: Config
+    plan: Plan
+    folder: Path
+    output: list[str] = field(factory=list)  # the last lines of the last run
+
+    @property
+    def killed(self) -> int:
+        """The exit code of a process that the witness killed."""
+        return signal.SIGTERM if os.name == "nt" else -signal.SIGKILL
+
+    def train(self, name: str, kill: bool = False, resume: bool = False) -> int:
+        """Run `name`, or what is left of it, in a process of its own, and return the exit code."""
+        table = self.config.resolved()
+        table["run"].pop("epochs", None)
+        table["run"] |= {"steps": self.plan.steps, "log_every": self.plan.log_every, "max_time": 0}
+        table["run"]["plugins"] = [*table["run"]["plugins"], f"{Witness.__module__}:{Witness.__name__}"]
+        for saver in self.plan.savers:
+            if "every" in parameters(self.config.plugins[saver].target):
+                table["plugins"][saver]["every"] = self.plan.save_at
+        if resume and "workers" not in parameters(self.config.data.target):
+            table["data"]["workers"] = self.plan.workers[1]
+        witness = {"out": str(self.seen(name)), "at": self.plan.save_at, "kill": kill}
+        table["plugins"][Witness.__name__.lower()] = witness
+        path = self.folder / f"{name}.toml"
+        path.write_text(tomli_w.dumps(table), "utf-8")
+        code = "from hookdiff.cli import main; main()"
+        command = [sys.executable, "-P", "-c", code, "run", str(path), "--out", str(self.run_dir(name))]
+        # What can be imported here can be imported there.
+        paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        # Into a file: workers of a process that was killed would hold a pipe open.
+        with (self.folder / "output").open("w+b") as output:
+            ended = subprocess.run(
+                [*command, *(["--resume"] if resume else [])],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+            output.seek(0)
+            self.output = output.read().decode(errors="replace").splitlines()[-_TAIL:]
+        return ended.returncode
+
+    def run_dir(self, name: str) -> Path:
+        return self.folder / name
+
+    def seen(self, name: str) -> Path:
+        return self.folder / f"{name}-seen"
+
+    def noted(self, name: str, moment: str) -> dict[str, Any]:
+        """Return what the witness wrote at that moment; nothing where the run never came to it."""
+        path = self.seen(name) / f"{moment}.json"
+        return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+    def compare(self, one: str, other: str) -> list[Difference]:
+        """Return what differs between two runs: what was logged in the order of steps, then the end, then files."""
+        owners = self.noted(one, END)["owners"] | self.noted(other, END)["owners"]
+
+        def owner(name: str) -> str:
+            first = name.partition("/")[0]
+            known = owners.get(name) or (first if first in self.config.plugins else "")
+            return known if known in self.config.plugins else ""
+
+        metrics = read_numbers(self.run_dir(one) / METRICS), read_numbers(self.run_dir(other) / METRICS)
+        return [
+            *compare_numbers(*metrics, owner),
+            *compare_values(self.noted(one, END)["values"], self.noted(other, END)["values"]),
+            *compare_tensors(self.seen(one) / f"{END}.safetensors", self.seen(other) / f"{END}.safetensors"),
+            *compare_files(self._files(one), self._files(other), owner),
+        ]
+
+    def culprit(self, other: str, found: Sequence[Difference]) -> str | None:
+        """Return the plugin that made `other` differ from the run that was never stopped, as far as that shows.
+
+        It is the one in whose call weights or gradients became others; or whose is something of what was `found`, who
+        draws from a global generator rather than the first.
+        """
+        whole, trace = (self.noted(name, END)["trace"] for name in ("whole", other))
+        begin = min((position for position, *_ in trace), default=0)
+        pairs = zip([entry for entry in whole if entry[0] >= begin], trace, strict=False)
+        changed = next((entry[2] for expected, entry in pairs if expected != entry), None)
+        drew = [plugin for name in ("whole", other) for plugin in self.noted(name, END)["drew"]]
+        owners = [difference.owner for difference in found]
+        likely = (changed, *(plugin for plugin in drew if plugin in owners), *owners, *drew)
+        return next((plugin for plugin in likely if plugin in self.config.plugins), None)
+
+    def reloaded(self) -> dict[str, list[str]]:
+        """Return, by plugin, a line that tells the first of what was not the same in its state once it was loaded."""
+        saved, resumed = (moment.get("state", {}) for moment in self._moments())
+        told: dict[str, list[str]] = {}
+        for name in unequal(saved, resumed):
+            if (owner := owner_of_state(name)) in self.config.plugins:
+                values = [state.get(name, "not there") for state in (saved, resumed)]
+                told.setdefault(owner, [f"{name} was {values[0]} when it was saved and {values[1]} once it was loaded"])
+        return told
+
+    def forgotten(self, plugin: str) -> list[str]:
+        """Return the fields of `plugin` that were others after the resume than at the save, with short values."""
+        saved, resumed = (moment.get("fields", {}).get(plugin, {}) for moment in self._moments())
+        told = {}
+        for name in unequal(saved, resumed):
+            values = " and ".join(str(fields.get(name, "not there")) for fields in (saved, resumed))
+            told[name.partition("/")[0]] = "" if "/" in name or len(values) > _WIDTH else f" ({values})"
+        return [field + values for field, values in told.items()]
+
+    def drew(self, plugin: str) -> list[str]:
+        """Return what to say of a `plugin` that drew from a global generator."""
+        hooks = self.noted("whole", END)["drew"].get(plugin)
+        if not hooks:
+            return []
+        told = f"it draws from a global generator in {', '.join(hooks)}"
+        return [f"{told}, which is not saved; draw from one with the seed that hookdiff.derive_seed gives"]
+
+    def _moments(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what was seen at the save and right after the resume, if both were at the same step."""
+        saved, resumed = self.noted("whole", SAVED), self.noted("cut", RESUMED)
+        return (saved, resumed) if saved.get("step") == resumed.get("step") else ({}, {})
+
+    def counts(self) -> str:
+        """Return how much there was to compare."""
+        with safe_open(self.seen("whole") / f"{END}.safetensors", "pt") as tensors:
+            num_tensors = len(tensors.keys())
+        values = sum(not name.startswith(NOT_COMPARED) for name in self.noted("whole", END)["values"])
+        numbers = sum(len(record) - 1 for record in read_numbers(self.run_dir("whole") / METRICS))
+        return (
+            f"{num_tensors} tensors, {values} other values of the state, {numbers} logged numbers, "
+            f"{len(self._files('whole'))} files"
+        )
+
+    def _files(self, name: str) -> dict[str, Path]:
+        """Return the files that a run left besides its checkpoints, by name; hidden ones are not meant for people."""
+        root, skipped = self.run_dir(name), {*self.noted(name, END)["checkpoints"], CONFIG, METRICS}
+        found = {path.relative_to(root): path for path in sorted(root.rglob("*")) if path.is_file()}
+        return {
+            path.as_posix(): full
+            for path, full in found.items()
+            if path.parts[0] not in skipped and not any(part.startswith(".") for part in path.parts)
+        }
+
+
+def _judge(runs: _Runs, tell: Callable[[str], object]) -> Outcome:
+    found = runs.compare("whole", "cut")
+    ignored: list[str] = []
+    if found:
+        tell("there are differences; training once more without a stop, to see what differs then too")
+        _expect(runs.train("again"), 0, "the run that is never stopped", runs.output)
+        always = {difference.what: difference for difference in runs.compare("whole", "again")}
+        if unstable := [difference for difference in always.values() if not difference.is_text]:
+            return _unstable(unstable, runs)
+        ignored = [difference.what for difference in found if difference.what in always]
+        found = [difference for difference in found if difference.what not in always]
+    if found:
+        return _failure(found, runs)
+    plan, (before, after) = runs.plan, runs.plan.workers
+    lines = [
+        f"the resumed run is the run that was never stopped, bit for bit: saved at {plan}; killed later"
+        + (f"; resumed with {after} workers after {before}" if before != after else ""),
+        f"compared: {runs.counts()}",
+    ]
+    if ignored:
+        lines.append(f"not compared, since it differs without a stop, too: {_some(ignored)}")
+    if plan.untried:
+        lines.append(
+            f"not tried, since it is not due within {plan.steps} steps: {_some(plan.untried)}; lower it with --set, or "
+            "give more --steps"
+        )
+    return Outcome(True, lines)
+
+
+def _failure(found: Sequence[Difference], runs: _Runs) -> Outcome:
+    """Tell of the plugin that resumed otherwise, and not of one that only saw what came of it."""
+    reloaded = runs.reloaded()
+    plugin = next(iter(reloaded), None) or runs.culprit("cut", found)
+    if plugin is None:
+        lines = [
+            f"not resumed exactly: {found[0].told(_RESUMED)}",
+            "it belongs to no plugin; do the model, the data or the optimizer keep more than what is in their "
+            "state_dict, or draw random numbers of their own?",
+        ]
+    else:
+        lines = [f"not resumed exactly because of the plugin {plugin!r}: {_of(plugin, found).told(_RESUMED)}"]
+        lines += reloaded.get(plugin, [])
+        if names := runs.forgotten(plugin):
+            lines.append(f"not the same at the save and right after the resume: its field {_some(names)}")
+        lines += runs.drew(plugin) or [
+            "look at its state_dict and load_state_dict: what it keeps from step to step has to be in both, or to "
+            "follow from loop.progress"
+        ]
+    return Outcome(False, [*lines, _all(found)])
+
+
+def _unstable(found: Sequence[Difference], runs: _Runs) -> Outcome:
+    """Tell of a run of which nothing can be said, since it never is the same."""
+    plugin = runs.culprit("again", found)
+    first = (_of(plugin, found) if plugin else found[0]).told("the second time")
+    blamed = f", because of the plugin {plugin!r}" if plugin else ""
+    lines = [f"the run is not the same twice, even when it is never stopped{blamed}: {first}"]
+    if plugin:
+        lines += runs.drew(plugin)
+    lines.append("on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)")
+    return Outcome(False, [*lines, _all(found)])
+
+
+def _of(plugin: str, found: Sequence[Difference]) -> Difference:
+    return next((difference for difference in found if difference.owner == plugin), found[0])
+
+
+def _all(found: Iterable[Difference]) -> str:
+    counts = Counter(difference.owner or "the core" for difference in found)
+    return "all differences: " + ", ".join(f"{count} of {owner}" for owner, count in counts.items())
+
+
+def _expect(code: int, expected: int, what: str, output: Iterable[str]) -> None:
+    if code != expected:
+        told = "\n".join(f"  {line}" for line in output)
+        raise UserError(f"{what} ended with exit code {code}; what it said last:\n{told}")
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _some(told: Iterable[str]) -> str:
+    listed = list(told)
+    return ", ".join(listed[:_MOST]) + (f", and {len(listed) - _MOST} more" if len(listed) > _MOST else "")
