@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hookdiff.progress import Due, Every, LoopConfig, Progress, Step, parse_every
     from hookdiff.randomness import derive_seed
     from hookdiff.sampling import Sampler, SampleRequest, Samples, UnknownWeights, ask_network
+    from hookdiff.signals import Signals
     from hookdiff.sinks import Sink
     from hookdiff.start import load_into
     from hookdiff.state import flatten, run_state, unflatten
@@ -64,6 +65,7 @@ _HOME = {
     "SampleRequest": "hookdiff.sampling",
     "Sampler": "hookdiff.sampling",
     "Samples": "hookdiff.sampling",
+    "Signals": "hookdiff.signals",
     "Sink": "hookdiff.sinks",
     "Step": "hookdiff.progress",
     "StorageError": "hookdiff.errors",
@@ -133,6 +135,7 @@ __all__ = [
     "SampleRequest",
     "Sampler",
     "Samples",
+    "Signals",
     "Sink",
     "Step",
     "StorageError",

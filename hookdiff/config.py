@@ -126,6 +126,20 @@ class Config:
             "plugins": {name: part.resolved() for name, part in self.plugins.items()},
         }
 
+    def defaults(self) -> dict[str, Any]:
+        """Return what the config would be if it said no more than what is used, and for which plugins."""
+        parts = ("data", "model", "diffusion", "optimizer", "sampling")
+        return evolve(
+            self,
+            run=RunConfig(),
+            feed={"transforms": Transforms(), "store": Store()},
+            start={},
+            initial=Initialisation(),
+            groups=Groups(),
+            plugins={name: evolve(part, arguments={}) for name, part in self.plugins.items()},
+            **{name: evolve(getattr(self, name), arguments={}) for name in parts},
+        ).resolved()
+
 
 def load_config(path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = ()) -> Config:
     """Read and check the config at `path`.

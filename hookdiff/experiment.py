@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ def build_loop(
     config: Config,
     run_dir: Path,
     *,
-    resume: bool = False,
+    resume: bool | Path = False,
     overwrite: bool = False,
     fresh: Iterable[str] = (),
     skip_batches: int = 0,
+    plugins: Mapping[str, object] | None = None,
     hooks: Iterable[str] | None = None,
     keep: Iterable[str] = (),
     make: Callable[[Config, torch.device], nn.Module] | None = None,
@@ -42,8 +43,12 @@ def build_loop(
     """Build data, model, objective, optimizer and plugins, and the Loop that holds them.
 
     `hooks` leaves out the plugins that implement none of them, but those called as in `keep`: who only samples needs no
-    others. `skip_batches` are passed over at the start. The model is initialised from the run's seed, unless `make`
-    makes another. Raises ConfigError that names the table of what cannot be built.
+    others, and its run directory is not written. `plugins` are heard before those of the config. `resume=True` goes on
+    with the run in `run_dir`, or starts where that has no checkpoint; a path, as Loop takes it, must have one. What
+    cannot change since the checkpoint is refused (see `Changes`). `skip_batches` are passed over at the start. The
+    model is initialised from the run's seed, unless `make` makes another.
+
+    Raises ConfigError that names the table of what cannot be built.
     """
     device = pick_device(config.run.device)
     feed = build_feed(config, decode=hooks is None)
@@ -54,13 +59,15 @@ def build_loop(
     with layers_called(model) as called:
         check_model(config, model, feed, objective)
     initialise(config, model, called[-1] if called else None)
-    plugins = _own_plugins(config, RunDir(run_dir, overwrite), skip_batches)
+    own = _own_plugins(config, RunDir(run_dir, overwrite), resume, skip_batches)
+    plugins = {**(plugins or {}), **own}
     if clash := plugins.keys() & config.plugins.keys():
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
     plugins |= {name: part.build() for name, part in config.plugins.items()}
     if hooks is not None:
         # What is left out stays as a name that hears nothing, so that its saved state is not taken for a stranger's.
         heard = {name for name, plugin in plugins.items() if any(hasattr(plugin, hook) for hook in hooks)} | set(keep)
+        heard -= {"run_dir", "changes"}  # which stand by a run that trains
         plugins = {name: plugin if name in heard else object() for name, plugin in plugins.items()}
     loop = Loop(
         model,
@@ -78,7 +85,7 @@ def build_loop(
     return loop
 
 
-def _own_plugins(config: Config, run_dir: RunDir, skip_batches: int) -> dict[str, object]:
+def _own_plugins(config: Config, run_dir: RunDir, resume: bool | Path, skip_batches: int) -> dict[str, object]:
     """Return what the core itself hears of a run, in order; nothing is imported that the config does not ask for."""
     plugins: dict[str, object] = {}
     if config.run.micro_batch == AUTO:
@@ -86,6 +93,10 @@ def _own_plugins(config: Config, run_dir: RunDir, skip_batches: int) -> dict[str
 
         plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes down what it finds
     plugins |= {"run_dir": run_dir, "metrics": Metrics()}
+    if resume:
+        from hookdiff.changes import Changes
+
+        plugins["changes"] = Changes(config.defaults(), needed=isinstance(resume, Path))
     if config.start.get("start_from"):
         plugins["start"] = Start(**config.start)
     if config.initial.spectral_norm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +25,19 @@ METRICS = "metrics.jsonl"
 class Metrics:
     """Writes what is logged to `metrics.jsonl` in the run directory; JSON has no NaN and no infinity: they are null.
 
-    A checkpoint holds the length of the file; a resumed run cuts it there, so that no step appears twice.
+    A checkpoint holds the length of the file; a resumed run cuts it there, so that no step appears twice. A branch
+    begins with the lines of the run that it branches off.
     """
 
     _file: IO[bytes] | None = field(default=None, init=False)
     _length: int = field(default=0, init=False)  # bytes of the file that belong to this run
+    _is_to_cut: bool = field(default=False, init=False)  # a state was loaded, and the file is still longer than it says
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        """Cut what an earlier process wrote after the state that was loaded."""
+        if self._is_to_cut and loop.run_dir and loop.is_main:
+            self._open(loop, loop.run_dir / METRICS)
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
@@ -36,28 +45,37 @@ class Metrics:
         if loop.run_dir is None or not loop.is_main:
             return
         if self._file is None or self._file.closed:
-            path = loop.run_dir / METRICS
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            self._file = loop.resources.enter_context(path.open("r+b"))
-            # Not past the end: where the earlier file was not kept, there is nothing to go on from.
-            self._file.truncate(min(self._length, self._file.seek(0, os.SEEK_END)))
-            self._file.seek(0, os.SEEK_END)
+            self._open(loop, loop.run_dir / METRICS)
+        assert self._file
         told = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "time": round(time.time(), 3), **told}
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
         self._length = self._file.tell()
 
+    def _open(self, loop: Loop, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if loop.resume and not path.exists():
+            # Of another run, or of one of its checkpoints.
+            for earlier in (loop.resume / METRICS, loop.resume.resolve().parent.parent / METRICS):
+                if earlier.is_file():
+                    shutil.copyfile(earlier, path)
+                    break
+        path.touch()
+        self._file, self._is_to_cut = loop.resources.enter_context(path.open("r+b")), False
+        # Not past the end: where the earlier file was not kept, there is nothing to go on from.
+        self._file.truncate(min(self._length, self._file.seek(0, os.SEEK_END)))
+        self._file.seek(0, os.SEEK_END)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the length of the file, in bytes."""
         return {"bytes": self._length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut the file to the length that it had, when the next line is written."""
+        """Cut the file to the length that it had, before the next step or the next line."""
         if self._file:
             self._file.close()
-        self._length = state["bytes"]
+        self._length, self._is_to_cut = state["bytes"], True
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

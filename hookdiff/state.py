@@ -91,7 +91,7 @@ def run_state(loop: Loop) -> dict[str, Any]:
     assert loop.weights == "model", "the state of a run was asked for while other weights were borrowed"
     return {
         "config": dict(loop.hparams),
-        "data": {"samples": len(loop.feed.training)},
+        "data": {"num_samples": len(loop.feed.training)},
         "progress": loop.progress.state_dict(),
         "log": loop.log.state_dict(),
         "model": loop.model.state_dict(),

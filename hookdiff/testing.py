@@ -65,7 +65,7 @@ def toy_loop(
     objective: Any = None,
     data: Any = None,
     run_dir: Path | None = None,
-    resume: bool = False,
+    resume: bool | Path = False,
     **config: Any,
 ) -> Loop:
     """Return a Loop of 20 steps on 40 samples of four numbers; `config` changes the keys of `LoopConfig`."""

@@ -229,7 +229,8 @@ def test_a_device_that_is_not_there(name):
 
 
 def tree(path):
-    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    """Return the files below `path` but for the lock, which a run that is refused leaves."""
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
 def earlier_run(path):
@@ -280,7 +281,7 @@ def test_a_run_that_starts_replaces_the_earlier_one(config, tmp_path):
     earlier_run(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
     build_loop(config(), tmp_path / "run", overwrite=True).run()
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {CONFIG, "metrics.jsonl"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", CONFIG, "metrics.jsonl"}
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 

@@ -100,13 +100,49 @@ def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path, at: i
     assert again.metrics.state_dict() == {"bytes": (tmp_path / "metrics.jsonl").stat().st_size}
 
 
-def test_until_it_writes_a_resumed_run_leaves_the_file_and_its_state_alone(tmp_path: Path) -> None:
+def test_the_first_step_of_a_resumed_run_cuts_the_file_whether_or_not_it_writes(tmp_path: Path) -> None:
     saver = train(tmp_path, 10)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
+    before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(before) == 4
+
+    class Looks:
+        @hookimpl
+        def on_start(self) -> None:
+            assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before)
+
+        @hookimpl(trylast=True)
+        def before_step(self) -> None:
+            assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
+
     metrics = Metrics()
-    toy_loop({"metrics": metrics, "saver": Saver(metrics, state=saver.state)}, run_dir=tmp_path, steps=4).run()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    plugins = {"metrics": metrics, "saver": Saver(metrics, state=saver.state), "looks": Looks()}
+    toy_loop(plugins, run_dir=tmp_path, steps=4).run()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
     assert metrics.state_dict() == saver.state
+
+
+def test_a_state_without_lines_empties_the_file(tmp_path: Path) -> None:
+    saver = train(tmp_path, 3)
+    metrics = Metrics()
+    plugins = {"metrics": metrics, "saver": Saver(metrics, state=saver.state)}
+    toy_loop(plugins, run_dir=tmp_path, steps=4).run()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("of", ["run", "checkpoint"])
+def test_a_branch_begins_with_the_lines_of_the_run_it_comes_from(tmp_path: Path, of: str) -> None:
+    saver = train(tmp_path / "run", 10)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
+    checkpoint.mkdir(parents=True)
+    metrics = Metrics()
+    plugins = {"metrics": metrics, "saver": Saver(metrics, state=saver.state)}
+    source = checkpoint if of == "checkpoint" else tmp_path / "run"
+    toy_loop(plugins, run_dir=tmp_path / "branch", steps=7, resume=source).run()
+    after = (tmp_path / "branch" / "metrics.jsonl").read_bytes()
+    assert after.splitlines()[:2] == before.splitlines()[:2]
+    assert [line["step"] for line in lines(tmp_path / "branch")] == [5, 10, 5]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_file_that_was_lost_is_begun_anew(tmp_path: Path) -> None:

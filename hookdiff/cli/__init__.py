@@ -16,6 +16,7 @@ from hookdiff.cli.exits import FAILED, WRONG_INPUT
 
 COMMANDS = {
     "run": "Train from a config.",
+    "resume": "Go on with a run that was stopped, for longer or in another directory if you like.",
     "check": "Check a config and print it with every default; build nothing.",
     "data": "Look at what a config would train on: sizes, classes, what is broken, and a picture of it.",
     "sample": "Make images from a trained run.",
@@ -68,8 +69,8 @@ def _summary(entry: EntryPoint) -> str:
 def group() -> None:
     """Train diffusion models with a loop you can read; every feature is a plugin.
 
-    Exit codes: 0 done; 2 the input is wrong; 3 stopped by on_nan; 75 out of time, resume with --resume; 130 or 143
-    stopped by a signal; 1 anything else.
+    Exit codes: 0 done; 2 the input is wrong; 3 stopped by on_nan; 75 out of time, go on with `hookdiff resume`; 130 or
+    143 stopped by a signal; 1 anything else.
     """
 
 

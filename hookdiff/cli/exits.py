@@ -8,6 +8,6 @@ BY_REASON = {
     "done": 0,
     "plugin": 0,
     "on_nan": 3,
-    "time": 75,  # EX_TEMPFAIL: try again with --resume
+    "time": 75,  # EX_TEMPFAIL: go on with `hookdiff resume`
     "signal": 130,
 }

@@ -32,3 +32,18 @@ def override_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         function = option(function)
     return function
+
+
+def training_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what all commands that train take: `override_options` and those of one process of a run."""
+    for option in (
+        click.option("--usr1", is_flag=True, help="On SIGUSR1 save and exit with 75, as when run.max_time is over."),
+        click.option("--fresh", multiple=True, metavar="NAME", help="When it goes on, start this plugin anew."),
+        click.option(
+            "--skip-batches", default=0, type=click.IntRange(0), metavar="N", help="Pass over the next N batches."
+        ),
+        click.option("--lr", metavar="X", help="The learning rate: short for --set optimizer.lr=X."),
+        override_options,
+    ):
+        function = option(function)
+    return function

@@ -21,14 +21,20 @@ def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
     assert loop.run_dir
     took = f"{int(seconds) // 60}:{int(seconds) % 60:02}"
     done = f"{_TOLD.get(reason, reason)} after {loop.progress.step} steps, {loop.progress.epoch} epochs, in {took}"
-    rows = [(f"{path}", _what(path, loop.log.details)) for path in sorted(loop.run_dir.iterdir())]
-    width = max(len(path) for path, _ in rows)
+    rows = [(f"{path}", _what(path, loop.log.details)) for path in _made(loop.run_dir)]
+    width = max((len(path) for path, _ in rows), default=0)
     return "\n".join([f"{name}: {done}", *(f"  {path:<{width}}  {what}" for path, what in rows)])
+
+
+def _made(folder: Path) -> list[Path]:
+    if not folder.is_dir():  # a run that was stopped before its first step
+        return []
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def _what(path: Path, details: Container[str]) -> str:
     if path.is_dir():
-        inside = sorted(path.iterdir())
+        inside = _made(path)
         return f"{len(inside)}, newest {inside[-1].name}" if inside else "empty"
     if path.name == CONFIG:
         return "every key; running it again gives the same run"

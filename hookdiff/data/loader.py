@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -35,6 +37,7 @@ class Loader:
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
             collate_fn=_collate,
+            worker_init_fn=_begin_work,
             generator=Generator(),  # of its own: it would draw from the default one
         )
 
@@ -44,10 +47,44 @@ class Loader:
         Raises UserError for one that cannot be used.
         """
         self.addresses.epoch, self.addresses.parts = epoch, parts
-        for stack in self.loader:
+        with _signals_wait():
+            stacks = iter(self.loader)  # this starts the workers
+        for stack in stacks:
             if isinstance(stack, UserError):
                 raise stack
             yield stack
+
+
+# What Ctrl-C and schedulers send to all processes of a run at once.
+_FOR_ALL = {signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])}
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let the signals wait, here and in processes that are started here until they `_begin_work`."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_ALL)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_work(worker: int) -> None:
+    """Leave it to the training process to stop: it may need more samples before it has, and ends its workers itself.
+
+    It does so with SIGTERM where a worker is stuck, and once more when it exits, so the second one is heeded.
+    """
+
+    def first(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    for number in _FOR_ALL:
+        signal.signal(number, first if number == signal.SIGTERM else signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_ALL)
 
 
 class _Addresses:

@@ -22,7 +22,8 @@ log = logging.getLogger("hookdiff")
 class Aim(Sink):
     """Tracks metrics, pictures and the config in an Aim repository; look at them with `aim up --repo DIR`.
 
-    A resumed run goes on in the same Aim run, where values of steps made again replace the old ones.
+    A resumed run goes on in the same Aim run, where values of steps made again replace the old ones. One that goes on
+    in another directory has an Aim run of its own.
     """
 
     needs: ClassVar[Mapping[str, str]] = {"aim": "hookdiff[aim]"}
@@ -44,6 +45,8 @@ class Aim(Sink):
         folder = self.repo or str(loop.run_dir.parent if loop.run_dir else ".")
         if "://" not in folder:
             _create(folder)
+        if loop.resume not in (None, loop.run_dir):
+            self._hash = None
         self._run = _open(folder, self._hash, self.experiment)
         self._hash = self._run.hash
         if name := self.name or (loop.run_dir and loop.run_dir.name):

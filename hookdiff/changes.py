@@ -1,0 +1,130 @@
+"""What a run that goes on has in another way than its checkpoint, and what it cannot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+from hookdiff.config import AUTO
+from hookdiff.errors import UserError
+from hookdiff.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from hookdiff.loop import Loop
+
+log = logging.getLogger("hookdiff")
+
+_RANDOMNESS = "all randomness follows from it"
+_SPLIT = "samples that were trained on would be held out, or the other way round"
+_NETWORK = "the weights are of the network as it was"
+_MEANING = "the weights have learned this meaning of inputs, times and outputs"
+_OPTIMIZER = "the state of the optimizer is of another kind"
+
+# The keys that cannot change, and why. Everything else may: what a plugin cannot go on with, it says itself.
+FIXED = {
+    "run.seed": _RANDOMNESS,
+    "data.held_out": _SPLIT,
+    "data.balanced": "the epoch under way has another order",
+    **dict.fromkeys(
+        (
+            *("model.use", "model.in_channels", "model.image_size", "model.num_classes"),
+            *("model.channels", "model.channel_mults", "model.num_res_blocks", "model.attention_resolutions"),
+            *("model.head_dim", "model.num_heads", "model.patch_size", "model.hidden_size", "model.depth"),
+            *("model.mlp_ratio", "model.spectral_norm"),
+        ),
+        _NETWORK,
+    ),
+    **dict.fromkeys(
+        (
+            *("diffusion.schedule", "diffusion.timesteps", "diffusion.beta_start", "diffusion.beta_end"),
+            *("diffusion.rescale_betas_zero_snr", "diffusion.time_scale", "diffusion.prediction_type"),
+            *("diffusion.sigma_data", "diffusion.conditional", "diffusion.data_mean", "diffusion.data_std"),
+        ),
+        _MEANING,
+    ),
+    "optimizer.use": _OPTIMIZER,
+    "optimizer.adamw": "weights would go from one optimizer to the other, without their state",
+}
+# Cannot be switched on or off, since an optimizer keeps something for it; another number may do.
+FIXED_SWITCHES = dict.fromkeys(("optimizer.amsgrad", "optimizer.centered", "optimizer.momentum"), _OPTIMIZER)
+
+_NOT_SET = "(not set)"
+
+
+@define(eq=False)
+class Changes:
+    """Says what has changed since the checkpoint that a run goes on from, and refuses what cannot change.
+
+    Where there is no checkpoint, the run starts anew, unless one is `needed`. A rollback is not looked at.
+    """
+
+    defaults: Mapping[str, Any]  # of the config, table by table: a key that an older hookdiff did not know had these
+    needed: bool = False
+    _done: bool = field(init=False, default=False)
+
+    @hookimpl(wrapper=True)
+    def restore(self, loop: Loop) -> Generator[None, Mapping[str, Any], Mapping[str, Any]]:
+        """Compare; raises UserError that lists all that cannot change, or when there is nothing to go on from."""
+        state = yield
+        if not self._done:
+            self._done = True
+            if state:
+                self._compare(loop, state)
+            elif self.needed:
+                raise UserError(f"{loop.resume} has no checkpoint to go on from; run it with --resume to start it anew")
+            else:
+                log.info("%s has no checkpoint to go on from: the run starts anew", loop.resume)
+        return state
+
+    def _compare(self, loop: Loop, state: Mapping[str, Any]) -> None:
+        before, refused, told = state.get("config"), [], []
+        for key, old, new in changes(before, loop.hparams, self.defaults) if before else ():
+            line = f"{key} {_said(old)} -> {_said(new)}"
+            told.append(line)
+            if key in FIXED or (key in FIXED_SWITCHES and bool(old) != bool(new)):
+                refused.append(f"\n  {line}: {FIXED.get(key) or FIXED_SWITCHES[key]}")
+        if refused:
+            raise UserError(
+                "the config differs from that of the checkpoint in what cannot change:" + "".join(refused) + "\n"
+                "set it back, or start another run from the weights alone (model.start_from)"
+            )
+        if told:
+            log.info("changed since the checkpoint: %s", ", ".join(told))
+        samples, then = len(loop.feed.training), state.get("data", {}).get("num_samples")
+        if then not in (None, samples):
+            log.warning("the data has %d samples to train on, and had %d when the checkpoint was made", samples, then)
+
+
+def changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys in which two configs differ, as "table.key", with both values; None is a key that is not set.
+
+    A key that only `new` has does not differ where it has its default, and a plugin that only one has is told by
+    run.plugins alone.
+    """
+    before, now, usual = (dict(_flat(config)) for config in (old, new, defaults))
+    for key in dict.fromkeys((*now, *before)):
+        was, is_now = before.get(key), now.get(key)
+        if (was is None and is_now == usual.get(key)) or is_now == AUTO:  # what is tried out is told when it is found
+            continue
+        table, _, name = key.partition(".")
+        plugin = name.partition(".")[0]
+        one_sided = table == "plugins" and any(plugin not in config.get("plugins", {}) for config in (old, new))
+        if was != is_now and not one_sided:
+            yield key, was, is_now
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def _said(value: Any) -> str:
+    return _NOT_SET if value is None else repr(value)

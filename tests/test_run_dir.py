@@ -1,0 +1,209 @@
+"""The run directory: its lock, and what is written in it when."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hookdiff import UserError, build_loop, hookimpl, load_config, lock_run_dir
+from hookdiff.run_dir import CONFIG, RunDir, check_run_dir, run_of
+from hookdiff.testing import toy_loop
+
+TOLD = "hookdiff: {} is in use by process {} on {}; wait for it, stop it, or choose --out DIR\n"
+USER = """
+import os
+import time
+from pathlib import Path
+
+import torch
+from hookdiff import UserError, hookimpl
+
+class Samples(torch.utils.data.Dataset):
+    "Loaded by workers; each writes down that it is there."
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        Path(f"worker-{os.getpid()}").touch()
+        return torch.full((1, 8, 8), index / 64), 0
+
+class Waits:
+    "Says when it is in the second step, and stays there."
+
+    @hookimpl
+    def after_backward(self, loop):
+        if loop.progress.step == 1:
+            Path("in-a-step").touch()
+            time.sleep(60)
+
+class Keeps:
+    "Has a state that it does not like to see again."
+
+    def state_dict(self):
+        return {"x": 1}
+
+    def load_state_dict(self, state):
+        raise UserError("not this state")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, write_config):
+    (tmp_path / "hd_run_dir.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_config(run={"plugins": ["checkpoint"]})
+    return tmp_path
+
+
+def run_dir_loop(path, **options):
+    return toy_loop({"run_dir": RunDir(path)}, run_dir=path, steps=2, **options)
+
+
+def test_a_second_loop_on_the_same_directory_is_refused_and_the_same_loop_is_not(tmp_path):
+    run = tmp_path / "run"
+    with run_dir_loop(run) as first:
+        lock_run_dir(first)
+        assert (run / ".lock").read_text() == f"{socket.gethostname()} {os.getpid()}\n"
+        with pytest.raises(UserError, match=r"run is in use by another Loop of this process$"):
+            run_dir_loop(run).run()
+        run_dir_loop(tmp_path / "other").run()
+    assert (run / ".lock").read_text() == ""
+    run_dir_loop(run).run()
+    first.reason = None
+    first.run()  # once more
+
+
+def test_a_loop_whose_directory_another_made_meanwhile_is_refused(tmp_path):
+    class Another:
+        @hookimpl
+        def on_start(self):
+            run_dir_loop(tmp_path / "run").run()
+
+    loop = toy_loop({"another": Another(), "run_dir": RunDir(tmp_path / "run")}, run_dir=tmp_path / "run", steps=2)
+    with pytest.raises(UserError, match=r"run exists; go on with --resume"):
+        loop.run()
+
+
+def test_an_existing_directory_is_locked_before_the_model_is_touched(tmp_path):
+    class Looks:
+        @hookimpl(tryfirst=True)
+        def prepare_model(self, loop):
+            assert (loop.run_dir / ".lock").read_text()
+            assert not (loop.run_dir / CONFIG).exists()
+
+    toy_loop({"run_dir": RunDir(tmp_path), "looks": Looks()}, run_dir=tmp_path, steps=1).run()
+    assert (tmp_path / CONFIG).exists()
+
+
+def test_a_folder_with_nothing_but_what_a_killed_start_leaves_is_empty(tmp_path):
+    (tmp_path / ".lock").write_text("elsewhere 17\n")
+    (tmp_path / f".{CONFIG}.partial").write_text("[ru")
+    check_run_dir(tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="exists; go on with"):
+        check_run_dir(tmp_path)
+
+
+def test_overwriting_leaves_the_lock_and_nothing_else(tmp_path):
+    with run_dir_loop(tmp_path):
+        pass
+    before = (tmp_path / ".lock").stat().st_ino
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-1" / "file").touch()
+    (tmp_path / "link").symlink_to("/etc")
+    toy_loop({"run_dir": RunDir(tmp_path, overwrite=True)}, run_dir=tmp_path, steps=1).run()
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", CONFIG}
+    assert (tmp_path / ".lock").stat().st_ino == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
+def test_a_directory_that_is_read_only_is_one_message(tmp_path):
+    tmp_path.chmod(0o555)
+    with pytest.raises(UserError, match="cannot be written: Permission denied"):
+        run_dir_loop(tmp_path).run()
+
+
+def test_a_run_that_cannot_go_on_leaves_its_config(folder):
+    with_keeper = ["checkpoint", "hd_run_dir:Keeps"]
+    build_loop(load_config(folder / "small.toml", with_keeper, ["run.steps=2"]), folder / "run").run()
+    before = (folder / "run" / CONFIG).read_bytes()
+    for out in ("run", "branch"):
+        loop = build_loop(load_config(folder / "small.toml", with_keeper), folder / out, resume=folder / "run")
+        with pytest.raises(UserError, match="not this state"):
+            loop.run()
+    assert (folder / "run" / CONFIG).read_bytes() == before
+    assert not (folder / "branch").exists()
+
+
+def test_who_only_looks_neither_locks_nor_writes(folder, hookdiff):
+    assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=1")[0] == 0
+    (folder / "run" / ".lock").unlink()
+    with build_loop(
+        load_config(folder / "run" / CONFIG), folder / "run", resume=True, hooks=("prepare_model", "restore")
+    ):
+        assert hookdiff("sample", "run", "--num", 1, "--out", "x.png")[0] == 0
+    assert not (folder / "run" / ".lock").exists()
+
+
+def test_which_run_a_path_belongs_to(tmp_path):
+    run = tmp_path / "runs" / "mine"
+    step = run / "checkpoints" / "step-1"
+    step.mkdir(parents=True)
+    (run / CONFIG).touch()
+    assert run_of(run) == run
+    assert run_of(step) == run
+    for path, told in (
+        (run / "checkpoints", "checkpoints is no run directory: it has no config.toml"),
+        (run / CONFIG, "config.toml is no run directory: it has no config.toml"),
+        (tmp_path / "runs" / "mien", "mien: no such folder; did you mean 'mine'?"),
+        (tmp_path / "no" / "where", "where: no such folder"),
+    ):
+        with pytest.raises(UserError) as error:
+            run_of(path)
+        assert str(error.value).endswith(told)
+
+
+def start(folder, *words):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, *sys.path))), "OMP_NUM_THREADS": "1"}
+    code = "from hookdiff.cli import main; main()"
+    return subprocess.Popen([sys.executable, "-c", code, *words], cwd=folder, env=environment, stderr=subprocess.PIPE)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
+def test_one_run_has_one_writer_and_a_dead_one_is_followed_at_once(folder, hookdiff, write_config, caplog):
+    write_config(data={"source": "hd_run_dir:Samples", "workers": 2}, run={"plugins": ["checkpoint"]})
+    process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_run_dir:Waits")
+    try:
+        for _ in range(3000):
+            if (folder / "in-a-step").exists():
+                break
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.02)
+        told = TOLD.format("run", process.pid, socket.gethostname())
+        for way in ("--resume", "--overwrite"):
+            assert hookdiff("run", "small.toml", "--out", "run", way) == (2, "", told)
+        assert (folder / "run" / CONFIG).exists()
+        loaded = {int(path.name.partition("-")[2]) for path in folder.glob("worker-*")}
+        workers = loaded - {process.pid, os.getpid()}  # which looked at the shape of the data
+        assert len(workers) == 2
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert any(map(alive, workers))  # they look for their parent every five seconds
+    assert hookdiff("run", "small.toml", "--out", "run", "--resume", "--set", "data.workers=0")[0] == 0
+    assert f"run: took over the lock of process {process.pid}, which is gone" in caplog.text
+    assert "run has no checkpoint to go on from: the run starts anew" in caplog.messages
