@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Generator, Tensor, nn
 
-from hookdiff import Batch, Config, Loop, SampleRequest, UserError, build_loop, estimate_memory, save_grid
+from hookdiff import Batch, Config, Loop, SampleRequest, UserError, ask_network, build_loop, estimate_memory, save_grid
 from hookdiff_debug import checks, measure
 from hookdiff_debug.checks import Finding
 from hookdiff_debug.measure import LEVELS, Level, Outputs
@@ -198,50 +198,15 @@ def _portray(loop: Loop) -> _Portrait:
         return measure.draw_strip(net, objective, batch.inputs[:_DRAWN], few).cpu()
 
     if len(batch) > 1:
-        portrait.levels = _through_sampler(loop, "model", levels)[0]
-        portrait.averaged, name = _through_sampler(loop, None, levels)
+        portrait.levels = ask_network(loop, "model", levels)[0]
+        portrait.averaged, name = ask_network(loop, None, levels)
         portrait.average = None if name == "model" else name
-    portrait.strip = _through_sampler(loop, None, strip)[0]
+    portrait.strip = ask_network(loop, None, strip)[0]
     sampler: Any = loop.sampler
     loop.sampler = evolve(sampler, steps=min(sampler.steps, _SAMPLER_STEPS))
     portrait.samples = loop.sample(SampleRequest(_MADE)).images.float().cpu()
     loop.sampler = sampler
     return portrait
-
-
-def _through_sampler(loop: Loop, weights: str | None, function: Callable[[nn.Module], Any]) -> tuple[Any, str]:
-    """Return `function` of the network while it holds `weights`, and their name.
-
-    Only who holds an average can lend it, and only to a sampler: so one that asks something else is put in its place.
-    """
-    asks, kept = _Asks(function), loop.sampler
-    loop.sampler = asks
-    try:
-        made = loop.sample(SampleRequest(1, weights=weights))
-    finally:
-        loop.sampler = kept
-    return asks.answer, made.weights
-
-
-@define(eq=False)
-class _Asks:
-    """A sampler that makes nothing, and keeps the answer to a question to the network."""
-
-    question: Callable[[nn.Module], Any]
-    answer: Any = None
-
-    def sample(
-        self,
-        net: nn.Module,
-        objective: Any,
-        shape: Sequence[int],
-        generators: Sequence[Generator],
-        device: torch.device,
-        /,
-        **wanted: Any,
-    ) -> Tensor:
-        self.answer = self.question(net)
-        return torch.zeros(len(generators), *shape, device=device)
 
 
 def _take_over(loop: Loop, saved: Loop) -> None:
