@@ -1,0 +1,71 @@
+"""`hookdiff export`: write the weights of a run for other programs, or a folder that diffusers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path), metavar="FILE|DIR")
+@click.option(
+    "--to",
+    default="safetensors",
+    show_default=True,
+    type=click.Choice(["safetensors", "diffusers"]),
+    help="safetensors: FILE with the model's own keys. diffusers: DIR with model, scheduler and pipeline.",
+)
+@click.option("--weights", help="An average's name, model, or a safetensors file; an average if there is one.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="sampling.KEY=VALUE",
+    help="For diffusers: another sampler than the run's; may be given several times.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export.")
+def command(run: Path, out: Path, to: str, weights: str | None, settings: tuple[str, ...], overwrite: bool) -> None:
+    """Write the weights of RUN, a run directory, to FILE or DIR: those of its newest checkpoint.
+
+    They are to the bit what `hookdiff sample RUN --weights NAME` samples with. For diffusers the scheduler makes the
+    steps of the run's sampler; what it cannot do is refused.
+    """
+    from hookdiff import UnknownWeights, UserError, ask_network, build_loop, load_config, load_into
+    from hookdiff_checkpoint.export import about, check_place, write_weights
+    from hookdiff_checkpoint.to_diffusers import recipe_of, write_folder
+
+    if not (run / "config.toml").is_file():
+        raise UserError(f"{run} is no run directory: it has no config.toml")
+    for setting in settings:
+        if to != "diffusers" or not setting.strip().startswith("sampling."):
+            raise UserError(f"--set {setting}: only --to diffusers reads keys, and only those of [sampling]")
+    check_place(out, to, overwrite)
+    from_file = weights if weights and weights.endswith(".safetensors") else None
+    config = load_config(run / "config.toml", settings=settings)
+    loop = build_loop(config, run, resume=True, hooks=("prepare_model", "restore", "sample"))
+    with loop:
+        if loop.progress.step == 0:
+            raise UserError(f"{run} has no checkpoint to export")
+        if from_file:
+            load_into(loop.model, Path(from_file), asked_by="--weights")
+        recipe = recipe_of(loop) if to == "diffusers" else None
+
+        def write(net: nn.Module) -> str:
+            told = about(loop, from_file)
+            return write_folder(out, net, recipe, loop.feed.shape, told) if recipe else write_weights(out, net, told)
+
+        try:
+            use, name = ask_network(loop, "model" if from_file else weights, write)
+        except UnknownWeights as error:
+            raise UserError(f"--weights: {error}, or a file that ends in .safetensors") from None
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise UserError(f"{out}: cannot be written: {error.strerror or error}{where}") from None
+    whose = f"weights in {from_file}" if from_file else f"{name} weights of step {loop.progress.step}"
+    click.echo(f"{out}: the {whose}\n  {use}")

@@ -1,0 +1,53 @@
+"""The weights of a run in one safetensors file, for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hookdiff import Loop, UserError, new_file, write_tensors
+
+SUFFIX = ".safetensors"
+
+
+def check_place(out: Path, to: str, overwrite: bool) -> None:
+    """Raise UserError unless an export may be written to `out`: only an earlier one is ever replaced."""
+    if to == "safetensors" and out.suffix != SUFFIX:
+        raise UserError(f"{out}: expected a file name that ends in {SUFFIX}; nearest: {out.name}{SUFFIX}")
+    if not out.exists():
+        return
+    if not overwrite:
+        raise UserError(f"{out} is there already; choose another name, or --overwrite to replace it")
+    earlier = out.is_file() if to == "safetensors" else (out / "scheduler" / "scheduler_config.json").is_file()
+    if not earlier:
+        raise UserError(f"{out} is no earlier export to {to}, so --overwrite leaves it alone; choose another name")
+
+
+def write_weights(out: Path, net: nn.Module, about: Mapping[str, str]) -> str:
+    """Write what `net` holds to the file `out`, with `about` in its metadata; return how to use it."""
+    with new_file(out) as path:
+        write_tensors(path, plain_tensors(net), about)
+    return f"model.load_state_dict(safetensors.torch.load_file({str(out)!r}))"
+
+
+def about(loop: Loop, origin: str | None) -> dict[str, str]:
+    """Return the metadata of weights that are sampled with, from the file `origin` or else the run's own.
+
+    A safetensors file holds nothing but strings there.
+    """
+    return {"hookdiff": version("hookdiff"), "step": str(loop.progress.step), "weights": origin or loop.weights}
+
+
+def plain_tensors(net: nn.Module) -> dict[str, Tensor]:
+    """Return the state of `net` as one without parametrisations has it: spectral norm leaves the weight it makes."""
+    tensors = {name: value for name, value in net.state_dict().items() if ".parametrizations." not in f".{name}"}
+    for path, module in net.named_modules():
+        if parametrize.is_parametrized(module):
+            made: Any = module.parametrizations
+            tensors |= {f"{path}.{name}".lstrip("."): getattr(module, name) for name in made}
+    return tensors

@@ -1,0 +1,456 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError, ask_network, build_loop, load_config
+from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.models import UNet
+from hookdiff.sampling import UnknownWeights
+from hookdiff.testing import assert_same, toy_loop
+from hookdiff_checkpoint.to_diffusers import recipe_of
+
+HOOKS = ("prepare_model", "restore", "sample")
+RUN = """
+[run]
+steps = 6
+batch_size = 16
+log_every = 6
+device = "cpu"
+channels_last = false
+plugins = ["ema", "checkpoint", "averages_of_mine:Half"]
+[data]
+source = "digits"
+[plugins.ema]
+decay = [0.9, 0.1]
+[sampling]
+steps = 4
+"""
+OURS = """
+[model]
+use = "unet"
+channels = 8
+num_res_blocks = 1
+head_dim = 8
+[diffusion]
+prediction_type = "sample"
+"""
+THEIRS = """
+[model]
+use = "diffusers:UNet2DModel"
+block_out_channels = [8, 16]
+down_block_types = ["DownBlock2D", "AttnDownBlock2D"]
+up_block_types = ["AttnUpBlock2D", "UpBlock2D"]
+layers_per_block = 1
+norm_num_groups = 4
+"""
+DIT = """
+[model]
+use = "diffusers:DiTTransformer2DModel"
+num_attention_heads = 2
+attention_head_dim = 8
+num_layers = 1
+num_embeds_ada_norm = 10
+"""
+# A plugin that this project does not know, with an "average" of its own.
+MINE = """
+from hookdiff import UnknownWeights, borrowed_weights, hookimpl
+
+class Half:
+    "Lends the half of every weight."
+
+    @hookimpl(wrapper=True)
+    def sample(self, loop, request):
+        if request.weights != "half":
+            try:
+                return (yield)
+            except UnknownWeights as error:
+                error.known.append("half")
+                raise
+        halves = {name: value.detach() / 2 for name, value in loop.model.named_parameters()}
+        with borrowed_weights(loop, "half", halves):
+            return (yield)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a plugin, where configs and runs go."""
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "averages_of_mine.py").write_text(MINE)
+    return folder
+
+
+@pytest.fixture
+def command(place: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Any) -> Any:
+    """Return the command line, which finds that plugin."""
+    monkeypatch.syspath_prepend(place)
+    return hookdiff
+
+
+@pytest.fixture
+def trained(place: Path, command: Any) -> Any:
+    """Return a function that gives the run directory of a config, trained when it is asked for first."""
+
+    def train(name: str, model: str, *settings: str) -> Path:
+        config, run = place / f"{name}.toml", place / "runs" / name
+        if not run.exists():
+            config.write_text(RUN + model)
+            code, _, error = command("run", config, "--out", run, *(part for s in settings for part in ("--set", s)))
+            assert code == 0, error
+        return run
+
+    return train
+
+
+def opened(run: Path, *settings: str) -> Loop:
+    return build_loop(load_config(run / "config.toml", settings=settings), run, resume=True, hooks=HOOKS)
+
+
+def images(run: Path, num: int, weights: str | None, *settings: str, labels: tuple[int, ...] | None = None) -> Tensor:
+    with opened(run, *settings) as loop:
+        return loop.sample(SampleRequest(num, weights=weights, labels=labels)).images
+
+
+@pytest.mark.parametrize("weights", [None, "model", "ema", "ema/decay=0.1", "half"])
+def test_a_file_has_to_the_bit_what_is_sampled_with(
+    trained: Any, command: Any, tmp_path: Path, weights: str | None
+) -> None:
+    run, file = trained("ours", OURS), tmp_path / "there" / "out.safetensors"
+    code, out, _ = command("export", run, file, *(["--weights", weights] if weights else []))
+    name = weights or "ema"
+    assert code == 0
+    assert out == (
+        f"{file}: the {name} weights of step 6\n  model.load_state_dict(safetensors.torch.load_file({str(file)!r}))\n"
+    )
+    model = UNet(in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8)
+    model.load_state_dict(load_file(file))
+    request = SampleRequest(3)
+    noise = request.generators()
+    made = Sampling(steps=4).sample(model.eval(), Diffusion(prediction_type="sample"), (1, 8, 8), noise, "cpu")
+    assert torch.equal(made, images(run, 3, weights))
+    with safe_open(file, framework="pt") as opened_file:
+        said = opened_file.metadata()
+    assert said == {"format": "pt", "hookdiff": said["hookdiff"], "step": "6", "weights": name}
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_the_averages_differ(trained: Any) -> None:
+    run = trained("ours", OURS)
+    made = [images(run, 1, weights) for weights in ("model", "ema", "ema/decay=0.1", "half")]
+    assert all(not torch.equal(one, other) for k, one in enumerate(made) for other in made[:k])
+
+
+def test_weights_from_a_file(trained: Any, command: Any, tmp_path: Path) -> None:
+    run, first, second = trained("ours", OURS), tmp_path / "first.safetensors", tmp_path / "second.safetensors"
+    assert command("export", run, first, "--weights", "half")[0] == 0
+    code, out, _ = command("export", run, second, "--weights", first)
+    assert (code, out.splitlines()[0]) == (0, f"{second}: the weights in {first}")
+    assert_same(load_file(first), load_file(second))
+    with safe_open(second, framework="pt") as file:
+        assert file.metadata()["weights"] == str(first)
+
+
+def test_spectral_norm_leaves_the_weights_that_it_makes(trained: Any, command: Any, tmp_path: Path) -> None:
+    run, file = trained("spectral", OURS, "model.spectral_norm=['down*']"), tmp_path / "out.safetensors"
+    assert command("export", run, file, "--weights", "ema")[0] == 0
+    plain, exported = UNet(in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8), load_file(file)
+    plain.load_state_dict(exported)
+
+    def compare(net: nn.Module) -> int:
+        normalised = [name for name, module in net.named_modules() if parametrize.is_parametrized(module)]
+        for name in normalised:
+            assert torch.equal(exported[f"{name}.weight"], net.get_submodule(name).weight)
+        return len(normalised)
+
+    with opened(run) as loop:
+        assert ask_network(loop, "ema", compare)[0] > 2
+    made = Sampling(steps=4).sample(
+        plain.eval(), Diffusion(prediction_type="sample"), (1, 8, 8), SampleRequest(2).generators(), "cpu"
+    )
+    assert torch.equal(made, images(run, 2, "ema"))
+
+
+def test_an_export_is_replaced_only_when_asked_and_nothing_else_ever(
+    trained: Any, command: Any, tmp_path: Path
+) -> None:
+    run, file, folder = trained("ours", OURS), tmp_path / "out.safetensors", tmp_path / "thesis"
+    file.write_text("precious")
+    folder.mkdir()
+    (folder / "chapter").write_text("precious")
+    code, _, error = command("export", run, file)
+    assert (code, error) == (
+        2,
+        f"hookdiff: {file} is there already; choose another name, or --overwrite to replace it\n",
+    )
+    code, _, error = command("export", run, folder, "--to", "diffusers", "--overwrite")
+    assert code == 2
+    assert error.startswith(f"hookdiff: {folder} is no earlier export to diffusers, so --overwrite leaves it alone")
+    assert (file.read_text(), (folder / "chapter").read_text()) == ("precious", "precious")
+    assert command("export", run, file, "--overwrite")[0] == 0
+    assert len(load_file(file)) > 10
+
+
+def test_what_cannot_be_exported_is_told(trained: Any, command: Any, tmp_path: Path) -> None:
+    run, file = trained("ours", OURS), tmp_path / "out.safetensors"
+    untrained = tmp_path / "untrained"
+    untrained.mkdir()
+    (untrained / "config.toml").write_text(RUN + OURS)
+    (tmp_path / "a file").write_text("")
+    below = tmp_path / "a file" / "out.safetensors"
+    for arguments, message in (
+        ((tmp_path, file), f"{tmp_path} is no run directory: it has no config.toml"),
+        ((untrained, file), f"{untrained} has no checkpoint to export"),
+        (
+            (run, tmp_path / "out"),
+            f"{tmp_path / 'out'}: expected a file name that ends in .safetensors; nearest: out.s",
+        ),
+        ((run, below), f"{below}: cannot be written: File exists ({tmp_path / 'a file'})"),
+        (
+            (run, file, "--weights", "hlaf"),
+            "--weights: no weights of this run are named 'hlaf'; did you mean 'half'?; known: half, ",
+        ),
+        ((run, file, "--weights", "no.safetensors"), "--weights: no.safetensors: no such file"),
+        ((run, file, "--set", "sampling.steps=2"), "--set sampling.steps=2: only --to diffusers reads keys"),
+        (
+            (run, tmp_path / "out", "--to", "diffusers", "--set", "model.channels=4"),
+            "--set model.channels=4: only --to diffusers reads keys, and only those of [sampling]",
+        ),
+        (
+            (run, tmp_path / "out", "--to", "diffusers"),
+            "--to diffusers: model.use: UNet is no class of diffusers; use --to safetensors",
+        ),
+    ):
+        code, out, error = command("export", *arguments)
+        assert (code, out) == (2, "")
+        assert error.startswith(f"hookdiff: {message}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a file", "untrained"]
+
+
+class InDiffusers(nn.Conv2d):
+    """Says that it is of that library, which takes long to import."""
+
+    __module__ = "diffusers.models"
+
+
+def recipe(diffusion: dict[str, Any], sampling: dict[str, Any]) -> Any:
+    model = InDiffusers(1, 1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    data, config = InMemory(torch.zeros(4, 1, 4, 4)), LoopConfig(steps=1, batch_size=4)
+    sampler = Sampling(**sampling)
+    return recipe_of(Loop(model, optimizer, Diffusion(**diffusion), data, config, sampler=sampler))
+
+
+FREE = {"schedule": "flow"}, {"clip_sample": False}
+EDM = {"schedule": "edm", "time_scale": 1.0}, {"clip_sample": False}
+
+
+@pytest.mark.parametrize(
+    ("diffusion", "sampling", "message"),
+    [
+        ({"data_mean": 0.1}, {}, "diffusion.data_mean = (0.1,): its pipelines would show images as the network sees"),
+        ({"data_std": [1.0, 0.5]}, {}, "diffusion.data_std = (1.0, 0.5): its pipelines would show"),
+        ({"prediction_type": "edm"}, {}, "diffusion.prediction_type = 'edm': its schedulers know epsilon, sample, v_"),
+        ({}, {"spacing": "karras"}, "sampling.spacing = 'karras': .* use --set sampling.spacing=trailing"),
+        ({}, {"steps": 30}, "sampling.steps = 30: .* divides diffusion.timesteps = 1000; use --set sampling.steps=25"),
+        ({}, {"sampler": "heun"}, "sampling.sampler = 'heun': no scheduler .* use --set sampling.sampler=ddim"),
+        ({}, {"sampler": "euler", "s_churn": 1.0}, "sampling.s_churn = 1.0: .* use --set sampling.s_churn=0"),
+        (
+            {},
+            {"sampler": "ddpm", "variance": "fixed_large"},
+            "sampling.variance = 'fixed_large': .* use --set sampling.variance=fixed_small",
+        ),
+        ({}, {"sampler": "dpmpp_2m", "spacing": "leading"}, "sampling.spacing = 'leading': .*=trailing"),
+        (
+            {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"},
+            {"sampler": "dpmpp_2m"},
+            "diffusion.rescale_betas_zero_snr = true: .* use --set sampling.sampler=ddim",
+        ),
+        ({"schedule": "flow"}, {}, "sampling.clip_sample = true: its FlowMatch.* use --set sampling.clip_sample=false"),
+        (FREE[0], {**FREE[1], "thresholding": True}, "sampling.thresholding = true: its FlowMatch"),
+        (FREE[0], {**FREE[1], "eta": 0.5}, "sampling.eta = 0.5: its FlowMatch.* use --set sampling.eta=0"),
+        (FREE[0], {**FREE[1], "sampler": "heun"}, "sampling.sampler = 'heun': .* use --set sampling.sampler=euler"),
+        ({**FREE[0], "prediction_type": "v_prediction"}, FREE[1], "diffusion.prediction_type = 'v_prediction': its Fl"),
+        ({**FREE[0], "time_scale": 0.5}, FREE[1], "diffusion.time_scale = 0.5: its FlowMatch.* takes whole numbers"),
+        ({"schedule": "edm"}, EDM[1], r"diffusion.time_scale = 1000.0: its EDMEuler.* ln\(sigma\) / 4; use --to safet"),
+        ({**EDM[0], "prediction_type": "epsilon"}, EDM[1], "diffusion.prediction_type = 'epsilon': its EDMEuler"),
+    ],
+)
+def test_what_no_scheduler_of_diffusers_does_is_refused_by_its_key(
+    diffusion: dict[str, Any], sampling: dict[str, Any], message: str
+) -> None:
+    message = message if ".*" in message else re.escape(message)
+    with pytest.raises(UserError, match=f"^--to diffusers: {message}"):
+        recipe(diffusion, sampling)
+
+
+def test_the_noise_of_the_last_step_matters_only_where_there_is_one() -> None:
+    for changed in ({"spacing": "leading"}, {"steps": 1000}):
+        made = recipe({}, {"sampler": "ddpm", "variance": "fixed_large", **changed})
+        assert (made.scheduler, made.options["variance_type"]) == ("DDPMScheduler", "fixed_large")
+
+
+def test_the_network_is_asked_as_a_sampler_gets_it_and_left_as_it_was() -> None:
+    with toy_loop() as loop:
+        sampler = loop.sampler
+
+        def question(net: nn.Module) -> tuple[bool, bool]:
+            return net.training, torch.is_grad_enabled()
+
+        assert ask_network(loop, None, question) == ((False, False), "model")
+        with pytest.raises(UnknownWeights, match="known: model"):
+            ask_network(loop, "ema", question)
+        with pytest.raises(ZeroDivisionError):
+            ask_network(loop, None, lambda net: 1 // 0)
+        assert loop.sampler is sampler
+        assert loop.model.training
+
+
+def test_who_makes_images_without_a_sampler_cannot_be_asked() -> None:
+    from hookdiff import Samples, hookimpl
+
+    class Makes:
+        @hookimpl
+        def sample(self, request: SampleRequest) -> Samples:
+            return Samples(torch.zeros(request.num, 4), "model")
+
+    with toy_loop({"makes": Makes()}) as loop, pytest.raises(UserError, match=r"makes images without loop\.sampler"):
+        ask_network(loop, None, lambda net: None)
+
+
+@pytest.fixture
+def diffusers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return pytest.importorskip("diffusers")
+
+
+# NumPy 2 says so of a tensor that becomes an array, as the schedulers do it
+slow = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
+]
+
+
+def called(diffusers: Any, out: str, num: int) -> Tensor:
+    """Make the call that was printed, for `num` images of the noise that `hookdiff sample` begins with."""
+    call = out.splitlines()[1].strip()
+    call = (
+        call.replace(")(", ").progress(", 1).removesuffix(")") + ", batch_size=num, generator=noise, output_type='pt')"
+    )
+    quiet = "diffusers." + call.partition(".progress(")[0]
+    pipeline = eval(quiet, {"diffusers": diffusers})
+    pipeline.set_progress_bar_config(disable=True)
+    arguments = call.partition(".progress")[2]
+    made = eval(f"pipeline{arguments}", {"pipeline": pipeline, "num": num, "noise": SampleRequest(num).generators()})
+    return made.images * 2 - 1
+
+
+PROCESSES = {
+    "linear, epsilon": (),
+    "linear, v": ("diffusion.prediction_type=v_prediction",),
+    "cosine, epsilon": ("diffusion.schedule=cosine",),
+    "cosine, v": ("diffusion.schedule=cosine", "diffusion.prediction_type=v_prediction"),
+    "sigmoid, sample": ("diffusion.schedule=sigmoid", "diffusion.prediction_type=sample"),
+    "scaled, zero SNR": (
+        *("diffusion.schedule=scaled_linear", "diffusion.rescale_betas_zero_snr=true"),
+        "diffusion.prediction_type=v_prediction",
+    ),
+}
+SAMPLERS = {
+    "ddim": (),
+    "ddim, 50 steps": ("sampling.steps=50",),
+    "ddim, eta": ("sampling.eta=0.5",),
+    "ddim, leading": ("sampling.spacing=leading",),
+    "ddim, thresholding": ("sampling.thresholding=true", "sampling.dynamic_thresholding_ratio=0.9"),
+    "ddim, free": ("sampling.clip_sample=false",),
+    "euler": ("sampling.sampler=euler",),
+    "ddpm": ("sampling.sampler=ddpm", "sampling.steps=20"),
+    "ddpm, large": ("sampling.sampler=ddpm", "sampling.variance=fixed_large", "sampling.spacing=leading"),
+    "dpmpp_2m": ("sampling.sampler=dpmpp_2m", "sampling.steps=20"),
+    "dpmpp_2m, free": ("sampling.sampler=dpmpp_2m", "sampling.steps=20", "sampling.clip_sample=false"),
+}
+OWN_LOOPS = [
+    ("classes", THEIRS + "num_class_embeds = 11", ()),
+    ("dit", DIT, ("diffusion.prediction_type=v_prediction",)),
+    ("flow", THEIRS, ("diffusion.schedule=flow", "diffusion.time_shift=3", "sampling.clip_sample=false")),
+    ("flow-euler", THEIRS, ("diffusion.schedule=flow", "sampling.sampler=euler", "sampling.clip_sample=false")),
+    ("edm", THEIRS, ("diffusion.schedule=edm", "diffusion.time_scale=1", "sampling.clip_sample=false")),
+]
+USUAL = ("ddim", "ddim, 50 steps", "ddpm")
+
+
+class TestWithDiffusers:
+    pytestmark = slow
+
+    @pytest.mark.parametrize(
+        ("process", "sampler"),
+        [(p, s) for p in PROCESSES for s in SAMPLERS if p in ("linear, epsilon", "scaled, zero SNR") or s in USUAL],
+    )
+    def test_a_pipeline_makes_the_same_images(
+        self, diffusers: Any, trained: Any, command: Any, tmp_path: Path, process: str, sampler: str
+    ) -> None:
+        name = re.sub(r"\W+", "-", process)
+        run, settings = trained(name, THEIRS, "run.steps=40", *PROCESSES[process]), SAMPLERS[sampler]
+        asked = [part for setting in settings for part in ("--set", setting)]
+        code, out, error = command("export", run, tmp_path / "out", "--to", "diffusers", "--weights", "ema", *asked)
+        if sampler.startswith("dpmpp_2m") and "zero SNR" in process:
+            assert (code, "rescale_betas_zero_snr" in error) == (2, True)
+            return
+        assert code == 0, error
+        ours, theirs = images(run, 3, "ema", *settings), called(diffusers, out, 3)
+        assert ours.std() > 0.1
+        # The schedulers keep their tables in float32.
+        torch.testing.assert_close(theirs, ours.clamp(-1, 1), rtol=0, atol=5e-5)
+
+    @pytest.mark.parametrize("weights", ["model", "ema", "ema/decay=0.1", "half"])
+    def test_the_weights_are_those_that_are_sampled_with(
+        self, diffusers: Any, trained: Any, command: Any, tmp_path: Path, weights: str
+    ) -> None:
+        run, folder = trained("linear-epsilon", THEIRS, "run.steps=40"), tmp_path / "out"
+        assert command("export", run, folder, "--to", "diffusers", "--weights", weights)[0] == 0
+        theirs = diffusers.UNet2DModel.from_pretrained(folder, subfolder="unet").state_dict()
+        with opened(run) as loop:
+            assert_same(
+                theirs, ask_network(loop, weights, lambda net: {k: v.clone() for k, v in net.state_dict().items()})[0]
+            )
+        with safe_open(folder / "unet" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
+            assert file.metadata()["weights"] == weights
+        assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "DDIMPipeline"
+        assert isinstance(diffusers.DiffusionPipeline.from_pretrained(folder), diffusers.DDIMPipeline)
+        assert command("export", run, folder, "--to", "diffusers")[0] == 2
+        assert command("export", run, folder, "--to", "diffusers", "--overwrite")[0] == 0
+
+    @pytest.mark.parametrize(("name", "model", "settings"), OWN_LOOPS, ids=[name for name, *_ in OWN_LOOPS])
+    def test_what_no_pipeline_does_is_made_in_a_loop_as_it_is_told(
+        self, diffusers: Any, trained: Any, command: Any, tmp_path: Path, name: str, model: str, settings: Any
+    ) -> None:
+        run, folder = trained(name, model, "run.steps=40", *settings), tmp_path / "out"
+        code, out, error = command("export", run, folder, "--to", "diffusers", "--weights", "ema")
+        assert code == 0, error
+        assert not (folder / "model_index.json").exists()
+        lines = [line.strip() for line in out.splitlines()[1:]]
+        assert lines[0].startswith("diffusers has no pipeline for ")
+        names = vars(diffusers) | {kind: getattr(diffusers, kind) for kind in re.findall(r"(\w+)\.from_pre", out)}
+        exec("\n".join(lines[1:4]), names)
+        step = compile(lines[4].partition(", for each")[0], "told", "exec")
+        scheduler, net = names["scheduler"], names["model"].eval()
+        labels = (3, 7, -1) if "embed" in model else None
+        rows = {} if labels is None else {"class_labels": torch.tensor([3, 7, 10])}
+        x = torch.stack([torch.randn(1, 8, 8, generator=g) for g in SampleRequest(3).generators()])
+        names["x"] = x * getattr(scheduler, "init_noise_sigma", 1.0)
+        scaled = getattr(scheduler, "scale_model_input", lambda x, t: x)
+        with torch.no_grad():
+            for names["t"] in scheduler.timesteps:
+                shown = scaled(names["x"], names["t"])
+                names["output"] = net(shown, names["t"].expand(3), **rows).sample
+                exec(step, names)
+        ours = images(run, 3, "ema", labels=labels)
+        assert ours.std() > 0.1
+        # EDM's begins with sqrt(sigma_max² + 1)
+        torch.testing.assert_close(names["x"], ours, rtol=0, atol=1e-3 if name == "edm" else 5e-5)
