@@ -64,6 +64,11 @@ def test_all_code_is_in_a_language_that_is_tested() -> None:
 def test_python_runs(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The blocks of a page are one program, read from top to bottom; the run that it looks at is the short one.
     monkeypatch.chdir(folder)
+    for line in "".join(blocks(page, "sh")).splitlines():
+        if line.startswith("hookdiff export"):  # what it writes is loaded
+            monkeypatch.setattr(sys, "argv", [*shlex.split(line), "--overwrite"])
+            with pytest.raises(SystemExit, match=r"^0$"):
+                main()
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         exec(compile(block, page, "exec"), names)
@@ -85,6 +90,8 @@ def test_commands_run(
     if command == "run":
         resumes = "--resume" in rest
         rest += SHORT if resumes else [*SHORT, "--out", str(tmp_path / "run")]
+    if command == "export":
+        rest.append("--overwrite")  # of a test before
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [program, command, *rest])
     with pytest.raises(SystemExit) as end:
