@@ -18,6 +18,9 @@ from hookdiff.log import MACHINE
 # The config is what we changed ourselves, and the length of a file in which times are written is the machine's.
 NOT_COMPARED = ("config/", "plugins/metrics/")
 
+FILE = "the file "
+DIGEST = "tensor "  # so begins a text that stands for a tensor
+
 
 @define(frozen=True)
 class Difference:
@@ -28,9 +31,9 @@ class Difference:
     values: tuple[str, ...]  # both; or one text that tells how far they are from each other
     is_text: bool = False  # a name or a time, perhaps
 
-    def told(self, again: str) -> str:
-        """Return it in words; `again` says what the other run is."""
-        return f"{self.what}: " + (", and ".join(self.values) + f" {again}" if len(self.values) > 1 else self.values[0])
+    def told(self, when: str) -> str:
+        """Return it in words; `when` says of the other run what it is."""
+        return f"{self.what}: " + (", and ".join(self.values) + f" {when}" if len(self.values) > 1 else self.values[0])
 
 
 def read_numbers(path: Path) -> list[dict[str, Any]]:
@@ -68,14 +71,13 @@ def compare_numbers(
 
 
 def compare_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    """Compare what a state holds besides tensors."""
+    """Compare what states hold besides tensors, or with digests in place of tensors."""
     for name in unequal(one, other):
         if not name.startswith(NOT_COMPARED):
-            here, there = one.get(name), other.get(name)
-            is_text = isinstance(here, str) and isinstance(there, str)
-            yield Difference(
-                f"{name} in the state at the end", owner_of_state(name), _both(repr(here), repr(there)), is_text
-            )
+            values = one.get(name), other.get(name)
+            is_text = all(isinstance(value, str) and not value.startswith(DIGEST) for value in values)
+            told = _both(*(str(state[name]) if name in state else None for state in (one, other)))
+            yield Difference(f"{name} in the state", owner_of_state(name), told, is_text)
 
 
 def compare_tensors(one: Path, other: Path) -> Iterator[Difference]:
@@ -84,7 +86,7 @@ def compare_tensors(one: Path, other: Path) -> Iterator[Difference]:
         here, there = (stack.enter_context(safe_open(path, "pt")) for path in (one, other))
         names, others = set(here.keys()), set(there.keys())
         for name in sorted(names | others):
-            what, owner = f"the tensor {name} at the end", owner_of_state(name)
+            what, owner = f"{name} in the state", owner_of_state(name)
             if name not in names or name not in others:
                 yield Difference(what, owner, _both(*("there" if name in known else None for known in (names, others))))
             elif told := _tensors_told(here.get_tensor(name), there.get_tensor(name)):
@@ -111,10 +113,10 @@ def compare_files(
     for name in sorted(one.keys() | other.keys()):
         if name not in one or name not in other:
             told = _both(*("there" if name in known else None for known in (one, other)))
-            yield Difference(f"the file {name}", owner(name), told)
+            yield Difference(FILE + name, owner(name), told)
         elif (here := one[name].read_bytes()) != (there := other[name].read_bytes()):
             yield Difference(
-                f"the file {name}",
+                FILE + name,
                 owner(name),
                 _both(f"{len(here)} bytes", f"{len(there)} other bytes"),
                 _is_text(here),

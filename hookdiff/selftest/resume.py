@@ -1,7 +1,7 @@
 """Does a run that is killed and resumed end as the run that was never stopped? Tried with real processes.
 
-Three runs of one config in a temporary folder: one is never stopped; one is killed some steps after a checkpoint in
-its middle; the third resumes that one. Then everything is compared, bit for bit.
+In a temporary folder one run is never stopped, and another of the same config is killed some steps after a checkpoint
+in its middle and resumed. Up to there both have to be the same, or nothing can be said; then everything is compared.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hookdiff.metrics import METRICS
 from hookdiff.progress import Every
 from hookdiff.run_dir import CONFIG
 from hookdiff.selftest.compare import (
+    FILE,
     NOT_COMPARED,
     Difference,
     compare_files,
@@ -97,10 +98,14 @@ def prove(config: Config, steps: int, workers: int, tell: Callable[[str], object
                 f"more --steps than {plan.steps}"
             )
         _expect(code, runs.killed, "the run that was to be killed", runs.output)
+        unlike, names = runs.unlike()
+        if unlike:
+            return _unstable(unlike, runs)
         tell("resuming it")
         if code := runs.train("cut", resume=True):
-            return Outcome(False, [f"the resumed run failed with exit code {code}:", *runs.output])
-        return _judge(runs, tell)
+            last = runs.output[-1] if runs.output else "it said nothing"
+            return Outcome(False, [f"the resumed run failed with exit code {code}: {last}", *runs.output])
+        return _judge(runs, names)
 
 
 def make_plan(config: Config, steps: int, workers: int) -> Plan:
@@ -198,35 +203,48 @@ class _Runs:
         path = self.seen(name) / f"{moment}.json"
         return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
-    def compare(self, one: str, other: str) -> list[Difference]:
-        """Return what differs between two runs: what was logged in the order of steps, then the end, then files."""
-        owners = self.noted(one, END)["owners"] | self.noted(other, END)["owners"]
+    def unlike(self) -> tuple[list[Difference], list[str]]:
+        """Return how the killed run was unlike the other before it was killed, and what may be: the names of texts.
 
-        def owner(name: str) -> str:
-            first = name.partition("/")[0]
-            known = owners.get(name) or (first if first in self.config.plugins else "")
-            return known if known in self.config.plugins else ""
+        Until then both were never stopped.
+        """
+        whole, cut = (read_numbers(self.run_dir(name) / METRICS) for name in ("whole", "cut"))
+        last = max((record["step"] for record in cut), default=0)  # of whose lines some may not be there yet
+        early = ([record for record in records if record["step"] < last] for records in (whole, cut))
+        states = compare_values(self.noted("whole", SAVED)["state"], self.noted("cut", SAVED)["state"])
+        found = [*compare_numbers(next(early), next(early), self.owner), *states]
+        return [each for each in found if not each.is_text], [each.what for each in found if each.is_text]
 
-        metrics = read_numbers(self.run_dir(one) / METRICS), read_numbers(self.run_dir(other) / METRICS)
+    def compare(self) -> list[Difference]:
+        """Return what differs at the end: what was logged in the order of steps, then the states, then files."""
+        whole, cut = "whole", "cut"
         return [
-            *compare_numbers(*metrics, owner),
-            *compare_values(self.noted(one, END)["values"], self.noted(other, END)["values"]),
-            *compare_tensors(self.seen(one) / f"{END}.safetensors", self.seen(other) / f"{END}.safetensors"),
-            *compare_files(self._files(one), self._files(other), owner),
+            *compare_numbers(
+                read_numbers(self.run_dir(whole) / METRICS), read_numbers(self.run_dir(cut) / METRICS), self.owner
+            ),
+            *compare_values(self.noted(whole, END)["values"], self.noted(cut, END)["values"]),
+            *compare_tensors(self.seen(whole) / f"{END}.safetensors", self.seen(cut) / f"{END}.safetensors"),
+            *compare_files(self._files(whole), self._files(cut), self.owner),
         ]
 
-    def culprit(self, other: str, found: Sequence[Difference]) -> str | None:
-        """Return the plugin that made `other` differ from the run that was never stopped, as far as that shows.
+    def owner(self, name: str) -> str:
+        """Return the plugin that logged the number `name` or wrote the file; "" where it is the core."""
+        first = name.partition("/")[0]
+        logged = self.noted("whole", END)["owners"] | self.noted("cut", END).get("owners", {})
+        known = logged.get(name) or first
+        return known if known in self.config.plugins else ""
+
+    def culprit(self, found: Sequence[Difference]) -> str | None:
+        """Return the plugin that made the resumed run another, as far as that shows.
 
         It is the one in whose call weights or gradients became others; or whose is something of what was `found`, who
         draws from a global generator rather than the first.
         """
-        whole, trace = (self.noted(name, END)["trace"] for name in ("whole", other))
+        whole, trace = (self.noted(name, END)["trace"] for name in ("whole", "cut"))
         begin = min((position for position, *_ in trace), default=0)
         pairs = zip([entry for entry in whole if entry[0] >= begin], trace, strict=False)
         changed = next((entry[2] for expected, entry in pairs if expected != entry), None)
-        drew = [plugin for name in ("whole", other) for plugin in self.noted(name, END)["drew"]]
-        owners = [difference.owner for difference in found]
+        drew, owners = self.noted("whole", END)["drew"], [difference.owner for difference in found]
         likely = (changed, *(plugin for plugin in drew if plugin in owners), *owners, *drew)
         return next((plugin for plugin in likely if plugin in self.config.plugins), None)
 
@@ -284,27 +302,21 @@ class _Runs:
         }
 
 
-def _judge(runs: _Runs, tell: Callable[[str], object]) -> Outcome:
-    found = runs.compare("whole", "cut")
-    ignored: list[str] = []
-    if found:
-        tell("there are differences; training once more without a stop, to see what differs then too")
-        _expect(runs.train("again"), 0, "the run that is never stopped", runs.output)
-        always = {difference.what: difference for difference in runs.compare("whole", "again")}
-        if unstable := [difference for difference in always.values() if not difference.is_text]:
-            return _unstable(unstable, runs)
-        ignored = [difference.what for difference in found if difference.what in always]
-        found = [difference for difference in found if difference.what not in always]
-    if found:
-        return _failure(found, runs)
+def _judge(runs: _Runs, names: Sequence[str]) -> Outcome:
+    """Tell what came out; `names` are texts in the state that no two runs have in common."""
+    found = [difference for difference in runs.compare() if difference.what not in names]
+    # A text in the state that was the same up to the save has to stay so; one in a file may hold times.
+    files = [difference.what for difference in found if difference.is_text and difference.what.startswith(FILE)]
+    if wrong := [difference for difference in found if difference.what not in files]:
+        return _failure(wrong, runs)
     plan, (before, after) = runs.plan, runs.plan.workers
     lines = [
         f"the resumed run is the run that was never stopped, bit for bit: saved at {plan}; killed later"
         + (f"; resumed with {after} workers after {before}" if before != after else ""),
         f"compared: {runs.counts()}",
     ]
-    if ignored:
-        lines.append(f"not compared, since it differs without a stop, too: {_some(ignored)}")
+    if names or files:
+        lines.append(f"not the same, but texts, which may be names or times: {_some([*names, *files])}")
     if plan.untried:
         lines.append(
             f"not tried, since it is not due within {plan.steps} steps: {_some(plan.untried)}; lower it with --set, or "
@@ -316,15 +328,17 @@ def _judge(runs: _Runs, tell: Callable[[str], object]) -> Outcome:
 def _failure(found: Sequence[Difference], runs: _Runs) -> Outcome:
     """Tell of the plugin that resumed otherwise, and not of one that only saw what came of it."""
     reloaded = runs.reloaded()
-    plugin = next(iter(reloaded), None) or runs.culprit("cut", found)
+    plugin = next(iter(reloaded), None) or runs.culprit(found)
     if plugin is None:
         lines = [
-            f"not resumed exactly: {found[0].told(_RESUMED)}",
+            f"not resumed exactly; first seen: {found[0].told(_RESUMED)}",
             "it belongs to no plugin; do the model, the data or the optimizer keep more than what is in their "
             "state_dict, or draw random numbers of their own?",
         ]
     else:
-        lines = [f"not resumed exactly because of the plugin {plugin!r}: {_of(plugin, found).told(_RESUMED)}"]
+        lines = [
+            f"not resumed exactly because of the plugin {plugin!r}; first seen: {_of(plugin, found).told(_RESUMED)}"
+        ]
         lines += reloaded.get(plugin, [])
         if names := runs.forgotten(plugin):
             lines.append(f"not the same at the save and right after the resume: its field {_some(names)}")
@@ -337,13 +351,15 @@ def _failure(found: Sequence[Difference], runs: _Runs) -> Outcome:
 
 def _unstable(found: Sequence[Difference], runs: _Runs) -> Outcome:
     """Tell of a run of which nothing can be said, since it never is the same."""
-    plugin = runs.culprit("again", found)
+    likely = (*runs.noted("whole", END)["drew"], *(difference.owner for difference in found))
+    plugin = next((plugin for plugin in likely if plugin in runs.config.plugins), None)
     first = (_of(plugin, found) if plugin else found[0]).told("the second time")
     blamed = f", because of the plugin {plugin!r}" if plugin else ""
-    lines = [f"the run is not the same twice, even when it is never stopped{blamed}: {first}"]
+    lines = [f"the run is not the same twice, even when it is never stopped{blamed}; first seen: {first}"]
     if plugin:
         lines += runs.drew(plugin)
-    lines.append("on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)")
+    else:
+        lines.append("on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)")
     return Outcome(False, [*lines, _all(found)])
 
 

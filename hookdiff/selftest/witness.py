@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hookdiff.files import check_tensors, write_tensors
 from hookdiff.hookspecs import Reason, hookimpl
+from hookdiff.selftest.compare import DIGEST
 from hookdiff.state import flatten, run_state
 
 if TYPE_CHECKING:
@@ -168,9 +169,9 @@ def _digested(state: Mapping[str, Any]) -> dict[str, Any]:
 def _digest(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous()
     if data.numel() == 1:
-        return f"tensor {data.item()!r}"
+        return f"{DIGEST}{data.item()!r}"
     digest = hashlib.sha256(data.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:16]
-    return f"tensor {str(data.dtype).removeprefix('torch.')} {list(data.shape)} {digest}"
+    return f"{DIGEST}{str(data.dtype).removeprefix('torch.')} {list(data.shape)} {digest}"
 
 
 def _fields(plugin: object) -> dict[str, Any]:
