@@ -142,6 +142,15 @@ def test_a_file_has_to_the_bit_what_is_sampled_with(
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+def test_one_checkpoint_of_a_run(trained: Any, command: Any, tmp_path: Path) -> None:
+    run, file = trained("kept", OURS, "plugins.checkpoint.every=2"), tmp_path / "out.safetensors"
+    code, out, error = command("export", run / "checkpoints" / "step-00000004", file, "--weights", "model")
+    assert (code, out.splitlines()[0]) == (0, f"{file}: the model weights of step 4"), error
+    assert_same(load_file(file), load_file(run / "checkpoints" / "step-00000004" / "model.safetensors"))
+    newest = load_file(run / "checkpoints" / "step-00000006" / "model.safetensors")
+    assert any(not torch.equal(value, newest[name]) for name, value in load_file(file).items())
+
+
 def test_the_averages_differ(trained: Any) -> None:
     run = trained("ours", OURS)
     made = [images(run, 1, weights) for weights in ("model", "ema", "ema/decay=0.1", "half")]
