@@ -32,6 +32,13 @@ class NaN:
         output = yield
         return evolve(output, loss=output.loss * float("nan")) if loop.progress.position == 2 else output
 
+class Ages:
+    "Lets a minute go by in the third step."
+
+    @hookimpl
+    def after_backward(self, loop):
+        loop.began -= 60 * (loop.progress.step == 2)
+
 class Late:
     "Gets a signal when the run is already done."
 
@@ -155,7 +162,8 @@ def test_order_prints_who_is_called_when(hookdiff, folder):
     rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert code == 0
     assert list(rows) == list(HOOK_NAMES)
-    assert rows["after_optimizer_step"] == "ema (first) > lr > samples > ema (last) > checkpoint (last)"
+    assert rows["after_optimizer_step"] == "ema (first) > lr > checkpoint > samples > ema (last)"
+    assert rows["between_steps"] == "checkpoint (last)"
     assert rows["sample"] == "ema (around)"
     assert rows["after_backward"] == "clip (last)"
     assert rows["on_nan"] == "-"
@@ -412,11 +420,18 @@ def test_a_wrong_rate_is_told_as_the_key_it_stands_for(hookdiff, folder):
 
 
 def test_a_run_that_is_out_of_time_exits_75_and_can_go_on(hookdiff, folder):
-    code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--set", "run.max_time=0.000001 s")
+    limit = "--plugins", "hd_cli_user:Ages", "--set", "run.max_time=1 min"
+    code, out, _ = hookdiff("run", "small.toml", "--out", "run", *limit)
     assert code == 75
-    assert out.startswith("small: out of time after ")
-    assert checkpoints(folder / "run")
+    assert out.startswith("small: out of time after 3 steps")
+    assert checkpoints(folder / "run") == ["step-00000003"]
     assert hookdiff("run", "small.toml", "--out", "run", "--resume")[0] == 0
+
+
+def test_a_run_that_had_no_time_for_a_step_exits_75_and_is_begun_again(hookdiff, folder, caplog):
+    assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.max_time=0.000001 s")[0] == 75
+    assert hookdiff("run", "small.toml", "--out", "run", "--resume")[0] == 0
+    assert "run has no checkpoint to go on from: the run starts anew" in caplog.messages
 
 
 def test_a_signal_after_the_end_does_not_make_a_run_that_is_done_a_stopped_one(hookdiff, folder):

@@ -24,7 +24,7 @@ def test_the_hooks_are_those_of_the_contract():
     assert HOOK_NAMES[:3] == ("prepare_model", "restore", "on_start")
     promised = {"before_step", "after_backward", "after_optimizer_step", "on_epoch_end", "on_nan"}
     assert promised <= set(HOOK_NAMES)
-    assert len(HOOK_NAMES) == 18
+    assert len(HOOK_NAMES) == 19
 
 
 @pytest.mark.parametrize("name", RESERVED)
