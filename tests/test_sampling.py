@@ -6,8 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError
+from hookdiff import (
+    InMemory,
+    Loop,
+    LoopConfig,
+    SampleRequest,
+    Samples,
+    UnknownWeights,
+    UserError,
+    ask_network,
+    hookimpl,
+)
 from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.testing import toy_loop
 
 counts = st.integers(1, 40)
 
@@ -100,3 +111,29 @@ def test_training_gives_the_network_labels_and_leaves_some_out() -> None:
     Loop(model, optimizer, objective, data, LoopConfig(epochs=1, batch_size=1000, micro_batch=100)).run()
     counted = torch.cat(seen).add(1).bincount().div(1000).tolist()
     assert counted == pytest.approx([0.25] + [0.75 / 4] * 4, abs=0.04)
+
+
+def test_the_network_is_asked_as_a_sampler_gets_it_and_left_as_it_was() -> None:
+    with toy_loop() as loop:
+        sampler = loop.sampler
+
+        def question(net: nn.Module) -> tuple[bool, bool]:
+            return net.training, torch.is_grad_enabled()
+
+        assert ask_network(loop, None, question) == ((False, False), "model")
+        with pytest.raises(UnknownWeights, match="known: model"):
+            ask_network(loop, "ema", question)
+        with pytest.raises(ZeroDivisionError):
+            ask_network(loop, None, lambda net: 1 // 0)
+        assert loop.sampler is sampler
+        assert loop.model.training
+
+
+def test_who_makes_images_without_a_sampler_cannot_be_asked() -> None:
+    class Makes:
+        @hookimpl
+        def sample(self, request: SampleRequest) -> Samples:
+            return Samples(torch.zeros(request.num, 4), "model")
+
+    with toy_loop({"makes": Makes()}) as loop, pytest.raises(UserError, match=r"makes images without loop\.sampler"):
+        ask_network(loop, None, lambda net: None)

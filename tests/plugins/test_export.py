@@ -13,8 +13,7 @@ from torch.nn.utils import parametrize
 from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError, ask_network, build_loop, load_config
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.models import UNet
-from hookdiff.sampling import UnknownWeights
-from hookdiff.testing import assert_same, toy_loop
+from hookdiff.testing import assert_same
 from hookdiff_checkpoint.to_diffusers import recipe_of
 
 HOOKS = ("prepare_model", "restore", "sample")
@@ -304,34 +303,6 @@ def test_the_noise_of_the_last_step_matters_only_where_there_is_one() -> None:
     for changed in ({"spacing": "leading"}, {"steps": 1000}):
         made = recipe({}, {"sampler": "ddpm", "variance": "fixed_large", **changed})
         assert (made.scheduler, made.options["variance_type"]) == ("DDPMScheduler", "fixed_large")
-
-
-def test_the_network_is_asked_as_a_sampler_gets_it_and_left_as_it_was() -> None:
-    with toy_loop() as loop:
-        sampler = loop.sampler
-
-        def question(net: nn.Module) -> tuple[bool, bool]:
-            return net.training, torch.is_grad_enabled()
-
-        assert ask_network(loop, None, question) == ((False, False), "model")
-        with pytest.raises(UnknownWeights, match="known: model"):
-            ask_network(loop, "ema", question)
-        with pytest.raises(ZeroDivisionError):
-            ask_network(loop, None, lambda net: 1 // 0)
-        assert loop.sampler is sampler
-        assert loop.model.training
-
-
-def test_who_makes_images_without_a_sampler_cannot_be_asked() -> None:
-    from hookdiff import Samples, hookimpl
-
-    class Makes:
-        @hookimpl
-        def sample(self, request: SampleRequest) -> Samples:
-            return Samples(torch.zeros(request.num, 4), "model")
-
-    with toy_loop({"makes": Makes()}) as loop, pytest.raises(UserError, match=r"makes images without loop\.sampler"):
-        ask_network(loop, None, lambda net: None)
 
 
 @pytest.fixture
