@@ -152,7 +152,7 @@ def snapshot(loop: Loop) -> dict[str, Any]:
 
 def leaves(tree: Any, where: str = "") -> dict[str, Any]:
     """Return the values in nested dicts by path, as flat names of tensors are."""
-    if not isinstance(tree, Mapping) or not tree:
+    if not isinstance(tree, Mapping):
         return {where: tree}
     found: dict[str, Any] = {}
     for key, value in tree.items():
