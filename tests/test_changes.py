@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +70,15 @@ def test_what_cannot_change_are_keys_that_there_are():
     for key in (*FIXED, *FIXED_SWITCHES):
         table, _, name = key.partition(".")
         assert name in known[table], key
+
+
+def test_what_cannot_change_is_in_the_docs():
+    page = Path(__file__).parents[1] / "docs" / "how-to.md"
+    if not page.exists():
+        pytest.skip("needs the sources")
+    (table,) = re.findall(r"^\| \| why not \|\n\|---\|---\|\n((?:\|.*\n)*)", page.read_text("utf-8"), re.M)
+    told = {key: row.split("|")[2].strip() for row in table.splitlines() for key in re.findall(r"`(\w+\.\w+)`", row)}
+    assert told == {**FIXED, **FIXED_SWITCHES}
 
 
 class Kept:

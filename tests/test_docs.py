@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,8 @@ def test_commands_run(
     if command == "run":
         resumes = "--resume" in rest
         rest += SHORT if resumes else [*SHORT, "--out", str(tmp_path / "run")]
+    if command == "resume":
+        rest += ["--steps", "6"]
     if command == "export":
         rest.append("--overwrite")  # of a test before
     monkeypatch.chdir(folder)
@@ -98,6 +101,17 @@ def test_commands_run(
         main()
     assert end.value.code == 0
     assert capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_batch_scripts_are_bash() -> None:
+    scripts = re.findall(
+        r"^```\n(#!/bin/bash\n.*?)^```$", (ROOT / "docs" / "how-to.md").read_text("utf-8"), re.M | re.S
+    )
+    assert scripts
+    for script in scripts:
+        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")])

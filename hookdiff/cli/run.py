@@ -64,8 +64,9 @@ def train(
         if name not in config.plugins:
             raise UserError(f"--fresh {name}: no plugin of this run{nearest(name, config.plugins)}")
     run_dir = run_dir or Path("runs") / config.run.name
-    if resume is True:
-        resume = run_dir.exists()
+    if resume is True and not run_dir.exists():
+        resume = False
+        log.info("%s is not there yet: the run starts", run_dir)
     check_run_dir(run_dir, resume in (True, run_dir), overwrite)
     experiment.probe(config, resume=bool(resume))
     signals = Signals(usr1)
