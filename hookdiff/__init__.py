@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hookdiff.dispatch import HookError
     from hookdiff.errors import ConfigError, PluginError, StorageError, UserError, nearest
     from hookdiff.experiment import build_loop, try_optimizers
-    from hookdiff.files import Written, check_tensors, new_file, new_folder, write_file, write_tensors
+    from hookdiff.files import Written, check_tensors, make_folder, new_file, new_folder, write_file, write_tensors
     from hookdiff.fit_micro_batch import FitMicroBatch
     from hookdiff.hookspecs import Hooks, Reason, Verdict, hookimpl
     from hookdiff.images import as_pictures, check_writable, save_grid
@@ -88,6 +88,7 @@ _HOME = {
     "load_config": "hookdiff.config",
     "load_into": "hookdiff.start",
     "lock_run_dir": "hookdiff.lock",
+    "make_folder": "hookdiff.files",
     "nearest": "hookdiff.errors",
     "new_file": "hookdiff.files",
     "new_folder": "hookdiff.files",
@@ -158,6 +159,7 @@ __all__ = [
     "load_config",
     "load_into",
     "lock_run_dir",
+    "make_folder",
     "nearest",
     "new_file",
     "new_folder",

@@ -108,7 +108,7 @@ def _write(path: Path, parts: Iterator[memoryview]) -> Written:
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """Give a path to write to; the file there has the name `path` once the `with` has ended well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
@@ -126,7 +126,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     partial, replaced = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    make_folder(partial)
     try:
         yield partial
         sync_folder(partial)
@@ -139,6 +139,14 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
     sync_folder(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, which may be there; a name that is new is synced like a file's."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

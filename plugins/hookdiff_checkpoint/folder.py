@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from operator import index
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,9 +26,14 @@ from hookdiff import UserError, new_file, new_folder, unflatten, write_file, wri
 
 FORMAT = 2
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
+REMOVED = ".removed"  # how the name ends of one that is being removed
+STEP = re.compile(r"step-\d{8,}")  # how a run names its own; one of another name counts, and is its owner's
 _DIGEST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')  # the first line of a manifest; it is of all that follows
 _NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # as `file_of` makes it: nothing that leaves the folder
 _CHUNK = 1 << 22  # bytes
+_COUNTS = ("position", "epoch", "step", "samples")
+# What comes of a manifest that is valid JSON, and not what we write.
+_FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 Parts = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]]  # of a state, by name: its tensors, and the rest
 
@@ -46,15 +53,19 @@ class Found:
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> Found:
-        """Return what `manifest` says; raises LookupError, TypeError or ValueError when it is none of ours."""
+        """Return what `manifest` says; raises one of many errors when it is none of ours."""
         progress = manifest["parts"]["progress"]["values"]
-        place = int(progress["position"]), int(progress["epoch"])
-        return cls(path, place, int(manifest["number"]), {k: float(v) for k, v in manifest["metrics"].items()})
+        position, epoch, *others = (index(progress[name]) for name in _COUNTS)
+        number = index(manifest["number"])
+        if min(position, epoch, number, *others) < 0:
+            raise ValueError("a count is negative")
+        return cls(path, (position, epoch), number, {k: float(v) for k, v in manifest["metrics"].items()})
 
 
 def file_of(part: str) -> str:
     """Return the name of the file that holds the tensors of a part."""
-    return f"{quote(part.removeprefix('plugins/'), safe='')}.safetensors"
+    name = quote(part.removeprefix("plugins/"), safe="")
+    return f"{'%2E' + name[1:] if name.startswith('.') else name}.safetensors"
 
 
 def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> Found:
@@ -78,25 +89,33 @@ def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> Foun
     return Found.of(path, manifest)
 
 
-def find_checkpoints(run_dir: Path, known: Mapping[Path, Found] | None = None) -> tuple[list[Found], list[UserError]]:
+def find_checkpoints(run_dir: Path) -> tuple[list[Found], list[UserError]]:
     """Return the checkpoints in a run directory, newest first, and what is wrong with those that cannot be told.
 
-    The manifests of those that are `known` are not read again. `run_dir` may also be a checkpoint itself.
-    Raises NewerFormat.
+    `run_dir` may also be a checkpoint itself. Raises NewerFormat, and UserError for a folder that cannot be looked at.
     """
-    paths = [run_dir] if (run_dir / MANIFEST).exists() else (run_dir / FOLDER).glob("*")
     found, problems = [], []
-    for path in paths:
-        if known and path in known:
-            found.append(known[path])
-        elif (path / MANIFEST).exists():
-            try:
-                found.append(Found.of(path, read_manifest(path)))
-            except NewerFormat:
-                raise
-            except UserError as error:
-                problems.append(error)
-    return sorted(found, key=lambda one: one.place, reverse=True), problems
+    for path in [run_dir] if os.path.lexists(run_dir / MANIFEST) else _folders(run_dir / FOLDER):
+        try:
+            found.append(Found.of(path, read_manifest(path)))
+        except NewerFormat:
+            raise
+        except UserError as error:
+            problems.append(error)
+    # Of two at one place, the one that has its name.
+    return sorted(found, key=lambda one: (one.place, one.number, one.path.name), reverse=True), problems
+
+
+def _folders(parent: Path) -> list[Path]:
+    """Return what in `parent` is a checkpoint, or should be one."""
+    try:
+        paths = sorted(parent.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _unreadable(parent, error) from None
+    named = [path for path in paths if not path.name.endswith(REMOVED) and os.path.isdir(path)]
+    return [path for path in named if STEP.fullmatch(path.name) or os.path.lexists(path / MANIFEST)]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -105,24 +124,26 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises UserError when it is missing or damaged, NewerFormat when a later hookdiff wrote it.
     """
     data = _read(path / MANIFEST)
+    stamp = _DIGEST.match(data)
+    if stamp and hashlib.sha256(data[stamp.end() :]).hexdigest().encode() != stamp[1]:
+        raise UserError(f"{path}: {MANIFEST} is damaged: its SHA-256 differs")
     try:
         manifest = json.loads(data)
         written, version = manifest["format"], manifest["versions"]["hookdiff"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except _FOREIGN:
         raise UserError(f"{path}: {MANIFEST} is damaged: it is not the JSON that was written") from None
-    if isinstance(written, int) and written > FORMAT:
+    if type(written) is int and written > FORMAT:
         raise NewerFormat(
             f"{path}: hookdiff {version} wrote it in format {written}, this one reads up to {FORMAT}: update hookdiff"
         )
     if written != FORMAT:
         raise UserError(f"{path}: it is of format {written}, this hookdiff reads {FORMAT}")
-    stamp = _DIGEST.match(data)
-    if not stamp or hashlib.sha256(data[stamp.end() :]).hexdigest().encode() != stamp[1]:
-        raise UserError(f"{path}: {MANIFEST} is damaged: its SHA-256 differs")
+    if not stamp:
+        raise UserError(f"{path}: {MANIFEST} is damaged: it has no SHA-256 of itself")
     try:
         Found.of(path, manifest)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: {MANIFEST} is not what hookdiff writes: {error!r}") from None
+    except _FOREIGN as error:
+        raise _foreign(path, error) from None
     return dict(manifest)
 
 
@@ -137,12 +158,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         for name in files:
             if not _NAME.fullmatch(name) or (path / name).is_symlink():
                 raise UserError(f"{path}: {MANIFEST} names a file outside of the checkpoint: {name!r}")
+            if (path / name).exists() and not (path / name).is_file():
+                raise UserError(f"{path}: {name} is no file")
         with ThreadPoolExecutor() as pool:  # hashing takes longer than reading, and lets other threads run
             list(pool.map(lambda name: _verify(path / name, *files[name]), files))
         tensors: dict[str | None, dict[str, Tensor]] = {None: {}, **{name: _tensors(path / name) for name in files}}
         parts = {name: unflatten(tensors[part["file"]], part["values"]) for name, part in manifest["parts"].items()}
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: {MANIFEST} is not what hookdiff writes: {error!r}") from None
+    except _FOREIGN as error:
+        raise _foreign(path, error) from None
     plugins = {name.removeprefix("plugins/"): part for name, part in parts.items() if name.startswith("plugins/")}
     return {**{name: part for name, part in parts.items() if not name.startswith("plugins/")}, "plugins": plugins}
 
@@ -152,6 +175,10 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise _unreadable(path, error) from None
+
+
+def _foreign(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path}: {MANIFEST} is not what hookdiff writes: {type(error).__name__}: {error}")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
@@ -182,5 +209,5 @@ def _verify(path: Path, bytes: int, sha256: str) -> None:
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, OSError, RuntimeError, LookupError, ValueError) as error:
         raise UserError(f"{path.parent}: {path.name} is no safetensors file: {error}") from None

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept."""
+"""Which checkpoints of a run are kept, and what a process that was killed has left of the others."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff_checkpoint.folder import MANIFEST, Found
+from hookdiff import UserError
+from hookdiff_checkpoint.folder import REMOVED, STEP, Found, read_checkpoint
 
-_NAME = re.compile(r"\.?step-(\d{8,})(\.partial|\.replaced)?")
+_LEFT = re.compile(rf"\.({STEP.pattern})(\.partial|\.replaced|\{REMOVED})")
 
 
 @define(frozen=True)
@@ -28,7 +29,7 @@ class Keep:
     def choose(self, found: Sequence[Found]) -> list[Found]:
         """Return those of `found`, newest first, that are kept."""
         chosen = [
-            one for index, one in enumerate(found) if index < self.last or (self.every and one.number % self.every == 0)
+            one for at, one in enumerate(found) if at < self.last or (self.every and one.number % self.every == 0)
         ]
         best = min(found, key=self._rank, default=None)  # of equal ones the newest
         if best and best not in chosen and self._rank(best) < math.inf:
@@ -43,22 +44,32 @@ class Keep:
 def settle(folder: Path) -> None:
     """Bring to its end what a process that was killed had begun in `folder`: a save, or a removal."""
     for path in sorted(folder.iterdir()):  # .partial before .replaced
-        if not (name := _NAME.fullmatch(path.name)):
+        left = _LEFT.fullmatch(path.name)
+        if not left or path.is_symlink() or not path.is_dir():
             continue
-        final = folder / f"step-{name[1]}"
-        if not (path / MANIFEST).exists():
-            remove(path)
-        elif name[2] == ".partial":
-            remove(final)
-            path.replace(final)
-        elif name[2] == ".replaced":
+        final, kind = folder / left[1], left[2]
+        if kind == REMOVED or (kind == ".replaced" and final.exists()) or (kind == ".partial" and not _is_whole(path)):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             if final.exists():
-                remove(path)
-            else:
-                path.replace(final)
+                remove(final)
+            path.replace(final)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_checkpoint(path)
+    except UserError:
+        return False
+    return True
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. The manifest goes first: what is left of one that is removed in part is no checkpoint."""
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a checkpoint; raises OSError when that cannot even be begun.
+
+    It loses its name first: one that is there under its name has not been removed in part.
+    """
+    removed = path.with_name(f".{path.name}{REMOVED}")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.replace(removed)
+    shutil.rmtree(removed, ignore_errors=True)

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
-import os
-import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff import Due, Every, Loop, Reason, StorageError, UserError, hookimpl, lock_run_dir, parse_every, run_state
-from hookdiff_checkpoint.folder import (
-    FOLDER,
-    Found,
-    NewerFormat,
-    Parts,
-    find_checkpoints,
-    read_checkpoint,
-    write_checkpoint,
+from hookdiff import (
+    Due,
+    Every,
+    Loop,
+    Reason,
+    StorageError,
+    UserError,
+    hookimpl,
+    lock_run_dir,
+    make_folder,
+    parse_every,
+    run_state,
 )
-from hookdiff_checkpoint.keep import Keep, remove, settle
+from hookdiff_checkpoint.folder import FOLDER, STEP, NewerFormat, find_checkpoints, read_checkpoint
+from hookdiff_checkpoint.keep import Keep, settle
+from hookdiff_checkpoint.logged import Logged
 from hookdiff_checkpoint.origin import origin
-from hookdiff_checkpoint.snapshot import Staging, num_bytes, split
+from hookdiff_checkpoint.snapshot import split
+from hookdiff_checkpoint.writer import Writer
 
 log = logging.getLogger("hookdiff")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PROBE = ".writable"
-_SPARE = 1 << 20  # bytes, beside the tensors: manifest, headers, folders
 
 
 @define(eq=False)
@@ -52,27 +53,44 @@ class Checkpoint:
     best: Literal["lowest", "highest"] = "lowest"
     disk_full: Literal["continue", "stop"] = "continue"  # the last good checkpoint is kept either way
     _due: Due = field(init=False)
-    _wanted: bool = field(default=False, init=False)
+    _logged: Logged = field(init=False)
+    _origin: dict[str, Any] = field(factory=dict, init=False)  # versions and revision
+    _passed_over: set[Path] = field(factory=set, init=False)  # checkpoints that are damaged
     _saved: tuple[int, ...] | None = field(default=None, init=False)  # the place of the newest one
     _number: int = field(default=0, init=False)  # of saves, those before a resume included
-    _logged: tuple[int, dict[str, float]] = field(default=(0, {}), init=False)  # the newest step, and its values
-    _origin: dict[str, Any] = field(factory=dict, init=False)  # versions and revision
-    _known: dict[Path, Found] = field(factory=dict, init=False)  # of this run
-    _staging: Staging = field(factory=Staging, init=False)
-    _pool: ThreadPoolExecutor | None = field(default=None, init=False)  # there once a step has been made
-    _job: Future[Found] | None = field(default=None, init=False)  # the save that is being written
+    _wanted: bool = field(default=False, init=False)
+    _is_open: bool = field(default=False, init=False)  # from the first step on
+    _is_storable: bool = field(default=False, init=False)  # all of it has been seen
+    _problem: str | None = field(default=None, init=False)  # why the newest save is not there
+    _writer: Writer | None = field(default=None, init=False)  # of the rank that writes
+
+    @hookimpl
+    def prepare_model(self) -> None:
+        """Begin anew: a script may run the same plugin twice."""
+        self._logged, self._passed_over = Logged(self.keep_best), set()
+        self._saved, self._number, self._wanted, self._problem = None, 0, False, None
+        self._is_open, self._is_storable, self._writer = False, False, None
 
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any] | None:
-        if self._job:
-            self._finish(loop)
-        sources = [loop.run_dir if self._pool else None, loop.resume]  # the first of a rollback
+        sources = [loop.run_dir if self._is_open else None, loop.resume]  # the first of a rollback
         return next((state for source in sources if source and (state := self._newest(source))), None)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self._folder(loop)
-        self._due, self._pool = Due(self.every), None
+        self._due = Due(self.every)
+
+    @hookimpl(tryfirst=True)
+    def before_step(self, loop: Loop) -> None:
+        if not self._is_open:
+            self._open(loop)
+
+    @hookimpl(tryfirst=True)
+    def on_nan(self, loop: Loop) -> None:
+        """Wait for the save under way, so that whether there is one to go back to is not a matter of its speed."""
+        if self._writer and self._writer.is_busy:
+            self._finish(loop)
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -84,110 +102,112 @@ class Checkpoint:
 
     @hookimpl
     def on_log(self, step: int, values: Mapping[str, float]) -> None:
-        before = self._logged[1] if self._logged[0] == step else {}
-        self._logged = step, {**before, **values}
+        self._logged.add(step, values)
 
     @hookimpl(trylast=True)
     def between_steps(self, loop: Loop) -> None:
-        if self._pool is None:
-            self._open(loop)
-        if self._job and self._job.done():
+        if not self._is_storable and loop.progress.step > loop.begun_at:
+            # Only a step shows what an optimizer keeps: told now, and not when there is something to lose.
+            split(run_state(loop))
+            self._is_storable = True
+        if self._writer and self._writer.is_done:
             self._finish(loop)
         if self._wanted:
             self._save(loop)
 
-    @hookimpl(trylast=True)
-    def on_stop(self, loop: Loop, reason: Reason) -> None:
-        if reason == "error" or self._pool is None:
+    @hookimpl(wrapper=True)
+    def on_stop(self, loop: Loop, reason: Reason) -> Generator[None, Any, Any]:
+        """After all others, of which none can cost the run its end."""
+        try:
+            return (yield)
+        finally:
+            self._end(loop, reason)
+
+    def _end(self, loop: Loop, reason: Reason) -> None:
+        if reason == "error":
+            if self._writer and self._writer.is_busy:
+                try:
+                    self._writer.result()
+                except OSError as error:
+                    log.warning("%s\n  %s", self._told(loop, error), self._writer.last_good())
             return
-        if self._saved != _place(loop.progress.state_dict()):
+        if self._is_open and self._saved != _place(loop.progress.state_dict()):
             self._save(loop)
-        if self._job and not self._finish(loop):
-            raise StorageError(f"the end of the run is not saved; {self._last_good(loop)}")
+        if self._writer:
+            if self._writer.is_busy and not self._finish(loop):
+                raise StorageError(f"the end of the run is not saved: {self._problem}\n  {self._writer.last_good()}")
+            self._say(self._logged.problem())
 
     def _open(self, loop: Loop) -> None:
-        """Make ready after the first step: who only samples makes none, and a step shows the optimizers' state.
+        """Make ready before the first step: who only samples makes none, and an earlier run is still as it was.
 
-        Raises UserError for what cannot be saved, and for a place that cannot be written: now, and not when there is
-        something to lose.
+        Raises UserError for a place that cannot be written, or that holds another run.
         """
-        split(run_state(loop))
         folder = self._folder(loop)
         if loop.is_main:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
                 lock_run_dir(loop)
                 settle(folder)
                 (folder / _PROBE).touch()
                 (folder / _PROBE).unlink()
             except OSError as error:
                 raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
-            self._known = {one.path: one for one in find_checkpoints(folder.parent)[0]}
-            if self._known and not (loop.resume or self._saved):
+            found, damaged = find_checkpoints(folder.parent)
+            goes_on = loop.resume and loop.resume.resolve() == folder.parent.resolve()
+            if (found or damaged) and not goes_on:
                 raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
-            self._origin = origin(loop)
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
-        loop.resources.callback(self._pool.shutdown)
+            # A run removes only what is its own; what is damaged must not count, and is left to be looked at.
+            own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
+            known = {one.path: one for one in own if one.path.resolve() not in self._passed_over}
+            self._logged.is_found = any(self.keep_best in one.metrics for one in found)
+            keep = Keep(self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
+            self._origin, self._writer = origin(loop), Writer(folder, known, keep.choose)
+            loop.resources.callback(self._writer.close)
+        self._is_open = True
 
     def _save(self, loop: Loop) -> None:
         """Copy the state, and let the thread write it; a save that is still under way is waited for."""
-        assert self._pool
-        if self._job:
+        if self._writer and self._writer.is_busy:
             self._finish(loop)
+        step = loop.progress.step
         self._wanted, self._saved = False, _place(loop.progress.state_dict())
         self._number += 1
-        state = run_state(loop)
-        if loop.is_main:
-            parts = self._staging.copy(split(state))
-            step, logged = self._logged
-            metrics = {name: v for name, v in logged.items() if step == loop.progress.step and math.isfinite(v)}
+        parts = split(run_state(loop))
+        if self._writer:
+            metrics = self._logged.at(step)
+            if len(self._writer.known) >= self.keep_last:  # one will go, and perhaps the best
+                self._say(self._logged.problem())
             facts = {**self._origin, "number": self._number, "metrics": metrics}
-            path = self._folder(loop) / f"step-{loop.progress.step:08d}"
-            self._job = self._pool.submit(self._write, path, parts, facts)
-
-    def _write(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> Found:
-        """On the thread: write, then remove what is not kept."""
-        self._staging.wait()
-        if not path.parent.exists():
-            log.warning("%s was gone, and is made again", path.parent)
-            path.parent.mkdir(parents=True)
-        if shutil.disk_usage(path.parent).free < num_bytes(parts) + _SPARE:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = write_checkpoint(path, parts, facts)
-        self._known[path] = written
-        # One that is further on was passed over as damaged: it must not count, and it is left to be looked at.
-        ours = sorted(
-            (one for one in self._known.values() if one.place <= written.place), key=lambda one: (one.place, one.number)
-        )
-        keep = Keep(self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
-        kept = keep.choose(ours[::-1])
-        for one in ours:
-            if one not in kept:
-                remove(self._known.pop(one.path).path)
-        return written
+            self._writer.start(f"step-{step:08d}", parts, facts)
 
     def _finish(self, loop: Loop) -> bool:
         """Wait for the save under way, and tell what became of it; whether it is on the disk.
 
         Raises StorageError, which ends the run, when it is not; a full disk does so only if the config says so.
         """
-        assert self._job
-        job, self._job = self._job, None
+        assert self._writer
         try:
-            path = job.result().path
+            path = self._writer.result()
         except OSError as error:
-            self._saved = None
-            problem = f"no checkpoint could be written in {self._folder(loop)}: {error.strerror or error}"
+            self._saved, before, self._problem = None, self._problem, self._told(loop, error)
             if error.errno not in _FULL or self.disk_full == "stop":
-                raise StorageError(f"{problem}\n  {self._last_good(loop)}") from error
-            log.warning("%s\n  %s; the run goes on", problem, self._last_good(loop))
+                raise StorageError(f"{self._problem}\n  {self._writer.last_good()}") from error
+            if before is None:
+                self._say(f"{self._problem}\n  {self._writer.last_good()}; the run goes on, and tries at each save")
             return False
+        if self._problem:
+            log.info("%s can be written again", path.parent)
+        self._problem = None
         loop.hook.on_checkpoint(loop=loop, path=path)
         return True
 
-    def _last_good(self, loop: Loop) -> str:
-        found, _ = find_checkpoints(self._folder(loop).parent)
-        return f"the last good one is {found[0].path}" if found else "there is none yet"
+    def _told(self, loop: Loop, error: OSError) -> str:
+        return f"no checkpoint could be written in {self._folder(loop)}: {error.strerror or error}"
+
+    def _say(self, problem: str | None) -> None:
+        if problem:
+            log.warning("%s", problem)
 
     def _folder(self, loop: Loop) -> Path:
         if loop.run_dir is None:
@@ -204,6 +224,7 @@ class Checkpoint:
                 raise
             except UserError as error:
                 problems.append(error)
+                self._passed_over.add(one.path.resolve())
                 continue
             for problem in problems:
                 log.warning("passed over a checkpoint: %s", problem)

@@ -1,0 +1,50 @@
+"""What was logged, as far as checkpoints are chosen by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from attrs import define, field
+
+from hookdiff import nearest
+
+
+@define(eq=False)
+class Logged:
+    """The values of the newest step, and whether the one that tells the best is ever logged where one saves."""
+
+    best: str | None  # its name
+    is_found: bool = False  # at a step that was saved
+    _step: int = field(default=0, init=False)
+    _values: dict[str, float] = field(factory=dict, init=False)
+    _names: set[str] = field(factory=set, init=False)  # of all that was logged
+    _elsewhere: int | None = field(default=None, init=False)  # the newest step at which the best was logged
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Take what is logged at `step`, which may be told in parts."""
+        self._values = {**(self._values if step == self._step else {}), **values}
+        self._step = step
+        self._names.update(values)
+        if self.best in values:
+            self._elsewhere = step
+
+    def at(self, step: int) -> dict[str, float]:
+        """Return the finite values of `step`, which is to be saved."""
+        if step != self._step:
+            return {}
+        self.is_found |= self.best in self._values
+        return {name: value for name, value in self._values.items() if math.isfinite(value)}
+
+    def problem(self) -> str | None:
+        """Return why no checkpoint can be the best so far, the first time that there is a reason."""
+        if self.best is None or self.is_found:
+            return None
+        name, self.best = self.best, None
+        if self._elsewhere is not None:
+            return (
+                f"keep_best: {name!r} was logged at step {self._elsewhere} and at no step that was saved, so no "
+                "checkpoint is kept for it; save where it is logged (plugins.checkpoint.every)"
+            )
+        known = nearest(name, self._names) or f"; logged are: {', '.join(sorted(self._names)) or 'no values'}"
+        return f"keep_best: {name!r} has not been logged, so no checkpoint is kept for it{known}"
