@@ -18,9 +18,9 @@ import click
 )
 def command(run: Path, std: float, step: int | None, out: Path | None) -> None:
     """Make an average of the weights of RUN, a run directory, from the snapshots that the plugin ema left there."""
-    from hookdiff import UserError
+    from hookdiff import UserError, new_file, write_tensors
     from hookdiff_ema.profiles import MAX_STD
-    from hookdiff_ema.snapshots import find_snapshots, recipe, reconstruct, write_weights
+    from hookdiff_ema.snapshots import find_snapshots, recipe, reconstruct
 
     if not 0 < std <= MAX_STD:
         raise UserError(
@@ -29,7 +29,8 @@ def command(run: Path, std: float, step: int | None, out: Path | None) -> None:
     made = recipe(find_snapshots(run), std, step)
     out = out or run / f"ema-step-{made.step:08d}-std={std}.safetensors"
     try:
-        write_weights(out, reconstruct(made), {"format": "pt"})
+        with new_file(out) as path:
+            write_tensors(path, reconstruct(made))
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
     count = f"{len(made.parts)} snapshot" + ("s" if len(made.parts) > 1 else "")

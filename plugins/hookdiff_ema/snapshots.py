@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import safetensors
-import safetensors.torch
 import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff import UserError
+from hookdiff import UserError, new_file, write_tensors
 from hookdiff_ema.profiles import MAX_STD, Fit, fit
 
 FOLDER = "ema"  # in the run directory
@@ -59,32 +57,10 @@ def write_snapshot(snapshot: Snapshot, values: Mapping[str, Tensor], averaged: C
         if key in averaged:
             lower = stored.to(dtype)
             stored = lower if torch.equal(lower.isfinite(), stored.isfinite()) else stored.float()
-        tensors[key] = stored.contiguous()
+        tensors[key] = stored
     about = {name: getattr(snapshot, name) for name in ("std", "step", "start", "dtype")}
-    # One key: the order of several is not the same each time, and a repeated step must write the same file.
-    write_weights(snapshot.path, tensors, {_ABOUT: json.dumps({**about, "averaged": sorted(averaged)})})
-
-
-def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file that has its final name only when all of it is on the disk."""
-    seen: set[int] = set()
-    own = {}
-    for key, tensor in tensors.items():  # safetensors takes no two names for one memory
-        own[key] = tensor.clone() if tensor.untyped_storage().data_ptr() in seen else tensor
-        seen.add(own[key].untyped_storage().data_ptr())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(safetensors.torch.save(own, dict(metadata)))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    if os.name != "nt":  # where a folder cannot be opened and its names need no sync
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with new_file(snapshot.path) as path:
+        write_tensors(path, tensors, {_ABOUT: json.dumps({**about, "averaged": sorted(averaged)})})
 
 
 def remove_later(folder: Path, step: int) -> None:

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import platform
-import shutil
 from collections.abc import Mapping
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -29,7 +28,18 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff import Batch, Loop, NonFinite, UserError, flatten, nearest, unflatten
+from hookdiff import (
+    Batch,
+    Loop,
+    NonFinite,
+    UserError,
+    flatten,
+    nearest,
+    new_folder,
+    unflatten,
+    write_file,
+    write_tensors,
+)
 from hookdiff_nan.diagnose import Diagnosis
 
 FORMAT = 1
@@ -63,11 +73,7 @@ def write_record(
     `is_first`: of its process; what compiled code computes may depend on the sizes that it has met before.
     Raises OSError when it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    files: dict[str, bytes] = {"report.txt": f"{report}\n".encode()}
-    facts = {
+    facts: dict[str, Any] = {
         "format": FORMAT,
         "run_dir": os.path.relpath(loop.run_dir or path, path),
         "progress": loop.progress.state_dict(),
@@ -75,22 +81,21 @@ def write_record(
         **surroundings(loop),
         **outcome(loop, report.batch),
         "values": {},
+        "files": {},
     }
-    for name, content in {"model": loop.model.state_dict(), **parts}.items():
-        tensors, facts["values"][name] = flatten(content, name)
-        files[f"{name}.safetensors"] = safetensors.torch.save(_storable(tensors), {"format": "pt"})
+    texts = {"report.txt": f"{report}\n"}
     if loop.hparams:
-        files[CONFIG] = tomli_w.dumps(loop.hparams).encode()
-    facts["files"] = {name: _sha256(data) for name, data in files.items()}
-    files["report.json"] = json.dumps(_plain(_summary(loop, report, found)), indent=1, allow_nan=False).encode()
-    files[STEP] = json.dumps(facts, indent=1).encode()
-    for name, data in files.items():
-        with (partial / name).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    shutil.rmtree(path, ignore_errors=True)  # of a run that was resumed, and met the step again
-    os.replace(partial, path)
+        texts[CONFIG] = tomli_w.dumps(loop.hparams)
+    with new_folder(path) as folder:  # that of a run which was resumed, and met the step again, is replaced
+        for name, content in {"model": loop.model.state_dict(), **parts}.items():
+            tensors, facts["values"][name] = flatten(content, name)
+            file = f"{name}.safetensors"
+            facts["files"][file] = write_tensors(folder / file, tensors).sha256
+        for file, text in texts.items():
+            facts["files"][file] = write_file(folder / file, text.encode()).sha256
+        summary = json.dumps(_plain(_summary(loop, report, found)), indent=1, allow_nan=False)
+        write_file(folder / "report.json", summary.encode())
+        write_file(folder / STEP, json.dumps(facts, indent=1).encode())
 
 
 def read_record(path: Path) -> Record:
@@ -224,8 +229,3 @@ def _plain(node: Any) -> Any:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bring tensors to the CPU, each with memory of its own: safetensors takes no others."""
-    return {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}

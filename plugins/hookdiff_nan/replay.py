@@ -6,7 +6,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +277,8 @@ def _link_checkpoint(config: Config, run_dir: Path, folder: Path, place: Mapping
         inside = folder / path.relative_to(run_dir)
         inside.parent.mkdir(parents=True, exist_ok=True)
         inside.symlink_to(path.resolve(), target_is_directory=True)
-        with _quietly(logging.INFO):
+        state = None
+        with _quietly(logging.INFO), suppress(UserError):  # a damaged one may have whole ones before it
             state = loop.hook.restore(loop=loop)
         if state and state["progress"]["step"] < place["step"] and state["progress"]["position"] <= place["position"]:
             return str(path.relative_to(run_dir))

@@ -13,7 +13,7 @@ from hookdiff import SampleRequest, UserError, hookimpl, run_state
 from hookdiff.state import flatten, unflatten
 from hookdiff.structure import Problems, arguments
 from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
-from hookdiff_checkpoint import write_checkpoint
+from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
 from hookdiff_ema.profiles import gamma_of, power_warmup
 
@@ -324,7 +324,8 @@ class Tied(nn.Module):
 def test_tied_weights_are_averaged_once_and_saved_under_each_name(tmp_path):
     torch.manual_seed(0)
     ema, look = EMA(decay=[0.9], std=[0.1], warmup="none"), Look()
-    loop = toy_loop({"ema": ema, "look": look}, model=Tied(), run_dir=tmp_path)
+    plugins = {"ema": ema, "look": look, "checkpoint": Checkpoint()}
+    loop = toy_loop(plugins, model=Tied(), run_dir=tmp_path)
     start = loop.model.into.weight.detach().clone()
     loop.run()
     assert "out.weight" not in ema.shadow
@@ -333,8 +334,7 @@ def test_tied_weights_are_averaged_once_and_saved_under_each_name(tmp_path):
         expected = torch.lerp(expected, seen["into.weight"], 1 - 0.9)
     assert torch.equal(ema.shadow["into.weight"], expected)
 
-    write_checkpoint(run_state(loop), tmp_path / "saved")
-    file = load_file(tmp_path / "saved" / "ema.safetensors")
+    file = load_file(tmp_path / "checkpoints" / "step-00000020" / "ema.safetensors")
     first = {key: value for key, value in file.items() if "/" not in key}
     other = {key.split("/")[-1]: value for key, value in file.items() if key.startswith("ema.averages/std=0.1/")}
     for average in (first, other):
@@ -346,10 +346,10 @@ def test_tied_weights_are_averaged_once_and_saved_under_each_name(tmp_path):
 
 
 def test_the_file_of_one_average_has_the_models_keys_alone(tmp_path):
-    loop = toy_loop({"ema": EMA()}, model=Tied(), run_dir=tmp_path)
+    loop = toy_loop({"ema": EMA(), "checkpoint": Checkpoint()}, model=Tied(), run_dir=tmp_path)
     loop.run()
-    write_checkpoint(run_state(loop), tmp_path / "saved")
-    assert load_file(tmp_path / "saved" / "ema.safetensors").keys() == loop.model.state_dict().keys()
+    saved = load_file(tmp_path / "checkpoints" / "step-00000020" / "ema.safetensors")
+    assert saved.keys() == loop.model.state_dict().keys()
 
 
 def test_weights_in_half_precision_are_averaged_as_float32():
