@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import random
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import numpy
 import torch
@@ -40,6 +42,8 @@ class Loader:
             worker_init_fn=_begin_work,
             generator=Generator(),  # of its own: it would draw from the default one
         )
+        if workers:
+            _with_workers.add(self)
 
     def load(self, epoch: int, parts: Iterable[Tensor]) -> Iterator[Stack]:
         """Yield the samples of each of `parts` (n, int64).
@@ -53,6 +57,21 @@ class Loader:
             if isinstance(stack, UserError):
                 raise stack
             yield stack
+
+
+_with_workers: WeakSet[Loader] = WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """End the workers of all loaders that are still held.
+
+    multiprocessing would send each a single SIGTERM, which none heeds, and wait for it for ever.
+    """
+    for loader in _with_workers:
+        iterator = loader.loader._iterator
+        if iterator is not None:  # not its truth, which is its length
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 # What Ctrl-C and schedulers send to all processes of a run at once.

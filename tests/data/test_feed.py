@@ -1,5 +1,7 @@
 import itertools
 import random
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -300,3 +302,20 @@ def test_an_epoch_with_workers_leaves_the_default_generators_alone() -> None:
     list(bound(Augmented(), workers=2).batches(0))
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_a_process_that_still_holds_its_workers_can_end() -> None:
+    code = """
+import torch
+from hookdiff import Feed, LoopConfig
+
+class Rows:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.zeros(1, 2, 2)
+
+feed = Feed(Rows(), workers=1).bind(LoopConfig(batch_size=4), torch.device("cpu"))
+print(len(list(feed.batches(0))))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True).stdout == b"2\n"
