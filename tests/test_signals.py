@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -141,6 +143,31 @@ def test_two_runs_one_after_the_other_have_one_signal_each():
         assert (loop.run(), loop.progress.step, signals.caught) == ("signal", step, INT)
     assert toy_loop({"signals": signals}).run() == "done"
     assert signals.caught is None
+
+
+FORKS = """
+import os, signal
+from hookdiff import Signals, hookimpl
+from hookdiff.testing import toy_loop
+
+class Forks:
+    @hookimpl
+    def after_backward(self, loop):
+        if loop.progress.step == 2:
+            if (child := os.fork()) == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(7)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+signals = Signals()
+print(toy_loop({"signals": signals, "forks": Forks()}).run(), signals.caught)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
+def test_a_process_that_the_run_forked_dies_as_ever():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], text=True, capture_output=True)
+    assert (done.stdout, done.stderr) == (f"{-TERM}\ndone None\n", "")
 
 
 def test_in_another_thread_there_are_no_handlers():

@@ -163,6 +163,21 @@ def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     assert list(read(runs_dir)[fresh.state_dict()["run"]]["metrics"]["loss"]) == [3]
 
 
+@needs_aim
+def test_a_branch_has_an_aim_run_of_its_own(runs_dir: Path) -> None:
+    sink, states = Aim(), []
+    with make_loop({"aim": sink}, runs_dir / "trunk", steps=2) as loop:
+        list(loop.steps())
+        states.append(_state(loop))
+    branch = Aim()
+    source, saved = runs_dir / "trunk", Saved(states[0])
+    make_loop({"aim": branch, "saved": saved}, runs_dir / "branch", steps=3, resume=source).run()
+    runs = read(runs_dir)
+    first, second = (runs[one.state_dict()["run"]] for one in (sink, branch))
+    assert (first["name"], list(first["metrics"]["loss"])) == ("trunk", [1, 2])
+    assert (second["name"], list(second["metrics"]["loss"])) == ("branch", [3])
+
+
 def _state(loop: Loop) -> dict[str, Any]:
     from hookdiff.state import flatten, run_state, unflatten
 
