@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
@@ -37,6 +38,8 @@ NUM_UPDATES, LABELS, FURTHER, LOOKS = "ema.num_updates", "ema.labels", "ema.aver
 POWER = 0.75  # of that warm-up
 STILL = "ema/still"  # in the log: updates for which an average has not moved, the most of all
 MANY = 200  # updates without a change that are worth a word
+
+log = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
@@ -193,7 +196,11 @@ class EMA:
             if average.std is not None:
                 path = snapshot_path(self._folder(loop), step, average.std)
                 snapshot = Snapshot(path, average.std, step, start, self.snapshot_dtype)
-                write_snapshot(snapshot, self._weights.in_model_keys(average.shadow), self._weights.names.keys())
+                values = self._weights.in_model_keys(average.shadow)
+                try:
+                    write_snapshot(snapshot, values, self._weights.names.keys())
+                except OSError as error:
+                    log.warning("ema: %s cannot be written: %s", path, error.strerror or error)
 
     def _folder(self, loop: Loop) -> Any:
         assert loop.run_dir is not None

@@ -62,7 +62,10 @@ class SampleGrid:
         loop.log.images({"samples": images})
         if loop.run_dir is not None:
             path = loop.run_dir / "samples" / f"step-{step:08d}.png"
-            save_grid(images, path, self.columns, self.scale)
+            try:
+                save_grid(images, path, self.columns, self.scale)
+            except OSError as error:
+                log.warning("samples: %s cannot be written: %s", path, error.strerror or error)
 
     def _sample(self, loop: Loop) -> Tensor:
         # What fits in memory in training fits here; the images do not depend on how they are divided.
