@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import importlib
 import importlib.util
 import sys
@@ -24,6 +25,7 @@ COMMANDS = {
     "selftest": "Prove on this machine that what hookdiff computes is right.",
     "hooks": "Print the contract: every hook, when it fires, and who may change what.",
 }
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class _Lazy(click.Group):
@@ -87,6 +89,10 @@ def main() -> None:
     except Exception as error:
         from hookdiff.errors import StorageError, UserError
 
+        if isinstance(error, OSError) and error.errno in _DISK:  # of a plugin that does not look at its own files
+            where = f"{error.filename}: " if error.filename else ""
+            click.echo(f"hookdiff: {where}{error.strerror}", err=True)
+            sys.exit(FAILED)
         if not isinstance(error, UserError):
             raise
         click.echo(f"hookdiff: {error}", err=True)
