@@ -94,7 +94,7 @@ class Log:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the sums of a saved window."""
         self._window, self._closed = {}, self._loop.progress.step
-        self._sums = {name: (total, count) for name, (total, count) in state.items()}
+        self._sums = {name: (float(total), int(count)) for name, (total, count) in state.items()}
 
     def _sum_window(self) -> None:
         # One by one from the left in float64, so that a sum cut in two by a checkpoint is the same sum.

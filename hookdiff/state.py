@@ -161,7 +161,7 @@ def _told_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
     """Turn what a state of another version, or one made by hand, leads to into a UserError."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"the checkpoint's state of {part!r} cannot be loaded: {reason}{way_out}") from error
 
@@ -194,6 +194,11 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
     """By parameter name: keyed by position it would load onto the wrong parameters without an error."""
     names = _names(model)
+    kind = type(optimizer).__name__
+    if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        raise UserError(f"this run cannot be saved: {kind} keeps state for {strange[0]!r}, which is no parameter")
+    if any(parameter not in names for parameter in optimizer.state):
+        raise UserError(f"this run cannot be saved: {kind} keeps state for a parameter that is not the model's")
     return {names[parameter]: dict(entry) for parameter, entry in optimizer.state.items()}
 
 
