@@ -36,15 +36,16 @@ class Logged:
         self.is_found |= self.best in self._values
         return {name: value for name, value in self._values.items() if math.isfinite(value)}
 
-    def problem(self) -> str | None:
-        """Return why no checkpoint can be the best so far, the first time that there is a reason."""
-        if self.best is None or self.is_found:
+    def problem(self, is_over: bool) -> str | None:
+        """Return why no checkpoint can be the best, once that is certain or likely; only the first time."""
+        near = nearest(self.best or "", self._names)
+        if self.best is None or self.is_found or not (is_over or near or self._elsewhere):
             return None
         name, self.best = self.best, None
-        if self._elsewhere is not None:
+        if self._elsewhere:
             return (
                 f"keep_best: {name!r} was logged at step {self._elsewhere} and at no step that was saved, so no "
                 "checkpoint is kept for it; save where it is logged (plugins.checkpoint.every)"
             )
-        known = nearest(name, self._names) or f"; logged are: {', '.join(sorted(self._names)) or 'no values'}"
+        known = near or f"; logged are: {', '.join(sorted(self._names)) or 'no values'}"
         return f"keep_best: {name!r} has not been logged, so no checkpoint is kept for it{known}"

@@ -136,7 +136,7 @@ class Checkpoint:
         if self._writer:
             if self._writer.is_busy and not self._finish(loop):
                 raise StorageError(f"the end of the run is not saved: {self._problem}\n  {self._writer.last_good()}")
-            self._say(self._logged.problem())
+            self._say(self._logged.problem(is_over=True))
 
     def _open(self, loop: Loop) -> None:
         """Make ready before the first step: who only samples makes none, and an earlier run is still as it was.
@@ -171,13 +171,13 @@ class Checkpoint:
         if self._writer and self._writer.is_busy:
             self._finish(loop)
         step = loop.progress.step
+        self._number += self._saved is None or self._saved[0] != step  # one that takes the place of another counts once
         self._wanted, self._saved = False, _place(loop.progress.state_dict())
-        self._number += 1
         parts = split(run_state(loop))
         if self._writer:
             metrics = self._logged.at(step)
             if len(self._writer.known) >= self.keep_last:  # one will go, and perhaps the best
-                self._say(self._logged.problem())
+                self._say(self._logged.problem(is_over=False))
             facts = {**self._origin, "number": self._number, "metrics": metrics}
             self._writer.start(f"step-{step:08d}", parts, facts)
 

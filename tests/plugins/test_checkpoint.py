@@ -1,16 +1,24 @@
+"""What is saved, when, and what is kept: no save is ever lost to the next one."""
+
 import json
 import logging
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hookdiff import Metrics, UserError
+from hookdiff import Metrics, UserError, hookimpl
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
-from hookdiff_checkpoint import Checkpoint, read_checkpoint
+from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_clip import Clip
 from hookdiff_ema import EMA
 from hookdiff_lr import LR
@@ -71,24 +79,6 @@ def test_its_files_have_the_models_own_keys(tmp_path):
     toy_model().load_state_dict(load_file(folder / "ema.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
-@given(where=st.integers(0, 10**6), flip=st.integers(1, 255))
-def test_a_changed_byte_is_noticed(tmp_path_factory, name, where, flip):
-    run = tmp_path_factory.mktemp("run")
-    train(run, 2)
-    path = run / "checkpoints" / "step-00000002" / name
-    data = bytearray(path.read_bytes())
-    data[where % len(data)] ^= flip
-    path.write_bytes(data)
-    try:
-        state = read_checkpoint(path.parent)
-    except UserError as error:
-        assert str(path.parent) in str(error)  # noqa: PT017 - most bytes of the manifest may change without harm
-    else:
-        assert name == "manifest.json"
-        assert set(state["model"]) == set(toy_model().state_dict())
-
-
 def test_resume_passes_over_a_damaged_checkpoint(tmp_path, caplog):
     train(tmp_path / "run", 8, every=4)
     (tmp_path / "run" / "checkpoints" / "step-00000008" / "model.safetensors").write_bytes(b"gone")
@@ -118,3 +108,418 @@ def test_a_plugin_without_saved_state_must_be_started_fresh(tmp_path):
 def test_it_needs_a_run_directory():
     with pytest.raises(UserError, match="run_dir"):
         toy_loop({"checkpoint": Checkpoint()}).run()
+
+
+def folders(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def names(*steps):
+    return [f"step-{step:08d}" for step in steps]
+
+
+def plain(run, steps=12, resume=False, extra=None, checkpoint=None, **options):
+    """A run of the toy net with this plugin alone, on 4 batches an epoch."""
+    run.mkdir(exist_ok=True)
+    plugin = checkpoint or Checkpoint(**{"every": 2, "keep_last": 9, **options})
+    loop = toy_loop({**(extra or {}), "checkpoint": plugin}, run_dir=run, resume=resume, steps=steps, batch_size=10)
+    loop.run()
+    return loop
+
+
+class Score:
+    """Logs a value at the steps that it is given for."""
+
+    def __init__(self, values, name="score"):
+        self.values, self.name = values, name
+
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        if loop.progress.step in self.values:
+            loop.log({self.name: self.values[loop.progress.step]})
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [10, 12]),
+        ({"keep_last": 1}, [12]),
+        ({"keep_every": 2}, [4, 8, 10, 12]),
+        ({"keep_best": "score"}, [4, 10, 12]),
+        ({"keep_best": "score", "best": "highest"}, [6, 10, 12]),
+        ({"keep_best": "score", "best": "highest", "keep_every": 2}, [4, 6, 8, 10, 12]),
+        ({"keep_best": "nan"}, [10, 12]),
+    ],
+)
+def test_the_last_every_so_many_th_and_the_best_are_kept(options, kept, tmp_path):
+    scores = Score({2: 5.0, 4: 1.0, 5: 0.0, 6: 7.0, 8: 1.5, 10: math.nan})
+    extra = {"score": scores, "other": Score({2: math.nan}, "nan")}
+    plain(tmp_path, extra=extra, **{"keep_last": 2, **options})
+    assert folders(tmp_path) == names(*kept)
+
+
+def test_the_best_is_the_best_of_the_whole_run_across_a_resume(tmp_path):
+    options = {"keep_last": 1, "keep_every": 3, "keep_best": "score"}
+    plain(tmp_path, 8, extra={"score": Score({4: 1.0, 8: 2.0})}, **options)
+    assert folders(tmp_path) == names(4, 6, 8)
+    plain(tmp_path, 16, resume=True, extra={"score": Score({10: 3.0, 14: 0.5})}, **options)
+    assert folders(tmp_path) == names(6, 12, 14, 16)  # the third and the sixth save, the best, the last
+
+
+def test_of_equal_ones_the_newest_is_the_best(tmp_path):
+    plain(tmp_path, extra={"score": Score(dict.fromkeys((2, 4, 6), 1.0))}, keep_last=1, keep_best="score")
+    assert folders(tmp_path) == names(6, 12)
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"score": Score({5: 1.0})}, "'score' was logged at step 5 and at no step that was saved"),
+        ({"score": Score({4: 1.0}, "scores")}, "'score' has not been logged, .*; did you mean 'scores'?"),
+        ({}, "'score' has not been logged, so no checkpoint is kept for it; logged are: grad_norm, loss"),
+    ],
+)
+@pytest.mark.parametrize("steps", [8, 40])
+def test_a_best_that_cannot_be_is_told_once(extra, told, steps, tmp_path, caplog):
+    plain(tmp_path, steps, extra=extra, keep_last=3, keep_best="score")
+    (record,) = [record for record in caplog.records if "keep_best" in record.getMessage()]
+    assert re.search(told, record.getMessage())
+
+
+def test_a_best_that_is_logged_where_it_is_saved_is_not_spoken_of(tmp_path, caplog):
+    plain(tmp_path, extra={"score": Score({4: math.nan})}, keep_last=2, keep_best="score")
+    plain(tmp_path, 30, resume=True, extra={"score": Score({18: 1.0})}, keep_last=2, keep_best="score")
+    assert "keep_best" not in caplog.text
+
+
+def test_what_a_run_did_not_write_it_does_not_remove(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    plain(tmp_path / "run", 4)
+    saved = tmp_path / "run" / "checkpoints"
+    shutil.copytree(saved / names(2)[0], saved / "favourite")
+    shutil.copytree(saved / names(2)[0], elsewhere)
+    shutil.rmtree(saved / names(2)[0])
+    (saved / names(2)[0]).symlink_to(elsewhere, target_is_directory=True)
+    (saved / "notes.txt").write_text("mine")
+    (saved / "step-00000001").write_text("a file")
+    (saved / "plots").mkdir()
+    plain(tmp_path / "run", 20, resume=True, keep_last=1)
+    assert folders(tmp_path / "run") == sorted(
+        ["favourite", "notes.txt", "plots", "step-00000001", *names(2), *names(20)]
+    )
+    assert (elsewhere / "manifest.json").exists()
+
+
+def test_one_that_was_passed_over_does_not_push_out_good_ones(tmp_path):
+    plain(tmp_path, 12)
+    broken = tmp_path / "checkpoints" / names(10)[0]
+    (broken / "model.safetensors").write_bytes(b"gone")
+    shutil.rmtree(tmp_path / "checkpoints" / names(12)[0])
+    plain(tmp_path, 11, resume=True, every=3, keep_last=3)  # from 8 on; saves at 9 and 11
+    assert folders(tmp_path) == names(8, 9, 10, 11)
+    assert find_checkpoints(tmp_path)[0][0].path.name == names(11)[0]
+
+
+def left_behind(saved, state):
+    """Bring the newest two of steps 2, 4 and 6 into a state in which a killed process may have left them."""
+    final = saved / names(6)[0]
+    partial, replaced = (saved / f".{final.name}.{kind}" for kind in ("partial", "replaced"))
+    if state == "nothing written":
+        final.replace(partial)
+        for path in partial.iterdir():
+            path.unlink()
+    elif state == "no manifest yet":
+        final.replace(partial)
+        (partial / "manifest.json").replace(partial / ".manifest.json.partial")
+    elif state == "half a file":
+        final.replace(partial)
+        (partial / "model.safetensors").write_bytes((partial / "model.safetensors").read_bytes()[:90])
+    elif state == "whole, without its name":
+        final.replace(partial)
+    elif state == "whole, beside an earlier one":
+        shutil.copytree(final, partial)
+        (final / "model.safetensors").write_bytes(b"torn")
+    elif state == "neither has the name":
+        shutil.copytree(final, partial)
+        final.replace(replaced)
+    elif state == "a new one fails after the old lost its name":
+        final.replace(replaced)
+        partial.mkdir()
+    elif state == "the old one is not removed yet":
+        shutil.copytree(final, replaced)
+        (replaced / "model.safetensors").unlink()
+    elif state == "a removal begun":
+        (saved / names(2)[0]).replace(saved / f".{names(2)[0]}.removed")
+    elif state == "a removal half done":
+        (saved / names(2)[0]).replace(saved / f".{names(2)[0]}.removed")
+        (saved / f".{names(2)[0]}.removed" / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("state", "begun"),
+    [
+        ("nothing written", 4),
+        ("no manifest yet", 4),
+        ("half a file", 4),
+        ("whole, without its name", 6),
+        ("whole, beside an earlier one", 6),
+        ("neither has the name", 6),
+        ("a new one fails after the old lost its name", 6),
+        ("the old one is not removed yet", 6),
+        ("a removal begun", 6),
+        ("a removal half done", 6),
+    ],
+)
+def test_what_a_killed_process_left_is_settled(state, begun, three, whole_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(three, run)
+    left_behind(run / "checkpoints", state)
+    again = plain(run, resume=True)
+    assert again.begun_at == begun
+    gone = [2] if "removal" in state else []
+    assert folders(run) == names(*(step for step in range(2, 14, 2) if step not in gone))
+    assert_same(weights(again), whole_run)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    run = tmp_path_factory.mktemp("three") / "run"
+    plain(run, 6)
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    return weights(plain(tmp_path_factory.mktemp("whole") / "run"))
+
+
+SLOW_SAVES = """
+import sys
+from pathlib import Path
+import hookdiff.files
+from hookdiff.testing import toy_loop
+from hookdiff_checkpoint import Checkpoint
+
+calls, last = 0, int(sys.argv[2])
+def audit(event, arguments):  # each change of a name is a moment to die in
+    global calls
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir") and "checkpoints" in str(arguments[0]):
+        calls += 1
+        if calls == last:
+            import os, signal
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(audit)
+plugin = Checkpoint(every=2, keep_last=2)
+toy_loop({"checkpoint": plugin}, run_dir=Path(sys.argv[1]), resume=True, steps=12, batch_size=10).run()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_be_killed_at_any_change_of_a_name(whole_run, tmp_path):
+    moment, run = 0, tmp_path / "run"
+    run.mkdir()
+    deaths, newest = 0, 0
+    while deaths < 60:
+        moment += 1
+        done = subprocess.run(
+            [sys.executable, "-c", SLOW_SAVES, str(run), str(moment % 37 + 1)], check=False, capture_output=True
+        )
+        found, problems = find_checkpoints(run)
+        assert not problems
+        steps = [read_checkpoint(one.path)["progress"]["step"] for one in found]
+        assert max(steps, default=0) >= newest  # nothing is ever lost
+        newest = max(steps, default=0)
+        if done.returncode == 0:
+            assert_same(load_file(run / "checkpoints" / names(12)[0] / "model.safetensors"), whole_run)
+            shutil.rmtree(run / "checkpoints")
+            newest = 0
+        else:
+            assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+            deaths += 1
+
+
+def test_the_end_of_an_epoch_is_saved_after_its_last_step(tmp_path):
+    seen = []
+
+    class Look:
+        @hookimpl
+        def on_checkpoint(self, path):
+            seen.append((path.name, *find_checkpoints(path)[0][0].place))
+
+    plain(tmp_path / "epochs", 8, extra={"look": Look()}, every="1 epochs")
+    assert seen == [(names(4)[0], 4, 1), (names(8)[0], 8, 2)]
+    seen.clear()
+    # The step's save is of before the epoch's end, which the end of the run saves in its place.
+    plain(tmp_path / "steps", 4, extra={"look": Look()}, every=4)
+    assert seen == [(names(4)[0], 4, 0), (names(4)[0], 4, 1)]
+    assert folders(tmp_path / "steps") == names(4)
+
+
+@pytest.mark.parametrize("every", ["1 epochs", 4])
+def test_a_save_knows_whether_the_epoch_has_ended(every, tmp_path):
+    ends = []
+
+    class Ends:
+        @hookimpl
+        def on_epoch_end(self, loop):
+            ends.append(loop.progress.epoch)
+
+    class Keep:
+        @hookimpl
+        def on_checkpoint(self, path):
+            place = find_checkpoints(path)[0][0].place
+            shutil.copytree(path, tmp_path / f"{place[0]}-{place[1]}" / "checkpoints" / path.name)
+
+    plain(tmp_path / "run", 9, extra={"ends": Ends(), "keep": Keep()}, every=every)
+    assert ends == [1, 2]
+    for place in ("4-1", "8-2") if every != 4 else ("4-0", "8-1"):
+        ends.clear()
+        plain(tmp_path / place, 9, resume=True, extra={"ends": Ends()})
+        assert ends == ([2] if place in ("4-1", "8-1") else [1, 2] if place == "4-0" else [])
+
+
+def test_a_time_is_kept(tmp_path):
+    class Slow:
+        @hookimpl
+        def before_step(self):
+            time.sleep(0.03)
+
+    plain(tmp_path / "often", 12, extra={"slow": Slow()}, every="0.1 s")
+    assert 2 <= len(folders(tmp_path / "often")) <= 5
+    assert folders(tmp_path / "often")[-1:] == names(12)
+    plain(tmp_path / "seldom", 12, every="15 min")
+    assert folders(tmp_path / "seldom") == names(12)
+
+
+def test_never_is_at_the_end_alone(tmp_path):
+    plain(tmp_path, every=0)
+    assert folders(tmp_path) == names(12)
+
+
+def test_two_runs_in_one_script_may_use_the_plugin_one_after_the_other(tmp_path):
+    plugin = Checkpoint(every=2, keep_last=9)
+    first = plain(tmp_path / "one", 6, checkpoint=plugin)
+    second = plain(tmp_path / "two", 6, checkpoint=plugin)
+    assert_same(weights(first), weights(second))
+    assert folders(tmp_path / "one") == folders(tmp_path / "two") == names(2, 4, 6)
+    with pytest.raises(UserError, match="holds an earlier run"):
+        plain(tmp_path / "one", 6, checkpoint=plugin)
+    assert plain(tmp_path / "one", 9, resume=True, checkpoint=plugin).begun_at == 6
+
+
+def test_an_earlier_run_is_refused_as_it_was(tmp_path):
+    plain(tmp_path, extra={"metrics": Metrics()})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert tmp_path / "metrics.jsonl" in before
+    for resume in (False, tmp_path / "checkpoints" / names(4)[0]):
+        with pytest.raises(UserError, match=r"holds an earlier run: resume it, or choose another run_dir"):
+            plain(tmp_path, 20, resume=resume, extra={"metrics": Metrics()})
+    assert before == {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"
+    }
+
+
+def test_a_run_may_branch_off_one_checkpoint(whole_run, tmp_path):
+    plain(tmp_path / "run", 6)
+    again = plain(tmp_path / "branch", resume=tmp_path / "run" / "checkpoints" / names(4)[0])
+    assert again.begun_at == 4
+    assert_same(weights(again), whole_run)
+    assert folders(tmp_path / "run") == names(2, 4, 6)
+    assert folders(tmp_path / "branch") == names(6, 8, 10, 12)
+
+
+class SlowDisk:
+    """Makes each sync last."""
+
+    def __init__(self, monkeypatch):
+        sync = os.fsync
+        monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
+
+
+def test_a_rollback_waits_for_the_save_under_way(tmp_path, monkeypatch):
+    SlowDisk(monkeypatch)
+    where = []
+
+    class Bad:
+        @hookimpl(wrapper=True)
+        def compute_loss(self, loop):
+            output = yield
+            if loop.progress.position == 4:
+                output.loss.data.fill_(math.nan)
+            return output
+
+        @hookimpl
+        def on_nan(self):
+            return "rollback"
+
+        @hookimpl
+        def on_checkpoint(self, path):
+            where.append(path.name)
+
+        @hookimpl
+        def before_step(self, loop):
+            where.append((loop.progress.step, loop.progress.position))
+
+    loop = plain(tmp_path, 6, extra={"bad": Bad()}, every=4)
+    # The save of step 4 begins just before the batch that is bad.
+    assert where[4:8] == [(4, 4), names(4)[0], (4, 5), (5, 6)]
+    assert loop.progress.position == 7
+    assert folders(tmp_path) == names(4, 6)
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
+    SlowDisk(monkeypatch)
+    events = []
+
+    class Look:
+        @hookimpl
+        def before_step(self, loop):
+            events.append(loop.progress.step)
+
+        @hookimpl
+        def on_checkpoint(self, path):
+            events.append(path.name)
+
+    plain(tmp_path, 3, extra={"look": Look()}, every=1)
+    # The save of each step is over only when the next one is due, and the snapshot was not touched meanwhile.
+    assert events == [0, 1, names(1)[0], 2, names(2)[0], names(3)[0]]
+    monkeypatch.undo()
+    for step in range(1, 4):
+        alone = plain(tmp_path / f"to-{step}", step, every=0)
+        assert_same(load_file(tmp_path / "checkpoints" / names(step)[0] / "model.safetensors"), weights(alone))
+
+
+def test_another_plugins_failure_at_the_end_costs_no_checkpoint(tmp_path):
+    class Fails:
+        @hookimpl
+        def on_stop(self):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        plain(tmp_path, extra={"fails": Fails()}, every=0)
+    assert folders(tmp_path) == names(12)
+
+
+def test_a_plugin_may_have_any_name(tmp_path):
+    class Holds:
+        def __init__(self):
+            self.held = torch.zeros(1)
+
+        def state_dict(self):
+            return {"held": self.held}
+
+        def load_state_dict(self, state):
+            self.held = state["held"]
+
+        @hookimpl
+        def after_optimizer_step(self):
+            self.held += 1
+
+    odd = [".hidden", "../up", "a b:C", "é", "nul\n", "%2Ehidden", "data", "-"]
+    plain(tmp_path, 4, extra={name: Holds() for name in odd})
+    extra = {name: Holds() for name in odd}
+    plain(tmp_path, 6, resume=True, extra=extra)
+    assert [plugin.held.item() for plugin in extra.values()] == [6] * len(odd)
+    assert {path.parent for path in tmp_path.rglob("*.safetensors")} == {
+        tmp_path / "checkpoints" / name for name in names(2, 4, 6)
+    }
