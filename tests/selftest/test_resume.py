@@ -200,7 +200,7 @@ def selftest(path: Path, *options: str) -> Result:
 
 def test_all_plugins_together_resume_exactly(folder: Path) -> None:
     names = [name for name in KINDS if name not in DEAR]
-    result = selftest(config(folder, *names, "resume_user:Saved", source="digits", workers=2))
+    result = selftest(config(folder, *names, "resume_user:Saved", workers=2))
     assert result.exit_code == 0, result.output
     verdict, compared, *more = result.stdout.splitlines()
     assert verdict.startswith("the resumed run is the run that was never stopped, bit for bit: saved at step ")
