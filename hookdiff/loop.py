@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Loop:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        with self.resources:
+        with closing(self.feed), self.resources:
             self.reason = "error" if error else self.reason or "plugin"
             self.resources.callback(self.log.flush)  # also when a plugin fails, and before the sinks close
             self.hook.on_stop(loop=self, reason=self.reason)

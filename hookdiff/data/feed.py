@@ -220,6 +220,11 @@ class Feed:
         # One that is left before its end is not kept: its workers are busy with what nobody wants.
         self._idle.append(loader)
 
+    def close(self) -> None:
+        """End the workers that wait for another epoch; who asks for one after all gets new ones."""
+        while self._idle:
+            self._idle.pop().close()
+
     def _loader(self, workers: int) -> Loader:
         source = self.source.source
         if isinstance(source, Images):

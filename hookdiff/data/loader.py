@@ -58,6 +58,12 @@ class Loader:
                 raise stack
             yield stack
 
+    def close(self) -> None:
+        """End the workers. When garbage is collected they can no longer be told to, and are waited for in vain."""
+        iterator = getattr(self.loader, "_iterator", None)
+        if iterator is not None:  # not its truth, which is its length
+            iterator._shutdown_workers()
+
 
 _with_workers: WeakSet[Loader] = WeakSet()
 
@@ -69,9 +75,7 @@ def _end_workers() -> None:
     multiprocessing would send each a single SIGTERM, which none heeds, and wait for it for ever.
     """
     for loader in _with_workers:
-        iterator = loader.loader._iterator
-        if iterator is not None:  # not its truth, which is its length
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
+        loader.close()
 
 
 # What Ctrl-C and schedulers send to all processes of a run at once.

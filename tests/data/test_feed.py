@@ -1,4 +1,5 @@
 import itertools
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -302,6 +304,16 @@ def test_an_epoch_with_workers_leaves_the_default_generators_alone() -> None:
     list(bound(Augmented(), workers=2).batches(0))
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_a_run_that_is_over_has_no_workers() -> None:
+    loop = toy_loop(data=Feed(Rows(), workers=1), steps=4)  # two epochs
+    loop.run()
+    assert not multiprocessing.active_children()
+    loop.config = evolve(loop.config, steps=6)
+    loop.reason = None
+    assert loop.run() == "done"  # with new ones
+    assert not multiprocessing.active_children()
 
 
 def test_a_process_that_still_holds_its_workers_can_end() -> None:
