@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def build_loop(
     fresh: Iterable[str] = (),
     skip_batches: int = 0,
     plugins: Mapping[str, object] | None = None,
-    hooks: Iterable[str] | None = None,
+    hooks: Collection[str] | None = None,
     keep: Iterable[str] = (),
     make: Callable[[Config, torch.device], nn.Module] | None = None,
 ) -> Loop:
@@ -66,7 +66,7 @@ def build_loop(
     plugins |= {name: part.build() for name, part in config.plugins.items()}
     if hooks is not None:
         # What is left out stays as a name that hears nothing, so that its saved state is not taken for a stranger's.
-        heard = {name for name, plugin in plugins.items() if any(hasattr(plugin, hook) for hook in hooks)} | set(keep)
+        heard = {name for name, plugin in plugins.items() if _hears(plugin, hooks)} | set(keep)
         heard -= {"run_dir", "changes"}  # which stand by a run that trains
         plugins = {name: plugin if name in heard else object() for name, plugin in plugins.items()}
     loop = Loop(
@@ -83,6 +83,12 @@ def build_loop(
     )
     loop.hparams = config.resolved()
     return loop
+
+
+def _hears(plugin: object, hooks: Collection[str]) -> bool:
+    """Whether a loop of which only `hooks` matter needs `plugin`; who restores runs saves them, whatever it hears."""
+    saves = hasattr(plugin, "restore") and "restore" not in hooks
+    return not saves and any(hasattr(plugin, hook) for hook in hooks)
 
 
 def _own_plugins(config: Config, run_dir: RunDir, resume: bool | Path, skip_batches: int) -> dict[str, object]:

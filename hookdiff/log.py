@@ -46,7 +46,7 @@ class Log:
     @property
     def names(self) -> set[str]:
         """The names of what has been taken and not told yet."""
-        return {name for values in (self._window, *self._records.values()) for name in values}
+        return {*self._window, *(name for values in self._records.values() for name in values)}
 
     def __call__(self, values: Mapping[str, Value | Mean], *, detail: bool = False) -> None:
         """Log `values`, numbers or scalar tensors, of the step under way.

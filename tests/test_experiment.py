@@ -313,3 +313,12 @@ def test_the_run_directory_is_made_after_all_others_have_started(tmp_path):
 def test_a_file_that_a_part_cannot_open_is_told_with_its_table(tmp_path):
     with pytest.raises(ConfigError, match=r"^data: .*No such file or directory: .*gone'$"):
         Part("data", "mine", open, {"file": str(tmp_path / "gone")}).build()
+
+
+def test_who_saves_runs_has_no_part_in_single_steps(config, tmp_path):
+    checked = config(plugins=["checkpoint", "ema"])
+    loop = build_loop(checked, tmp_path / "run", hooks=("prepare_model", "before_step", "sample"))
+    assert {name: type(plugin).__name__ for name, plugin in loop.plugins.items() if name in checked.plugins} == {
+        "checkpoint": "object",
+        "ema": "EMA",
+    }

@@ -68,7 +68,8 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
     with tempfile.TemporaryDirectory() as folder:
         fresh = [name for name in config.plugins if name not in record.parts["plugins"]]
         # No other plugin: what writes files or makes pictures has no part in a step.
-        loop = build_loop(config, Path(folder), hooks=STEP_HOOKS, fresh=fresh)
+        own = [name for name, part in config.plugins.items() if part.target is Replay]
+        loop = build_loop(config, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=own)
         _finder(loop)
         with _quietly(), loop:
             for line in _differences(record, surroundings(loop)):
