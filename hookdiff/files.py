@@ -126,7 +126,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     partial, replaced = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
-    make_folder(partial)
+    make_folder(path.parent)
+    partial.mkdir()
     try:
         yield partial
         sync_folder(partial)

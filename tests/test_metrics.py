@@ -210,3 +210,26 @@ def test_values_that_are_no_numbers_are_null_and_read_as_nan(tmp_path: Path) -> 
     assert all(math.isnan(read[0][name]) for name in "abc")
     assert read[0]["loss"] == told["loss"]
     assert [line["step"] for line in read] == [5, 10, 15, 20]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
+def test_lines_wait_while_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics, full = Metrics(), Path("/dev/full")
+
+    class Disk:
+        """The file is on a full disk during steps 3 to 12."""
+
+        file: Any = None
+
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            if loop.progress.step == 2:
+                self.file, metrics._file = metrics._file, loop.resources.enter_context(full.open("wb", buffering=0))
+            if loop.progress.step == 12:
+                metrics._file = self.file
+
+    toy_loop({"metrics": metrics, "disk": Disk()}, run_dir=tmp_path, log_every=1).run()
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 21))
+    (record,) = caplog.records
+    told = "cannot be written: No space left on device; what is logged waits until there is room"
+    assert record.getMessage() == f"{tmp_path}/metrics.jsonl: {told}"

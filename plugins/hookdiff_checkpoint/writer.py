@@ -67,14 +67,19 @@ class Writer:
     def _write(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> Path:
         """On the thread."""
         self._staging.wait()
-        if not self.folder.exists():
+        try:
+            self._write_once(path, parts, facts)
+        except FileNotFoundError:
             log.warning("%s was gone, and is made again", self.folder)
             make_folder(self.folder)
+            self._write_once(path, parts, facts)
+        self._prune()
+        return path
+
+    def _write_once(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> None:
         if shutil.disk_usage(self.folder).free < num_bytes(parts) + _SPARE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.known[path] = write_checkpoint(path, parts, facts)
-        self._prune()
-        return path
 
     def _prune(self) -> None:
         there = self._newest_first()  # who has gone by another hand must not count

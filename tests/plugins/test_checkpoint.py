@@ -330,7 +330,7 @@ def test_a_process_may_be_killed_at_any_change_of_a_name(whole_run, tmp_path):
         assert max(steps, default=0) >= newest  # nothing is ever lost
         newest = max(steps, default=0)
         if done.returncode == 0:
-            assert_same(load_file(run / "checkpoints" / names(12)[0] / "model.safetensors"), whole_run)
+            assert_same(load_file(found[0].path / "model.safetensors"), whole_run)
             shutil.rmtree(run / "checkpoints")
             newest = 0
         else:

@@ -1,0 +1,380 @@
+"""Disks that are full, read-only, gone, or that fail: one message, no traceback, and nothing that was saved is lost."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+import time
+from concurrent.futures import wait
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from hookdiff import Metrics, StorageError, UserError, hookimpl
+from hookdiff.testing import assert_same, toy_loop, weights
+from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
+
+STEPS = 12
+
+
+def mount(*words):
+    try:
+        done = subprocess.run(["mount", *map(str, words)], check=False, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount here")
+    if done.returncode:
+        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+
+
+def unmount(place):
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of its own, of 4 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
+    yield place
+    unmount(place)
+
+
+def fill(disk):
+    with (disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def free(disk):
+    (disk / "ballast").unlink(missing_ok=True)
+
+
+def read_only(place):
+    for _ in range(100):  # busy while a save is being written
+        done = subprocess.run(["mount", "-o", "remount,ro", str(place)], check=False, capture_output=True)
+        if not done.returncode:
+            return
+        time.sleep(0.02)
+    raise AssertionError(done.stderr)
+
+
+class At:
+    """Calls each function before the step that it is given for, when no save is under way."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    @hookimpl
+    def before_step(self, loop):
+        if call := self.calls.pop(loop.progress.step + 1, None):
+            writer = loop.plugins["checkpoint"]._writer
+            wait([writer._job] if writer and writer._job else [])
+            call()
+
+
+def run(run_dir, calls, resume=False, steps=STEPS, **options):
+    plugin = Checkpoint(**{"every": 2, "keep_last": 9, **options})
+    plugins = {"at": At(calls), "metrics": Metrics(), "checkpoint": plugin}
+    loop = toy_loop(plugins, run_dir=run_dir, resume=resume, steps=steps, log_every=1)
+    loop.run()
+    return loop
+
+
+def steps(run_dir):
+    """The steps of the checkpoints, each of which is read whole."""
+    found, problems = find_checkpoints(run_dir)
+    assert not problems
+    return sorted(read_checkpoint(one.path)["progress"]["step"] for one in found)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return weights(run(tmp_path_factory.mktemp("whole"), {}))
+
+
+def logged(run_dir):
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def quota(monkeypatch):
+    """Let the disk look empty: a quota is not seen before it is met."""
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1 << 40))
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen before", "met while writing"])
+def test_a_run_goes_on_when_the_disk_is_full(is_seen, disk, whole, caplog, monkeypatch):
+    if not is_seen:
+        quota(monkeypatch)
+    caplog.set_level(logging.INFO)
+    (disk / "run").mkdir()
+    loop = run(disk / "run", {5: lambda: fill(disk), 10: lambda: free(disk)})
+    assert_same(weights(loop), whole)
+    assert steps(disk / "run") == [2, 4, 10, 12]
+    (told,) = [told for told in warnings(caplog) if "metrics.jsonl" not in told]
+    assert logged(disk / "run") == list(range(1, 13))
+    first, second = told.splitlines()
+    assert first == f"no checkpoint could be written in {disk}/run/checkpoints: No space left on device"
+    good = f"the last good one is {disk}/run/checkpoints/step-00000004"
+    assert second == f"  {good}; the run goes on, and tries at each save"
+    assert caplog.text.count(f"{disk}/run/checkpoints can be written again") == 1
+    assert not [path for path in (disk / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen before", "met while writing"])
+def test_a_run_stops_when_the_disk_is_full_and_the_config_says_so(is_seen, disk, caplog, monkeypatch):
+    if not is_seen:
+        quota(monkeypatch)
+    (disk / "run").mkdir()
+    with pytest.raises(StorageError, match=r"No space left on device\n  the last good one is .*step-00000004"):
+        run(disk / "run", {5: lambda: fill(disk)}, disk_full="stop")
+    assert steps(disk / "run") == [2, 4]
+    assert not [told for told in warnings(caplog) if "metrics.jsonl" not in told]
+
+
+def test_an_end_that_is_not_saved_is_no_success(disk, whole):
+    (disk / "run").mkdir()
+    with pytest.raises(StorageError) as caught:
+        run(disk / "run", {12: lambda: fill(disk)})
+    assert str(caught.value) == (
+        f"the end of the run is not saved: no checkpoint could be written in {disk}/run/checkpoints: "
+        f"No space left on device\n  the last good one is {disk}/run/checkpoints/step-00000010"
+    )
+    free(disk)
+    again = run(disk / "run", {}, resume=True)
+    assert again.begun_at == 10
+    assert_same(weights(again), whole)
+    assert steps(disk / "run") == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_no_last_good_one(disk):
+    (disk / "run").mkdir()
+    with pytest.raises(StorageError, match="there is none yet"):
+        run(disk / "run", {2: lambda: fill(disk)}, disk_full="stop")
+
+
+def test_a_folder_that_is_read_only_is_told_before_the_first_step(disk):
+    (disk / "run").mkdir()
+    read_only(disk)
+    calls = {1: lambda: pytest.fail("a step was begun")}
+    with pytest.raises(UserError, match=r"run/checkpoints: cannot be written: Read-only file system") as caught:
+        run(disk / "run", calls)
+    assert not isinstance(caught.value, StorageError)
+
+
+@pytest.fixture
+def own_disk(tmp_path):
+    """A run directory whose checkpoints are on a disk of their own."""
+    place = tmp_path / "run" / "checkpoints"
+    place.mkdir(parents=True)
+    mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
+    yield tmp_path / "run"
+    unmount(place)
+
+
+@pytest.mark.parametrize("disk_full", ["continue", "stop"])
+def test_a_disk_that_becomes_read_only_ends_the_run(disk_full, own_disk):
+    with pytest.raises(StorageError, match=r"Read-only file system\n  the last good one is .*step-00000004"):
+        run(own_disk, {6: lambda: read_only(own_disk / "checkpoints")}, disk_full=disk_full)
+    assert steps(own_disk) == [2, 4]
+
+
+def test_one_that_cannot_be_removed_is_told_and_costs_nothing(tmp_path, whole, caplog):
+    first = tmp_path / "checkpoints" / "step-00000002"
+    calls = {4: lambda: mount("--bind", first, first)}  # a folder that is in use so cannot be renamed
+    try:
+        assert_same(weights(run(tmp_path, calls, keep_last=1)), whole)
+    finally:
+        unmount(first)
+    assert warnings(caplog) == [f"{first} cannot be removed: Device or resource busy"]
+    assert steps(tmp_path) == [2, 12]
+
+
+def test_a_folder_that_is_gone_is_made_again(tmp_path, whole, caplog):
+    loop = run(tmp_path, {6: lambda: shutil.rmtree(tmp_path / "checkpoints")})
+    assert_same(weights(loop), whole)
+    assert steps(tmp_path)[-4:] == [6, 8, 10, 12]
+    assert warnings(caplog) == [f"{tmp_path}/checkpoints was gone, and is made again"]
+
+
+def test_a_folder_that_goes_while_it_is_written_to_is_made_again(tmp_path, monkeypatch, caplog):
+    sync, names = os.fsync, []
+
+    def goes(descriptor):
+        names.append(descriptor)
+        if len(names) == 12:
+            shutil.rmtree(tmp_path / "checkpoints")
+        return sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", goes)
+    run(tmp_path, {}, steps=8)
+    assert warnings(caplog) == [f"{tmp_path}/checkpoints was gone, and is made again"]
+    assert steps(tmp_path)[-1] == 8
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_a_sync_that_fails_ends_the_run_at_the_next_step(number, tmp_path, monkeypatch):
+    """Of the two files of tensors, the manifest, their folder (twice), and the folder of that."""
+    sync, calls, failed = os.fsync, [], Event()
+
+    def fails(descriptor):
+        calls.append(descriptor)
+        if len(calls) == number:
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    class Look:
+        step = 0
+
+        @hookimpl
+        def after_optimizer_step(self, loop):
+            self.step = loop.progress.step
+            if self.step == 5:
+                failed.wait(10)
+
+    look = Look()
+    calls_at = {3: lambda: monkeypatch.setattr(os, "fsync", fails)}
+    plugins = {"look": look, "at": At(calls_at), "checkpoint": Checkpoint(every=2, keep_last=1)}
+    with pytest.raises(StorageError, match=r"could be written in .*: Input/output error\n") as caught:
+        toy_loop(plugins, run_dir=tmp_path, steps=40).run()
+    assert isinstance(caught.value.__cause__, OSError)
+    assert look.step in (4, 5, 6)
+    monkeypatch.undo()
+    assert "step-00000002" in str(caught.value)
+    # What could not be synced may be there, but nothing was removed for it.
+    assert steps(tmp_path) == ([2, 4] if number == 6 else [2])
+
+
+def test_a_save_that_fails_while_the_run_fails_is_told_beside_it(tmp_path, monkeypatch, caplog):
+    def fails(descriptor):
+        time.sleep(0.1)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def crash():
+        raise RuntimeError("mine")
+
+    def break_disk():
+        monkeypatch.setattr(os, "fsync", fails)
+
+    with pytest.raises(RuntimeError, match="mine"):
+        run(tmp_path, {4: break_disk, 5: crash})
+    (told,) = warnings(caplog)
+    assert told.startswith(f"no checkpoint could be written in {tmp_path}/checkpoints: Input/output error")
+    assert steps(tmp_path) == [2]
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root reads everything")
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path):
+    run(tmp_path, {}, steps=4)
+    (tmp_path / "checkpoints").chmod(0)
+    try:
+        with pytest.raises(UserError, match="checkpoints cannot be read: Permission denied"):
+            run(tmp_path, {}, resume=True)
+    finally:
+        (tmp_path / "checkpoints").chmod(0o755)
+
+
+FAULTS = """
+import shutil
+import subprocess
+import time
+from concurrent.futures import wait
+from contextlib import suppress
+from pathlib import Path
+
+from attrs import define
+
+from hookdiff import hookimpl
+
+
+@define(eq=False)
+class Fault:
+    kind: str = ""
+    place: str = ""
+    at: int = 0  # steps
+
+    @hookimpl
+    def before_step(self, loop):
+        step, place = loop.progress.step + 1, Path(self.place)
+        writer = loop.plugins["checkpoint"]._writer
+        if step == self.at and writer and writer._job:
+            wait([writer._job])
+        if step == self.at and self.kind == "full":
+            try:
+                with (place / "ballast").open("wb", buffering=0) as file:
+                    while True:
+                        file.write(bytes(4096))
+            except OSError:
+                pass
+        while step == self.at and self.kind == "read-only":
+            if not subprocess.run(["mount", "-o", "remount,ro", place], capture_output=True).returncode:
+                break
+            time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def config(write_config, tmp_path, monkeypatch):
+    """Return a function that writes a config with a fault, and returns its path."""
+    (tmp_path / "faults_of_a_disk.py").write_text(FAULTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(kind, place, at, **checkpoint):
+        name = "faults_of_a_disk:Fault"
+        fault = {"kind": kind, "place": str(place), "at": at}
+        plugins = {"checkpoint": {"every": 2, **checkpoint}, "fault": fault}
+        options = {"steps": 4, "batch_size": 4, "log_every": 1, "plugins": ["checkpoint", name]}
+        return write_config(run=options, plugins=plugins)
+
+    return write
+
+
+class TestCommandLine:
+    """The same, as it is met: the fixture `hookdiff` sees to it that there is no traceback."""
+
+    def test_a_full_disk(self, disk, config, hookdiff):
+        code, _, err = hookdiff("run", config("full", disk, 3), "--out", disk / "run")
+        assert code == 1, err
+        assert err.count("hookdiff: the end of the run is not saved: no checkpoint could be written in") == 1
+        assert err.splitlines()[-1] == f"  the last good one is {disk}/run/checkpoints/step-00000002"
+        free(disk)
+        code, _, err = hookdiff("run", config("", disk, 0), "--out", disk / "run", "--resume")
+        assert code == 0, err
+        assert logged(disk / "run") == [1, 2, 3, 4]
+        read_only(disk)
+        for words in ((disk / "other",), (disk / "run", "--resume", "--set", "run.steps=9")):
+            code, _, err = hookdiff("run", config("", disk, 0), "--out", *words)
+            assert code == 2
+            assert err.splitlines()[-1] == f"hookdiff: {words[0]}: cannot be written: Read-only file system"
+
+    def test_a_disk_that_becomes_read_only(self, own_disk, config, hookdiff):
+        path = config("read-only", own_disk / "checkpoints", 3)
+        (own_disk / "config.toml").write_text("")
+        code, _, err = hookdiff("run", path, "--out", own_disk, "--resume")
+        assert code == 1, err
+        assert "Read-only file system\n  the last good one is" in err
+        assert steps(own_disk) == [2]
+
+    def test_a_sync_that_fails(self, tmp_path, config, hookdiff, monkeypatch):
+        sync = os.fsync
+
+        def fails(descriptor):
+            if (tmp_path / "run" / "checkpoints" / "step-00000002").exists():
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fails)
+        code, _, err = hookdiff("run", config("", Path(), 0), "--out", tmp_path / "run")
+        assert code == 1, err
+        assert err.count("hookdiff: no checkpoint could be written in") == 1
+        assert err.count("Input/output error") == 1
