@@ -11,9 +11,10 @@ adaptive clip, sample images, and a checkpoint every five steps that is written 
 kept. A process is forked from one that has imported everything, which spares it seconds; from there on it is what the
 command line runs, with workers and threads of its own. The run to compare with is a process that was not forked.
 
-After each kill every checkpoint with a manifest has to be whole. At the end all files have to be those of the run that
-was never stopped, byte for byte: checkpoints (weights, averages, optimizer, all plugins), images, metrics; but for what
-tells of the time, the machine and the revision of the code. The exit code is 1, and the folders stay, when one is not.
+After each kill all that a resume would take for a checkpoint has to be whole. At the end all files have to be those of
+the run that was never stopped, byte for byte: checkpoints (weights, averages, optimizer, all plugins), images, metrics;
+but for what tells of the time, the machine and the revision of the code. The exit code is 1, and the folders stay, when
+one is not.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from torch import Tensor
 from hookdiff import UserError, cli
 from hookdiff.data import digits
 from hookdiff.log import MACHINE
-from hookdiff_checkpoint import read_checkpoint
+from hookdiff_checkpoint import find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.folder import MANIFEST
 
 HERE = Path(__file__).resolve().parent
@@ -231,7 +232,7 @@ class Bench:
         new = [path for path in now if path not in before]
         if any(path.suffix == ".partial" for path in touched):
             return "while a checkpoint was written"
-        if any(not (path / MANIFEST).exists() for path in touched) or (new and len(now) > KEPT):
+        if any(path.suffix == ".removed" for path in touched) or (new and len(now) > KEPT):
             return "while an older checkpoint was removed"
         if not new:
             return "before its first checkpoint"
@@ -239,12 +240,14 @@ class Bench:
 
     @staticmethod
     def verify(run_dir: Path, problems: list[str]) -> int:
-        found = list(whole(run_dir))
-        for path in found:
+        """Read all that a resume may take for a checkpoint, and return how many there are."""
+        found, unreadable = find_checkpoints(run_dir)
+        for one in found:
             try:
-                read_checkpoint(path)
+                read_checkpoint(one.path)
             except UserError as error:
-                problems.append(f"unreadable: {error}")
+                unreadable.append(error)
+        problems += [f"unreadable: {error}" for error in unreadable]
         return len(found)
 
 
@@ -261,8 +264,8 @@ def wait(process: int, limit: float | None, run_dir: Path | None = None, delay: 
     try:
         if not over(limit):
             if run_dir:
-                before = set(whole(run_dir, "step-*"))
-                while set(whole(run_dir, "step-*")) <= before and not over(0.0003):
+                before = set(whole(run_dir))
+                while set(whole(run_dir)) <= before and not over(0.0003):
                     pass
                 over(delay)
             os.kill(process, signal.SIGKILL)  # one that is over is there until it is waited for
@@ -271,9 +274,9 @@ def wait(process: int, limit: float | None, run_dir: Path | None = None, delay: 
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def whole(run_dir: Path, names: str = "*") -> Iterator[Path]:
-    """Yield the folders that a resume would take for checkpoints."""
-    return (path.parent for path in sorted((run_dir / "checkpoints").glob(f"{names}/{MANIFEST}")))
+def whole(run_dir: Path) -> Iterator[Path]:
+    """Yield the checkpoints that have their name."""
+    return (path.parent for path in sorted((run_dir / "checkpoints").glob(f"step-*/{MANIFEST}")))
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:
