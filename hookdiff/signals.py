@@ -27,9 +27,7 @@ class Signals:
     in the main thread, since Python has none elsewhere.
     """
 
-    usr1: bool = (
-        False  # SIGUSR1 ends the run as one that is out of time: some schedulers send it before they stop a job
-    )
+    usr1: bool = False  # SIGUSR1 ends the run as out of time: some schedulers send it before they stop a job
     caught: int | None = field(default=None, init=False)  # the first SIGINT or SIGTERM of the last run
 
     @hookimpl(tryfirst=True)
