@@ -1,0 +1,367 @@
+"""Checkpoints that are torn, damaged or forged: a clear message or the newest whole one, never a wrong value."""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from hookdiff import Metrics, UserError, flatten, run_state
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
+from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
+from hookdiff_ema import EMA
+
+SAVED = (2, 4, 6)
+FILES = ("ema.safetensors", "manifest.json", "model.safetensors", "optimizers.safetensors")
+
+
+def build(run_dir, steps=8, resume=True, model=None):
+    plugins = {"metrics": Metrics(), "ema": EMA(decay=0.9), "checkpoint": Checkpoint(every=2)}
+    return toy_loop(plugins, run_dir=run_dir, resume=resume, steps=steps, model=model or toy_model(3), batch_size=10)
+
+
+def name(step):
+    return f"step-{step:08d}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run that saved at steps 2, 4 and 6, and what is in each: name, tensors, the rest."""
+    run = tmp_path_factory.mktemp("saved") / "run"
+    run.mkdir()
+    build(run, 6, resume=False).run()
+    return run, {step: flatten(read_checkpoint(run / "checkpoints" / name(step))) for step in SAVED}
+
+
+@pytest.fixture
+def broken(saved, tmp_path):
+    """A copy of the run to be damaged."""
+    shutil.copytree(saved[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def is_what_was_saved(loop, states):
+    """Whether the loop, which has not made a step, is at a state that was saved, to the last bit."""
+    tensors, tree = states[loop.progress.step]
+    now, now_tree = flatten(run_state(loop))
+    assert_same(now, tensors)
+    return json.dumps(now_tree, sort_keys=True) == json.dumps(tree, sort_keys=True)
+
+
+def flip(path, others, where, value):
+    data = bytearray(path.read_bytes())
+    data[where % len(data)] ^= value
+    path.write_bytes(data)
+
+
+def truncate(path, others, where, value):
+    data = path.read_bytes()
+    path.write_bytes(data[: where % len(data)])
+
+
+def extend(path, others, where, value):
+    path.write_bytes(path.read_bytes() + bytes([value]))
+
+
+def delete(path, others, where, value):
+    path.unlink()
+
+
+def swap(path, others, where, value):
+    other = others[where % len(others)]
+    if path.exists() and other.exists():
+        one, two = path.read_bytes(), other.read_bytes()
+        path.write_bytes(two)
+        other.write_bytes(one)
+
+
+def shuffle(path, others, where, value):
+    data = path.read_bytes()
+    cut = where % len(data)
+    path.write_bytes(data[cut:] + data[:cut])
+
+
+damages = st.tuples(
+    st.sampled_from([flip, truncate, extend, delete, swap, shuffle]),
+    st.sampled_from(SAVED),
+    st.sampled_from(FILES),
+    st.integers(0, 10**6),
+    st.integers(1, 255),
+)
+
+
+@given(done=st.lists(damages, min_size=1, max_size=4))
+def test_damage_leads_to_a_message_or_to_the_newest_whole_one(done, saved, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run") / "run"
+    shutil.copytree(saved[0], run)
+    folder = run / "checkpoints"
+    for damage, step, file, where, value in done:
+        if (folder / name(step) / file).exists():
+            damage(folder / name(step) / file, [folder / name(other) / file for other in SAVED], where, value)
+    intact = [
+        step
+        for step in SAVED
+        if all(
+            (folder / name(step) / file).exists()
+            and (folder / name(step) / file).read_bytes() == (saved[0] / "checkpoints" / name(step) / file).read_bytes()
+            for file in FILES
+        )
+    ]
+    loop = build(run)
+    try:
+        with loop:
+            # A swap of two whole folders' files may make a checkpoint whole under another name; no value is ever wrong.
+            assert is_what_was_saved(loop, saved[1])
+            assert loop.progress.step >= max(intact, default=2)
+    except UserError as error:
+        assert not intact
+        assert "none of its checkpoints can be used" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("step", SAVED)
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_that_is_missing_is_named(step, file, broken, caplog):
+    (broken / "checkpoints" / name(step) / file).unlink()
+    with pytest.raises(UserError, match=rf"{name(step)}: {file} cannot be read: No such file or directory"):
+        read_checkpoint(broken / "checkpoints" / name(step))
+    with build(broken) as loop:
+        assert loop.progress.step == (4 if step == 6 else 6)
+    assert ("passed over a checkpoint" in caplog.text) == (step == 6 or file == "manifest.json")
+
+
+def rewrite(path, change):
+    """Let `change` at the manifest, and give it a digest that is right."""
+    manifest = json.loads("{" + path.read_text().partition("\n")[2])
+    change(manifest)
+    text = json.dumps(manifest, indent=1).encode().removeprefix(b"{\n")
+    path.write_bytes(b'{"sha256": "%s",\n' % hashlib.sha256(text).hexdigest().encode() + text)
+
+
+def forge(folder, file, data):
+    """Put `data` in the place of a file, and its digest into the manifest."""
+    (folder / file).write_bytes(data)
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    rewrite(folder / "manifest.json", lambda manifest: manifest["files"].update({file: entry}))
+
+
+def refused(run, step=6):
+    """What is said of one checkpoint, where there is no other."""
+    for other in set(SAVED) - {step}:
+        shutil.rmtree(run / "checkpoints" / name(other))
+    with pytest.raises(UserError) as caught:
+        build(run).run()
+    return str(caught.value)
+
+
+class TestMessages:
+    def test_a_digest_that_is_right_changes_nothing(self, broken, saved):
+        rewrite(broken / "checkpoints" / name(6) / "manifest.json", lambda manifest: None)
+        with build(broken) as loop:
+            assert is_what_was_saved(loop, saved[1])
+
+    def test_cut_short(self, broken):
+        path = broken / "checkpoints" / name(6) / "model.safetensors"
+        size = path.stat().st_size
+        os.truncate(path, 100)
+        assert refused(broken) == (
+            f"{broken}: none of its checkpoints can be used:\n"
+            f"  {path.parent}: model.safetensors has 100 bytes, {size:,} were written"
+        )
+
+    def test_a_flipped_bit(self, broken):
+        flip(broken / "checkpoints" / name(6) / "ema.safetensors", [], 200, 1)
+        assert refused(broken).endswith(": ema.safetensors is not what was written: its SHA-256 differs")
+
+    def test_a_flipped_bit_in_the_manifest(self, broken):
+        flip(broken / "checkpoints" / name(6) / "manifest.json", [], 200, 1)
+        assert refused(broken).endswith(": manifest.json is damaged: its SHA-256 differs")
+
+    def test_a_format_that_a_flipped_bit_made_newer_is_damage(self, broken):
+        path = broken / "checkpoints" / name(6) / "manifest.json"
+        path.write_bytes(path.read_bytes().replace(b'"format": 2', b'"format": 6'))
+        assert refused(broken).endswith(": manifest.json is damaged: its SHA-256 differs")
+
+    def test_no_json(self, broken):
+        (broken / "checkpoints" / name(6) / "manifest.json").write_bytes(b"\xff\x00")
+        assert refused(broken).endswith(": manifest.json is damaged: it is not the JSON that was written")
+
+    def test_a_newer_version_is_not_passed_over(self, broken):
+        path = broken / "checkpoints" / name(6) / "manifest.json"
+        rewrite(path, lambda manifest: manifest.update(format=7, versions={"hookdiff": "9.1"}))
+        with pytest.raises(UserError) as caught:
+            build(broken).run()
+        assert str(caught.value) == (
+            f"{path.parent}: hookdiff 9.1 wrote it in format 7, this one reads up to 2: update hookdiff"
+        )
+
+    def test_an_older_version(self, broken):
+        rewrite(broken / "checkpoints" / name(6) / "manifest.json", lambda manifest: manifest.update(format=1))
+        assert refused(broken).endswith(f"{name(6)}: it is of format 1, this hookdiff reads 2")
+
+    def test_a_pickle(self, broken, tmp_path):
+        class Bomb:
+            def __reduce__(self):
+                return (open, (str(tmp_path / "was run"), "w"))
+
+        forge(broken / "checkpoints" / name(6), "model.safetensors", pickle.dumps(Bomb()))
+        assert re.search(r"step-00000006: model\.safetensors is no safetensors file: ", refused(broken))
+        assert not (tmp_path / "was run").exists()
+
+    def test_a_file_of_torch(self, broken, tmp_path):
+        torch.save(toy_model().state_dict(), tmp_path / "w.pt")
+        forge(broken / "checkpoints" / name(6), "model.safetensors", (tmp_path / "w.pt").read_bytes())
+        assert re.search(r"step-00000006: model\.safetensors is no safetensors file: ", refused(broken))
+
+    @pytest.mark.parametrize("data", [b"", b"\0" * 8, b"\0" * 100, b"\xff" * 100, b"\x02" + b"\0" * 7 + b"{}"])
+    def test_bytes_that_are_no_tensors(self, data, broken):
+        forge(broken / "checkpoints" / name(6), "model.safetensors", data)
+        assert re.search("is no safetensors file|of another model", refused(broken))
+
+    def test_a_foreign_models_weights(self, broken, tmp_path):
+        other = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.SiLU(), torch.nn.Linear(9, 4))
+        save_file(other.state_dict(), tmp_path / "other.safetensors")
+        data = (tmp_path / "other.safetensors").read_bytes()
+        (broken / "checkpoints" / name(6) / "model.safetensors").write_bytes(data)
+        build(broken, 6).run()  # passed over: not what was written
+        forge(broken / "checkpoints" / name(6), "model.safetensors", data)
+        message = refused(broken)
+        assert message.startswith("the checkpoint is of another model:\n  missing 3.weight\n  missing 3.bias\n")
+        assert "0.weight has shape (9, 4), the model has (8, 4)" in message
+
+    @pytest.mark.parametrize(
+        "outside",
+        ["../model.safetensors", "/etc/passwd", "a/../../x.safetensors", "..", "", ".safetensors", "a\\b.safetensors"],
+    )
+    def test_a_path_that_leaves_the_folder(self, outside, broken):
+        def leave(manifest):
+            manifest["files"][outside] = manifest["files"].pop("model.safetensors")
+            manifest["parts"]["model"]["file"] = outside
+
+        rewrite(broken / "checkpoints" / name(6) / "manifest.json", leave)
+        message = refused(broken)
+        assert message.endswith(f": manifest.json names a file outside of the checkpoint: {outside!r}")
+
+    def test_a_link_that_leaves_the_folder(self, broken, tmp_path):
+        path = broken / "checkpoints" / name(6) / "model.safetensors"
+        path.replace(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+        assert refused(broken).endswith("names a file outside of the checkpoint: 'model.safetensors'")
+
+    def test_a_folder_and_a_pipe_in_the_place_of_a_file(self, broken):
+        path = broken / "checkpoints" / name(6) / "model.safetensors"
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(UserError, match=r"model\.safetensors is no file"):
+            read_checkpoint(path.parent)
+        path.rmdir()
+        os.mkfifo(path)
+        assert refused(broken).endswith("model.safetensors is no file")
+
+    def test_a_part_whose_file_is_not_there(self, broken):
+        rewrite(broken / "checkpoints" / name(6) / "manifest.json", lambda m: m["files"].pop("model.safetensors"))
+        assert "manifest.json is not what hookdiff writes: KeyError: 'model.safetensors'" in refused(broken)
+
+    @pytest.mark.parametrize("count", [-1, 1.5, None, "6", float("inf"), [], {}])
+    @pytest.mark.parametrize("key", ["position", "step"])
+    def test_a_count_that_is_none(self, key, count, broken):
+        path = broken / "checkpoints" / name(6) / "manifest.json"
+        rewrite(path, lambda manifest: manifest["parts"]["progress"]["values"].update({key: count}))
+        assert "manifest.json is not what hookdiff writes: " in refused(broken)
+
+    def test_a_checkpoint_without_a_model(self, broken):
+        path = broken / "checkpoints" / name(6) / "manifest.json"
+        rewrite(path, lambda manifest: manifest["parts"].pop("model"))
+        assert refused(broken) == "the checkpoint's state of 'model' cannot be loaded: KeyError: 'model'"
+
+    def test_all_that_were_tried_are_told(self, broken):
+        for step, file in zip(SAVED, FILES, strict=False):
+            extend(broken / "checkpoints" / name(step) / file, [], 0, 1)
+        with pytest.raises(UserError) as caught:
+            build(broken).run()
+        head, *lines = str(caught.value).splitlines()
+        assert head == f"{broken}: none of its checkpoints can be used:"
+        assert sorted(re.findall(r"step-\d+", "".join(lines))) == [name(step) for step in SAVED]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def places(node, path=()):
+    """The paths of all nodes below `node`."""
+    for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        yield (*path, key)
+        yield from places(node[key], (*path, key))
+
+
+@given(data=st.data())
+def test_a_manifest_that_is_forged_leads_to_no_traceback(data, saved, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run") / "run"
+    shutil.copytree(saved[0] / "checkpoints" / name(6), run / "checkpoints" / name(6))
+
+    manifest = json.loads((run / "checkpoints" / name(6) / "manifest.json").read_bytes())
+    del manifest["sha256"]
+    *path, last = data.draw(st.sampled_from(list(places(manifest))))
+    other, is_gone = data.draw(values), data.draw(st.booleans())
+
+    def change(manifest):
+        for key in path:
+            manifest = manifest[key]
+        if is_gone:
+            del manifest[last]
+        else:
+            manifest[last] = other
+
+    rewrite(run / "checkpoints" / name(6) / "manifest.json", change)
+    # What a plugin keeps for itself only it can judge, and it may do so late.
+    steps = 6 if any(key.startswith("plugins/") for key in (*path, last) if isinstance(key, str)) else 8
+    try:
+        build(run, steps).run()
+    except UserError as error:
+        assert str(error)  # noqa: PT017
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [flip, truncate, delete, extend])
+@pytest.mark.parametrize("file", FILES)
+def test_no_traceback_at_the_command_line(damage, file, write_config, tmp_path):
+    words = ["run", write_config(run={"steps": 2, "plugins": ["checkpoint", "ema"]}), "--out", tmp_path / "run"]
+
+    def call(*more):
+        command = [sys.executable, "-m", "hookdiff", *map(str, words), *more]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    assert call().returncode == 0
+    damage(tmp_path / "run" / "checkpoints" / name(2) / file, [], 300, 1)
+    done = call("--resume")
+    assert done.returncode == 2
+    assert "none of its checkpoints can be used" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_reading_shares_nothing_with_the_files(saved):
+    folder = saved[0] / "checkpoints" / name(6)
+    before = {file: (folder / file).read_bytes() for file in FILES}
+    for tensor in flatten(read_checkpoint(folder))[0].values():
+        tensor.zero_()
+    assert before == {file: (folder / file).read_bytes() for file in FILES}
+
+
+def test_plain_safetensors_reads_what_is_saved(saved):
+    loop = build(saved[0].parent / "again", 6, resume=False)
+    loop.run()
+    folder = saved[0] / "checkpoints" / name(6)
+    assert find_checkpoints(saved[0])[0][0].path == folder
+    assert_same(load_file(folder / "model.safetensors"), weights(loop))
