@@ -1,0 +1,268 @@
+"""Exact resume, bit for bit: a run that is cut, through files, is the run that was never stopped."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+from hookdiff import Metrics, UserError, flatten, hookimpl, run_state
+from hookdiff.data import Feed, InMemory
+from hookdiff.testing import assert_same, toy_loop, toy_model
+from hookdiff_amp import AMP
+from hookdiff_checkpoint import Checkpoint
+from hookdiff_clip import Clip
+from hookdiff_ema import EMA
+
+STEPS = 12
+
+
+def build(run_dir, steps=STEPS, resume=False, plugins=None, **options):
+    run_dir.mkdir(exist_ok=True)
+    used = {"metrics": Metrics(), **(plugins or {}), "checkpoint": Checkpoint(every=5)}
+    return toy_loop(used, run_dir=run_dir, resume=resume, steps=steps, log_every=1, **options)
+
+
+def train(*arguments, **options):
+    loop = build(*arguments, **options)
+    loop.run()
+    return loop
+
+
+def outcome(loop):
+    """All that a run is, and every line that it logged."""
+    tensors, tree = flatten(run_state(loop))
+    del tree["plugins"]["metrics"]  # a length in bytes, of lines with the time of day
+    lines = [json.loads(line) for line in (loop.run_dir / "metrics.jsonl").read_text().splitlines()]
+    logged = [{name: value for name, value in line.items() if name != "time"} for line in lines]
+    return {name: tensor.clone() for name, tensor in tensors.items()}, tree, logged
+
+
+def assert_same_runs(one, other):
+    (tensors, *rest), (other_tensors, *other_rest) = outcome(one), outcome(other)
+    assert_same(tensors, other_tensors)
+    assert rest == other_rest
+
+
+def in_one_and_in_parts(tmp_path, make, cuts=(7,)):
+    """Train by `make()`, keywords of a run that are new each time: at once, and stopped after each of `cuts`."""
+    whole = train(tmp_path / "whole", **make())
+    parts = tmp_path / "parts"
+    for index, steps in enumerate((*cuts, STEPS)):
+        again = train(parts, steps, resume=index > 0, **make())
+    assert_same_runs(again, whole)
+    return again
+
+
+OPTIMIZERS = {
+    "SGD": (optim.SGD, {}),
+    "SGD momentum": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "SGD fused": (optim.SGD, {"momentum": 0.9, "fused": True}),
+    "Adam": (optim.Adam, {}),
+    "Adam amsgrad": (optim.Adam, {"amsgrad": True}),
+    "Adam fused": (optim.Adam, {"amsgrad": True, "fused": True}),
+    "AdamW": (optim.AdamW, {}),
+    "AdamW fused": (optim.AdamW, {"fused": True}),
+    "AdamW foreach": (optim.AdamW, {"foreach": True}),
+    "NAdam": (optim.NAdam, {}),
+    "RAdam": (optim.RAdam, {}),
+    "Adagrad": (optim.Adagrad, {"lr_decay": 0.1}),
+    "Adagrad fused": (optim.Adagrad, {"fused": True}),
+    "Adafactor": (optim.Adafactor, {}),
+    "RMSprop": (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "ASGD": (optim.ASGD, {"t0": 3}),
+    "Rprop": (optim.Rprop, {}),
+    "Adamax": (optim.Adamax, {}),
+    "Adadelta": (optim.Adadelta, {}),
+}
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_each_optimizer_goes_on_where_it_was(kind, options, tmp_path):
+    def make():
+        return {"optimizers": lambda model: kind(model.parameters(), lr=0.01, **options)}
+
+    in_one_and_in_parts(tmp_path, make)
+
+
+def test_muon_with_adamw_for_the_rest_goes_on_where_it_was(tmp_path):
+    def optimizers(model):
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+        return [optim.Muon(matrices, lr=0.01), optim.AdamW(others, lr=0.01, fused=True)]
+
+    in_one_and_in_parts(tmp_path, lambda: {"optimizers": optimizers})
+
+
+class Odd(optim.SGD):
+    """Keeps, for each parameter, what `make` makes."""
+
+    make = set
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["odd"] = self.make()
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (set, "this run cannot be saved: optimizers/0/0.weight/odd is a set"),
+        (lambda _: [torch.zeros(1)], "this run cannot be saved: optimizers/0/0.weight/odd/0 is a tensor in a list"),
+        (
+            lambda _: torch.zeros(1, dtype=torch.complex128),
+            "this run cannot be saved: optimizers/0/0.weight/odd is a tensor of complex128",
+        ),
+    ],
+    ids=["set", "list of tensors", "dtype"],
+)
+@pytest.mark.parametrize("void", [False, True])
+def test_an_optimizer_that_cannot_be_stored_is_told_after_its_first_step(make, told, void, tmp_path, monkeypatch):
+    monkeypatch.setattr(Odd, "make", make if make is not set else staticmethod(set))
+    seen = []
+
+    class Look:
+        @hookimpl
+        def before_step(self, loop):
+            seen.append(loop.progress.step)
+
+    plugins = {"look": Look(), **({"amp": AMP("fp16", init_scale=2.0**24)} if void else {})}
+    with pytest.raises(UserError) as caught:
+        train(tmp_path, plugins=plugins, optimizers=lambda model: Odd(model.parameters(), lr=0.01))
+    assert str(caught.value).startswith(told)
+    assert set(seen) == {0}
+    assert (len(seen) > 1) == void
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_state_that_is_of_no_parameter_is_told(tmp_path):
+    class Strange(optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.state["all"]["count"] = 1
+
+    with pytest.raises(UserError, match="Strange keeps state for 'all', which is no parameter"):
+        train(tmp_path, optimizers=lambda model: Strange(model.parameters(), lr=0.01))
+
+    mine = nn.Parameter(torch.ones(2))
+
+    def also_mine(model):
+        mine.grad = torch.ones(2)
+        return optim.SGD([*model.parameters(), mine], lr=0.01, momentum=0.9)
+
+    class Pull:
+        @hookimpl
+        def after_backward(self):
+            mine.grad = torch.ones(2)
+
+    with pytest.raises(UserError, match="SGD keeps state for a parameter that is not the model's"):
+        train(tmp_path / "other", plugins={"pull": Pull()}, optimizers=also_mine)
+
+
+class Augmented:
+    """20 samples that each of the three generators changes."""
+
+    def __init__(self):
+        self.values = torch.linspace(-1, 1, 320).reshape(20, 1, 4, 4)
+        self.labels = torch.arange(20) % 3
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        noise = random.gauss(0, 0.1) + torch.randn(1, 4, 4) * 0.1 + torch.from_numpy(np.random.randn(1, 4, 4)).float()
+        return (self.values[index] + noise).clamp(-1, 1), index % 3
+
+
+def convolutional():
+    """A net with dropout and batch norm, the same each time."""
+    before = torch.get_rng_state()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.3), nn.Conv2d(4, 1, 1))
+    torch.set_rng_state(before)
+    return model
+
+
+def images(workers=0, **options):
+    return {"model": convolutional(), "data": Feed(Augmented(), workers=workers, **options), "batch_size": 6}
+
+
+def everything():
+    return {
+        "ema": EMA(decay=0.9),
+        "amp": AMP("fp16", init_scale=2.0**22, growth_interval=3),
+        "clip": Clip("adaptive", warmup=2, factor=0.9),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Samples that python, numpy and torch change, dropout, batch norm, overflows, EMA, clipping; no workers."""
+    loop = train(tmp_path_factory.mktemp("whole") / "run", plugins=everything(), **images())
+    assert loop.plugins["amp"].state_dict()["num_void"] > 0
+    return loop
+
+
+@pytest.mark.parametrize("cuts", [(1,), (3,), (5,), (6,), (11,), (2, 3, 9), tuple(range(1, STEPS))])
+def test_a_run_may_be_cut_anywhere_and_again(cuts, whole, tmp_path):
+    for index, steps in enumerate((*cuts, STEPS)):
+        again = train(tmp_path, steps, resume=index > 0, plugins=everything(), **images())
+    assert_same_runs(again, whole)
+
+
+@pytest.mark.parametrize("workers", [(2, 0), (0, 2)])
+def test_the_number_of_workers_may_change(workers, whole, tmp_path):
+    for steps, count in zip((7, STEPS), workers, strict=True):
+        again = train(tmp_path, steps, resume=steps != 7, plugins=everything(), **images(count))
+    assert_same_runs(again, whole)
+
+
+def test_a_crash_loses_only_what_came_after_the_last_save(whole, tmp_path):
+    class Crash:
+        @hookimpl
+        def before_step(self, loop):
+            if loop.progress.step == 8:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, plugins={**everything(), "crash": Crash()}, **images())
+    again = build(tmp_path, resume=True, plugins=everything(), **images())
+    again.run()
+    assert again.begun_at == 5
+    assert_same_runs(again, whole)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: images(balanced=True),
+        lambda: images(drop_last=False),
+        lambda: images(held_out=4),
+        lambda: {**images(), "micro_batch": 4},
+        lambda: {"data": InMemory(torch.linspace(-1, 1, 320).reshape(20, 1, 4, 4)), "model": convolutional()},
+        lambda: {"plugins": {"amp": AMP("bf16"), "ema": EMA(decay=[0.9], std=[0.1])}},
+        lambda: {
+            "plugins": {"clip": Clip("adaptive", statistic="percentile", warmup=2, window=5)},
+            "model": toy_model(dropout=0.5),
+        },
+    ],
+    ids=["balanced", "last batch", "held out", "micro-batches", "in memory", "bf16", "percentile"],
+)
+def test_so_does_any_other_run(make, tmp_path):
+    in_one_and_in_parts(tmp_path, make, cuts=(3, 8))
+
+
+def test_a_run_may_be_made_longer(tmp_path):
+    train(tmp_path / "short", 6, plugins=everything(), **images())
+    longer = train(tmp_path / "short", 18, resume=True, plugins=everything(), **images())
+    assert_same_runs(longer, train(tmp_path / "long", 18, plugins=everything(), **images()))
+
+
+def test_a_branch_is_the_run_that_went_on(whole, tmp_path):
+    train(tmp_path / "run", 7, plugins=everything(), **images())
+    branch = train(tmp_path / "branch", resume=tmp_path / "run", plugins=everything(), **images())
+    assert_same_runs(branch, whole)
