@@ -163,7 +163,7 @@ class Hooks(Protocol):
     def on_checkpoint(self, loop: Loop, path: Path) -> None:
         """Moment: the checkpoint at `path` is complete on disk.
 
-        May change: nothing.
+        It is written in the background, so `loop` may be steps further by now. May change: nothing.
         """
 
     @hookspec
