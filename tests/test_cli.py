@@ -166,7 +166,7 @@ def test_order_prints_who_is_called_when(hookdiff, folder):
     assert rows["between_steps"] == "checkpoint (last)"
     assert rows["sample"] == "ema (around)"
     assert rows["after_backward"] == "clip (last)"
-    assert rows["on_nan"] == "-"
+    assert rows["on_nan"] == "checkpoint (first)"
 
 
 def test_hooks_prints_the_contract(hookdiff, folder):
