@@ -76,7 +76,7 @@ def resume(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], st
 
     All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit. What
     is not is told with the plugin that it belongs to, and the exit code is 1. For who writes plugins, models or data of
-    their own. The runs are short ones in a temporary folder: the plugin that saves does so in their middle, at least
+    their own. The runs are in a temporary folder and end early; the plugin that saves does so in their middle, at least
     every sixth step is logged, and all else is as CONFIG says.
     """
     from hookdiff import experiment

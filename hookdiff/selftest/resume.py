@@ -163,15 +163,17 @@ class _Runs:
     def train(self, name: str, kill: bool = False, resume: bool = False) -> int:
         """Run `name`, or what is left of it, in a process of its own, and return the exit code."""
         table = self.config.resolved()
-        table["run"].pop("epochs", None)
-        table["run"] |= {"steps": self.plan.steps, "log_every": self.plan.log_every, "max_time": 0}
+        table["run"] |= {"log_every": self.plan.log_every, "max_time": 0}
+        if (self.config.run.steps or (self.config.run.epochs or 0) * self.plan.num_batches) < self.plan.steps:
+            table["run"].pop("epochs", None)
+            table["run"]["steps"] = self.plan.steps
         table["run"]["plugins"] = [*table["run"]["plugins"], f"{Witness.__module__}:{Witness.__name__}"]
         for saver in self.plan.savers:
             if "every" in parameters(self.config.plugins[saver].target):
                 table["plugins"][saver]["every"] = self.plan.save_at
         if resume and "workers" not in parameters(self.config.data.target):
             table["data"]["workers"] = self.plan.workers[1]
-        witness = {"out": str(self.seen(name)), "at": self.plan.save_at, "kill": kill}
+        witness = {"out": str(self.seen(name)), "at": self.plan.save_at, "stop": self.plan.steps, "kill": kill}
         table["plugins"][Witness.__name__.lower()] = witness
         path = self.folder / f"{name}.toml"
         path.write_text(tomli_w.dumps(table), "utf-8")
@@ -237,15 +239,15 @@ class _Runs:
     def culprit(self, found: Sequence[Difference]) -> str | None:
         """Return the plugin that made the resumed run another, as far as that shows.
 
-        It is the one in whose call weights or gradients became others; or whose is something of what was `found`, who
-        draws from a global generator rather than the first.
+        It is the one in whose call weights or gradients became others; or whose is something of what was `found`: one
+        whose state was loaded otherwise, or who draws from a global generator, rather than the first.
         """
         whole, trace = (self.noted(name, END)["trace"] for name in ("whole", "cut"))
         begin = min((position for position, *_ in trace), default=0)
         pairs = zip([entry for entry in whole if entry[0] >= begin], trace, strict=False)
         changed = next((entry[2] for expected, entry in pairs if expected != entry), None)
         drew, owners = self.noted("whole", END)["drew"], [difference.owner for difference in found]
-        likely = (changed, *(plugin for plugin in drew if plugin in owners), *owners, *drew)
+        likely = (changed, *(plugin for plugin in (*self.reloaded(), *drew) if plugin in owners), *owners, *drew)
         return next((plugin for plugin in likely if plugin in self.config.plugins), None)
 
     def reloaded(self) -> dict[str, list[str]]:
@@ -293,7 +295,9 @@ class _Runs:
 
     def _files(self, name: str) -> dict[str, Path]:
         """Return the files that a run left besides its checkpoints, by name; hidden ones are not meant for people."""
-        root, skipped = self.run_dir(name), {*self.noted(name, END)["checkpoints"], CONFIG, METRICS}
+        # The last save may be complete after the witness has had its turn, so what either run told counts.
+        saves = [folder for run in ("whole", "cut") for folder in self.noted(run, END)["checkpoints"]]
+        root, skipped = self.run_dir(name), {*saves, CONFIG, METRICS}
         found = {path.relative_to(root): path for path in sorted(root.rglob("*")) if path.is_file()}
         return {
             path.as_posix(): full
@@ -328,7 +332,7 @@ def _judge(runs: _Runs, names: Sequence[str]) -> Outcome:
 def _failure(found: Sequence[Difference], runs: _Runs) -> Outcome:
     """Tell of the plugin that resumed otherwise, and not of one that only saw what came of it."""
     reloaded = runs.reloaded()
-    plugin = next(iter(reloaded), None) or runs.culprit(found)
+    plugin = runs.culprit(found)
     if plugin is None:
         lines = [
             f"not resumed exactly; first seen: {found[0].told(_RESUMED)}",

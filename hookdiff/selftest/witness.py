@@ -56,6 +56,7 @@ class Witness:
 
     out: Path  # the folder for what it saw
     at: int = field(validator=ge(1))  # the step at which the run is saved
+    stop: int = field(validator=ge(1))  # the step at which the run is taken to be done
     kill: bool = False
     _complete: int | None = field(default=None, init=False)  # the step at which the checkpoint was told of
     _waited: int = field(default=0, init=False)  # times
@@ -103,16 +104,21 @@ class Witness:
 
     @hookimpl(trylast=True)
     def between_steps(self, loop: Loop) -> None:
-        """Note the state at the save, wait for the checkpoint, and kill the process when lines were logged after it."""
+        """Note the state at the save, wait for the checkpoint, and kill the process when lines were logged after it.
+
+        The run also ends here, and not by its config: learning rates that follow its length would be others.
+        """
         step = loop.progress.step
+        if step >= self.stop:
+            loop.stop("done")
         if not loop.resume and step == self.at and not (self.out / f"{SAVED}.json").exists():
             self._write(SAVED, snapshot(loop))
-        if not self.kill or step < self.at:
+        if not self.kill or not self.at <= step < self.stop:
             return
         if self._complete is None:
             time.sleep(min(5.0, 0.05 * 2**self._waited))  # a large one takes its time; so the run does not end before
             self._waited += 1
-        elif step > self._complete and (loop.log.due or step + 1 == loop.config.steps):
+        elif step > self._complete and (loop.log.due or step + 1 == self.stop):
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has only the latter, as hard
 
     @hookimpl
@@ -125,7 +131,7 @@ class Witness:
     @hookimpl(trylast=True)
     def on_stop(self, loop: Loop, reason: Reason) -> None:
         """Write down what the run has become, unless it broke off."""
-        if reason != "done":
+        if reason not in ("done", "plugin"):
             return
         tensors, tree = flatten(run_state(loop))
         write_tensors(self.out / f"{END}.safetensors", tensors)
