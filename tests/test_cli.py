@@ -467,7 +467,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(folder, number, 
     (name,) = checkpoints(run)
     step = int(name.removeprefix("step-"))
     assert step == records(run)[-1]["step"]
-    assert out.startswith(f"small: signal after {step} steps")
+    assert out.startswith(f"small: stopped by a signal after {step} steps")
 
 
 SLOW = """

@@ -241,7 +241,7 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_run(
     os.killpg(process.pid, number)
     returned, out, err = finish(process)
     assert (returned, err) == (code, "stopping after this step; once more leaves at once\n")
-    step = int(re.match(r"small: signal after (\d+) steps", out)[1])
+    step = int(re.match(r"small: stopped by a signal after (\d+) steps", out)[1])
     assert step == records(folder / "run")[-1]["step"]
     assert (folder / "saving").exists() == (folder / "saved").exists()
     with pytest.raises(ProcessLookupError):

@@ -13,7 +13,12 @@ from hookdiff.run_dir import CONFIG
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
-_TOLD = {"plugin": "stopped by a plugin", "on_nan": "stopped: not finite", "time": "out of time"}
+_TOLD = {
+    "plugin": "stopped by a plugin",
+    "on_nan": "stopped: not finite",
+    "signal": "stopped by a signal",
+    "time": "out of time",
+}
 
 
 def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
