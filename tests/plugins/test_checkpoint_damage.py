@@ -334,7 +334,7 @@ def test_a_manifest_that_is_forged_leads_to_no_traceback(data, saved, tmp_path_f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("damage", "file"), zip([flip, truncate, delete, extend], FILES, strict=True))
+@pytest.mark.parametrize(("damage", "file"), list(zip([flip, truncate, delete, extend], FILES, strict=True)))
 def test_no_traceback_at_the_command_line(damage, file, write_config, tmp_path):
     words = ["run", write_config(run={"steps": 2, "plugins": ["checkpoint", "ema"]}), "--out", tmp_path / "run"]
 
