@@ -131,6 +131,11 @@ class Checkpoint:
                 except OSError as error:
                     log.warning("%s\n  %s", self._told(loop, error), self._writer.last_good())
             return
+        if reason == "done" and not self._is_open and self._goes_on(loop):
+            self._open(loop)  # no step was left to make, and the process before may have been killed in its last save
+            if self._writer:
+                self._writer.prune()
+            return
         if self._is_open and self._saved != _place(loop.progress.state_dict()):
             self._save(loop)
         if self._writer:
@@ -154,8 +159,7 @@ class Checkpoint:
             except OSError as error:
                 raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
             found, damaged = find_checkpoints(folder.parent)
-            goes_on = loop.resume and loop.resume.resolve() == folder.parent.resolve()
-            if (found or damaged) and not goes_on:
+            if (found or damaged) and not self._goes_on(loop):
                 raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
             # A run removes only what is its own; what is damaged must not count, and is left to be looked at.
             own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
@@ -208,6 +212,10 @@ class Checkpoint:
     def _say(self, problem: str | None) -> None:
         if problem:
             log.warning("%s", problem)
+
+    def _goes_on(self, loop: Loop) -> bool:
+        """Whether this is the run that is in the run directory already, and no branch of another."""
+        return loop.resume is not None and loop.resume.resolve() == self._folder(loop).parent.resolve()
 
     def _folder(self, loop: Loop) -> Path:
         if loop.run_dir is None:

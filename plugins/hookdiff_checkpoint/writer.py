@@ -73,7 +73,7 @@ class Writer:
             log.warning("%s was gone, and is made again", self.folder)
             make_folder(self.folder)
             self._write_once(path, parts, facts)
-        self._prune()
+        self.prune()
         return path
 
     def _write_once(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> None:
@@ -81,7 +81,8 @@ class Writer:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.known[path] = write_checkpoint(path, parts, facts)
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Remove what is not kept, while no save is under way."""
         there = self._newest_first()  # who has gone by another hand must not count
         kept = self.choose(there)
         self.known = {one.path: one for one in kept}

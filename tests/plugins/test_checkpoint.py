@@ -72,6 +72,19 @@ def test_only_the_last_are_kept_and_nothing_partial_stays(tmp_path):
     ]
 
 
+def test_a_run_that_was_killed_in_its_last_save_is_tidied_though_no_step_is_left(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    train(tmp_path / "run", 20, every=4, keep_last=3)
+    shutil.copytree(folder / "step-00000012", folder / ".step-00000008.removed")
+    (folder / ".step-00000008.removed" / "model.safetensors").unlink()
+    (folder / "step-00000020").rename(folder / ".step-00000020.partial")
+    train(tmp_path / "run", 20, resume=True, every=4, keep_last=2)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000016", "step-00000020"]
+    before = (folder / "step-00000020" / "manifest.json").read_bytes()
+    train(tmp_path / "run", 20, resume=True, every=4, keep_last=2)
+    assert (folder / "step-00000020" / "manifest.json").read_bytes() == before
+
+
 def test_its_files_have_the_models_own_keys(tmp_path):
     loop = train(tmp_path / "run", 5)
     folder = tmp_path / "run" / "checkpoints" / "step-00000005"
