@@ -6,6 +6,7 @@ flat state (a model's parameters) therefore stay as they are.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,7 +106,10 @@ def run_state(loop: Loop) -> dict[str, Any]:
 
 
 def load_weights(loop: Loop, state: State) -> None:
-    """Load counts, weights and optimizer state; hyper-parameters stay as the config made them."""
+    """Load counts, weights and optimizer state; hyper-parameters stay as the config made them.
+
+    An optimizer of which nothing was kept has an empty state.
+    """
     if not state:
         return
     with _told_if_unfit("model"):
@@ -191,26 +195,56 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """By parameter name: keyed by position it would load onto the wrong parameters without an error."""
+def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Name the state of each weight: keyed by position it would load onto the wrong ones without an error."""
     names = _names(model)
     kind = type(optimizer).__name__
     if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
         raise UserError(f"this run cannot be saved: {kind} keeps state for {strange[0]!r}, which is no parameter")
     if any(parameter not in names for parameter in optimizer.state):
         raise UserError(f"this run cannot be saved: {kind} keeps state for a parameter that is not the model's")
-    return {names[parameter]: dict(entry) for parameter, entry in optimizer.state.items()}
+    counted = _counted_in_groups(optimizer)
+    return {
+        "class": kind,
+        "weights": {names[parameter]: dict(entry) for parameter, entry in optimizer.state.items()},
+        "groups": {
+            str(index): {key: group[key] for key in counted if key in group}
+            for index, group in enumerate(optimizer.param_groups)
+            if counted
+        },
+    }
+
+
+def _counted_in_groups(optimizer: Optimizer) -> list[str]:
+    """Return the keys of the groups of weights that `optimizer` counts in, as schedule-free ones and Prodigy do.
+
+    They have a default but are nobody's argument. All other keys are hyper-parameters.
+    """
+    makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
+    arguments = {name for make in makers[:-1] for name in inspect.signature(make).parameters}  # the last is object's
+    return [key for key in optimizer.defaults if key not in arguments and key != "lr"]
 
 
 def _load_optimizer(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
+    kind = type(optimizer).__name__
+    if saved.get("class", kind) != kind:
+        raise UserError(f"the checkpoint's optimizer is {saved['class']}, the run's is {kind}")
     parameters = {name: parameter for parameter, name in _names(model).items()}
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()  # of a rollback: at the saved step, some parameters may not have had any
-    for name, entry in saved.items():
+    for name, entry in saved.get("weights", {}).items():
         parameter = parameters.get(name)
         if parameter is None or parameter not in held:
             raise UserError(f"the checkpoint has optimizer state of {name!r}, which this optimizer does not hold")
         optimizer.state[parameter] = {key: _like(parameter, key, value, optimizer) for key, value in entry.items()}
+    groups = saved.get("groups", {})
+    if groups and len(groups) != len(optimizer.param_groups):
+        raise UserError(
+            f"{kind} counts in its groups of weights: there were {len(groups)} of them at the checkpoint, now there "
+            f"are {len(optimizer.param_groups)}"
+        )
+    for index, entry in groups.items():
+        optimizer.param_groups[int(index)].update(entry)
 
 
 def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer) -> Any:

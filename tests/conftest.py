@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,9 @@ from hypothesis import settings
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("deep", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a script starts what it puts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The nets of the tests are tiny: a second thread costs more than it brings.
 torch.set_num_threads(1)

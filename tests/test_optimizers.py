@@ -371,7 +371,7 @@ def test_the_config_says_all_keys_and_comes_back(tmp_path: Path) -> None:
 
 def state_of(loop: Loop) -> dict[str, Tensor]:
     found = run_state(loop)["optimizers"]
-    return {f"{i}/{n}/{k}": v for i, entry in found.items() for n, s in entry.items() for k, v in s.items()}
+    return {f"{i}/{n}/{k}": v for i, part in found.items() for n, s in part["weights"].items() for k, v in s.items()}
 
 
 def test_groups_may_change_on_resume_because_state_goes_by_name(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_moments_keep_the_memory_format_of_their_weights() -> None:
 
     memory = Memory(1)
     loop({"memory": memory}, steps=1).run()
-    state = memory.state["optimizers"]["0"]["weight"]
+    state = memory.state["optimizers"]["0"]["weights"]["weight"]
     state["exp_avg"] = state["exp_avg"].contiguous()  # as safetensors gives it back
     with loop({"memory": memory}) as again:
         entry = again.optimizers[0].state[again.model.weight]  # type: ignore[index]
@@ -249,6 +249,46 @@ def test_optimizer_state_of_a_parameter_that_is_not_held_is_refused() -> None:
 
     with pytest.raises(UserError, match=r"optimizer state of '0\.weight', which this optimizer does not hold"):
         toy_loop({"memory": memory}, optimizers=second_layer).run()
+
+
+class Slowing(Optimizer):
+    """Takes ever shorter steps, by a count that is kept in the groups of weights."""
+
+    def __init__(self, weights: Any, lr: float) -> None:
+        super().__init__(weights, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for weight in group["params"]:
+                weight.sub_(weight.grad, alpha=group["lr"] / group["count"])
+
+
+def test_what_an_optimizer_counts_in_its_groups_goes_on() -> None:
+    def make(lr: float, groups: int = 1) -> Callable[[nn.Module], Optimizer]:
+        layers = (lambda m: [m[0], m[3]]) if groups == 2 else lambda m: [m]
+        return lambda m: Slowing([{"params": list(layer.parameters())} for layer in layers(m)], lr)
+
+    whole, memory = toy_loop(optimizers=make(0.01)), Memory(7)
+    toy_loop({"memory": memory}, optimizers=make(0.01), steps=7).run()
+    whole.run()
+    again = toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make(0.01))
+    again.run()
+    assert_same(weights(again), weights(whole))
+    with toy_loop({"memory": memory}, optimizers=make(0.5)) as other:
+        (group,) = other.optimizers[0].param_groups
+        assert (group["lr"], group["count"]) == (0.5, 7)
+    message = "Slowing counts in its groups of weights: there were 1 of them at the checkpoint, now there are 2"
+    with pytest.raises(UserError, match=message):
+        toy_loop({"memory": memory}, optimizers=make(0.01, groups=2)).run()
+
+
+def test_another_optimizer_is_refused() -> None:
+    memory = Memory(2)
+    toy_loop({"memory": memory}, steps=2).run()
+    with pytest.raises(UserError, match="the checkpoint's optimizer is AdamW, the run's is SGD"):
+        toy_loop({"memory": memory}, optimizers=MAKERS["sgd"]).run()
 
 
 class Counter:

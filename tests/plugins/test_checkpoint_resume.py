@@ -111,11 +111,14 @@ class Odd(optim.SGD):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (set, "this run cannot be saved: optimizers/0/0.weight/odd is a set"),
-        (lambda _: [torch.zeros(1)], "this run cannot be saved: optimizers/0/0.weight/odd/0 is a tensor in a list"),
+        (set, "this run cannot be saved: optimizers/0/weights/0.weight/odd is a set"),
+        (
+            lambda _: [torch.zeros(1)],
+            "this run cannot be saved: optimizers/0/weights/0.weight/odd/0 is a tensor in a list",
+        ),
         (
             lambda _: torch.zeros(1, dtype=torch.complex128),
-            "this run cannot be saved: optimizers/0/0.weight/odd is a tensor of complex128",
+            "this run cannot be saved: optimizers/0/weights/0.weight/odd is a tensor of complex128",
         ),
     ],
     ids=["set", "list of tensors", "dtype"],
