@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hookdiff.objective import LossOutput, Objective
     from hookdiff.progress import Due, Every, LoopConfig, Progress, Step, parse_every
     from hookdiff.randomness import derive_seed
+    from hookdiff.run_dir import run_of
     from hookdiff.sampling import Sampler, SampleRequest, Samples, UnknownWeights, ask_network
     from hookdiff.signals import Signals
     from hookdiff.sinks import Sink
@@ -94,6 +95,7 @@ _HOME = {
     "new_folder": "hookdiff.files",
     "override_options": "hookdiff.cli.options",
     "parse_every": "hookdiff.progress",
+    "run_of": "hookdiff.run_dir",
     "run_state": "hookdiff.state",
     "save_grid": "hookdiff.images",
     "try_optimizers": "hookdiff.experiment",
@@ -165,6 +167,7 @@ __all__ = [
     "new_folder",
     "override_options",
     "parse_every",
+    "run_of",
     "run_state",
     "save_grid",
     "try_optimizers",

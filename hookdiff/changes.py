@@ -11,6 +11,7 @@ from attrs import define, field
 from hookdiff.config import AUTO
 from hookdiff.errors import UserError
 from hookdiff.hookspecs import hookimpl
+from hookdiff.state import plain
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
@@ -106,7 +107,7 @@ def changes(
     A key that only `new` has does not differ where it has its default, and a plugin that only one has is told by
     run.plugins alone.
     """
-    before, now, usual = (dict(_flat(config)) for config in (old, new, defaults))
+    before, now, usual = (dict(_flat(plain(config))) for config in (old, new, defaults))
     for key in dict.fromkeys((*now, *before)):
         was, is_now = before.get(key), now.get(key)
         if (was is None and is_now == usual.get(key)) or is_now == AUTO:  # what is tried out is told when it is found
@@ -123,7 +124,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+            yield f"{prefix}{key}", value
 
 
 def _said(value: Any) -> str:

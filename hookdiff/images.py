@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hookdiff.errors import UserError
+from hookdiff.files import new_file
 
 
 def to_uint8(images: Tensor) -> Tensor:
@@ -52,8 +53,6 @@ def save_grid(images: Tensor, path: Path, columns: int | None = None, scale: int
     if scale > 1:
         shown = functional.interpolate(shown, scale_factor=scale, mode="bicubic").round().clamp(0, 255)
     grid = make_grid(shown, nrow=columns or math.ceil(math.sqrt(len(shown))), padding=4, pad_value=255)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
     picture = grid[0] if shown.shape[1] == 1 else grid.permute(1, 2, 0)
-    Image.fromarray(picture.to(torch.uint8).numpy()).save(partial, "PNG")
-    os.replace(partial, path)
+    with new_file(path) as partial:
+        Image.fromarray(picture.to(torch.uint8).numpy()).save(partial, "PNG")

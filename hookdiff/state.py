@@ -6,6 +6,7 @@ flat state (a model's parameters) therefore stay as they are.
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -82,6 +83,15 @@ def _escape(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
+def plain(config: Any) -> Any:
+    """Return `config`, of nested tables and lists, as a state holds it: the dates and times that TOML has as text."""
+    if isinstance(config, Mapping):
+        return {key: plain(value) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [plain(value) for value in config]
+    return config.isoformat() if isinstance(config, (datetime.date, datetime.time)) else config
+
+
 def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """Return one or several optimizers as a tuple."""
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
@@ -91,7 +101,7 @@ def run_state(loop: Loop) -> dict[str, Any]:
     """Return all that a run is: weights, optimizers, every plugin, counts. The tensors are the live ones."""
     assert loop.weights == "model", "the state of a run was asked for while other weights were borrowed"
     return {
-        "config": dict(loop.hparams),
+        "config": plain(loop.hparams),
         "data": {"num_samples": len(loop.feed.training)},
         "progress": loop.progress.state_dict(),
         "log": loop.log.state_dict(),

@@ -1,6 +1,7 @@
 """A config that has changed since the checkpoint: what is told, what is refused, and that nothing else is."""
 
 import copy
+import datetime
 import logging
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookdiff import UserError, build_loop, hookimpl, load_config, run_state
+from hookdiff import UserError, build_loop, flatten, hookimpl, load_config, run_state
 from hookdiff.changes import FIXED, FIXED_SWITCHES, Changes, changes
 from hookdiff.config import FEED_KEYS, RunConfig
 from hookdiff.diffusion import Diffusion
@@ -44,6 +45,16 @@ def set_keys(config):
 
 def test_lists_are_equal_to_tuples_and_numbers_to_numbers():
     assert not list(changes({"a": {"b": [1, 2], "c": 1}}, {"a": {"b": (1, 2), "c": 1.0}}, {}))
+
+
+def test_a_date_is_the_text_that_a_checkpoint_has_of_it():
+    day = datetime.date(2026, 11, 22)
+    assert not list(changes({"data": {"since": "2026-11-22"}}, {"data": {"since": day}}, {}))
+    loop = toy_loop(steps=1)
+    loop.hparams = {"data": {"since": day, "hours": [datetime.time(8, 30)]}}
+    loop.run()
+    tree = flatten(run_state(loop))[1]
+    assert tree["config"] == {"data": {"since": "2026-11-22", "hours": ["08:30:00"]}}
 
 
 def test_a_key_that_is_new_in_this_version_is_no_change_at_its_default():

@@ -296,6 +296,13 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder):
     assert from_file == averaged
     assert out == f"x.png: 3 images from the weights in {newest}/ema.safetensors\n"
 
+    assert hookdiff("resume", "run", "--steps", 3)[0] == 0
+    assert sample()[0] != averaged
+    code, out, _ = hookdiff("sample", newest, "--num", 3)
+    assert code == 0
+    assert out.endswith("run/samples/seed-0.png: 3 images from the ema weights of step 2\n")
+    assert (folder / "run/samples/seed-0.png").read_bytes() == averaged
+
     for words, expected in (
         (
             ["--weights", "emma"],

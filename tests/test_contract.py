@@ -95,7 +95,7 @@ OWN_USES = {
         "hookdiff/loop.py",
         "hookdiff/selftest/gaussian.py",
     },
-    "lr": {"hookdiff/optimizers.py", "hookdiff/selftest/witness.py"},  # of a group of weights
+    "lr": {"hookdiff/optimizers.py", "hookdiff/selftest/witness.py", "hookdiff/state.py"},  # of a group of weights
     "memory": {"hookdiff/data/prepare.py", "hookdiff/data/store.py"},
     "progress": {"hookdiff/state.py"},
     "samples": {"hookdiff/cli/data.py", "hookdiff/cli/sample.py", "hookdiff/data/report.py"},

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN|CHECKPOINT")
 @click.option("--num", default=64, show_default=True, type=click.IntRange(1), help="How many images.")
 @click.option("--steps", type=int, help="Steps of the sampler; the run's unless given.")
 @click.option("--sampler", help="ddim, ddpm, euler, heun or dpmpp_2m; the run's unless given.")
@@ -44,25 +44,25 @@ def command(
     weights: str | None,
     out: Path | None,
 ) -> None:
-    """Make images from the newest checkpoint of RUN, a run directory."""
+    """Make images from the newest checkpoint of RUN, a run directory, or from one CHECKPOINT in it."""
     from hookdiff import experiment
     from hookdiff.config import load_config
     from hookdiff.errors import UserError
     from hookdiff.images import check_writable, save_grid
-    from hookdiff.run_dir import CONFIG
+    from hookdiff.run_dir import CONFIG, run_of
     from hookdiff.sampling import SampleRequest, UnknownWeights
     from hookdiff.start import load_into
 
-    if not (run / CONFIG).is_file():
-        raise UserError(f"{run} is no run directory: it has no {CONFIG}")
+    source = run_of(run)
     changed = {"steps": steps, "sampler": sampler, "guidance_scale": guidance_scale}
     settings = [f"sampling.{key}={value}" for key, value in changed.items() if value is not None]
     classes = _in_turn(labels, num) if labels else None
     from_file = weights if weights and weights.endswith(".safetensors") else None
-    config = load_config(run / CONFIG, settings=settings)
+    config = load_config(source / CONFIG, settings=settings)
     experiment.probe(config, resume=True)
-    loop = experiment.build_loop(config, run, resume=True, hooks=("prepare_model", "restore", "sample"))
-    out = out or run / "samples" / f"seed-{seed}.png"
+    hooks = ("prepare_model", "restore", "sample")
+    loop = experiment.build_loop(config, source, resume=run, hooks=hooks)
+    out = out or source / "samples" / f"seed-{seed}.png"
     check_writable(out)
     with loop:
         if loop.progress.step == 0:

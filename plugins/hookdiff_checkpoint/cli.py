@@ -10,6 +10,8 @@ import click
 if TYPE_CHECKING:
     from torch import nn
 
+_HOOKS = ("prepare_model", "restore", "sample")
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN|CHECKPOINT")
@@ -36,22 +38,18 @@ def command(run: Path, out: Path, to: str, weights: str | None, settings: tuple[
     They are to the bit what `hookdiff sample RUN --weights NAME` samples with. For diffusers the scheduler makes the
     steps of the run's sampler; what it cannot do is refused.
     """
-    from hookdiff import UnknownWeights, UserError, ask_network, build_loop, load_config, load_into
+    from hookdiff import UnknownWeights, UserError, ask_network, build_loop, load_config, load_into, run_of
     from hookdiff_checkpoint.export import about, check_place, write_weights
-    from hookdiff_checkpoint.folder import MANIFEST
     from hookdiff_checkpoint.to_diffusers import recipe_of, write_folder
 
-    one = run if (run / MANIFEST).is_file() else None
-    run_dir = one.absolute().parent.parent if one else run
-    if not (run_dir / "config.toml").is_file():
-        raise UserError(f"{run_dir} is no run directory: it has no config.toml")
+    source = run_of(run)
     for setting in settings:
         if to != "diffusers" or not setting.strip().startswith("sampling."):
             raise UserError(f"--set {setting}: only --to diffusers reads keys, and only those of [sampling]")
     check_place(out, to, overwrite)
     from_file = weights if weights and weights.endswith(".safetensors") else None
-    config = load_config(run_dir / "config.toml", settings=settings)
-    loop = build_loop(config, run_dir, resume=one or True, hooks=("prepare_model", "restore", "sample"))
+    config = load_config(source / "config.toml", settings=settings)
+    loop = build_loop(config, source, resume=run, hooks=_HOOKS)
     with loop:
         if loop.progress.step == 0:
             raise UserError(f"{run} has no checkpoint to export")

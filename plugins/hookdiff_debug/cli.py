@@ -11,7 +11,7 @@ from hookdiff import override_options
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path), metavar="CONFIG|RUN")
+@click.argument("path", type=click.Path(path_type=Path), metavar="CONFIG|RUN|CHECKPOINT")
 @override_options
 @click.option(
     "--steps",
@@ -31,7 +31,7 @@ def command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Say what is wrong with CONFIG, or with the newest checkpoint of RUN, a run directory.
+    """Say what is wrong with CONFIG, with the newest checkpoint of RUN, a run directory, or with one CHECKPOINT in it.
 
     Trains for some steps in a temporary directory, half a minute at most, and looks at data, network and optimisation.
     The first line names the cause when something is broken; then a line for each check: OK, look (it is unusual, and
@@ -44,14 +44,12 @@ def command(
 
     from attrs import asdict
 
-    from hookdiff import UserError, check_writable, load_config
+    from hookdiff import UserError, check_writable, load_config, run_of
     from hookdiff_debug.checks import cause
     from hookdiff_debug.doctor import examine, told
 
     run = path if path.is_dir() else None
-    if run and not (run / "config.toml").is_file():
-        raise UserError(f"{run} is no run directory: it has no config.toml")
-    config = load_config(run / "config.toml" if run else path, plugins, settings)
+    config = load_config(run_of(run) / "config.toml" if run else path, plugins, settings)
     if out is None and not as_json:
         out = Path(f"{config.run.name}-doctor.png")
     if out is not None:

@@ -15,7 +15,18 @@ import torch
 from attrs import define, evolve, field
 from torch import Generator, Tensor, nn
 
-from hookdiff import Batch, Config, Loop, SampleRequest, UserError, ask_network, build_loop, estimate_memory, save_grid
+from hookdiff import (
+    Batch,
+    Config,
+    Loop,
+    SampleRequest,
+    UserError,
+    ask_network,
+    build_loop,
+    estimate_memory,
+    run_of,
+    save_grid,
+)
 from hookdiff_debug import checks, measure
 from hookdiff_debug.checks import Finding
 from hookdiff_debug.measure import LEVELS, Level, Outputs
@@ -67,7 +78,7 @@ class _Portrait:
 
 
 def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: Path | None) -> Report:
-    """Examine `config`, or its `run` as the newest checkpoint left it, with a trial of `steps` updates in `folder`.
+    """Examine `config`, or its `run` as a checkpoint left it, with a trial of `steps` updates in `folder`.
 
     Pictures go to `strip`, if it is given. Raises UserError when it cannot be built, or the run has no checkpoint.
     """
@@ -79,7 +90,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         loop = build_loop(config, folder / "run", hooks=_IN_A_STEP, keep=keep)
         before, portrait = 0, None
         if run is not None:
-            saved = build_loop(config, run, resume=True, hooks=_IN_SAMPLING)
+            saved = build_loop(config, run_of(run), resume=run, hooks=_IN_SAMPLING)
             with saved:
                 if not saved.progress.step:
                     raise UserError(f"{run} has no checkpoint to look at")

@@ -270,6 +270,4 @@ class GradientMonitor:
         if state["noise"] is not None:
             self._noise.load(state["noise"])
         self._seen = dict(state["seen"])
-        if "looks" in state:  # an older checkpoint has none
-            self._looks, self._found = state["looks"], Counter(state["found"])
-            self._num_nan = state["num_nan"]
+        self._looks, self._found, self._num_nan = state["looks"], Counter(state["found"]), state["num_nan"]

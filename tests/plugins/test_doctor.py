@@ -335,6 +335,10 @@ def test_a_run_is_looked_at_and_never_touched(doctor, hookdiff, folder):
         assert picture.width > picture.height
     assert {"ema", "samples", "error by time"} <= {finding["name"] for finding in found["findings"]}
 
+    one = next((run / "checkpoints").iterdir())
+    code, out, _ = doctor(one, "--steps", 8, "--json", "--out", folder / "strip.png")
+    assert (code, json.loads(out)["losses"]) == (0, found["losses"])
+
 
 def test_it_is_a_command_of_its_own_with_its_own_process(folder):
     code = "from hookdiff.cli import main; main()"
