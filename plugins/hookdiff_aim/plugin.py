@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
 import warnings
@@ -85,7 +86,14 @@ def _aim() -> Any:
     with warnings.catch_warnings():
         # Aim calls a function that SQLAlchemy 2 has moved.
         warnings.filterwarnings("ignore", "The ``declarative_base")
-        return importlib.import_module("aim")
+        aim = importlib.import_module("aim")
+    # At exit Aim closes what is open on a thread of its own, and from Python 3.12 on none can be started then.
+    last = importlib.import_module("aim.ext.cleanup").AutoClean
+    for close in (last.cleanup, last._cleanup):
+        atexit.unregister(close)
+    last._registered_with_atexit = True
+    atexit.register(last._cleanup)
+    return aim
 
 
 def _create(folder: str) -> None:

@@ -250,6 +250,7 @@ def test_two_processes_may_create_the_same_repository(tmp_path: Path) -> None:
     for process in processes:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
+        assert "Traceback" not in errors  # at exit
     assert len(list((tmp_path / "runs" / ".aim" / "meta" / "chunks").iterdir())) == 2
 
 
