@@ -6,13 +6,13 @@ import errno
 import json
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
@@ -30,11 +30,13 @@ log = logging.getLogger("hookdiff")
 class Metrics:
     """Writes what is logged to `metrics.jsonl` in the run directory; JSON has no NaN and no infinity: they are null.
 
-    A checkpoint holds the length of the file; a resumed run cuts it there, so that no step appears twice. A branch
-    begins with the lines of the run that it branches off. On a full disk they wait until there is room.
+    A checkpoint holds the length of the file; a resumed run cuts it there, so that no step appears twice. Lines are not
+    synced, so a machine that crashes may lose some that a checkpoint counts: the file then ends with its last whole
+    line, and the loss is told. A branch begins with the lines of the run that it branches off. On a full disk they wait
+    until there is room.
     """
 
-    _file: IO[bytes] | None = field(default=None, init=False)
+    _file: FileIO | None = field(default=None, init=False)
     _waiting: bytes = field(default=b"", init=False)  # lines, or what is left of them, that the disk has not taken
     _length: int = field(default=0, init=False)  # bytes of the file that belong to this run
     _is_to_cut: bool = field(default=False, init=False)  # a state was loaded, and the file is still longer than it says
@@ -79,12 +81,21 @@ class Metrics:
                 if earlier.is_file():
                     shutil.copyfile(earlier, path)
                     break
+        was_there, is_new = path.exists(), not self._is_to_cut and not self._length
         path.touch()
         self._file, self._is_to_cut = path.open("r+b", buffering=0), False
         loop.resources.callback(self._close, path)
-        # Not past the end: where the earlier file was not kept, there is nothing to go on from.
-        self._file.truncate(min(self._length, self._file.seek(0, os.SEEK_END)))
-        self._file.seek(0, os.SEEK_END)
+        found = self._file.readall()
+        kept = found[: found.rfind(b"\n", 0, self._length) + 1]
+        if is_new and found:
+            count = len(found.splitlines())
+            log.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
+        elif len(kept) < self._length and (was_there or not _is_branch(loop)):
+            what = f"has lost {self._length - len(kept):,} bytes" if was_there else "is not there"
+            gone = f"what was logged after step {_last_step(kept)} and up to step {loop.progress.step} is gone"
+            log.warning("%s %s: %s", path, what, gone)
+        self._length = self._file.seek(len(kept))
+        self._file.truncate()
 
     def _close(self, path: Path) -> None:
         if self._waiting:
@@ -117,7 +128,34 @@ def _writing(path: Path) -> Iterator[None]:
         raise kind(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
+def _is_branch(loop: Loop) -> bool:
+    """Whether the run goes on from that of another directory."""
+    return bool(loop.resume and loop.run_dir and loop.resume.resolve() != loop.run_dir.resolve())
+
+
+def _last_step(lines: bytes) -> float:
+    records = map(_record, reversed(lines.splitlines()))
+    return next((record["step"] for record in records if record and "step" in record), 0)
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of the metrics file at `path`; a null is a NaN, whatever it was when it was logged."""
-    lines = path.read_text("utf-8").splitlines()
-    return [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
+    """Return the lines of the metrics file at `path`; a null is a NaN, whatever it was when it was logged.
+
+    What a failing disk, or an editor, made of a line is passed over with a warning: it must not cost a run its end.
+    """
+    records = [_record(line) for line in path.read_bytes().splitlines()]
+    if damaged := [number for number, record in enumerate(records, 1) if record is None]:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        log.warning("%s: passed over line %d%s, which cannot be read", path, damaged[0], more)
+    return [record for record in records if record is not None]
+
+
+def _record(line: bytes) -> dict[str, float] | None:
+    """Return what a line of the file tells, or None where it is damaged."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(told, dict) or not all(isinstance(value, int | float | None) for value in told.values()):
+        return None
+    return {name: math.nan if value is None else value for name, value in told.items()}

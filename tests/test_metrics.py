@@ -14,27 +14,40 @@ from hookdiff.testing import toy_loop
 
 
 class Saver:
-    """Keeps the state of the metrics at one step and gives it to them, or to those of another run, as they start."""
+    """Keeps the state of the run at one step, and restores one."""
 
-    def __init__(self, metrics: Metrics, at: int = 0, state: Any = None) -> None:
-        self.metrics, self.at, self.state = metrics, at, state
+    def __init__(self, at: int = 0, state: Any = None) -> None:
+        self.at, self.state = at, state
 
     @hookimpl
-    def on_start(self) -> None:
-        if self.state is not None:
-            self.metrics.load_state_dict(self.state)
+    def restore(self) -> Any:
+        return self.state
 
     @hookimpl(trylast=True)
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.progress.step == self.at:
-            self.state = run_state(loop)["plugins"]["metrics"]
+            self.state = copy.deepcopy(run_state(loop))
 
 
-def train(run_dir: Path | None, at: int = 0, state: Any = None, extra: Mapping[str, object] | None = None) -> Saver:
-    metrics = Metrics()
-    saver = Saver(metrics, at, state)
-    toy_loop({"metrics": metrics, "saver": saver, **(extra or {})}, run_dir=run_dir).run()
-    return saver
+def train(run_dir: Path | None, at: int = 0, extra: Mapping[str, object] | None = None) -> Any:
+    """Train 20 steps, and return the state at the step `at`."""
+    saver = Saver(at)
+    toy_loop({"metrics": Metrics(), "saver": saver, **(extra or {})}, run_dir=run_dir).run()
+    return saver.state
+
+
+def goes_on(
+    run_dir: Path, state: Any, steps: int = 20, resume: Path | bool = True, extra: Mapping[str, object] | None = None
+) -> Any:
+    """Go on from `state`, and return the state at the end."""
+    plugins = {"metrics": Metrics(), "saver": Saver(state=state), **(extra or {})}
+    loop = toy_loop(plugins, run_dir=run_dir, steps=steps, resume=resume)
+    loop.run()
+    return run_state(loop)
+
+
+def length(state: Any) -> Any:
+    return state["plugins"]["metrics"]["bytes"]
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -83,25 +96,35 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_new_run_replaces_the_lines_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_new_run_replaces_the_lines_of_an_earlier_one_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train(tmp_path)
+    assert caplog.messages == []
     train(tmp_path)
     assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+    (tmp_path / "metrics.jsonl").write_text('{"step"')
+    train(tmp_path)
+    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+    assert caplog.messages == [
+        f"{tmp_path}/metrics.jsonl: replaces the 4 lines of an earlier run",
+        f"{tmp_path}/metrics.jsonl: replaces the 1 line of an earlier run",
+    ]
 
 
-@pytest.mark.parametrize(("at", "kept"), [(3, []), (5, [5]), (12, [5, 10]), (20, [5, 10, 15, 20])])
-def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path, at: int, kept: list[int]) -> None:
-    saver = train(tmp_path, at)
+@pytest.mark.parametrize("at", [3, 5, 12, 20])
+def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path, at: int) -> None:
+    state = train(tmp_path, at)
     before = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
-    again = train(tmp_path, state=saver.state)
+    end = goes_on(tmp_path, state)
     after = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
-    assert after[: len(kept)] == before[: len(kept)]
-    assert [line["step"] for line in lines(tmp_path)] == [*kept, 5, 10, 15, 20]
-    assert again.metrics.state_dict() == {"bytes": (tmp_path / "metrics.jsonl").stat().st_size}
+    assert after[: at // 5] == before[: at // 5]
+    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+    assert length(end) == (tmp_path / "metrics.jsonl").stat().st_size
 
 
 def test_the_first_step_of_a_resumed_run_cuts_the_file_whether_or_not_it_writes(tmp_path: Path) -> None:
-    saver = train(tmp_path, 10)
+    state = train(tmp_path, 10)
     before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     assert len(before) == 4
 
@@ -114,42 +137,71 @@ def test_the_first_step_of_a_resumed_run_cuts_the_file_whether_or_not_it_writes(
         def before_step(self) -> None:
             assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
 
-    metrics = Metrics()
-    plugins = {"metrics": metrics, "saver": Saver(metrics, state=saver.state), "looks": Looks()}
-    toy_loop(plugins, run_dir=tmp_path, steps=4).run()
+    end = goes_on(tmp_path, state, steps=14, extra={"looks": Looks()})
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
-    assert metrics.state_dict() == saver.state
+    assert length(end) == length(state)
 
 
 def test_a_state_without_lines_empties_the_file(tmp_path: Path) -> None:
-    saver = train(tmp_path, 3)
-    metrics = Metrics()
-    plugins = {"metrics": metrics, "saver": Saver(metrics, state=saver.state)}
-    toy_loop(plugins, run_dir=tmp_path, steps=4).run()
+    state = train(tmp_path, 3)
+    goes_on(tmp_path, state, steps=4)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
 @pytest.mark.parametrize("of", ["run", "checkpoint"])
 def test_a_branch_begins_with_the_lines_of_the_run_it_comes_from(tmp_path: Path, of: str) -> None:
-    saver = train(tmp_path / "run", 10)
+    state = train(tmp_path / "run", 10)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
     checkpoint.mkdir(parents=True)
-    metrics = Metrics()
-    plugins = {"metrics": metrics, "saver": Saver(metrics, state=saver.state)}
-    source = checkpoint if of == "checkpoint" else tmp_path / "run"
-    toy_loop(plugins, run_dir=tmp_path / "branch", steps=7, resume=source).run()
+    goes_on(tmp_path / "branch", state, steps=17, resume=checkpoint if of == "checkpoint" else tmp_path / "run")
     after = (tmp_path / "branch" / "metrics.jsonl").read_bytes()
     assert after.splitlines()[:2] == before.splitlines()[:2]
-    assert [line["step"] for line in lines(tmp_path / "branch")] == [5, 10, 5]
+    assert [line["step"] for line in lines(tmp_path / "branch")] == [5, 10, 15]
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_file_that_was_lost_is_begun_anew(tmp_path: Path) -> None:
-    saver = train(tmp_path, 10)
+def test_a_file_that_was_lost_is_begun_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = train(tmp_path, 10)
     (tmp_path / "metrics.jsonl").unlink()
-    train(tmp_path, state=saver.state)
-    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+    goes_on(tmp_path, state)
+    assert [line["step"] for line in lines(tmp_path)] == [15, 20]
+    told = "is not there: what was logged after step 0 and up to step 10 is gone"
+    assert caplog.messages == [f"{tmp_path}/metrics.jsonl {told}"]
+
+
+def test_a_branch_of_a_checkpoint_without_its_run_begins_with_no_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = train(tmp_path / "run", 10)
+    (tmp_path / "lone").mkdir()
+    goes_on(tmp_path / "branch", state, resume=tmp_path / "lone")
+    assert [line["step"] for line in lines(tmp_path / "branch")] == [15, 20]
+    assert caplog.messages == []
+
+
+def test_any_end_that_was_lost_is_cut_back_to_a_whole_line_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = train(tmp_path, 10)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    first, both = whole.index(b"\n") + 1, length(state)
+    for left in (0, 1, first - 1, first, first + 1, both - 1, both, both + 1):
+        for zeros in (0, len(whole) - left):  # of some file systems, whose length is right and whose blocks are not
+            path.write_bytes(whole[:left] + bytes(zeros))
+            caplog.clear()
+            again = goes_on(tmp_path, state, 13)  # which is saved before it logs again
+            kept = 0 if left < first else first if left < both else both
+            assert path.read_bytes() == whole[:kept]
+            assert length(again) == kept
+            gone = f"what was logged after step {5 if kept else 0} and up to step 10 is gone"
+            told = [f"{path} has lost {both - kept} bytes: {gone}"]
+            assert caplog.messages == (told if kept < both else [])
+            goes_on(tmp_path, again, 15)
+            there = [5, 10][: whole[:kept].count(b"\n")]
+            assert [line["step"] for line in lines(tmp_path)] == [*there, 15]
+            assert len(caplog.messages) == (kept < both)  # once
 
 
 def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
@@ -184,8 +236,7 @@ def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
 def test_a_loop_that_runs_again_goes_on_in_the_same_file(tmp_path: Path) -> None:
     loop = toy_loop({"metrics": Metrics()}, run_dir=tmp_path, steps=10)
     loop.run()
-    length = run_state(loop)["plugins"]["metrics"]["bytes"]
-    assert length == (tmp_path / "metrics.jsonl").stat().st_size
+    assert length(run_state(loop)) == (tmp_path / "metrics.jsonl").stat().st_size
     loop.config, loop.reason = type(loop.config)(steps=20, batch_size=8, log_every=5), None
     loop.run()
     assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
@@ -210,6 +261,21 @@ def test_values_that_are_no_numbers_are_null_and_read_as_nan(tmp_path: Path) -> 
     assert all(math.isnan(read[0][name]) for name in "abc")
     assert read[0]["loss"] == told["loss"]
     assert [line["step"] for line in read] == [5, 10, 15, 20]
+
+
+def test_lines_that_are_damaged_are_passed_over_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": null}\n'
+    path.write_bytes(good * 2)
+    assert [record["step"] for record in read_metrics(path)] == [1, 1]
+    assert caplog.messages == []
+    torn = [b'{"step": 4, "lo{"step": 5}', bytes(9), b"\xff\xfe{", b"3", b"[1]", b'{"step": "x"}', b"", b'{"step": 6']
+    for line in torn:
+        path.write_bytes(good + line + b"\n" + good)
+        assert [record["step"] for record in read_metrics(path)] == [1, 1]
+    assert caplog.messages == [f"{path}: passed over line 2, which cannot be read"] * len(torn)
+    path.write_bytes(b"\n".join(torn) + b"\n" + good)
+    assert [record["step"] for record in read_metrics(path)] == [1]
+    assert caplog.messages[-1] == f"{path}: passed over line 1 and 7 more, which cannot be read"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
