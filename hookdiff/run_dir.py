@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import tomli_w
 from attrs import define, field
 
-from hookdiff.errors import UserError, nearest
+from hookdiff.errors import StorageError, UserError, nearest
 from hookdiff.files import new_file, write_file
 from hookdiff.hookspecs import hookimpl
 from hookdiff.lock import LOCK, lock_run_dir
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
 CONFIG = "config.toml"
+_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of the disk; for all else the place is wrong
 _NOTHING = {LOCK, f".{CONFIG}.partial"}  # what a run leaves that was killed before it began
 
 
@@ -43,11 +45,19 @@ class RunDir:
         self._was_there, self._is_ready = self.path.is_dir(), not loop.is_main
         if self._was_there:
             with _writing(self.path):
-                lock_run_dir(loop)
+                try:
+                    lock_run_dir(loop)
+                except OSError as error:
+                    if error.errno != errno.EROFS:  # where nobody writes; a run that has a step to make will tell
+                        raise
 
     @hookimpl(trylast=True)
     def on_start(self, loop: Loop) -> None:
-        """Make it for a new run; raises UserError when it cannot be written, or when another run was faster."""
+        """Make it for a new run.
+
+        Raises UserError when it cannot be written, StorageError if that is the fault of its disk, and UserError when
+        another run was faster.
+        """
         if loop.progress.position == 0:
             self._make(loop)
 
@@ -100,8 +110,13 @@ def run_of(path: Path) -> Path:
         return path.resolve().parent.parent
     if path.exists():
         raise UserError(f"{path} is no run directory: it has no {CONFIG}")
+    raise no_such_folder(path)
+
+
+def no_such_folder(path: Path) -> UserError:
+    """Return the error of a folder that is not there, with the nearest name beside it."""
     near = nearest(path.name, [other.name for other in path.parent.iterdir()]) if path.parent.is_dir() else ""
-    raise UserError(f"{path}: no such folder{near}")
+    return UserError(f"{path}: no such folder{near}")
 
 
 def _empty(path: Path) -> None:
@@ -120,4 +135,5 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+        kind = StorageError if error.errno in _FAILURES else UserError
+        raise kind(f"{path}: cannot be written: {error.strerror or error}") from None

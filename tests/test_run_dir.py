@@ -1,5 +1,6 @@
 """The run directory: its lock, and what is written in it when."""
 
+import errno
 import os
 import signal
 import socket
@@ -9,9 +10,10 @@ import time
 
 import pytest
 
-from hookdiff import UserError, build_loop, hookimpl, load_config, lock_run_dir
+from hookdiff import StorageError, UserError, build_loop, hookimpl, load_config, lock_run_dir
 from hookdiff.run_dir import CONFIG, RunDir, check_run_dir, run_of
 from hookdiff.testing import toy_loop
+from hookdiff_checkpoint import Checkpoint
 
 TOLD = "hookdiff: {} is in use by process {} on {}; wait for it, stop it, or choose --out DIR\n"
 USER = """
@@ -128,6 +130,76 @@ def test_a_lock_that_cannot_be_written_is_one_message(tmp_path):
         run_dir_loop(tmp_path).run()
 
 
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, StorageError),
+        (errno.EDQUOT, StorageError),
+        (errno.EIO, StorageError),
+        (errno.EACCES, UserError),
+        (errno.EROFS, UserError),
+    ],
+)
+def test_a_disk_that_fails_at_the_start_is_no_mistake_of_the_user(tmp_path, monkeypatch, number, kind):
+    def fails(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(os, "fsync", fails)
+    for plugin, place in ((RunDir(tmp_path / "run"), "run"), (Checkpoint(), "run/checkpoints")):
+        with pytest.raises(UserError) as caught:
+            toy_loop({"plugin": plugin}, run_dir=tmp_path / "run").run()
+        assert type(caught.value) is kind
+        assert str(caught.value) == f"{tmp_path / place}: cannot be written: {os.strerror(number)}"
+
+
+def mount(*words):
+    try:
+        done = subprocess.run(["mount", *map(str, words)], check=False, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount here")
+    if done.returncode:
+        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def disk(folder):
+    """A disk of its own, of 4 MB."""
+    place = folder / "disk"
+    place.mkdir()
+    mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_run_on_a_full_disk_exits_with_1(disk, hookdiff):
+    def fill(room):
+        (disk / "ballast").unlink(missing_ok=True)
+        with (disk / "ballast").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - room)
+
+    fill(4096)  # enough for the lock
+    for _ in range(2):  # before the directory is there, and after
+        told = "hookdiff: disk/run: cannot be written: No space left on device\n"
+        assert hookdiff("run", "small.toml", "--out", "disk/run") == (1, "", told)
+    (disk / "ballast").unlink()
+    assert hookdiff("run", "small.toml", "--out", "disk/run", "--set", "run.steps=2")[0] == 0
+    fill(0)
+    assert hookdiff("resume", "disk/run", "--steps", 9) == (1, "", told)
+
+
+def test_a_run_that_is_done_says_so_on_a_disk_that_is_read_only(disk, hookdiff):
+    assert hookdiff("run", "small.toml", "--out", "disk/run", "--set", "run.steps=2")[0] == 0
+    mount("-o", "remount,ro", disk)
+    for words in ("resume disk/run", "run small.toml --out disk/run --resume --set run.steps=2"):
+        code, out, err = hookdiff(*words.split())
+        assert (code, err) == (0, "")
+        assert out.startswith("disk/run was done already, with run.steps = 2; ")
+    told = "hookdiff: disk/run: cannot be written: Read-only file system\n"
+    assert hookdiff("resume", "disk/run", "--steps", 9) == (2, "", told)
+    assert hookdiff("run", "small.toml", "--out", "disk/run", "--overwrite") == (2, "", told)
+
+
 def test_a_run_that_cannot_go_on_leaves_its_config(folder):
     with_keeper = ["checkpoint", "hd_run_dir:Keeps"]
     build_loop(load_config(folder / "small.toml", with_keeper, ["run.steps=2"]), folder / "run").run()
@@ -171,15 +243,8 @@ def test_which_run_a_path_belongs_to(tmp_path):
 def start(folder, *words):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, *sys.path))), "OMP_NUM_THREADS": "1"}
     code = "from hookdiff.cli import main; main()"
-    return subprocess.Popen([sys.executable, "-c", code, *words], cwd=folder, env=environment, stderr=subprocess.PIPE)
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    with (folder / "stderr").open("wb") as file:  # no pipe, which stays open as long as a worker lives
+        return subprocess.Popen([sys.executable, "-c", code, *words], cwd=folder, env=environment, stderr=file)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
@@ -190,7 +255,7 @@ def test_one_run_has_one_writer_and_a_dead_one_is_followed_at_once(folder, hookd
         for _ in range(3000):
             if (folder / "in-a-step").exists():
                 break
-            assert process.poll() is None, process.stderr.read()
+            assert process.poll() is None, (folder / "stderr").read_text()
             time.sleep(0.02)
         told = TOLD.format("run", process.pid, socket.gethostname())
         for way in ("--resume", "--overwrite"):
@@ -199,10 +264,15 @@ def test_one_run_has_one_writer_and_a_dead_one_is_followed_at_once(folder, hookd
         loaded = {int(path.name.partition("-")[2]) for path in folder.glob("worker-*")}
         workers = loaded - {process.pid, os.getpid()}  # which looked at the shape of the data
         assert len(workers) == 2
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)  # so that they outlive it, for which they look every five seconds
     finally:
         process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert any(map(alive, workers))  # they look for their parent every five seconds
-    assert hookdiff("run", "small.toml", "--out", "run", "--resume", "--set", "data.workers=0")[0] == 0
+        process.wait()
+    try:
+        assert hookdiff("run", "small.toml", "--out", "run", "--resume", "--set", "data.workers=0")[0] == 0
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)  # they were alive: else there is no such process
     assert f"run: took over the lock of process {process.pid}, which is gone" in caplog.text
     assert "run has no checkpoint to go on from: the run starts anew" in caplog.messages

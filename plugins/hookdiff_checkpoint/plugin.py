@@ -157,7 +157,10 @@ class Checkpoint:
                 (folder / _PROBE).touch()
                 (folder / _PROBE).unlink()
             except OSError as error:
-                raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
+                if error.errno == errno.EROFS and loop.reason:
+                    return  # the run is over, and there is nothing to tidy where nobody writes
+                kind = StorageError if error.errno in (*_FULL, errno.EIO) else UserError
+                raise kind(f"{folder}: cannot be written: {error.strerror or error}") from None
             found, damaged = find_checkpoints(folder.parent)
             if (found or damaged) and not self._goes_on(loop):
                 raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
