@@ -59,25 +59,19 @@ _NOT_SET = "(not set)"
 class Changes:
     """Says what has changed since the checkpoint that a run goes on from, and refuses what cannot change.
 
-    Where there is no checkpoint, the run starts anew, unless one is `needed`. A rollback is not looked at.
+    A rollback is not looked at.
     """
 
     defaults: Mapping[str, Any]  # of the config, table by table: a key that an older hookdiff did not know had these
-    needed: bool = False
     _done: bool = field(init=False, default=False)
 
     @hookimpl(wrapper=True)
     def restore(self, loop: Loop) -> Generator[None, Mapping[str, Any], Mapping[str, Any]]:
-        """Compare; raises UserError that lists all that cannot change, or when there is nothing to go on from."""
+        """Compare; raises UserError that lists all that cannot change."""
         state = yield
-        if not self._done:
-            self._done = True
-            if state:
-                self._compare(loop, state)
-            elif self.needed:
-                raise UserError(f"{loop.resume} has no checkpoint to go on from; run it with --resume to start it anew")
-            else:
-                log.info("%s has no checkpoint to go on from: the run starts anew", loop.resume)
+        if state and not self._done:
+            self._compare(loop, state)
+        self._done = True
         return state
 
     def _compare(self, loop: Loop, state: Mapping[str, Any]) -> None:
@@ -94,9 +88,6 @@ class Changes:
             )
         if told:
             log.info("changed since the checkpoint: %s", ", ".join(told))
-        samples, then = len(loop.feed.training), state.get("data", {}).get("num_samples")
-        if then not in (None, samples):
-            log.warning("the data has %d samples to train on, and had %d when the checkpoint was made", samples, then)
 
 
 def changes(

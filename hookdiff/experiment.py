@@ -102,7 +102,7 @@ def _own_plugins(config: Config, run_dir: RunDir, resume: bool | Path, skip_batc
     if resume:
         from hookdiff.changes import Changes
 
-        plugins["changes"] = Changes(config.defaults(), needed=isinstance(resume, Path))
+        plugins["changes"] = Changes(config.defaults())
     if config.start.get("start_from"):
         plugins["start"] = Start(**config.start)
     if config.initial.spectral_norm:

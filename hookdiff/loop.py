@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdiff import nonfinite, ranks, state
+from hookdiff import nonfinite, ranks, restore, state
 from hookdiff.data import Batch, Feed
 from hookdiff.gradients import Gradients, clear_gradients
 from hookdiff.hookspecs import Reason
@@ -31,7 +31,7 @@ class Loop:
     objective: draws a step's randomness and scores its slices; a function (net, batch) -> loss will do.
     data: a tensor n c h w, an `InMemory` set, anything with a length and `[i]`, or a `Feed` of one of them.
     plugins: by name, heard in this order. `fresh` names those that start anew when a state is restored.
-    resume: go on with the run in `run_dir`; or with that of another directory, or one checkpoint, as a branch of it.
+    resume: go on with the run in `run_dir`, if it has a checkpoint; or with that of a directory, or one checkpoint.
     """
 
     def __init__(
@@ -44,15 +44,16 @@ class Loop:
         plugins: Mapping[str, object] | None = None,
         *,
         sampler: Sampler | None = None,
-        run_dir: Path | None = None,
-        resume: bool | Path = False,
+        run_dir: str | Path | None = None,
+        resume: bool | str | Path = False,
         fresh: Iterable[str] = (),
     ) -> None:
         self.model = self.net = model
         self.make_optimizers = optimizers if callable(optimizers) else lambda _: optimizers
-        self.objective, self.sampler = as_objective(objective), sampler
-        self.config, self.run_dir, self.fresh = config or LoopConfig(), run_dir, tuple(fresh)
-        self.resume = run_dir if resume is True else resume or None  # whose run goes on here
+        self.objective, self.sampler, self.config = as_objective(objective), sampler, config or LoopConfig()
+        self.run_dir, self.fresh = Path(run_dir) if run_dir else None, tuple(fresh)
+        self.resume = self.run_dir if resume is True else Path(resume) if resume else None  # whose run goes on here
+        self.needs_checkpoint = not isinstance(resume, bool)  # a place that is named has to have one
         self.plugins, self.progress, self.log = Plugins(plugins or {}), Progress(), Log(self)
         self.hook = self.plugins.hook
         self.hparams: Mapping[str, Any] = {}  # the whole config, as plain values, for those who record it
@@ -60,8 +61,7 @@ class Loop:
         self.reason: Reason | None = None  # why the run is over
         self.resources = ExitStack()  # plugins push their clean-up
         self.rank, self.num_ranks, self.is_main = ranks.this_rank()  # is_main gates files and sinks
-        self.device = next(model.parameters()).device
-        self.random = Randomness(self.config.seed, self.rank)
+        self.device, self.random = next(model.parameters()).device, Randomness(self.config.seed, self.rank)
         self.feed = Feed.of(data).bind(self.config, self.device, self.rank, self.num_ranks)
 
     def run(self) -> Reason:
@@ -85,7 +85,7 @@ class Loop:
             on_error.push(self)
             self.hook.prepare_model(loop=self)
             self.optimizers = state.as_tuple(self.make_optimizers(self.model))
-            saved = self.hook.restore(loop=self)
+            saved = restore.restored(self)
             state.load_weights(self, saved)
             self.gradients = Gradients(self.model, self.optimizers)
             self.net.train()

@@ -87,6 +87,10 @@ def check_plugin(name: str, plugin: object) -> None:
         raise PluginError(f"a plugin cannot be named {name!r}: the core uses that name")
     if inspect.isclass(plugin):
         raise PluginError(f"the plugin {name!r} is the class {plugin.__name__}; give an instance: {plugin.__name__}()")
+    keeps, takes = (callable(_static(plugin, half)) for half in ("state_dict", "load_state_dict"))
+    if keeps != takes:
+        there, missing = ("state_dict", "load_state_dict") if keeps else ("load_state_dict", "state_dict")
+        raise PluginError(f"the plugin {name!r} has {there} and no {missing}: its state would be lost on resume")
     for attribute in dir(plugin):
         member = _static(plugin, attribute)
         if not callable(member):

@@ -103,6 +103,7 @@ def run_state(loop: Loop) -> dict[str, Any]:
     return {
         "config": plain(loop.hparams),
         "data": {"num_samples": len(loop.feed.training)},
+        "random": {"seed": loop.config.seed},
         "progress": loop.progress.state_dict(),
         "log": loop.log.state_dict(),
         "model": loop.model.state_dict(),

@@ -398,7 +398,10 @@ def test_there_is_nothing_to_sample_without_a_checkpoint(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--set", "run.steps=1")[0] == 0
     code, _, err = hookdiff("sample", "run")
     assert code == 2
-    assert err.endswith("hookdiff: run has no checkpoint to sample from\n")
+    assert "hookdiff: run: none of the run's plugins reads checkpoints" in err
+    code, _, err = hookdiff("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--resume")
+    assert code == 2
+    assert "hookdiff: run: none of the run's plugins reads checkpoints" in err
 
 
 def test_a_nan_exits_3_and_keeps_the_weights_before_it(hookdiff, folder):

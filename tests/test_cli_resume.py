@@ -184,7 +184,10 @@ def test_a_branch_goes_on_elsewhere_and_only_reads_its_source(hookdiff, folder, 
         ("resume run --steps 2 --set run.seed=3", "  run.seed 0 -> 3: all randomness follows from it"),
         ("resume run --steps 2 --set model.depth=3", "  model.depth: unknown key"),
         ("resume run --steps 2 --out run/config.toml/x", "hookdiff: run/config.toml/x: cannot be written: Not a dir"),
-        ("resume bare", "hookdiff: bare has no checkpoint to go on from; run it with --resume to start it anew"),
+        (
+            "resume bare",
+            "hookdiff: bare has no checkpoint; to start it anew: hookdiff run bare/config.toml --out bare --resume",
+        ),
         ("resume run/checkpoints", "checkpoints is no run directory: it has no config.toml"),
     ],
 )

@@ -30,6 +30,7 @@ def command(
     """
     from hookdiff.cli.run import train
     from hookdiff.errors import UserError
+    from hookdiff.restore import NoCheckpoint
     from hookdiff.run_dir import CONFIG, is_empty, run_of
 
     if steps and epochs:
@@ -45,4 +46,7 @@ def command(
         raise UserError(f"--out {out} exists; choose another directory, or go on with it: hookdiff resume {out}")
     if steps or epochs:
         settings = (*settings, f"run.steps={steps or 'none'}", f"run.epochs={epochs or 'none'}")
-    train(source / CONFIG, out or run, resume=run, settings=settings, **options)
+    try:
+        train(source / CONFIG, out or run, resume=run, settings=settings, **options)
+    except NoCheckpoint as error:
+        raise UserError(f"{error}; to start it anew: hookdiff run {source / CONFIG} --out {run} --resume") from None

@@ -65,8 +65,6 @@ def command(
     out = out or source / "samples" / f"seed-{seed}.png"
     check_writable(out)
     with loop:
-        if loop.progress.step == 0:
-            raise UserError(f"{run} has no checkpoint to sample from")
         start = None if image is None else _picture(image, loop.feed.shape).expand(num, *loop.feed.shape)
         if from_file:
             load_into(loop.model, Path(from_file), asked_by="--weights")

@@ -51,8 +51,6 @@ def command(run: Path, out: Path, to: str, weights: str | None, settings: tuple[
     config = load_config(source / "config.toml", settings=settings)
     loop = build_loop(config, source, resume=run, hooks=_HOOKS)
     with loop:
-        if loop.progress.step == 0:
-            raise UserError(f"{run} has no checkpoint to export")
         if from_file:
             load_into(loop.model, Path(from_file), asked_by="--weights")
         recipe = recipe_of(loop) if to == "diffusers" else None

@@ -92,8 +92,6 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         if run is not None:
             saved = build_loop(config, run_of(run), resume=run, hooks=_IN_SAMPLING)
             with saved:
-                if not saved.progress.step:
-                    raise UserError(f"{run} has no checkpoint to look at")
                 before, portrait = saved.progress.step, _portray(saved)
                 stack.enter_context(loop)
                 _take_over(loop, saved)

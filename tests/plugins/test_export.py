@@ -215,7 +215,7 @@ def test_what_cannot_be_exported_is_told(trained: Any, command: Any, tmp_path: P
     below = tmp_path / "a file" / "out.safetensors"
     for arguments, message in (
         ((tmp_path, file), f"{tmp_path} is no run directory: it has no config.toml"),
-        ((untrained, file), f"{untrained} has no checkpoint to export"),
+        ((untrained, file), f"{untrained} has no checkpoint"),
         (
             (run, tmp_path / "out"),
             f"{tmp_path / 'out'}: expected a file name that ends in .safetensors; nearest: out.s",

@@ -1,0 +1,53 @@
+"""What a run begins with: the state of the run that goes on in it, or nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hookdiff.errors import UserError
+from hookdiff.run_dir import is_empty, no_such_folder
+
+if TYPE_CHECKING:
+    from hookdiff.loop import Loop
+
+log = logging.getLogger("hookdiff")
+
+
+class NoCheckpoint(UserError):
+    """There is nothing to go on from."""
+
+
+def restored(loop: Loop) -> Mapping[str, Any]:
+    """Return the state that the plugins restore; it is empty for a run that starts.
+
+    Raises UserError when the run was told to go on and nobody can restore it, when the place that was named has no
+    checkpoint (NoCheckpoint), and for another seed.
+    """
+    saved = loop.hook.restore(loop=loop)
+    if loop.resume is None:
+        return saved
+    if not saved:
+        _begin_anew(loop, loop.resume)
+    elif (seed := saved.get("random", {}).get("seed", loop.config.seed)) != loop.config.seed:
+        raise UserError(
+            f"the checkpoint was made with the seed {seed}, from which all randomness follows; this run has "
+            f"{loop.config.seed}"
+        )
+    elif (then := saved.get("data", {}).get("num_samples")) not in (None, samples := len(loop.feed.training)):
+        log.warning("the data has %d samples to train on, and had %d when the checkpoint was made", samples, then)
+    return saved
+
+
+def _begin_anew(loop: Loop, place: Path) -> None:
+    if all(impl.wrapper or impl.plugin_name == "defaults" for impl in loop.plugins.order("restore")):
+        raise UserError(
+            f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the one that it "
+            "was saved with (`hookdiff plugins` lists what is installed)"
+        )
+    if loop.needs_checkpoint:
+        raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
+    if place.is_dir() and not is_empty(place):
+        log.info("%s has no checkpoint to go on from: the run starts anew", place)
