@@ -91,9 +91,11 @@ class Metrics:
             count = len(found.splitlines())
             log.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
         elif len(kept) < self._length and (was_there or not _is_branch(loop)):
-            what = f"has lost {self._length - len(kept):,} bytes" if was_there else "is not there"
-            gone = f"what was logged after step {_last_step(kept)} and up to step {loop.progress.step} is gone"
-            log.warning("%s %s: %s", path, what, gone)
+            ends = f"its lines end at step {_last_step(kept)}, and the run goes on from step {loop.progress.step}"
+            short = (
+                f"is {self._length - len(kept):,} bytes shorter than the checkpoint says" if was_there else "was lost"
+            )
+            log.warning("%s %s: %s", path, short, ends)
         self._length = self._file.seek(len(kept))
         self._file.truncate()
 

@@ -166,7 +166,7 @@ def test_a_file_that_was_lost_is_begun_anew(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "metrics.jsonl").unlink()
     goes_on(tmp_path, state)
     assert [line["step"] for line in lines(tmp_path)] == [15, 20]
-    told = "is not there: what was logged after step 0 and up to step 10 is gone"
+    told = "was lost: its lines end at step 0, and the run goes on from step 10"
     assert caplog.messages == [f"{tmp_path}/metrics.jsonl {told}"]
 
 
@@ -195,8 +195,8 @@ def test_any_end_that_was_lost_is_cut_back_to_a_whole_line_and_told(
             kept = 0 if left < first else first if left < both else both
             assert path.read_bytes() == whole[:kept]
             assert length(again) == kept
-            gone = f"what was logged after step {5 if kept else 0} and up to step 10 is gone"
-            told = [f"{path} has lost {both - kept} bytes: {gone}"]
+            ends = f"its lines end at step {5 if kept else 0}, and the run goes on from step 10"
+            told = [f"{path} is {both - kept} bytes shorter than the checkpoint says: {ends}"]
             assert caplog.messages == (told if kept < both else [])
             goes_on(tmp_path, again, 15)
             there = [5, 10][: whole[:kept].count(b"\n")]
