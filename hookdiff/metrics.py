@@ -91,11 +91,11 @@ class Metrics:
             count = len(found.splitlines())
             log.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
         elif len(kept) < self._length and (was_there or not _is_branch(loop)):
-            ends = f"its lines end at step {_last_step(kept)}, and the run goes on from step {loop.progress.step}"
-            short = (
-                f"is {self._length - len(kept):,} bytes shorter than the checkpoint says" if was_there else "was lost"
-            )
-            log.warning("%s %s: %s", path, short, ends)
+            told = f"is not there, and begins anew after step {loop.progress.step}"
+            if was_there:
+                ends = f"its lines end at step {_last_step(kept)}, and the run goes on from step {loop.progress.step}"
+                told = f"is {self._length - len(kept):,} bytes shorter than the checkpoint says: {ends}"
+            log.warning("%s %s", path, told)
         self._length = self._file.seek(len(kept))
         self._file.truncate()
 

@@ -166,7 +166,7 @@ def test_a_file_that_was_lost_is_begun_anew(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "metrics.jsonl").unlink()
     goes_on(tmp_path, state)
     assert [line["step"] for line in lines(tmp_path)] == [15, 20]
-    told = "was lost: its lines end at step 0, and the run goes on from step 10"
+    told = "is not there, and begins anew after step 10"
     assert caplog.messages == [f"{tmp_path}/metrics.jsonl {told}"]
 
 
