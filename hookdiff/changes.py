@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
@@ -77,17 +77,34 @@ class Changes:
     def _compare(self, loop: Loop, state: Mapping[str, Any]) -> None:
         before, refused, told = state.get("config"), [], []
         for key, old, new in changes(before, loop.hparams, self.defaults) if before else ():
-            line = f"{key} {_said(old)} -> {_said(new)}"
+            line = f"{key} {_names_told(old, new) if key == 'run.plugins' else f'{_said(old)} -> {_said(new)}'}"
             told.append(line)
             if key in FIXED or (key in FIXED_SWITCHES and bool(old) != bool(new)):
                 refused.append(f"\n  {line}: {FIXED.get(key) or FIXED_SWITCHES[key]}")
         if refused:
-            raise UserError(
-                "the config differs from that of the checkpoint in what cannot change:" + "".join(refused) + "\n"
-                "set it back, or start another run from the weights alone (model.start_from)"
-            )
+            raise _refusal(refused)
         if told:
             log.info("changed since the checkpoint: %s", ", ".join(told))
+
+
+def check_parts(settings: Iterable[str], table: Mapping[str, Any]) -> None:
+    """Raise UserError for a setting that names another model or optimizer than `table`, the config of a run.
+
+    Whoever reads them together would find fault with every key that the other one does not know.
+    """
+    for setting in settings:
+        key, _, value = (part.strip() for part in setting.partition("="))
+        part, _, name = key.partition(".")
+        was = table.get(part, {}).get(name)
+        if name == "use" and key in FIXED and was not in (None, value):
+            raise _refusal([f"\n  {key} {was!r} -> {value!r}: {FIXED[key]}"])
+
+
+def _refusal(refused: Iterable[str]) -> UserError:
+    return UserError(
+        "the config differs from that of the checkpoint in what cannot change:" + "".join(refused) + "\n"
+        "set it back, or start another run from the weights alone (model.start_from)"
+    )
 
 
 def changes(
@@ -116,6 +133,13 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _names_told(old: Any, new: Any) -> str:
+    """Return in words which names a list has more, and which less."""
+    before, now = old or (), new or ()
+    parts = {"with": [name for name in now if name not in before], "without": [n for n in before if n not in now]}
+    return " ".join(f"{word} {', '.join(names)}" for word, names in parts.items() if names) or "in another order"
 
 
 def _said(value: Any) -> str:

@@ -19,7 +19,7 @@ class PluginError(UserError):
 
 
 class StorageError(UserError):
-    """The disk failed while a run was under way; the exit code is 1, since the user's input was right."""
+    """The disk failed; the exit code is 1, since the user's input was right."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -41,8 +41,13 @@ def restored(loop: Loop) -> Mapping[str, Any]:
     return saved
 
 
+def reads_checkpoints(loop: Loop) -> bool:
+    """Whether a plugin of `loop` restores what it saves."""
+    return any(not impl.wrapper and impl.plugin_name != "defaults" for impl in loop.plugins.order("restore"))
+
+
 def _begin_anew(loop: Loop, place: Path) -> None:
-    if all(impl.wrapper or impl.plugin_name == "defaults" for impl in loop.plugins.order("restore")):
+    if not reads_checkpoints(loop):
         raise UserError(
             f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the one that it "
             "was saved with (`hookdiff plugins` lists what is installed)"

@@ -30,8 +30,8 @@ log = logging.getLogger("hookdiff")
 def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Split `state` into its tensors, by flat name, and the rest of the tree.
 
-    Raises TypeError, naming the place, for anything but tensors, None, bool, int, float, str, lists of those, and
-    dicts with string keys.
+    A tensor leaves None behind in a list. Raises TypeError, naming the place, for anything but tensors, None, bool,
+    int, float, str, lists of those, which tuples become, and dicts with string keys.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -50,13 +50,14 @@ def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict
             return rest
         if isinstance(node, (list, tuple)):
             return [walk(item, (*path, str(index))) for index, item in enumerate(node)]
-        if isinstance(node, Tensor):
-            raise TypeError(f"{place} is a tensor in a list; give it a name in a dict")
+        if isinstance(node, Tensor):  # in a list
+            tensors["/".join(path)] = node
+            return None
         if node is None or type(node) in (bool, int, float, str):
             return node
         raise TypeError(
-            f"{place} is a {type(node).__name__}; a state holds tensors, numbers, strings, None, lists of "
-            "those, and dicts with string keys"
+            f"{place} is a {f'{type(node).__module__}.{type(node).__name__}'.removeprefix('builtins.')}; a state "
+            "holds tensors, Python's numbers and strings, None, lists of those, and dicts with string keys"
         )
 
     tree: dict[str, Any] = walk(state, ())
@@ -67,15 +68,17 @@ def unflatten(tensors: Mapping[str, Tensor], tree: State) -> dict[str, Any]:
     """Put back together what `flatten` took apart."""
 
     def copied(node: Any) -> Any:
+        if isinstance(node, list):
+            return [copied(item) for item in node]
         return {key: copied(value) for key, value in node.items()} if isinstance(node, Mapping) else node
 
     state: dict[str, Any] = copied(tree)
     for name, tensor in tensors.items():
         *path, last = [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
-        node = state
+        node: Any = state
         for key in path:
-            node = node.setdefault(key, {})
-        node[last] = tensor
+            node = node[int(key)] if isinstance(node, list) else node.setdefault(key, {})
+        node[int(last) if isinstance(node, list) else last] = tensor
     return state
 
 
@@ -260,6 +263,10 @@ def _load_optimizer(optimizer: Optimizer, model: nn.Module, saved: State) -> Non
 
 def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer) -> Any:
     """Copy a loaded value to the device and, where it has the parameter's shape, to the parameter's memory format."""
+    if isinstance(value, list):
+        return [_like(parameter, key, item, optimizer) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _like(parameter, name, item, optimizer) for name, item in value.items()}
     if not isinstance(value, Tensor):
         return value
     if key in ("step", "mu_product"):  # the latter is NAdam's

@@ -70,6 +70,19 @@ def test_a_plugin_that_only_one_has_is_told_by_the_list_alone():
     assert [key for key, *_ in changes(old, new, {})] == ["run.plugins", "plugins.lr.warmup"]
 
 
+def test_plugins_are_told_by_what_is_new_and_what_is_gone(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    first = toy_loop(steps=2)
+    first.hparams = {"run": {"plugins": ["ema", "lr"]}}
+    first.run()
+    resumed(tmp_path, run_state(first), {"run": {"plugins": ("lr", "clip", "fid")}})
+    resumed(tmp_path, run_state(first), {"run": {"plugins": ("lr", "ema")}})
+    assert caplog.messages == [
+        "changed since the checkpoint: run.plugins with clip, fid without ema",
+        "changed since the checkpoint: run.plugins in another order",
+    ]
+
+
 def test_what_cannot_change_are_keys_that_there_are():
     known = {
         "run": parameters(RunConfig),

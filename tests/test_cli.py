@@ -434,6 +434,7 @@ def test_a_run_that_is_out_of_time_exits_75_and_can_go_on(hookdiff, folder):
     code, out, _ = hookdiff("run", "small.toml", "--out", "run", *limit)
     assert code == 75
     assert out.startswith("small: out of time after 3 steps")
+    assert out.endswith("\nto go on: hookdiff resume run\n")
     assert checkpoints(folder / "run") == ["step-00000003"]
     assert hookdiff("run", "small.toml", "--out", "run", "--resume")[0] == 0
 

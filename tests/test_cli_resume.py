@@ -134,7 +134,7 @@ def test_a_run_goes_on_from_its_own_config(hookdiff, folder):
 def test_a_run_that_is_done_says_how_to_go_on(hookdiff, folder, caplog):
     assert hookdiff("run", "small.toml", "--set", "run.steps=2")[0] == 0
     before = files(folder / "runs" / "small")
-    told = "runs/small was done already, with run.steps = 2; to train on: hookdiff resume runs/small --steps N"
+    told = "runs/small was done already, with 2 of 2 steps; to train on: hookdiff resume runs/small --steps N"
     assert hookdiff("resume", "runs/small")[:2] == (0, f"{told}\n")
     assert hookdiff("run", "small.toml", "--resume", "--set", "run.steps=2")[:2] == (0, f"{told}\n")
     assert hookdiff("resume", "runs/small", "--out", "b")[:2] == (0, f"{told} --out b\n")
@@ -145,7 +145,7 @@ def test_a_run_that_is_done_says_how_to_go_on(hookdiff, folder, caplog):
     assert caplog.messages[1] == (
         "changed since the checkpoint: run.epochs (not set) -> 1, run.batch_size 16 -> 900, run.steps 2 -> (not set)"
     )
-    told = "with run.epochs = 1; to train on: hookdiff resume runs/small --epochs N\n"
+    told = "with 1 of 1 epochs; to train on: hookdiff resume runs/small --epochs N\n"
     assert hookdiff("resume", "runs/small")[1].endswith(told)
 
 
@@ -181,6 +181,12 @@ def test_a_branch_goes_on_elsewhere_and_only_reads_its_source(hookdiff, folder, 
         ("resume run --steps 0", "Invalid value for '--steps'"),
         ("resume run --fresh emma", "hookdiff: --fresh emma: no plugin of this run; did you mean 'ema'?"),
         ("resume run --steps 2 --plugins clip", "no state of the plugin 'clip', which keeps one; to start it fresh"),
+        ("resume run --steps 2 --fresh fid", "hookdiff: --fresh fid: no plugin of this run; its plugins are "),
+        (
+            "resume run --steps 2 --set optimizer.use=sgd",
+            "  optimizer.use 'adamw' -> 'sgd': the state of the optimizer ",
+        ),
+        ("resume run --steps 2 --set model.use=dit", "  model.use 'unet' -> 'dit': the weights are of the network as "),
         ("resume run --steps 2 --set run.seed=3", "  run.seed 0 -> 3: all randomness follows from it"),
         ("resume run --steps 2 --set model.depth=3", "  model.depth: unknown key"),
         ("resume run --steps 2 --out run/config.toml/x", "hookdiff: run/config.toml/x: cannot be written: Not a dir"),

@@ -194,7 +194,7 @@ def test_a_run_that_is_done_says_so_on_a_disk_that_is_read_only(disk, hookdiff):
     for words in ("resume disk/run", "run small.toml --out disk/run --resume --set run.steps=2"):
         code, out, err = hookdiff(*words.split())
         assert (code, err) == (0, "")
-        assert out.startswith("disk/run was done already, with run.steps = 2; ")
+        assert out.startswith("disk/run was done already, with 2 of 2 steps; ")
     told = "hookdiff: disk/run: cannot be written: Read-only file system\n"
     assert hookdiff("resume", "disk/run", "--steps", 9) == (2, "", told)
     assert hookdiff("run", "small.toml", "--out", "disk/run", "--overwrite") == (2, "", told)

@@ -3,6 +3,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -18,16 +19,20 @@ from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 keys = st.text("/~01aé", max_size=3)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
 tensors = st.integers(0, 99).map(lambda number: torch.tensor([number]))
-leaves = scalars | tensors | st.lists(scalars, max_size=2)
-states = st.dictionaries(
-    keys, st.recursive(leaves, lambda inner: st.dictionaries(keys, inner, max_size=3), max_leaves=8), max_size=4
+inside = st.recursive(
+    scalars | tensors,
+    lambda inner: st.dictionaries(keys, inner, max_size=3) | st.lists(inner, max_size=2),
+    max_leaves=8,
 )
+states = st.dictionaries(keys, inside, max_size=4)
 
 
 def comparable(node: Any) -> Any:
     """A tensor becomes a pair that `==` can tell from every other leaf."""
     if isinstance(node, Mapping):
         return {key: comparable(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [comparable(value) for value in node]
     return ("tensor", node.tolist()) if isinstance(node, Tensor) else node
 
 
@@ -40,7 +45,9 @@ def test_a_state_survives_being_taken_apart(state: dict[str, Any]) -> None:
 @given(state=states)
 def test_no_two_tensors_share_a_name(state: dict[str, Any]) -> None:
     def count(node: Any) -> int:
-        return sum(map(count, node.values())) if isinstance(node, Mapping) else isinstance(node, Tensor)
+        if isinstance(node, Mapping | list):
+            return sum(map(count, node.values() if isinstance(node, Mapping) else node))
+        return isinstance(node, Tensor)
 
     assert len(flatten(state)[0]) == count(state)
 
@@ -69,11 +76,11 @@ def test_taking_a_state_apart_leaves_it_as_it_was() -> None:
     [
         ({3: 1}, "state: the key 3 is not a string"),
         ({"a": {"b": {None: 1}}}, "state/a/b: the key None is not a string"),
-        ({"a/b": {"c": {1, 2}}}, "state/a~1b/c is a set"),
+        ({"a/b": {"c": {1, 2}}}, "state/a~1b/c is a set; a state holds tensors, Python's numbers and"),
         ({"a": [0, [1, b"x"]]}, "state/a/1/1 is a bytes"),
-        ({"a": [0, torch.zeros(1)]}, "state/a/1 is a tensor in a list; give it a name in a dict"),
         ({"a": [{"b": 1j}]}, "state/a/0/b is a complex"),
-        ({"a": torch.float32}, "state/a is a dtype"),
+        ({"a": numpy.float32(1)}, "state/a is a numpy.float32"),
+        ({"a": torch.float32}, "state/a is a torch.dtype"),
     ],
 )
 def test_what_a_state_cannot_hold_is_named_by_its_place(state: Any, message: str) -> None:
@@ -263,6 +270,33 @@ class Slowing(Optimizer):
             group["count"] += 1
             for weight in group["params"]:
                 weight.sub_(weight.grad, alpha=group["lr"] / group["count"])
+
+
+class Momenta(Optimizer):
+    """Takes the mean of its last two gradients, which it keeps in a list."""
+
+    def __init__(self, weights: Any, lr: float) -> None:
+        super().__init__(weights, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            before = self.state[weight].get("last", {"two": [torch.zeros_like(weight)]})["two"]
+            self.state[weight]["last"] = {"two": [before[-1], weight.grad.clone()]}
+            weight.sub_(torch.stack(self.state[weight]["last"]["two"]).mean(0), alpha=self.param_groups[0]["lr"])
+
+
+def test_an_optimizer_may_keep_lists_of_tensors() -> None:
+    def make(model: nn.Module) -> Optimizer:
+        return Momenta(model.parameters(), 0.01)
+
+    whole, memory = toy_loop(optimizers=make), Memory(7)
+    toy_loop({"memory": memory}, optimizers=make, steps=7).run()
+    whole.run()
+    again = toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make)
+    again.run()
+    assert_same(weights(again), weights(whole))
+    assert_same(flatten(run_state(again))[0], flatten(run_state(whole))[0])
 
 
 def test_what_an_optimizer_counts_in_its_groups_goes_on() -> None:

@@ -28,7 +28,9 @@ def command(
 
     RUN may also be one checkpoint of a run; --out is needed then. A run that is done already says so, and exits with 0.
     """
+    from hookdiff.changes import check_parts
     from hookdiff.cli.run import train
+    from hookdiff.config import read_toml
     from hookdiff.errors import UserError
     from hookdiff.restore import NoCheckpoint
     from hookdiff.run_dir import CONFIG, is_empty, run_of
@@ -46,6 +48,7 @@ def command(
         raise UserError(f"--out {out} exists; choose another directory, or go on with it: hookdiff resume {out}")
     if steps or epochs:
         settings = (*settings, f"run.steps={steps or 'none'}", f"run.epochs={epochs or 'none'}")
+    check_parts(settings, read_toml(source / CONFIG))
     try:
         train(source / CONFIG, out or run, resume=run, settings=settings, **options)
     except NoCheckpoint as error:

@@ -52,6 +52,7 @@ def train(
     from hookdiff.cli.summary import summary
     from hookdiff.config import load_config
     from hookdiff.errors import UserError, nearest
+    from hookdiff.restore import reads_checkpoints
     from hookdiff.run_dir import check_run_dir
     from hookdiff.signals import Signals
 
@@ -62,7 +63,8 @@ def train(
     config = load_config(path, plugins, settings)
     for name in fresh:
         if name not in config.plugins:
-            raise UserError(f"--fresh {name}: no plugin of this run{nearest(name, config.plugins)}")
+            near = nearest(name, config.plugins) or f"; its plugins are {', '.join(config.plugins) or 'none'}"
+            raise UserError(f"--fresh {name}: no plugin of this run{near}")
     run_dir = run_dir or Path("runs") / config.run.name
     if resume is True and not run_dir.exists():
         resume = False
@@ -83,8 +85,13 @@ def train(
     if reason == "done" and resume and loop.progress.step == loop.begun_at:
         unit = "steps" if config.run.epochs is None else "epochs"
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))
-        length = f"run.{unit} = {getattr(config.run, unit)}"
-        click.echo(f"{source} was done already, with {length}; to train on: hookdiff resume {source} --{unit} N{out}")
+        length, there = getattr(config.run, unit), getattr(loop.progress, unit.removesuffix("s"))
+        click.echo(
+            f"{source} was done already, with {there} of {length} {unit}; to train on: hookdiff resume {source} "
+            f"--{unit} N{out}"
+        )
     else:
         click.echo(summary(loop, reason, config.run.name, time.monotonic() - loop.began))
+        if reason in ("signal", "time") and loop.progress.step and reads_checkpoints(loop):
+            click.echo(f"to go on: hookdiff resume {run_dir}")
     sys.exit(128 + signals.caught if signals.caught and reason == "signal" else BY_REASON[reason])

@@ -9,6 +9,8 @@ from attrs import define, field
 
 from hookdiff import nearest
 
+_MOST = 8  # names that are told
+
 
 @define(eq=False)
 class Logged:
@@ -20,6 +22,7 @@ class Logged:
     _values: dict[str, float] = field(factory=dict, init=False)
     _names: set[str] = field(factory=set, init=False)  # of all that was logged
     _elsewhere: int | None = field(default=None, init=False)  # the newest step at which the best was logged
+    _is_told: bool = field(default=False, init=False)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Take what is logged at `step`, which may be told in parts."""
@@ -37,15 +40,18 @@ class Logged:
         return {name: value for name, value in self._values.items() if math.isfinite(value)}
 
     def problem(self, is_over: bool) -> str | None:
-        """Return why no checkpoint can be the best, once that is certain or likely; only the first time."""
+        """Return why no checkpoint is the best; while the run goes on once, and only where that is likely to stay."""
         near = nearest(self.best or "", self._names)
-        if self.best is None or self.is_found or not (is_over or near or self._elsewhere):
+        if self.best is None or self.is_found or not (is_over or ((near or self._elsewhere) and not self._is_told)):
             return None
-        name, self.best = self.best, None
+        self._is_told = True
+        so_far = "" if is_over else "so far "
         if self._elsewhere:
             return (
-                f"keep_best: {name!r} was logged at step {self._elsewhere} and at no step that was saved, so no "
-                "checkpoint is kept for it; save where it is logged (plugins.checkpoint.every)"
+                f"keep_best: {self.best!r} was logged at step {self._elsewhere} and {so_far}at no step that was saved, "
+                "so no checkpoint is kept for it; save where it is logged (plugins.checkpoint.every)"
             )
-        known = near or f"; logged are: {', '.join(sorted(self._names)) or 'no values'}"
-        return f"keep_best: {name!r} has not been logged, so no checkpoint is kept for it{known}"
+        names = sorted(self._names)
+        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        known = near or f"; logged are: {', '.join(names[:_MOST]) or 'no values'}{more}"
+        return f"keep_best: {self.best!r} has {so_far}not been logged, so no checkpoint is kept for it{known}"

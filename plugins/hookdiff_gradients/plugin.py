@@ -231,7 +231,8 @@ class GradientMonitor:
 
     @hookimpl
     def on_stop(self, loop: Loop) -> None:
-        if loop.is_main and (told := conclude(self._looks, self._found, self._num_nan)):
+        is_new = loop.reason != "done" or loop.progress.step > loop.begun_at  # else it was told when the run was done
+        if loop.is_main and is_new and (told := conclude(self._looks, self._found, self._num_nan)):
             log.info("gradients: %s", told)
 
     def _say(self, loop: Loop, step: int, finding: Finding, names: list[str], more: int) -> None:

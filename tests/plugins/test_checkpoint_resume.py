@@ -113,15 +113,11 @@ class Odd(optim.SGD):
     [
         (set, "this run cannot be saved: optimizers/0/weights/0.weight/odd is a set"),
         (
-            lambda _: [torch.zeros(1)],
-            "this run cannot be saved: optimizers/0/weights/0.weight/odd/0 is a tensor in a list",
-        ),
-        (
             lambda _: torch.zeros(1, dtype=torch.complex128),
             "this run cannot be saved: optimizers/0/weights/0.weight/odd is a tensor of complex128",
         ),
     ],
-    ids=["set", "list of tensors", "dtype"],
+    ids=["set", "dtype"],
 )
 @pytest.mark.parametrize("void", [False, True])
 def test_an_optimizer_that_cannot_be_stored_is_told_after_its_first_step(make, told, void, tmp_path, monkeypatch):
