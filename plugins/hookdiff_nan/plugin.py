@@ -32,15 +32,15 @@ class NaN:
     keep: int = field(default=3, validator=ge(0))  # steps kept for replay, the first ones of the run
     diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last one
     num_begun: int = field(default=0, init=False)  # steps in this process
+    can_roll_back: bool = field(default=False, init=False)  # there is a checkpoint to go back to
     _in_a_row: int = field(default=0, init=False)  # left out since the last update that was new
     _furthest: int = field(default=0, init=False)  # step at which one was left out
-    _can_roll_back: bool = field(default=False, init=False)
     _last: list[list[float]] = field(factory=list, init=False)  # [step, loss, gradient norm] of the last updates
     buffers: Buffers = field(init=False)  # as they were before the step
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self._can_roll_back = loop.resume is not None and loop.progress.position > 0
+        self.can_roll_back = loop.resume is not None and loop.progress.position > 0
         self.buffers = Buffers(loop.model)
 
     @hookimpl(tryfirst=True)
@@ -60,7 +60,7 @@ class NaN:
 
     @hookimpl
     def on_checkpoint(self) -> None:
-        self._can_roll_back = True
+        self.can_roll_back = True
 
     @hookimpl(wrapper=True)
     def on_nan(self, loop: Loop, report: NonFinite) -> Generator[None, list[Verdict], list[Verdict]]:
@@ -93,7 +93,7 @@ class NaN:
         why = ""
         if self.policy == "skip" and found.cause == "weight":
             why = "skipping cannot mend a weight"
-        elif self.policy == "rollback" and not self._can_roll_back:
+        elif self.policy == "rollback" and not self.can_roll_back:
             why = "there is no checkpoint yet to go back to"
         elif self.policy != "stop" and self._in_a_row > self.max_skips:
             why = f"{self.max_skips} in a row is max_skips"
@@ -112,7 +112,8 @@ class NaN:
             return
         try:
             parts = {"plugins": states, "buffers": self.buffers.kept}
-            write_record(path, loop, report, found, parts, is_first=self.num_begun == 1)
+            told = {"is_first": self.num_begun == 1, "can_roll_back": self.can_roll_back}
+            write_record(path, loop, report, found, parts, told)
         except OSError as error:
             report.notes["replay"] = f"not kept: {path} cannot be written: {error.strerror or error}"
             return
@@ -120,15 +121,13 @@ class NaN:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last losses and norms, what decides on a verdict, and where steps were left out."""
-        counts = {"in_a_row": self._in_a_row, "furthest": self._furthest}
-        return {"last": self._last, **counts, "can_roll_back": self._can_roll_back}
+        return {"last": self._last, "in_a_row": self._in_a_row, "furthest": self._furthest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them up; of a rollback, what was left out still counts."""
         self._last = [list(values) for values in state["last"]]
         self._in_a_row = max(self._in_a_row, state["in_a_row"])
         self._furthest = max(self._furthest, state["furthest"])
-        self._can_roll_back = self._can_roll_back or state["can_roll_back"]  # a replay has no checkpoints
 
 
 def takes_part(plugin: object) -> bool:

@@ -66,18 +66,18 @@ def write_record(
     report: NonFinite,
     found: Diagnosis,
     parts: Mapping[str, Mapping[str, Any]],
-    is_first: bool,
+    told: Mapping[str, bool],
 ) -> None:
     """Write the step of `report`, of which no weight has moved, to the folder `path`, whole or not at all.
 
-    `is_first`: of its process; what compiled code computes may depend on the sizes that it has met before.
-    Raises OSError when it cannot be written.
+    `told`: "is_first", of its process (what compiled code computes may depend on the sizes that it has met before), and
+    "can_roll_back" (a replay has no checkpoints). Raises OSError when it cannot be written.
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
         "run_dir": os.path.relpath(loop.run_dir or path, path),
         "progress": loop.progress.state_dict(),
-        "is_first": is_first,
+        **told,
         **surroundings(loop),
         **outcome(loop, report.batch),
         "values": {},
@@ -128,6 +128,7 @@ def read_record(path: Path) -> Record:
             facts["inputs"],
             facts["run_dir"],
             facts["is_first"],
+            facts["can_roll_back"],
         )
     except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
         raise UserError(f"{path / STEP} is damaged: {_damage(error)}") from None

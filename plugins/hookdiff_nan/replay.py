@@ -70,8 +70,9 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
         # No other plugin: what writes files or makes pictures has no part in a step.
         own = [name for name, part in config.plugins.items() if part.target is Replay]
         loop = build_loop(config, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=own)
-        _finder(loop)
+        nan = _finder(loop)
         with _quietly(), loop:
+            nan.can_roll_back = record.facts["can_roll_back"]
             for line in _differences(record, surroundings(loop)):
                 say(line)
             batch = _batch(loop)

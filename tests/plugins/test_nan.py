@@ -391,6 +391,25 @@ def test_a_rollback_goes_on_with_the_batches_after(tmp_path):
     assert outcomes[4:] == [("updated", 5), ("skipped", 4), ("updated", 5), ("updated", 6)]
 
 
+def test_a_resumed_run_can_roll_back_at_once_and_has_the_state_that_was_saved(tmp_path):
+    class Sees:
+        @hookimpl
+        def before_step(self, loop):
+            self.seen = loop.plugins["nan"].state_dict()
+
+    saved, sees = NaN("rollback"), Sees()
+    toy_loop({"nan": saved, "checkpoint": Checkpoint(every=3)}, run_dir=tmp_path, steps=3).run()
+    plugins = {"sees": sees, "nan": NaN("rollback"), "checkpoint": Checkpoint(every=3)}
+    loop = toy_loop(plugins, objective=NaNAt(0), run_dir=tmp_path, steps=5, resume=True)
+    with loop:
+        steps = loop.steps()
+        assert next(steps).outcome == "skipped"
+        assert {**sees.seen, "last": saved.state_dict()["last"]} == saved.state_dict()
+        assert [values[0] for values in sees.seen["last"]] == [1.0, 2.0, 3.0]
+        assert [step.outcome for step in steps] == ["updated", "updated"]
+    assert loop.reason == "done"
+
+
 def test_a_run_does_not_roll_back_for_ever(tmp_path, caplog):
     # The updates between repeat those that were rolled back: none is new.
     plugins = {"nan": NaN("rollback", max_skips=2), "checkpoint": Checkpoint(every=2)}
