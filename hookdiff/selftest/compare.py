@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ NOT_COMPARED = ("config/", "plugins/metrics/")
 
 FILE = "the file "
 DIGEST = "tensor "  # so begins a text that stands for a tensor
+_WIDTH = 100  # characters of a value that are told
+_BEFORE = 20  # of them, those that are the same in both
 
 
 @define(frozen=True)
@@ -33,7 +35,8 @@ class Difference:
 
     def told(self, when: str) -> str:
         """Return it in words; `when` says of the other run what it is."""
-        return f"{self.what}: " + (", and ".join(self.values) + f" {when}" if len(self.values) > 1 else self.values[0])
+        values = shortened(self.values)
+        return f"{self.what}: " + (", and ".join(values) + f" {when}" if len(values) > 1 else values[0])
 
 
 def read_numbers(path: Path) -> list[dict[str, Any]]:
@@ -76,8 +79,8 @@ def compare_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
         if not name.startswith(NOT_COMPARED):
             values = one.get(name), other.get(name)
             is_text = all(isinstance(value, str) and not value.startswith(DIGEST) for value in values)
-            told = _both(*(str(state[name]) if name in state else None for state in (one, other)))
-            yield Difference(f"{name} in the state", owner_of_state(name), told, is_text)
+            where, told = first_difference(name, one, other)
+            yield Difference(f"{where} in the state", owner_of_state(name), told, is_text)
 
 
 def compare_tensors(one: Path, other: Path) -> Iterator[Difference]:
@@ -132,6 +135,30 @@ def _is_text(data: bytes) -> bool:
 
 def _both(one: str | None, other: str | None) -> tuple[str, str]:
     return one or "not there", other or "not there"
+
+
+def first_difference(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
+    """Return where the values of `name` differ first, in lists by index, and both as text."""
+    if name not in one or name not in other:
+        return name, _both(*(str(values[name]) if name in values else None for values in (one, other)))
+    here, there = one[name], other[name]
+    while isinstance(here, list) and isinstance(there, list):
+        index = next((k for k, (a, b) in enumerate(zip(here, there, strict=False)) if repr(a) != repr(b)), None)
+        if index is None:  # one has all that the other has
+            return name, _both(*(f"{len(values)} entries" for values in (here, there)))
+        name, here, there = f"{name}/{index}", here[index], there[index]
+    return name, _both(str(here), str(there))
+
+
+def shortened(values: Sequence[str]) -> tuple[str, ...]:
+    """Return `values`, the long ones cut, from a little before where they begin to differ."""
+    if all(len(value) <= _WIDTH for value in values):
+        return tuple(values)
+    differ = (k for k, letters in enumerate(zip(*values, strict=False)) if len(set(letters)) > 1)
+    begin = max(0, next(differ, 0) - _BEFORE)
+    return tuple(
+        "..." * bool(begin) + value[begin : begin + _WIDTH] + "..." * (len(value) > begin + _WIDTH) for value in values
+    )
 
 
 def owner_of_state(path: str) -> str:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ from hookdiff.selftest.compare import (
     compare_numbers,
     compare_tensors,
     compare_values,
+    first_difference,
     owner_of_state,
     read_numbers,
+    shortened,
     unequal,
 )
 from hookdiff.selftest.witness import END, RESUMED, SAVED, Witness
@@ -47,6 +50,7 @@ _TAIL = 30  # lines of a run that failed
 _RESUMED = "when resumed"
 _MOST = 5  # things of one kind that are named
 _WIDTH = 60  # characters of values beside a name
+_PASS = ("micro_step", "backward")  # the hooks in which the network is called
 
 
 @define(frozen=True)
@@ -239,16 +243,50 @@ class _Runs:
     def culprit(self, found: Sequence[Difference]) -> str | None:
         """Return the plugin that made the resumed run another, as far as that shows.
 
-        It is the one in whose call weights or gradients became others; or whose is something of what was `found`: one
-        whose state was loaded otherwise, or who draws from a global generator, rather than the first.
+        It is the one in whose call weights or gradients became others. Where that does not show, it is one whose is
+        something of what was `found`, and whose state was loaded otherwise, or who saves nothing and has lost a field,
+        or who draws from a global generator. Whose the first of it is, only if the weights stayed the same: else all
+        see what comes of them.
         """
-        whole, trace = (self.noted(name, END)["trace"] for name in ("whole", "cut"))
-        begin = min((position for position, *_ in trace), default=0)
-        pairs = zip([entry for entry in whole if entry[0] >= begin], trace, strict=False)
-        changed = next((entry[2] for expected, entry in pairs if expected != entry), None)
+        hook, changed = self._changed()
         drew, owners = self.noted("whole", END)["drew"], [difference.owner for difference in found]
-        likely = (changed, *(plugin for plugin in (*self.reloaded(), *drew) if plugin in owners), *owners, *drew)
+        reloaded, lost = self.reloaded(), self._lost()
+        # What comes out of a pass through the network also follows from things that are not traced.
+        is_sure = hook not in _PASS or changed in {*reloaded, *drew} or self.forgotten(changed)
+        likely = (
+            *([changed] if is_sure else []),
+            *(plugin for plugin in (*reloaded, *lost, *drew) if plugin in owners),
+            *(plugin for plugin in lost if hook and self._passes(plugin)),
+            *([] if is_sure else [changed]),
+            *([] if hook else owners),
+            *drew,
+        )
         return next((plugin for plugin in likely if plugin in self.config.plugins), None)
+
+    def _changed(self) -> tuple[str, str]:
+        """Return the hook and the plugin in which weights, gradients or rates first were others; "" for none."""
+        traces = [self.noted(name, END)["trace"] for name in ("whole", "cut")]
+        begin = min((position for position, *_ in traces[1]), default=0)
+        # From the first step of the resumed process on: of the one before, the other has what came after it, too.
+        both = [dropwhile(lambda call: call[0] < begin or call[1] != "before_step", trace) for trace in traces]
+        return next(((call[1], call[2]) for expected, call in zip(*both, strict=False) if expected != call), ("", ""))
+
+    def _lost(self) -> list[str]:
+        """Return the plugins that save nothing, and kept a number or generator that was another after the resume."""
+        saved, resumed = (moment.get("fields", {}) for moment in self._moments())
+        silent = [name for name, part in self.config.plugins.items() if not hasattr(part.target, "state_dict")]
+
+        def is_lost(plugin: str, name: str) -> bool:
+            kinds = {type(fields[plugin].get(name)) for fields in (saved, resumed)}
+            return len(kinds) == 1 and bool not in kinds  # others are marks of what was done once, most likely
+
+        return [plugin for plugin in silent if any(is_lost(plugin, name) for name in self._changed_fields(plugin))]
+
+    def _passes(self, plugin: str) -> bool:
+        """Whether `plugin` has a say in what the network is given and what comes out of it."""
+        return any(
+            hasattr(self.config.plugins[plugin].target, hook) for hook in ("before_step", "compute_loss", *_PASS)
+        )
 
     def reloaded(self) -> dict[str, list[str]]:
         """Return, by plugin, a line that tells the first of what was not the same in its state once it was loaded."""
@@ -256,18 +294,25 @@ class _Runs:
         told: dict[str, list[str]] = {}
         for name in unequal(saved, resumed):
             if (owner := owner_of_state(name)) in self.config.plugins:
-                values = [state.get(name, "not there") for state in (saved, resumed)]
-                told.setdefault(owner, [f"{name} was {values[0]} when it was saved and {values[1]} once it was loaded"])
+                where, values = first_difference(name, saved, resumed)
+                before, after = shortened(values)
+                told.setdefault(owner, [f"{where} was {before} when it was saved and {after} once it was loaded"])
         return told
 
     def forgotten(self, plugin: str) -> list[str]:
         """Return the fields of `plugin` that were others after the resume than at the save, with short values."""
         saved, resumed = (moment.get("fields", {}).get(plugin, {}) for moment in self._moments())
         told = {}
-        for name in unequal(saved, resumed):
+        for name in self._changed_fields(plugin):
             values = " and ".join(str(fields.get(name, "not there")) for fields in (saved, resumed))
             told[name.partition("/")[0]] = "" if "/" in name or len(values) > _WIDTH else f" ({values})"
         return [field + values for field, values in told.items()]
+
+    def _changed_fields(self, plugin: str) -> list[str]:
+        saved, resumed = (moment.get("fields", {}).get(plugin, {}) for moment in self._moments())
+        # What was not the same twice at the save is a time, or follows from one.
+        again = self.noted("cut", SAVED).get("fields", {}).get(plugin, {})
+        return [name for name in unequal(saved, resumed) if name not in unequal(saved, again)]
 
     def drew(self, plugin: str) -> list[str]:
         """Return what to say of a `plugin` that drew from a global generator."""

@@ -27,12 +27,16 @@ from hookdiff.selftest.compare import DIGEST
 from hookdiff.state import flatten, run_state
 
 if TYPE_CHECKING:
+    from hookdiff.data import Batch
     from hookdiff.loop import Loop
 
 SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the files about them
 _NOTHING: Any = object()
-# The hooks in which weights, gradients and hyper-parameters may change.
-_CHANGING = ("before_step", "micro_step", "backward", "unscale", "after_backward", "optimizer_step", "on_epoch_end")
+# The hooks in which weights, gradients and hyper-parameters may change, or do although they must not.
+_CHANGING = (
+    *("before_step", "micro_step", "backward", "unscale", "after_backward", "optimizer_step", "after_optimizer_step"),
+    *("on_epoch_end", "between_steps"),
+)
 _MOST = 10_000  # entries of a list, and characters of a string, that are looked at
 _DEPTH = 4
 
@@ -43,7 +47,9 @@ class _Call:
 
     plugin: str
     hook: str
-    generators: tuple[Any, ...]  # the states of the global ones when it was last looked at
+    begun: tuple[Any, ...]  # the states of the global generators when it began
+    generators: tuple[Any, ...]  # and when they were last looked at
+    drew: bool = False
 
 
 @define(eq=False)
@@ -65,6 +71,7 @@ class Witness:
     _drew: dict[str, set[str]] = field(factory=dict, init=False)  # by plugin: hooks in which it drew globally
     _trace: list[tuple[int, str, str, int]] = field(factory=list, init=False)  # position, hook, plugin, fingerprint
     _calls: list[_Call] = field(factory=list, init=False)  # under way: hooks call hooks
+    _batch: Batch | None = field(default=None, init=False)  # while others hear of it
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -73,16 +80,20 @@ class Witness:
         @contextmanager
         def watch(plugin: str, hook: str) -> Iterator[None]:
             self._look(loop)
-            self._calls.append(_Call(plugin, hook, _global_generators(loop.device)))
+            generators = _global_generators(loop.device)
+            self._calls.append(_Call(plugin, hook, generators, generators))
             try:
                 yield
             finally:
                 self._look(loop)
-                self._calls.pop()
+                call = self._calls.pop()
+                generators = _global_generators(loop.device)
+                if call.drew and generators != call.begun:  # who put them back has drawn for itself
+                    self._drew.setdefault(plugin, set()).add(hook)
                 if hook in _CHANGING and loop.progress.step >= self.at:
-                    self._trace.append((loop.progress.position, hook, plugin, _fingerprint(loop, hook)))
+                    self._trace.append((loop.progress.position, hook, plugin, _fingerprint(loop, hook, self._batch)))
                 if self._calls:
-                    self._calls[-1].generators = _global_generators(loop.device)
+                    self._calls[-1].generators = generators
 
         self.out.mkdir(parents=True, exist_ok=True)
         loop.plugins.instrument(watch)
@@ -93,14 +104,16 @@ class Witness:
         for name in loop.log.names:
             self._owners.setdefault(name, call.plugin if call else "")
         if call and call.generators != _global_generators(loop.device):
-            self._drew.setdefault(call.plugin, set()).add(call.hook)
+            call.drew = True
 
     @hookimpl(wrapper=True)
-    def before_step(self, loop: Loop) -> Generator[None, None, None]:
+    def before_step(self, loop: Loop, batch: Batch) -> Generator[None, None, None]:
         """Before the first step of a resumed run all is as it was loaded: ahead of whoever hears of the step."""
         if loop.resume and not (self.out / f"{RESUMED}.json").exists():
             self._write(RESUMED, snapshot(loop))
+        self._batch = batch
         yield
+        self._batch = None
 
     @hookimpl(trylast=True)
     def between_steps(self, loop: Loop) -> None:
@@ -215,15 +228,19 @@ def _plain(value: Any, loop: Loop, depth: int = 0) -> Any:
     return {key: each for key, each in inner.items() if each is not _NOTHING}
 
 
-def _fingerprint(loop: Loop, hook: str) -> int:
-    """Return a number that another bit anywhere in weights, buffers, gradients or learning rates makes another."""
+def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
+    """Return a number that another bit in weights, buffers, gradients, learning rates or `batch` makes another."""
     held = [*loop.model.parameters(), *loop.model.buffers()]
+    if batch is not None:
+        held += [value for value in (batch.inputs, *batch.draws.values()) if isinstance(value, Tensor)]
     if hook not in ("before_step", "on_epoch_end"):  # where those of the step before may be left, or not
         held += [weight.grad for weight in loop.model.parameters() if weight.grad is not None]
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
     sums = [each.detach().view(whole[each.itemsize]).sum() for each in plain if each.layout == torch.strided]
-    rates = [float(group.get("lr", 0.0)) for optimizer in loop.optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
+    # While they are set, a resumed run still has those of its config, and the other those of the step before.
+    rates = [float(group.get("lr", 0.0)) for group in groups if hook != "before_step"]
     return hash((int(torch.stack(sums).sum()), *rates))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hookdiff import UserError, load_config, write_tensors
 from hookdiff.cli.selftest import resume as command
 from hookdiff.discovery import installed
-from hookdiff.selftest.compare import compare_files, compare_numbers, compare_tensors, read_numbers
+from hookdiff.selftest.compare import compare_files, compare_numbers, compare_tensors, compare_values, read_numbers
 from hookdiff.selftest.resume import Plan, make_plan
 from hookdiff.selftest.witness import snapshot
 from hookdiff.testing import toy_loop
@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 KINDS = [n for n, (entry, *_) in installed().items() if entry.dist is not None and entry.dist.name == "hookdiff"]
 DEAR = {"aim", "compile"}  # seconds a run
+ALL = [name for name in KINDS if name not in DEAR]
 
 # Data that augments by all three generators, a model with dropout and batch norm, and plugins that do not resume.
 USER = '''
@@ -113,6 +114,30 @@ class Mangles(Saved):
 
     def load_state_dict(self, state):
         super().load_state_dict({**state, "steps": 0})
+
+
+@define(eq=False)
+class Scales:
+    """Scales a weight by a number that it counts and does not save."""
+
+    updates: int = field(default=0, init=False)
+
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        self.updates += 1
+        with torch.no_grad():
+            next(loop.model.parameters()).mul_(1 + 1e-4 * self.updates)
+
+
+@define(eq=False)
+class Mirrors:
+    """Changes the batch by a generator of its own, which it seeds and does not save."""
+
+    luck: random.Random = field(factory=lambda: random.Random(0), init=False)
+
+    @hookimpl
+    def before_step(self, batch):
+        batch.inputs.mul_(1 - 0.1 * self.luck.random())
 
 
 class Breaks(Saved):
@@ -199,8 +224,7 @@ def selftest(path: Path, *options: str) -> Result:
 
 
 def test_all_plugins_together_resume_exactly(folder: Path) -> None:
-    names = [name for name in KINDS if name not in DEAR]
-    result = selftest(config(folder, *names, "resume_user:Saved", workers=2))
+    result = selftest(config(folder, *ALL, "resume_user:Saved", workers=2))
     assert result.exit_code == 0, result.output
     verdict, compared, *more = result.stdout.splitlines()
     assert verdict.startswith("the resumed run is the run that was never stopped, bit for bit: saved at step ")
@@ -214,17 +238,30 @@ def test_all_plugins_together_resume_exactly(folder: Path) -> None:
     assert "training 12 steps without a stop" in result.stderr
 
 
-def test_who_forgets_a_tensor_is_named(folder: Path) -> None:
-    # It logs nothing and keeps a state: all that shows is that weights and losses are others. The run would end after 3
-    # steps; in the other test it would go on for longer than the test.
-    path = config(folder, "ema", "checkpoint", "resume_user:Forgets", workers=2)
+@pytest.mark.parametrize(
+    ("name", "others", "lost"),
+    [
+        # It changes weights after the step, and all others see what comes of it.
+        ("Scales", ["ema", "lr", "nan", "checkpoint"], "updates (5 and 0)"),
+        pytest.param("Scales", ALL, "updates (5 and 0)", marks=pytest.mark.slow),
+        pytest.param("Scales", ["checkpoint"], "updates (5 and 0)", marks=pytest.mark.slow),
+        # Of these nothing shows but that weights and losses are others.
+        pytest.param("Forgets", ["ema", "checkpoint"], "left", marks=pytest.mark.slow),
+        pytest.param("Mirrors", ALL, "luck", marks=pytest.mark.slow),
+        pytest.param("Mirrors", ["ema", "checkpoint"], "luck", marks=pytest.mark.slow),
+    ],
+)
+def test_who_forgets_a_field_is_named(name: str, others: list[str], lost: str, folder: Path) -> None:
+    # The run would end after 3 steps; in the other test it would go on for longer than the test.
+    path = config(folder, *others, f"resume_user:{name}")
     result = selftest(path, "--set", "run.epochs=1")
     assert result.exit_code == 1, result.output
     verdict, field, advice, counts = result.stdout.splitlines()
-    assert verdict.startswith("not resumed exactly because of the plugin 'forgets'; first seen: ")
-    assert field == "not the same at the save and right after the resume: its field left"
+    assert verdict.startswith(f"not resumed exactly because of the plugin {name.lower()!r}; first seen: ")
+    assert field == f"not the same at the save and right after the resume: its field {lost}"
     assert "state_dict" in advice
-    assert " of ema" in counts
+    assert len(others) == 1 or " of ema" in counts
+    assert all(len(line) < 400 for line in result.stdout.splitlines())
 
 
 @pytest.mark.slow
@@ -324,6 +361,20 @@ def test_what_is_due_too_late_is_told(folder: Path) -> None:
     assert str(made) == "step 5 of 12, in the middle of an epoch and of a log window"
 
 
+def test_of_long_values_what_differs_is_told() -> None:
+    one = {"plugins/x/last": [[1.0, 2.0]] * 300, "plugins/x/text": "a" * 500 + "b" * 500, "plugins/x/short": [1]}
+    other = {
+        "plugins/x/last": [[1.0, 2.0]] * 299 + [[1.0, 3.0]],
+        "plugins/x/text": "a" * 999,
+        "plugins/x/short": [1, 2],
+    }
+    last, text, short = (difference.told("when resumed") for difference in compare_values(one, other))
+    assert last == "plugins/x/last/299/1 in the state: 2.0, and 3.0 when resumed"
+    assert short == "plugins/x/short in the state: 1 entries, and 2 entries when resumed"
+    before = "..." + "a" * 20
+    assert text == f"plugins/x/text in the state: {before}{'b' * 80}..., and {before}{'a' * 80}... when resumed"
+
+
 def nobody(name: str) -> str:
     return ""
 
@@ -404,6 +455,9 @@ class Keeper:
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"kept": self.kept["a"]}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.kept["a"] = state["kept"]
 
 
 def test_a_snapshot_has_the_state_and_the_plain_fields_of_all_plugins() -> None:
