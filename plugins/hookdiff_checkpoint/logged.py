@@ -40,9 +40,10 @@ class Logged:
         return {name: value for name, value in self._values.items() if math.isfinite(value)}
 
     def problem(self, is_over: bool) -> str | None:
-        """Return why no checkpoint is the best; while the run goes on once, and only where that is likely to stay."""
+        """Return why no checkpoint is the best, only once, and while the run goes on where that is likely to stay."""
         near = nearest(self.best or "", self._names)
-        if self.best is None or self.is_found or not (is_over or ((near or self._elsewhere) and not self._is_told)):
+        is_due = is_over or near or self._elsewhere
+        if self.best is None or self.is_found or self._is_told or not is_due:
             return None
         self._is_told = True
         so_far = "" if is_over else "so far "
