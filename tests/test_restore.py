@@ -65,6 +65,7 @@ def test_another_number_of_samples_is_warned_of(tmp_path: Path, caplog):
         data = torch.zeros(samples, 1, 4, 4)
         return toy_loop({"checkpoint": Checkpoint(every=2)}, data=data, run_dir=tmp_path, **options)
 
+    caplog.set_level(logging.WARNING, "hookdiff")
     loop(40, steps=2).run()
     loop(40, steps=4, resume=True).run()
     assert caplog.messages == []

@@ -373,8 +373,11 @@ def test_wrong_input_is_told_in_one_message(words, message, doctor):
 def test_a_run_without_a_checkpoint_is_told(doctor, folder):
     (folder / "empty").mkdir()
     (folder / "empty" / "config.toml").write_text(CONFIG)
-    code, _, err = doctor("empty")
+    code, _, err = doctor("empty", "--plugins", "checkpoint")
     assert (code, err) == (2, "hookdiff: empty has no checkpoint\n")
+    code, _, err = doctor("empty")
+    assert code == 2
+    assert err.startswith("hookdiff: empty: none of the run's plugins reads checkpoints")
     assert [path.name for path in (folder / "empty").iterdir()] == ["config.toml"]
 
 
