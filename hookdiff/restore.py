@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hookdiff.errors import UserError
 from hookdiff.run_dir import is_empty, no_such_folder
+from hookdiff.state import told_if_unfit
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
@@ -31,13 +32,18 @@ def restored(loop: Loop) -> Mapping[str, Any]:
         return saved
     if not saved:
         _begin_anew(loop, loop.resume)
-    elif (seed := saved.get("random", {}).get("seed", loop.config.seed)) != loop.config.seed:
+        return saved
+    own, samples = loop.config.seed, len(loop.feed.training)
+    with told_if_unfit("random"):
+        seed = saved.get("random", {}).get("seed", own)
+    with told_if_unfit("data"):
+        then = saved.get("data", {}).get("num_samples", samples)
+    if seed != own:
         raise UserError(
-            f"the checkpoint was made with the seed {seed}, from which all randomness follows; this run has "
-            f"{loop.config.seed}"
+            f"the checkpoint was made with the seed {seed}, from which all randomness follows; this run has {own}"
         )
-    elif (then := saved.get("data", {}).get("num_samples")) not in (None, samples := len(loop.feed.training)):
-        log.warning("the data has %d samples to train on, and had %d when the checkpoint was made", samples, then)
+    if then != samples:
+        log.warning("the data has %s samples to train on, and had %s when the checkpoint was made", samples, then)
     return saved
 
 

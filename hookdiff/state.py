@@ -126,15 +126,15 @@ def load_weights(loop: Loop, state: State) -> None:
     """
     if not state:
         return
-    with _told_if_unfit("model"):
+    with told_if_unfit("model"):
         _load_model(loop.model, state["model"])
-    with _told_if_unfit("optimizers"):
+    with told_if_unfit("optimizers"):
         saved = state["optimizers"]
         if len(saved) != len(loop.optimizers):
             raise UserError(f"the checkpoint has {len(saved)} optimizers, the run has {len(loop.optimizers)}")
         for index, optimizer in enumerate(loop.optimizers):
             _load_optimizer(optimizer, loop.model, saved[str(index)])
-    with _told_if_unfit("progress"):
+    with told_if_unfit("progress"):
         loop.progress.load_state_dict(state["progress"])
         loop.log.load_state_dict(state["log"])
 
@@ -156,7 +156,7 @@ def load_plugins(loop: Loop, state: State, fresh: Collection[str]) -> None:
             f"add {' '.join(f'--fresh {name}' for name in new)} (in a script: Loop(..., fresh={[*fresh, *new]}))"
         )
     for name, plugin in keepers.items():
-        with _told_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights"):
+        with told_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights"):
             plugin.load_state_dict(saved[name])
     if unclaimed := [name for name in saved if name not in loop.plugins]:
         log.warning("the checkpoint has state of plugins that this run has not: %s", ", ".join(unclaimed))
@@ -175,7 +175,7 @@ def roll_back(loop: Loop) -> None:
 
 
 @contextmanager
-def _told_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
+def told_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
     """Turn what a state of another version, or one made by hand, leads to into a UserError."""
     try:
         yield

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hookdiff import Loop, UserError, hookimpl
+from hookdiff import Loop, UserError, hookimpl, run_state
 from hookdiff.restore import NoCheckpoint
 from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
@@ -58,6 +58,15 @@ def test_another_seed_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="was made with the seed 7, from which all randomness follows; this run has 0"):
         loop(0, steps=4, resume=True).run()
     assert loop(7, steps=4, resume=True).run() == "done"
+
+
+@pytest.mark.parametrize("part", ["random", "data"])
+def test_what_another_hand_wrote_is_told(part: str, tmp_path: Path):
+    first = toy_loop(steps=2)
+    first.run()
+    state = {**run_state(first), part: None}
+    with pytest.raises(UserError, match=f"the checkpoint's state of '{part}' cannot be loaded: AttributeError"):
+        toy_loop({"keeps": Keeps(state)}, run_dir=tmp_path, resume=True, steps=3).run()
 
 
 def test_another_number_of_samples_is_warned_of(tmp_path: Path, caplog):
