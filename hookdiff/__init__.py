@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from hookdiff.dispatch import HookError
     from hookdiff.errors import ConfigError, PluginError, StorageError, UserError, nearest
     from hookdiff.experiment import build_loop, try_optimizers
-    from hookdiff.files import Written, check_tensors, make_folder, new_file, new_folder, write_file, write_tensors
+    from hookdiff.files import (
+        Written,
+        cannot_write,
+        check_tensors,
+        make_folder,
+        new_file,
+        new_folder,
+        write_file,
+        write_tensors,
+    )
     from hookdiff.fit_micro_batch import FitMicroBatch
     from hookdiff.hookspecs import Hooks, Reason, Verdict, hookimpl
     from hookdiff.images import as_pictures, check_writable, save_grid
@@ -31,6 +40,7 @@ if TYPE_CHECKING:
     from hookdiff.objective import LossOutput, Objective
     from hookdiff.progress import Due, Every, LoopConfig, Progress, Step, parse_every
     from hookdiff.randomness import derive_seed
+    from hookdiff.restore import is_branch
     from hookdiff.run_dir import run_of
     from hookdiff.sampling import Sampler, SampleRequest, Samples, UnknownWeights, ask_network
     from hookdiff.signals import Signals
@@ -78,6 +88,7 @@ _HOME = {
     "ask_network": "hookdiff.sampling",
     "borrowed_weights": "hookdiff.weights",
     "build_loop": "hookdiff.experiment",
+    "cannot_write": "hookdiff.files",
     "check_tensors": "hookdiff.files",
     "check_writable": "hookdiff.images",
     "config_argument": "hookdiff.cli.options",
@@ -86,6 +97,7 @@ _HOME = {
     "evaluating": "hookdiff.weights",
     "flatten": "hookdiff.state",
     "hookimpl": "hookdiff.hookspecs",
+    "is_branch": "hookdiff.restore",
     "load_config": "hookdiff.config",
     "load_into": "hookdiff.start",
     "lock_run_dir": "hookdiff.lock",
@@ -150,6 +162,7 @@ __all__ = [
     "ask_network",
     "borrowed_weights",
     "build_loop",
+    "cannot_write",
     "check_tensors",
     "check_writable",
     "config_argument",
@@ -158,6 +171,7 @@ __all__ = [
     "evaluating",
     "flatten",
     "hookimpl",
+    "is_branch",
     "load_config",
     "load_into",
     "lock_run_dir",

@@ -6,6 +6,7 @@ power, leaves the old one or the new one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from attrs import define
 from torch import Tensor
+
+from hookdiff.errors import StorageError, UserError
 
 _CHUNK = 1 << 22  # bytes that are hashed and written in one go, while other threads run
 
@@ -103,6 +106,12 @@ def _write(path: Path, parts: Iterator[memoryview]) -> Written:
                     chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
     return Written(size, digest.hexdigest())
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """Return what to raise for the `error` met at `path`: StorageError when the disk is full or fails."""
+    kind = StorageError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else UserError
+    return kind(f"{path}: cannot be written: {error.strerror or error}")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from attrs import define, field
 
 from hookdiff.errors import StorageError
 from hookdiff.hookspecs import hookimpl
+from hookdiff.restore import is_branch
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
@@ -90,7 +91,7 @@ class Metrics:
         if is_new and found:
             count = len(found.splitlines())
             log.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
-        elif loop.resume and len(kept) < self._length and (was_there or not _is_branch(loop)):
+        elif loop.resume and len(kept) < self._length and (was_there or not is_branch(loop)):
             told = f"is not there, and begins anew after step {loop.progress.step}"
             if was_there:
                 ends = f"its lines end at step {_last_step(kept)}, and the run goes on from step {loop.progress.step}"
@@ -128,11 +129,6 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         kind = _Full if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
         raise kind(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
-def _is_branch(loop: Loop) -> bool:
-    """Whether the run goes on from that of another directory."""
-    return bool(loop.resume and loop.run_dir and loop.resume.resolve() != loop.run_dir.resolve())
 
 
 def _last_step(lines: bytes) -> float:

@@ -47,6 +47,11 @@ def restored(loop: Loop) -> Mapping[str, Any]:
     return saved
 
 
+def is_branch(loop: Loop) -> bool:
+    """Whether `loop` goes on from the run of another directory than its own, or from one checkpoint."""
+    return bool(loop.resume and loop.run_dir and loop.resume.resolve() != loop.run_dir.resolve())
+
+
 def reads_checkpoints(loop: Loop) -> bool:
     """Whether a plugin of `loop` restores what it saves."""
     return any(not impl.wrapper and impl.plugin_name != "defaults" for impl in loop.plugins.order("restore"))

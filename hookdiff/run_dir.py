@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import tomli_w
 from attrs import define, field
 
-from hookdiff.errors import StorageError, UserError, nearest
-from hookdiff.files import new_file, write_file
+from hookdiff.errors import UserError, nearest
+from hookdiff.files import cannot_write, new_file, write_file
 from hookdiff.hookspecs import hookimpl
 from hookdiff.lock import LOCK, lock_run_dir
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
 CONFIG = "config.toml"
-_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of the disk; for all else the place is wrong
 _NOTHING = {LOCK, f".{CONFIG}.partial"}  # what a run leaves that was killed before it began
 
 
@@ -135,5 +134,4 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = StorageError if error.errno in _FAILURES else UserError
-        raise kind(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise cannot_write(path, error) from None

@@ -55,9 +55,10 @@ def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict
             return None
         if node is None or type(node) in (bool, int, float, str):
             return node
+        kind = f"{type(node).__module__}.{type(node).__name__}".removeprefix("builtins.")
         raise TypeError(
-            f"{place} is a {f'{type(node).__module__}.{type(node).__name__}'.removeprefix('builtins.')}; a state "
-            "holds tensors, Python's numbers and strings, None, lists of those, and dicts with string keys"
+            f"{place} is a {kind}; a state holds tensors, Python's numbers and strings, None, lists of those, and "
+            "dicts with string keys"
         )
 
     tree: dict[str, Any] = walk(state, ())

@@ -41,9 +41,10 @@ class Logged:
 
     def problem(self, is_over: bool) -> str | None:
         """Return why no checkpoint is the best, only once, and while the run goes on where that is likely to stay."""
-        near = nearest(self.best or "", self._names)
-        is_due = is_over or near or self._elsewhere
-        if self.best is None or self.is_found or self._is_told or not is_due:
+        if self.best is None or self.is_found or self._is_told:
+            return None
+        near = nearest(self.best, self._names)
+        if not (is_over or near or self._elsewhere):
             return None
         self._is_told = True
         so_far = "" if is_over else "so far "

@@ -18,7 +18,9 @@ from hookdiff import (
     Reason,
     StorageError,
     UserError,
+    cannot_write,
     hookimpl,
+    is_branch,
     lock_run_dir,
     make_folder,
     parse_every,
@@ -159,8 +161,7 @@ class Checkpoint:
             except OSError as error:
                 if error.errno == errno.EROFS and loop.reason:
                     return  # the run is over, and there is nothing to tidy where nobody writes
-                kind = StorageError if error.errno in (*_FULL, errno.EIO) else UserError
-                raise kind(f"{folder}: cannot be written: {error.strerror or error}") from None
+                raise cannot_write(folder, error) from None
             found, damaged = find_checkpoints(folder.parent)
             if (found or damaged) and not self._goes_on(loop):
                 raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
@@ -217,8 +218,8 @@ class Checkpoint:
             log.warning("%s", problem)
 
     def _goes_on(self, loop: Loop) -> bool:
-        """Whether this is the run that is in the run directory already, and no branch of another."""
-        return loop.resume is not None and loop.resume.resolve() == self._folder(loop).parent.resolve()
+        """Whether this is the run that is in the run directory already."""
+        return loop.resume is not None and not is_branch(loop)
 
     def _folder(self, loop: Loop) -> Path:
         if loop.run_dir is None:
