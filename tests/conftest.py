@@ -1,7 +1,8 @@
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,41 @@ def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         return int(caught.value.code or 0), out, err
 
     return call
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[..., None]]:
+    """Return a function that mounts, given the words of that command; what it mounted goes with the test."""
+    places = []
+
+    def call(*words: object) -> None:
+        try:
+            done = subprocess.run(["mount", *map(str, words)], check=False, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("there is no mount here")
+        if done.returncode:
+            pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+        if "remount" not in str(words):
+            places.append(str(words[-1]))
+
+    yield call
+    for place in reversed(places):
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.fixture
+def small_disk(mount: Callable[..., None]) -> Callable[[Path], Path]:
+    """Return a function that makes a folder which is a disk of its own, of 4 MB."""
+
+    def make(place: Path) -> Path:
+        place.mkdir(parents=True)
+        mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
+        return place
+
+    return make
+
+
+@pytest.fixture
+def disk(tmp_path: Path, small_disk: Callable[[Path], Path]) -> Path:
+    """A disk of its own, of 4 MB."""
+    return small_disk(tmp_path / "disk")

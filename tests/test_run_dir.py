@@ -153,26 +153,7 @@ def test_a_disk_that_fails_at_the_start_is_no_mistake_of_the_user(tmp_path, monk
         assert str(caught.value) == f"{tmp_path / place}: cannot be written: {os.strerror(number)}"
 
 
-def mount(*words):
-    try:
-        done = subprocess.run(["mount", *map(str, words)], check=False, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no mount here")
-    if done.returncode:
-        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
-
-
-@pytest.fixture
-def disk(folder):
-    """A disk of its own, of 4 MB."""
-    place = folder / "disk"
-    place.mkdir()
-    mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def test_a_run_on_a_full_disk_exits_with_1(disk, hookdiff):
+def test_a_run_on_a_full_disk_exits_with_1(folder, disk, hookdiff):
     def fill(room):
         (disk / "ballast").unlink(missing_ok=True)
         with (disk / "ballast").open("wb") as file:
@@ -188,7 +169,7 @@ def test_a_run_on_a_full_disk_exits_with_1(disk, hookdiff):
     assert hookdiff("resume", "disk/run", "--steps", 9) == (1, "", told)
 
 
-def test_a_run_that_is_done_says_so_on_a_disk_that_is_read_only(disk, hookdiff):
+def test_a_run_that_is_done_says_so_on_a_disk_that_is_read_only(folder, disk, mount, hookdiff):
     assert hookdiff("run", "small.toml", "--out", "disk/run", "--set", "run.steps=2")[0] == 0
     mount("-o", "remount,ro", disk)
     for words in ("resume disk/run", "run small.toml --out disk/run --resume --set run.steps=2"):

@@ -111,12 +111,27 @@ class Memory:
         return self.state
 
 
+class Momenta(Optimizer):
+    """Takes the mean of its last two gradients, which it keeps in a list."""
+
+    def __init__(self, weights: Any, lr: float) -> None:
+        super().__init__(weights, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            before = self.state[weight].get("last", {"two": [torch.zeros_like(weight)]})["two"]
+            self.state[weight]["last"] = {"two": [before[-1], weight.grad.clone()]}
+            weight.sub_(torch.stack(self.state[weight]["last"]["two"]).mean(0), alpha=self.param_groups[0]["lr"])
+
+
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda m: SGD(m.parameters(), lr=0.01),
     "momentum": lambda m: SGD(m.parameters(), lr=0.01, momentum=0.9),
     "adam": lambda m: Adam(m.parameters(), lr=0.01),
     "amsgrad": lambda m: Adam(m.parameters(), lr=0.01, amsgrad=True, foreach=True),
     "adamw": lambda m: AdamW(m.parameters(), lr=0.01, fused=True),
+    "lists of tensors": lambda m: Momenta(m.parameters(), lr=0.01),
     "several": lambda m: [AdamW(m[0].parameters(), lr=0.01), SGD(m[3].parameters(), lr=0.01, momentum=0.9)],
 }
 
@@ -270,33 +285,6 @@ class Slowing(Optimizer):
             group["count"] += 1
             for weight in group["params"]:
                 weight.sub_(weight.grad, alpha=group["lr"] / group["count"])
-
-
-class Momenta(Optimizer):
-    """Takes the mean of its last two gradients, which it keeps in a list."""
-
-    def __init__(self, weights: Any, lr: float) -> None:
-        super().__init__(weights, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for weight in self.param_groups[0]["params"]:
-            before = self.state[weight].get("last", {"two": [torch.zeros_like(weight)]})["two"]
-            self.state[weight]["last"] = {"two": [before[-1], weight.grad.clone()]}
-            weight.sub_(torch.stack(self.state[weight]["last"]["two"]).mean(0), alpha=self.param_groups[0]["lr"])
-
-
-def test_an_optimizer_may_keep_lists_of_tensors() -> None:
-    def make(model: nn.Module) -> Optimizer:
-        return Momenta(model.parameters(), 0.01)
-
-    whole, memory = toy_loop(optimizers=make), Memory(7)
-    toy_loop({"memory": memory}, optimizers=make, steps=7).run()
-    whole.run()
-    again = toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make)
-    again.run()
-    assert_same(weights(again), weights(whole))
-    assert_same(flatten(run_state(again))[0], flatten(run_state(whole))[0])
 
 
 def test_what_an_optimizer_counts_in_its_groups_goes_on() -> None:

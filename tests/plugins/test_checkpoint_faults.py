@@ -21,29 +21,6 @@ from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 STEPS = 12
 
 
-def mount(*words):
-    try:
-        done = subprocess.run(["mount", *map(str, words)], check=False, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no mount here")
-    if done.returncode:
-        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
-
-
-def unmount(place):
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A disk of its own, of 4 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
-    yield place
-    unmount(place)
-
-
 def fill(disk):
     with (disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
         while True:
@@ -172,13 +149,9 @@ def test_a_folder_that_is_read_only_is_told_before_the_first_step(disk):
 
 
 @pytest.fixture
-def own_disk(tmp_path):
+def own_disk(tmp_path, small_disk):
     """A run directory whose checkpoints are on a disk of their own."""
-    place = tmp_path / "run" / "checkpoints"
-    place.mkdir(parents=True)
-    mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
-    yield tmp_path / "run"
-    unmount(place)
+    return small_disk(tmp_path / "run" / "checkpoints").parent
 
 
 @pytest.mark.parametrize("disk_full", ["continue", "stop"])
@@ -188,13 +161,10 @@ def test_a_disk_that_becomes_read_only_ends_the_run(disk_full, own_disk):
     assert steps(own_disk) == [2, 4]
 
 
-def test_one_that_cannot_be_removed_is_told_and_costs_nothing(tmp_path, whole, caplog):
+def test_one_that_cannot_be_removed_is_told_and_costs_nothing(tmp_path, whole, mount, caplog):
     first = tmp_path / "checkpoints" / "step-00000002"
     calls = {4: lambda: mount("--bind", first, first)}  # a folder that is in use so cannot be renamed
-    try:
-        assert_same(weights(run(tmp_path, calls, keep_last=1)), whole)
-    finally:
-        unmount(first)
+    assert_same(weights(run(tmp_path, calls, keep_last=1)), whole)
     assert warnings(caplog) == [f"{first} cannot be removed: Device or resource busy"]
     assert steps(tmp_path) == [2, 12]
 
