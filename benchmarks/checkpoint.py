@@ -39,7 +39,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from hookdiff import Loop, LoopConfig, flatten, hookimpl, parse_every, run_state, unflatten
+from hookdiff import Loop, LoopConfig, hookimpl, parse_every
+from hookdiff.disk import flatten, unflatten
 from hookdiff.models import UNet
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
 from hookdiff_ema import EMA
@@ -113,7 +114,7 @@ class Training:
 
     @property
     def state(self) -> dict[str, Any]:
-        return run_state(self.loop)
+        return self.loop.state_dict()
 
     def place(self, name: str) -> Path:
         """Return a new path, once the earlier ones of this name are gone."""

@@ -29,7 +29,7 @@ from attrs import define
 from PIL import Image
 from torch import Tensor
 
-from hookdiff import Feed, LoopConfig
+from hookdiff import Feed
 from hookdiff.data import Folder, Store, Transforms
 
 BATCH = 64
@@ -71,7 +71,7 @@ def hookdiff(root: Path, side: int, store: Any, workers: int, cache: Path) -> Ep
         transforms=Transforms(image_size=side, flip=True),
         store=Store(store=store, cache_dir=str(cache)),
         workers=workers,
-    ).bind(LoopConfig(batch_size=BATCH), torch.device("cpu"))
+    ).bind(BATCH)
     return lambda epoch: (batch.inputs for batch in feed.batches(epoch))
 
 

@@ -170,7 +170,7 @@ def by_hand(work: Workload, folder: Path, step: Callable[[], None]) -> None:
 
 
 def hookdiff(work: Workload, folder: Path, step: Callable[[], None]) -> None:
-    from hookdiff.metrics import Metrics
+    from hookdiff.builtin.metrics import Metrics
 
     torch.manual_seed(0)
     loop = Loop(

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from hookdiff import Loop, LoopConfig, SampleRequest, save_grid
+from hookdiff import Loop, LoopConfig, SampleRequest
 from hookdiff.data import digits
 from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.disk import save_grid
 from hookdiff.models import UNet
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA

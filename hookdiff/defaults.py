@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookdiff.data.batch import Batch
 from hookdiff.errors import UserError
 from hookdiff.hookspecs import hookimpl
 from hookdiff.objective import LossOutput
-from hookdiff.sampling import SampleRequest, Samples, UnknownWeights
+from hookdiff.sampling import SampleRequest, Samples
 from hookdiff.weights import evaluating
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ class Defaults:
     @hookimpl(trylast=True)
     def restore(self) -> Mapping[str, Any]:
         return {}
+
+    @hookimpl(trylast=True)
+    def wrap_net(self, net: nn.Module) -> nn.Module:
+        return net
 
     @hookimpl(trylast=True)
     def micro_step(self, loop: Loop, batch: Batch) -> LossOutput:
@@ -63,16 +67,18 @@ class Defaults:
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         if loop.sampler is None:
             raise UserError("this Loop was given no sampler, so it cannot make images: Loop(..., sampler=Sampling())")
-        if request.weights not in (None, loop.weights):
-            raise UnknownWeights(request.weights)
-        if request.num == 0:
-            return Samples(torch.empty(0, *loop.feed.shape), loop.weights)
-        wanted = _wanted(loop, request)
-        with evaluating(loop.model):
+        with loop.weights(request.weights) as name, evaluating(loop.model):
+            if request.num == 0:
+                return Samples(torch.empty(0, *loop.feed.shape), name)
             images = loop.sampler.sample(
-                loop.model, loop.objective, loop.feed.shape, request.generators(), loop.device, **wanted
+                loop.model,
+                loop.objective,
+                loop.feed.shape,
+                request.generators(),
+                loop.device,
+                **_wanted(loop, request),
             )
-        return Samples(images, loop.weights)
+        return Samples(images, name)
 
 
 def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:

@@ -15,13 +15,11 @@ from typing import Any
 from attrs import define
 from pluggy import HookImpl
 
+from hookdiff.errors import HookError
+
 Arguments = Mapping[str, Any]
 Bound = Callable[[Arguments], Any]
 Watch = Callable[[str, str], AbstractContextManager[object]]  # of a plugin's name and a hook's
-
-
-class HookError(RuntimeError):
-    """A plugin broke the contract of a hook."""
 
 
 def in_order(impls: Sequence[HookImpl], rank: Mapping[str, int]) -> list[HookImpl]:

@@ -18,8 +18,16 @@ class PluginError(UserError):
     """A plugin that cannot be found, imported, or registered."""
 
 
+class NoCheckpoint(UserError):
+    """A run was asked to go on from a place that has no checkpoint."""
+
+
 class StorageError(UserError):
     """The disk failed; the exit code is 1, since the user's input was right."""
+
+
+class HookError(RuntimeError):
+    """A plugin broke the contract of a hook."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -7,23 +7,21 @@ with `wrapper=True`. A plugin's method takes only those of a hook's arguments th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from hookdiff.data.batch import Batch
     from hookdiff.loop import Loop
     from hookdiff.nonfinite import NonFinite
     from hookdiff.objective import LossOutput
+    from hookdiff.progress import Reason, Verdict
     from hookdiff.sampling import SampleRequest, Samples
-
-Verdict = Literal["skip", "rollback", "stop"]
-Reason = Literal["done", "time", "signal", "plugin", "on_nan", "error"]
 
 hookspec = pluggy.HookspecMarker("hookdiff")
 hookimpl = pluggy.HookimplMarker("hookdiff")
@@ -40,10 +38,17 @@ class Hooks(Protocol):
         """
 
     @hookspec(firstresult=True)
+    def wrap_net(self, loop: Loop, net: nn.Module) -> nn.Module:
+        """Seam: once, after `prepare_model`. Return the module that training calls, which holds `net` or is `net`.
+
+        `loop.model` stays bare: state, averages and samples are taken from it. May change: nothing.
+        """
+
+    @hookspec(firstresult=True)
     def restore(self, loop: Loop) -> Mapping[str, Any]:
         """Seam: once, with the optimizers made and before `on_start`; also when on_nan decides on a rollback.
 
-        Return a state as `run_state(loop)` makes it, or an empty one to start fresh. The loop loads what is
+        Return a state as `loop.state_dict()` makes it, or an empty one to start fresh. The loop loads what is
         returned: weights and optimizers at once, plugins right after `on_start`. May change: nothing.
         """
 
@@ -51,7 +56,7 @@ class Hooks(Protocol):
     def on_start(self, loop: Loop) -> None:
         """Moment: once, with weights and optimizers loaded and before plugin state is.
 
-        May change: own state; `loop.net` (what is called in training); `loop.resources` takes clean-up.
+        May change: own state; `loop.resources` takes clean-up.
         """
 
     @hookspec
@@ -140,9 +145,17 @@ class Hooks(Protocol):
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         """Seam: someone wants images. Return them with the name of the weights that made them.
 
-        A request for 0 images asks only whether it could be done; who will want some asks so in `on_start`. Weights
-        that nobody holds are an UnknownWeights error, and a wrapper that holds some adds their names to its `known`.
-        May change: nothing that lasts.
+        A request for 0 images asks only whether it could be done: a plugin that will want images asks so in `on_start`.
+        `with loop.weights(request.weights) as name` lends the weights that are asked for. May change: nothing that
+        lasts.
+        """
+
+    @hookspec
+    def offer_weights(self, loop: Loop) -> Mapping[str, Callable[[], Mapping[str, Tensor]]] | None:
+        """Moment: somebody asks for weights other than the model's own (see `Loop.weights`).
+
+        Return, by name, a function for each average this plugin holds; it returns tensors by parameter name. The first
+        name of the first plugin is used where no name is asked for. May change: nothing.
         """
 
     @hookspec

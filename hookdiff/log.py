@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookdiff.images import to_uint8
-
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
+from hookdiff.disk.images import to_uint8
+from hookdiff.progress import Progress
 
 Value = float | Tensor  # a tensor is a scalar on any device
 Mean = tuple[Value, Value]  # a sum and a count
@@ -20,10 +19,15 @@ MACHINE = ("memory/", "time/")  # how names begin whose values tell of the machi
 
 
 class Log:
-    """`loop.log({...})`: values of this step. They reach the sinks as numbers when the step is over."""
+    """`loop.log({...})`: values of this step. They reach the sinks as numbers when the step is over.
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    every: steps between two logs. call: calls the hook "on_log" or "on_images" with `step` and `values` or `images`.
+    """
+
+    def __init__(self, progress: Progress, every: int, call: Callable[..., object]) -> None:
+        self._progress = progress
+        self._every = every
+        self._call = call
         self._records: dict[int, dict[str, Value | Mean]] = {}
         self._window: dict[str, list[Value]] = {}  # since the last look at the device
         self._sums: dict[str, tuple[float, int]] = {}  # sum and count from before it
@@ -33,7 +37,7 @@ class Log:
     @property
     def due(self) -> bool:
         """Whether the step under way is one that `log_every` picks: what is costly is only logged then."""
-        return self._loop.progress.step % self._loop.config.log_every == 0
+        return self._progress.step % self._every == 0
 
     @property
     def next_due(self) -> bool:
@@ -41,7 +45,7 @@ class Log:
 
         Asked before the update by who has to look at gradients or weights for what is logged after it.
         """
-        return (self._loop.progress.step + 1) % self._loop.config.log_every == 0
+        return (self._progress.step + 1) % self._every == 0
 
     @property
     def names(self) -> set[str]:
@@ -56,7 +60,7 @@ class Log:
         """
         if detail:
             self.details.update(values)
-        self._records.setdefault(self._loop.progress.step, {}).update(values)
+        self._records.setdefault(self._progress.step, {}).update(values)
 
     def average(self, values: Mapping[str, Value]) -> None:
         """Log the mean of `values` over all steps since the last log, when the next is due."""
@@ -66,11 +70,11 @@ class Log:
     def images(self, images: Mapping[str, Tensor]) -> None:
         """Hand pictures, n c h w in [-1, 1], on to the sinks at once."""
         ready = {name: to_uint8(values) for name, values in images.items()}
-        self._loop.hook.on_images(loop=self._loop, step=self._loop.progress.step, images=ready)
+        self._call("on_images", step=self._progress.step, images=ready)
 
     def flush(self) -> None:
         """Tell the sinks what has been logged."""
-        if self.due and self._closed != self._loop.progress.step and (self._window or self._sums):
+        if self.due and self._closed != self._progress.step and (self._window or self._sums):
             self._close_window()
         records, self._records = self._records, {}
         numbers = iter(
@@ -78,12 +82,22 @@ class Log:
         )
         for step, values in records.items():
             told = dict(_told(values, numbers))
-            self._loop.hook.on_log(loop=self._loop, step=step, values=told)
+            self._call("on_log", step=step, values=told)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Forget what is logged during the `with`."""
+        kept = dict(vars(self))
+        vars(self).update(_records={}, _window={}, _sums={}, details=set())
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     def _close_window(self) -> None:
         self._sum_window()
         self({name: total / count for name, (total, count) in self._sums.items()})
-        self._sums, self._closed = {}, self._loop.progress.step
+        self._sums, self._closed = {}, self._progress.step
 
     def state_dict(self) -> dict[str, Any]:
         """Flush, and return the sums of the window under way, so that a resumed run logs the same means."""
@@ -93,7 +107,7 @@ class Log:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the sums of a saved window."""
-        self._window, self._closed = {}, self._loop.progress.step
+        self._window, self._closed = {}, self._progress.step
         self._sums = {name: (float(total), int(count)) for name, (total, count) in state.items()}
 
     def _sum_window(self) -> None:

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
+from attrs import evolve
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hookdiff import nonfinite, ranks, restore, state
+from hookdiff import nonfinite, ranks
 from hookdiff.data import Batch, Feed
+from hookdiff.disk.paths import same_place
 from hookdiff.gradients import Gradients, clear_gradients
-from hookdiff.hookspecs import Reason
 from hookdiff.log import Log
-from hookdiff.objective import Objective, as_objective, join
+from hookdiff.objective import LossOutput, Objective, as_objective, join
 from hookdiff.plugins import Plugins
-from hookdiff.progress import LoopConfig, Progress, Step
+from hookdiff.progress import LoopConfig, Progress, Reason, Step
 from hookdiff.randomness import Randomness
+from hookdiff.readonly import ReadOnly
 from hookdiff.sampling import Sampler, SampleRequest, Samples
-from hookdiff.state import Optimizers
+from hookdiff.state import Optimizers, RunState
+from hookdiff.weights import choose_weights, holding
 
 
-class Loop:
+class Loop(ReadOnly):
     """Trains `model` on `data` until the config, a plugin or the script says stop.
 
     model: weights, averages and samples are always taken from it, bare; `net` is what training calls.
     optimizers: one, several, or a function from the prepared model to them.
     objective: draws a step's randomness and scores its slices; a function (net, batch) -> loss will do.
     data: a tensor n c h w, an `InMemory` set, anything with a length and `[i]`, or a `Feed` of one of them.
-    plugins: by name, heard in this order. `fresh` names those that start anew when a state is restored.
+    plugins: by name, called in this order. `fresh` names those that start anew when a state is restored.
+    hparams: the whole config as plain values, for plugins that record it.
     resume: go on with the run in `run_dir`, if it has a checkpoint; or with that of a directory, or one checkpoint.
+    Attributes are read-only: `using`, `weights` and `set_micro_batch` change them.
     """
 
     def __init__(
@@ -44,28 +52,47 @@ class Loop:
         plugins: Mapping[str, object] | None = None,
         *,
         sampler: Sampler | None = None,
+        hparams: Mapping[str, Any] | None = None,
         run_dir: str | Path | None = None,
         resume: bool | str | Path = False,
         fresh: Iterable[str] = (),
     ) -> None:
-        self.model = self.net = model
-        self.make_optimizers = optimizers if callable(optimizers) else lambda _: optimizers
-        self.objective, self.sampler, self.config = as_objective(objective), sampler, config or LoopConfig()
-        self.run_dir, self.fresh = Path(run_dir) if run_dir else None, tuple(fresh)
-        self.resume = self.run_dir if resume is True else Path(resume) if resume else None  # whose run goes on here
-        self.needs_checkpoint = not isinstance(resume, bool)  # a place that is named has to have one
-        self.plugins, self.progress, self.log = Plugins(plugins or {}), Progress(), Log(self)
-        self.hook = self.plugins.hook
-        self.hparams: Mapping[str, Any] = {}  # the whole config, as plain values, for those who record it
-        self.weights = "model"  # whose values the model holds: its own, or an average's while it samples
-        self.reason: Reason | None = None  # why the run is over
-        self.resources = ExitStack()  # plugins push their clean-up
-        self.rank, self.num_ranks, self.is_main = ranks.this_rank()  # is_main gates files and sinks
-        self.device, self.random = next(model.parameters()).device, Randomness(self.config.seed, self.rank)
-        self.feed = Feed.of(data).bind(self.config, self.device, self.rank, self.num_ranks)
+        config = config or LoopConfig()
+        self.model: Final = model
+        self.net: Final = model
+        self.weights_name: Final[str] = "model"  # whose values the model holds: its own, or those of an average
+        self._make_optimizers: Final = optimizers if callable(optimizers) else lambda _: optimizers
+        self.optimizers: Final[tuple[Optimizer, ...]] = ()
+        self.gradients: Final = Gradients(model, ())
+        self.objective: Final = as_objective(objective)
+        self.sampler: Final = sampler
+        self.config: Final = config
+        self.hparams: Final = dict(hparams or {})
+        self.run_dir: Final = Path(run_dir) if run_dir else None
+        self.resume: Final = self.run_dir if resume is True else Path(resume) if resume else None
+        self.is_branch: Final = self.resume is not None and not same_place(self.resume, self.run_dir)
+        self._must_resume: Final = not isinstance(resume, bool)  # a place that is named has to have a checkpoint
+        self._fresh: Final = tuple(fresh)
+        self.plugins: Final = Plugins(plugins or {})
+        self.hook: Final = self.plugins.hook
+        self.progress: Final = Progress()
+        self.first_step: Final = 0  # updates that the run had made when this process took it up
+        self.start_time: Final = time.monotonic()  # of this process
+        self.reason: Final[Reason | None] = None  # why the run is over
+        self.log: Final = Log(self.progress, config.log_every, partial(self.plugins.call, loop=self))
+        self.output: Final = LossOutput(torch.zeros(()))  # of the newest step
+        self.resources: Final = ExitStack()  # plugins push their clean-up
+        self.rank: Final = ranks.rank()
+        self.num_ranks: Final = ranks.num_ranks()
+        self.is_main: Final = self.rank == 0  # gates files and sinks
+        self.device: Final = next(model.parameters()).device
+        self.random: Final = Randomness(config.seed, self.rank)
+        self.feed: Final = Feed.of(data).bind(config.batch_size, config.seed, self.device, self.rank, self.num_ranks)
+        self._state: Final = RunState(model, self.plugins, self.progress, self.log, self.feed, self.hparams)
+        self._set(_is_made=True)
 
     def run(self) -> Reason:
-        """Train to the end and return the reason of it."""
+        """Train to the end and return why it ended."""
         with self:
             for _ in self.steps():
                 pass
@@ -73,33 +100,66 @@ class Loop:
 
     def stop(self, reason: Reason = "plugin") -> None:
         """End the run after the step under way; the first reason given stays."""
-        self.reason = self.reason or reason
+        self._set(reason=self.reason or reason)
 
     def sample(self, request: SampleRequest) -> Samples:
         """Make images with what the plugins offer (see the hook `sample`)."""
         return self.hook.sample(loop=self, request=request)
 
+    @contextmanager
+    def weights(self, name: str | None) -> Iterator[str]:
+        """Let the model hold the weights called `name` during the `with`, which gives their name.
+
+        None is the first average that a plugin offers, or else the model's own. Raises UnknownWeights.
+        """
+        offers: Any = self.hook.offer_weights(loop=self) if self.weights_name == "model" else ()
+        chosen, values = choose_weights(name, self.weights_name, offers)
+        with holding(self.model, values()), self._lending(weights_name=chosen):
+            yield chosen
+
+    def using(self, *, net: nn.Module | None = None, sampler: Sampler | None = None) -> AbstractContextManager[None]:
+        """Borrow: train with another `net`, sample with another `sampler`, during the `with`."""
+        return self._lending(net=net or self.net, sampler=sampler or self.sampler)
+
+    def set_micro_batch(self, size: int) -> None:
+        """Send `size` samples at a time through the network from now on."""
+        self._set(config=evolve(self.config, micro_batch=size))
+        if "run" in self.hparams:
+            self.hparams["run"] = {**self.hparams["run"], "micro_batch": size}
+
+    def prepare(self) -> None:
+        """Make what a step needs from the model: `net`, the optimizers, the gradients. No state is loaded."""
+        self.hook.prepare_model(loop=self)
+        self._set(net=self.hook.wrap_net(loop=self, net=self.model))
+        self._set(optimizers=self._state.hold(self._make_optimizers(self.model)))
+        self._set(gradients=Gradients(self.model, self.optimizers))
+        self.net.train()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a run is, as the seam `restore` gives it back. The tensors are the live ones."""
+        assert self.weights_name == "model", "the state of a run was asked for while other weights were borrowed"
+        return self._state.state_dict()
+
     def __enter__(self) -> Loop:
-        self.began = time.monotonic()
+        self._set(start_time=time.monotonic(), reason=None)
         with ExitStack() as on_error:
             on_error.push(self)
-            self.hook.prepare_model(loop=self)
-            self.optimizers = state.as_tuple(self.make_optimizers(self.model))
-            saved = restore.restored(self)
-            state.load_weights(self, saved)
-            self.gradients = Gradients(self.model, self.optimizers)
-            self.net.train()
+            self.prepare()
+            saved = self.hook.restore(loop=self)
+            self._state.check(saved, self.resume, self._must_resume)
+            self._state.load(saved)
             self.hook.on_start(loop=self)
-            state.load_plugins(self, saved, self.fresh)
-            self.begun_at = self.progress.step  # of this process
+            self._state.load_plugins(saved, self._fresh)
+            self._set(first_step=self.progress.step)
             on_error.pop_all()
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         with closing(self.feed), self.resources:
-            self.reason = "error" if error else self.reason or "plugin"
+            reason = "error" if error else self.reason or "plugin"
+            self._set(reason=reason)
             self.resources.callback(self.log.flush)  # also when a plugin fails, and before the sinks close
-            self.hook.on_stop(loop=self, reason=self.reason)
+            self.hook.on_stop(loop=self, reason=reason)
 
     def steps(self) -> Iterator[Step]:
         """Train, yielding after each step: the script may look, log, stop, or break."""
@@ -119,31 +179,45 @@ class Loop:
             self.hook.between_steps(loop=self)
 
     def run_step(self, batch: Batch) -> Step:
-        """Make one update from `batch`, or tell why there was none."""
-        hook, progress, gradients = self.hook, self.progress, self.gradients
+        """Make one update from `batch`; the result says what became of it."""
+        progress = self.progress
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
-        hook.before_step(loop=self, batch=batch)
+        self.hook.before_step(loop=self, batch=batch)
         clear_gradients(self.optimizers)
 
-        outputs, parts = [], batch.split(self.config.micro_batch)  # the draws are sliced too
+        outputs = []
+        parts = batch.split(self.config.micro_batch)  # the draws are sliced too
         for index, part in enumerate(parts):
             self.random.seed_dropout(progress.position, index, self.device)
-            outputs.append(hook.micro_step(loop=self, batch=part, index=index, count=len(parts)))
-        self.output = join(outputs, parts)
-        gradients.begin(self.output.loss)
-        if not hook.unscale(loop=self):
-            return progress.consume(batch.total, "void", gradients.loss, gradients.total_norm)
-        if not gradients.finite and (report := nonfinite.examine(self, batch)):
-            return nonfinite.decide(self, batch, report)
-        loss, norm = gradients.loss, gradients.total_norm
-        hook.after_backward(loop=self)
-        if not hook.optimizer_step(loop=self):
+            outputs.append(self.hook.micro_step(loop=self, batch=part, index=index, count=len(parts)))
+        self._set(output=join(outputs, parts))
+        self.gradients.begin(self.output.loss)
+
+        if not self.hook.unscale(loop=self):
+            return progress.consume(batch.total, "void", self.gradients.loss, self.gradients.total_norm)
+        if report := nonfinite.examine(batch, self.output, self.gradients, progress, self.feed):
+            return self._not_finite(batch, report)
+        loss = self.gradients.loss
+        norm = self.gradients.total_norm  # before any clipping
+        self.hook.after_backward(loop=self)
+        if not self.hook.optimizer_step(loop=self):
             return progress.consume(batch.total, "held", loss, norm)
         step = progress.consume(batch.total, "updated", loss, norm)
         self.log.average({"loss": loss, "grad_norm": norm})
-        hook.after_optimizer_step(loop=self)
+        self.hook.after_optimizer_step(loop=self)
         return step
 
+    def _not_finite(self, batch: Batch, report: nonfinite.NonFinite) -> Step:
+        verdict = nonfinite.decide(report, self.hook.on_nan(loop=self, report=report))
+        loss, norm = self.gradients.loss, self.gradients.total_norm
+        if verdict == "stop":
+            # The batch is not counted as consumed: a resumed run meets it again, on purpose.
+            self.stop("on_nan")
+            return Step(self.progress.step, "stopped", loss, norm)
+        if verdict == "rollback":
+            self._state.roll_back(self.hook.restore(loop=self), self.first_step, self._fresh)
+        return self.progress.consume(batch.total, "skipped", loss, norm)
+
     def _is_over(self) -> bool:
-        self.reason = self.reason or self.config.limit_reached(self.progress, time.monotonic() - self.began)
+        self._set(reason=self.reason or self.config.limit_reached(self.progress, self.start_time))
         return self.reason is not None

@@ -53,6 +53,14 @@ class Plugins(Mapping[str, object]):
         rank = {name: index for index, name in enumerate((*self._plugins, "defaults"))}
         return in_order(getattr(self._manager.hook, hook).get_hookimpls(), rank)
 
+    def call(self, hook: str, **arguments: Any) -> Any:
+        """Call a hook by its name."""
+        return getattr(self._calls, hook)(**arguments)
+
+    def implement(self, hook: str) -> bool:
+        """Whether a plugin, and not only the core, has an implementation of the seam `hook`."""
+        return any(not impl.wrapper and impl.plugin_name != "defaults" for impl in self.order(hook))
+
     def instrument(self, watch: Watch | None) -> None:
         """From now on let each plugin's part of each hook run inside of `watch(plugin, hook)`; None ends it.
 

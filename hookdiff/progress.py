@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import re
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from attrs import Attribute, asdict, define, field, validators
 
 from hookdiff.ranks import first_rank_says
 
-if TYPE_CHECKING:
-    from hookdiff.hookspecs import Reason
-
 _UNITS = {"step": 1, "steps": 1, "epoch": 1, "epochs": 1, "s": 1, "sec": 1, "min": 60, "h": 3600}
+AUTO = "auto"  # in a config, a micro_batch that is tried out when the run starts
 _SUFFIXES = {"steps": "", "epochs": " epochs", "seconds": " s"}
 
+Reason = Literal["done", "time", "signal", "plugin", "on_nan", "error"]  # why a run is over
+Verdict = Literal["skip", "rollback", "stop"]  # what on_nan decides
 Outcome = Literal["updated", "void", "skipped", "stopped", "held"]
 
 
@@ -149,11 +149,14 @@ class LoopConfig:
     log_every: int = field(default=50, validator=validators.ge(1))  # steps
     max_time: Every = field(default=Every(0), converter=parse_every, validator=_is_time)  # "3 h"; 0 is no limit
 
-    def limit_reached(self, progress: Progress, seconds: float) -> Reason | None:
-        """Return why a run that stands at `progress` after `seconds`, on the first rank, is over, or None."""
+    def limit_reached(self, progress: Progress, start_time: float) -> Reason | None:
+        """Return why a run that stands at `progress` is over, or None.
+
+        start_time: `time.monotonic()` when it began; that of the first rank counts.
+        """
         if self.steps is not None and progress.step >= self.steps:
             return "done"
         if self.epochs is not None and progress.epoch >= self.epochs:
             return "done"
         limit = self.max_time.amount
-        return "time" if limit and first_rank_says(seconds >= limit) else None
+        return "time" if limit and first_rank_says(time.monotonic() - start_time >= limit) else None

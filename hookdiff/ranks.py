@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from torch import distributed
 
-def this_rank() -> tuple[int, int, bool]:
-    """Return (rank, number of ranks, whether it is the first): (0, 1, True) unless torch.distributed is set up."""
-    from torch import distributed
 
-    if distributed.is_available() and distributed.is_initialized():
-        rank = distributed.get_rank()
-        return rank, distributed.get_world_size(), rank == 0
-    return 0, 1, True
+def rank() -> int:
+    """Return the number of this process: 0 unless torch.distributed is set up."""
+    return distributed.get_rank() if _is_set_up() else 0
+
+
+def num_ranks() -> int:
+    """Return how many processes train together: 1 unless torch.distributed is set up."""
+    return distributed.get_world_size() if _is_set_up() else 1
+
+
+def _is_set_up() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def first_rank_says(value: bool) -> bool:
@@ -19,10 +25,8 @@ def first_rank_says(value: bool) -> bool:
     For what goes by the clock, which no two processes read at the same moment: those that disagree whether something
     is due wait for ever, one in a collective of the evaluation and the other in that of the next step.
     """
-    if this_rank()[1] == 1:
+    if num_ranks() == 1:
         return value
-    from torch import distributed
-
-    told = [value]
-    distributed.broadcast_object_list(told, src=0)  # finds the device that the backend talks over
-    return told[0]
+    said = [value]
+    distributed.broadcast_object_list(said, src=0)  # finds the device that the backend talks over
+    return said[0]

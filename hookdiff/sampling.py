@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from attrs import define, field, validators
@@ -12,11 +12,6 @@ from torch import Generator, Tensor, nn
 
 from hookdiff.errors import UserError, nearest
 from hookdiff.randomness import derive_seed
-
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
-
-Answer = TypeVar("Answer")
 
 
 @define(frozen=True)
@@ -58,12 +53,11 @@ class Samples:
 
 
 class UnknownWeights(UserError):
-    """Nobody holds weights of the name that a request has; who wraps `sample` and holds some adds theirs to `known`."""
+    """No plugin offers weights of the `name` that was asked for; `known` are those that there are."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, known: Sequence[str]) -> None:
         super().__init__(name)
-        self.name = name
-        self.known = ["model"]
+        self.name, self.known = name, known
 
     def __str__(self) -> str:
         return f"no weights of this run are named {self.name!r}{nearest(self.name, self.known)}; known: " + ", ".join(
@@ -92,42 +86,3 @@ class Sampler(Protocol):
         What is by name is only given where it is wanted: `labels` (n, int64), and `images` with `strength` (see
         `SampleRequest`).
         """
-
-
-def ask_network(loop: Loop, weights: str | None, question: Callable[[nn.Module], Answer]) -> tuple[Answer, str]:
-    """Return what `question` answers about the network while it holds `weights`, and the name of these.
-
-    `weights` are named as in a `SampleRequest`. The network is as a sampler gets it: in eval mode, without gradients.
-    Raises UnknownWeights, and UserError when a plugin makes images without a sampler.
-    """
-    # Only who holds an average can lend it, and only to a sampler: so one that asks takes the sampler's place.
-    asks, kept = _Asks(question), loop.sampler
-    loop.sampler = asks
-    try:
-        made = loop.sample(SampleRequest(1, weights=weights))
-    finally:
-        loop.sampler = kept
-    if not asks.answers:
-        raise UserError("a plugin of this run makes images without loop.sampler, so the network cannot be looked at")
-    return asks.answers[-1], made.weights
-
-
-@define(eq=False)
-class _Asks(Generic[Answer]):
-    """A sampler that makes nothing, and keeps the answer to a question about the network."""
-
-    question: Callable[[nn.Module], Answer]
-    answers: list[Answer] = field(factory=list, init=False)
-
-    def sample(
-        self,
-        net: nn.Module,
-        objective: Any,
-        shape: Sequence[int],
-        generators: Sequence[Generator],
-        device: torch.device,
-        /,
-        **wanted: Any,
-    ) -> Tensor:
-        self.answers.append(self.question(net))
-        return torch.zeros(len(generators), *shape, device=device)

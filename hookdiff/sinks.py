@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 from attrs.validators import gt
 
+from hookdiff.disk.images import as_pictures
 from hookdiff.hookspecs import hookimpl
-from hookdiff.images import as_pictures
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,99 +1,29 @@
-"""The state of a run: nested dicts, and the flat named tensors and JSON values that files hold.
-
-Flat names are paths joined by "/", with "~" and "/" inside a key escaped as in JSON Pointer (RFC 6901). Names of a
-flat state (a model's parameters) therefore stay as they are.
-"""
+"""The state of a run: put together for a checkpoint, checked and taken apart again when the run goes on."""
 
 from __future__ import annotations
 
-import datetime
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from attrs import define
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookdiff.errors import UserError, nearest
+from hookdiff.data import Feed
+from hookdiff.disk.paths import is_empty, no_such_folder
+from hookdiff.disk.tree import State, plain
+from hookdiff.errors import NoCheckpoint, UserError, nearest
+from hookdiff.log import Log
+from hookdiff.plugins import Plugins
+from hookdiff.progress import Progress
 
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
-
-State = Mapping[str, Any]
 Optimizers = Optimizer | Sequence[Optimizer]
 log = logging.getLogger("hookdiff")
-
-
-def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split `state` into its tensors, by flat name, and the rest of the tree.
-
-    A tensor leaves None behind in a list. Raises TypeError, naming the place, for anything but tensors, None, bool,
-    int, float, str, lists of those, which tuples become, and dicts with string keys.
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def walk(node: Any, path: tuple[str, ...]) -> Any:
-        place = "/".join((where, *path))
-        if isinstance(node, Mapping):
-            rest = {}
-            for key, value in node.items():
-                if not isinstance(key, str):
-                    raise TypeError(f"{place}: the key {key!r} is not a string")
-                inner = (*path, _escape(key))
-                if isinstance(value, Tensor):
-                    tensors["/".join(inner)] = value
-                else:
-                    rest[key] = walk(value, inner)
-            return rest
-        if isinstance(node, (list, tuple)):
-            return [walk(item, (*path, str(index))) for index, item in enumerate(node)]
-        if isinstance(node, Tensor):  # in a list
-            tensors["/".join(path)] = node
-            return None
-        if node is None or type(node) in (bool, int, float, str):
-            return node
-        kind = f"{type(node).__module__}.{type(node).__name__}".removeprefix("builtins.")
-        raise TypeError(
-            f"{place} is a {kind}; a state holds tensors, Python's numbers and strings, None, lists of those, and "
-            "dicts with string keys"
-        )
-
-    tree: dict[str, Any] = walk(state, ())
-    return tensors, tree
-
-
-def unflatten(tensors: Mapping[str, Tensor], tree: State) -> dict[str, Any]:
-    """Put back together what `flatten` took apart."""
-
-    def copied(node: Any) -> Any:
-        if isinstance(node, list):
-            return [copied(item) for item in node]
-        return {key: copied(value) for key, value in node.items()} if isinstance(node, Mapping) else node
-
-    state: dict[str, Any] = copied(tree)
-    for name, tensor in tensors.items():
-        *path, last = [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
-        node: Any = state
-        for key in path:
-            node = node[int(key)] if isinstance(node, list) else node.setdefault(key, {})
-        node[int(last) if isinstance(node, list) else last] = tensor
-    return state
-
-
-def _escape(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
-
-
-def plain(config: Any) -> Any:
-    """Return `config`, of nested tables and lists, as a state holds it: the dates and times that TOML has as text."""
-    if isinstance(config, Mapping):
-        return {key: plain(value) for key, value in config.items()}
-    if isinstance(config, (list, tuple)):
-        return [plain(value) for value in config]
-    return config.isoformat() if isinstance(config, (datetime.date, datetime.time)) else config
 
 
 def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
@@ -101,83 +31,132 @@ def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
-def run_state(loop: Loop) -> dict[str, Any]:
-    """Return all that a run is: weights, optimizers, every plugin, counts. The tensors are the live ones."""
-    assert loop.weights == "model", "the state of a run was asked for while other weights were borrowed"
-    return {
-        "config": plain(loop.hparams),
-        "data": {"num_samples": len(loop.feed.training)},
-        "random": {"seed": loop.config.seed},
-        "progress": loop.progress.state_dict(),
-        "log": loop.log.state_dict(),
-        "model": loop.model.state_dict(),
-        "optimizers": {
-            str(index): _optimizer_state(optimizer, loop.model) for index, optimizer in enumerate(loop.optimizers)
-        },
-        "plugins": {
-            name: plugin.state_dict() for name, plugin in loop.plugins.items() if hasattr(plugin, "state_dict")
-        },
-    }
+@define(eq=False)
+class RunState:
+    """All that a run is: weights, optimizers, the state of every plugin, counts, and what it was made from."""
 
+    model: nn.Module
+    plugins: Plugins
+    progress: Progress
+    log: Log
+    feed: Feed
+    hparams: Mapping[str, Any]  # the config
+    optimizers: tuple[Optimizer, ...] = ()
 
-def load_weights(loop: Loop, state: State) -> None:
-    """Load counts, weights and optimizer state; hyper-parameters stay as the config made them.
+    def hold(self, optimizers: Optimizers) -> tuple[Optimizer, ...]:
+        """Make `optimizers`, one or several, part of the state, and return them as a tuple."""
+        self.optimizers = as_tuple(optimizers)
+        return self.optimizers
 
-    An optimizer of which nothing was kept has an empty state.
-    """
-    if not state:
-        return
-    with told_if_unfit("model"):
-        _load_model(loop.model, state["model"])
-    with told_if_unfit("optimizers"):
-        saved = state["optimizers"]
-        if len(saved) != len(loop.optimizers):
-            raise UserError(f"the checkpoint has {len(saved)} optimizers, the run has {len(loop.optimizers)}")
-        for index, optimizer in enumerate(loop.optimizers):
-            _load_optimizer(optimizer, loop.model, saved[str(index)])
-    with told_if_unfit("progress"):
-        loop.progress.load_state_dict(state["progress"])
-        loop.log.load_state_dict(state["log"])
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state, nested. The tensors are the live ones."""
+        return {
+            "config": plain(self.hparams),
+            "data": {"num_samples": len(self.feed.training)},
+            "random": {"seed": self.feed.seed},
+            "progress": self.progress.state_dict(),
+            "log": self.log.state_dict(),
+            "model": self.model.state_dict(),
+            "optimizers": {
+                str(index): _optimizer_state(optimizer, self.model) for index, optimizer in enumerate(self.optimizers)
+            },
+            "plugins": {
+                name: plugin.state_dict() for name, plugin in self.plugins.items() if hasattr(plugin, "state_dict")
+            },
+        }
 
+    def check(self, saved: State, place: Path | None, must_exist: bool) -> None:
+        """Raise UserError unless a run that was asked to go on from `place` can go on from `saved`.
 
-def load_plugins(loop: Loop, state: State, fresh: Collection[str]) -> None:
-    """Load each plugin's state; a state that no plugin of the run claims is told and left.
+        `saved` is empty where `place` has no checkpoint: the run then starts anew, unless the place `must_exist`. None
+        is a run that starts. Raises NoCheckpoint, and UserError when no plugin reads checkpoints, and for another seed.
+        """
+        if place is None:
+            return
+        if not saved:
+            self._check_start(place, must_exist)
+            return
+        own, num_samples = self.feed.seed, len(self.feed.training)
+        with refused_if_unfit("random"):
+            seed = saved.get("random", {}).get("seed", own)
+        with refused_if_unfit("data"):
+            before = saved.get("data", {}).get("num_samples", num_samples)
+        if seed != own:
+            raise UserError(
+                f"the checkpoint was made with the seed {seed}, from which all randomness follows; this run has {own}"
+            )
+        if before != num_samples:
+            log.warning("the data has %s samples to train on; the checkpoint was made with %s", num_samples, before)
 
-    Raises UserError that names all plugins that keep state but have none in the file, unless `fresh` names them.
-    """
-    if not state:
-        return
-    saved: State = state["plugins"]
-    keepers = {n: p for n, p in loop.plugins.items() if hasattr(p, "load_state_dict") and n not in fresh}
-    if new := [name for name in keepers if name not in saved]:
-        many = len(new) > 1
-        raise UserError(
-            f"the checkpoint has no state of the plugin{'s' * many} {', '.join(map(repr, new))}, which "
-            f"{'keep' if many else 'keeps'} one; to start {'them' if many else 'it'} fresh from the restored weights "
-            f"add {' '.join(f'--fresh {name}' for name in new)} (in a script: Loop(..., fresh={[*fresh, *new]}))"
-        )
-    for name, plugin in keepers.items():
-        with told_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights"):
-            plugin.load_state_dict(saved[name])
-    if unclaimed := [name for name in saved if name not in loop.plugins]:
-        log.warning("the checkpoint has state of plugins that this run has not: %s", ", ".join(unclaimed))
+    def _check_start(self, place: Path, must_exist: bool) -> None:
+        if not self.plugins.implement("restore"):
+            raise UserError(
+                f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the plugin "
+                "that saved it (`hookdiff plugins` lists what is installed)"
+            )
+        if must_exist:
+            raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
+        if place.is_dir() and not is_empty(place):
+            log.info("%s has no checkpoint to go on from: the run starts anew", place)
 
+    def load(self, saved: State) -> None:
+        """Load counts, weights and optimizer state; hyper-parameters stay as the config made them.
 
-def roll_back(loop: Loop) -> None:
-    """Load what the `restore` seam returns but keep the place in the data, so that other batches follow."""
-    saved = loop.hook.restore(loop=loop)
-    if not saved:
-        raise UserError("on_nan asked for a rollback, but no plugin has a state to go back to")
-    here = loop.progress.state_dict()
-    load_weights(loop, saved)
-    # What began anew in this process has its state in what this process saved, and not in anything older.
-    load_plugins(loop, saved, () if saved["progress"]["step"] > loop.begun_at else loop.fresh)
-    loop.progress.load_state_dict({**here, "step": loop.progress.step})
+        An optimizer that has no saved state begins with an empty one.
+        """
+        if not saved:
+            return
+        with refused_if_unfit("model"):
+            _load_model(self.model, saved["model"])
+        with refused_if_unfit("optimizers"):
+            optimizers = saved["optimizers"]
+            if len(optimizers) != len(self.optimizers):
+                raise UserError(f"the checkpoint has {len(optimizers)} optimizers, the run has {len(self.optimizers)}")
+            for index, optimizer in enumerate(self.optimizers):
+                _load_optimizer(optimizer, self.model, optimizers[str(index)])
+        with refused_if_unfit("progress"):
+            self.progress.load_state_dict(saved["progress"])
+            self.log.load_state_dict(saved["log"])
+
+    def load_plugins(self, saved: State, fresh: Collection[str]) -> None:
+        """Load each plugin's state; warn of a saved state that belongs to no plugin of the run.
+
+        Raises UserError that names all plugins that keep state but have none in the file, unless `fresh` names them.
+        """
+        if not saved:
+            return
+        states: State = saved["plugins"]
+        keepers = {n: p for n, p in self.plugins.items() if hasattr(p, "load_state_dict") and n not in fresh}
+        if new := [name for name in keepers if name not in states]:
+            many = len(new) > 1
+            raise UserError(
+                f"the checkpoint has no state of the plugin{'s' * many} {', '.join(map(repr, new))}, which "
+                f"{'keep' if many else 'keeps'} one; to start {'them' if many else 'it'} fresh from the restored "
+                f"weights add {' '.join(f'--fresh {name}' for name in new)} (in a script: Loop(..., "
+                f"fresh={[*fresh, *new]}))"
+            )
+        for name, plugin in keepers.items():
+            with refused_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights"):
+                plugin.load_state_dict(states[name])
+        if unclaimed := [name for name in states if name not in self.plugins]:
+            log.warning("the checkpoint has state of plugins that this run has not: %s", ", ".join(unclaimed))
+
+    def roll_back(self, saved: State, first_step: int, fresh: Collection[str]) -> None:
+        """Load `saved` but keep the place in the data, so that other batches follow.
+
+        A `fresh` plugin has its state in what this process saved, after `first_step`, and in nothing older.
+        """
+        if not saved:
+            raise UserError("on_nan asked for a rollback, but no plugin has a state to go back to")
+        here = self.progress.state_dict()
+        self.load(saved)
+        self.load_plugins(saved, () if saved["progress"]["step"] > first_step else fresh)
+        self.progress.load_state_dict({**here, "step": self.progress.step})
 
 
 @contextmanager
-def told_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
-    """Turn what a state of another version, or one made by hand, leads to into a UserError."""
+def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
+    """Turn the errors that a state of another version, or a state made by hand, leads to into a UserError."""
     try:
         yield
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

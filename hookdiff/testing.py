@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,10 @@ def toy_loop(
     optimizers: Callable[[nn.Module], Any] | None = None,
     objective: Any = None,
     data: Any = None,
+    hparams: Mapping[str, Any] | None = None,
     run_dir: Path | None = None,
     resume: bool | Path = False,
+    fresh: Iterable[str] = (),
     **config: Any,
 ) -> Loop:
     """Return a Loop of 20 steps on 40 samples of four numbers; `config` changes the keys of `LoopConfig`."""
@@ -78,8 +80,10 @@ def toy_loop(
         LoopConfig(**{"batch_size": 8, "log_every": 5, **limits, **config}),
         plugins,
         sampler=ToySampler(),
+        hparams=hparams,
         run_dir=run_dir,
         resume=resume,
+        fresh=fresh,
     )
 
 

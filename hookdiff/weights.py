@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
+from hookdiff.sampling import UnknownWeights
+
+Tensors = Callable[[], Mapping[str, Tensor]]
+
+
+def choose_weights(name: str | None, held: str, offers: Any) -> tuple[str, Tensors]:
+    """Return the name of the weights that `name` asks for, and the function that gives their values.
+
+    `held` are the weights that the model holds; they need no values. `offers` is the list of what plugins
+    return from `offer_weights`; None asks for the first of them, or else for what is held. Raises UnknownWeights.
+    """
+    averages: dict[str, Tensors] = {}
+    for offer in offers:
+        averages |= {label: values for label, values in offer.items() if label not in averages}
+    own: dict[str, Tensors] = {held: dict}
+    chosen = name or next(iter(averages), held)
+    known = averages | own
+    if chosen not in known:
+        raise UnknownWeights(chosen, tuple(known))
+    return chosen, known[chosen]
 
 
 @contextmanager
-def borrowed_weights(loop: Loop, name: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the model hold `tensors`, by parameter name, for the time of the `with`; `loop.weights` is `name` then.
+def holding(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let `model` hold `tensors`, by parameter name, during the `with`.
 
     Values are copied in and out: the parameters keep their addresses, so captured graphs and optimizers stay right.
     """
-    parameters = dict(loop.model.named_parameters())
-    kept = {key: parameters[key].detach().clone() for key in tensors}
-    before, loop.weights = loop.weights, name
+    parameters = dict(model.named_parameters())
+    kept = {name: parameters[name].detach().clone() for name in tensors}
     try:
         _copy(parameters, tensors)
         yield
     finally:
         _copy(parameters, kept)
-        loop.weights = before
 
 
 @torch.no_grad()
@@ -48,3 +64,37 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+class Buffers:
+    """The buffers of a model, such as batch norm's statistics, and their values when `keep` was last called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Not named_buffers at each step: walking over all modules costs a millisecond.
+        self._places = {
+            f"{prefix}.{name}".lstrip("."): (module, name)
+            for prefix, module in model.named_modules()
+            for name in module._buffers
+        }
+        self.kept: dict[str, Tensor] = {}  # by their name in the model
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep the values as they are now, in place of those kept before."""
+        found = {name: module._buffers.get(key) for name, (module, key) in self._places.items()}
+        values = {name: value for name, value in found.items() if value is not None}
+        if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self.kept.items()}:
+            self.kept = {name: value.clone() for name, value in values.items()}
+        elif values:
+            torch._foreach_copy_(list(self.kept.values()), list(values.values()))
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the buffers the values that were kept."""
+        for name, kept in self.kept.items():
+            module, key = self._places[name]
+            value = module._buffers.get(key)
+            if value is not None and value.shape == kept.shape:
+                value.copy_(kept)
+            else:  # a forward has put another in its place
+                module._buffers[key] = kept.clone()

@@ -1,8 +1,8 @@
 import torch
 from torch import nn
 
-from hookdiff.buffers import Buffers
 from hookdiff.testing import assert_same
+from hookdiff.weights import Buffers
 
 
 class Odd(nn.Module):

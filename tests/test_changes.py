@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookdiff import UserError, build_loop, flatten, hookimpl, load_config, run_state
-from hookdiff.changes import FIXED, FIXED_SWITCHES, Changes, changes
-from hookdiff.config import FEED_KEYS, RunConfig
+from hookdiff import UserError, build_loop, hookimpl, load_config
+from hookdiff.builtin.changes import FIXED, FIXED_SWITCHES, Changes, changes
 from hookdiff.diffusion import Diffusion
+from hookdiff.disk import flatten
+from hookdiff.experiment.config import FEED_KEYS, RunConfig
+from hookdiff.experiment.optimizers import muon
+from hookdiff.experiment.structure import parameters
 from hookdiff.models import DiT, UNet
 from hookdiff.models.init import Initialisation
-from hookdiff.optimizers import muon
-from hookdiff.structure import parameters
 from hookdiff.testing import toy_loop
 
 REFUSED = "the config differs from that of the checkpoint in what cannot change:\n"
@@ -50,10 +51,9 @@ def test_lists_are_equal_to_tuples_and_numbers_to_numbers():
 def test_a_date_is_the_text_that_a_checkpoint_has_of_it():
     day = datetime.date(2026, 11, 22)
     assert not list(changes({"data": {"since": "2026-11-22"}}, {"data": {"since": day}}, {}))
-    loop = toy_loop(steps=1)
-    loop.hparams = {"data": {"since": day, "hours": [datetime.time(8, 30)]}}
+    loop = toy_loop(steps=1, hparams={"data": {"since": day, "hours": [datetime.time(8, 30)]}})
     loop.run()
-    tree = flatten(run_state(loop))[1]
+    tree = flatten(loop.state_dict())[1]
     assert tree["config"] == {"data": {"since": "2026-11-22", "hours": ["08:30:00"]}}
 
 
@@ -72,11 +72,10 @@ def test_a_plugin_that_only_one_has_is_told_by_the_list_alone():
 
 def test_plugins_are_told_by_what_is_new_and_what_is_gone(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    first = toy_loop(steps=2)
-    first.hparams = {"run": {"plugins": ["ema", "lr"]}}
+    first = toy_loop(steps=2, hparams={"run": {"plugins": ["ema", "lr"]}})
     first.run()
-    resumed(tmp_path, run_state(first), {"run": {"plugins": ("lr", "clip", "fid")}})
-    resumed(tmp_path, run_state(first), {"run": {"plugins": ("lr", "ema")}})
+    resumed(tmp_path, first.state_dict(), {"run": {"plugins": ("lr", "clip", "fid")}})
+    resumed(tmp_path, first.state_dict(), {"run": {"plugins": ("lr", "ema")}})
     assert caplog.messages == [
         "changed since the checkpoint: run.plugins with clip, fid without ema",
         "changed since the checkpoint: run.plugins in another order",
@@ -118,7 +117,7 @@ class Kept:
     @hookimpl(trylast=True)
     def on_stop(self, loop, reason):
         if reason == "done":
-            self.state = copy.deepcopy(run_state(loop))
+            self.state = copy.deepcopy(loop.state_dict())
 
 
 @pytest.fixture
@@ -197,8 +196,8 @@ class Fixed:
 
 
 def resumed(tmp_path, state, hparams):
-    loop = toy_loop({"changes": Changes({}), "fixed": Fixed(state)}, run_dir=tmp_path, resume=True, steps=3)
-    loop.hparams = hparams
+    plugins = {"changes": Changes({}), "fixed": Fixed(state)}
+    loop = toy_loop(plugins, run_dir=tmp_path, resume=True, steps=3, hparams=hparams)
     loop.run()
     return loop
 
@@ -207,7 +206,7 @@ def test_a_script_without_a_config_is_left_alone(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     started = toy_loop(steps=2)
     started.run()
-    state = run_state(started)
+    state = started.state_dict()
     assert state["config"] == {}
     resumed(tmp_path, state, {"run": {"seed": 1}})
     del state["config"], state["data"], state["random"]  # of an older version
@@ -217,13 +216,11 @@ def test_a_script_without_a_config_is_left_alone(tmp_path, caplog):
 
 def test_a_rollback_is_not_looked_at(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    first = toy_loop(steps=2)
-    first.hparams = {"optimizer": {"lr": 1}}
+    first = toy_loop(steps=2, hparams={"optimizer": {"lr": 1}})
     first.run()
-    state = copy.deepcopy(run_state(first))
+    state = copy.deepcopy(first.state_dict())
     plugins = {"changes": Changes({}), "fixed": Fixed(state)}
-    loop = toy_loop(plugins, run_dir=tmp_path, resume=True, steps=3)
-    loop.hparams = {"optimizer": {"lr": 2}}
+    loop = toy_loop(plugins, run_dir=tmp_path, resume=True, steps=3, hparams={"optimizer": {"lr": 2}})
     with loop:
         assert loop.hook.restore(loop=loop) is state
     assert caplog.messages == ["changed since the checkpoint: optimizer.lr 1 -> 2"]

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hookdiff.cli import COMMANDS
-from hookdiff.config import load_config
+from hookdiff.experiment.config import load_config
 from hookdiff.hookspecs import HOOK_NAMES
 from hookdiff.testing import assert_same, toy_loop
 

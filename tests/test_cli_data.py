@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from hookdiff.config import load_config
-from hookdiff.experiment import build_feed
+from hookdiff.experiment.build import build_feed
+from hookdiff.experiment.config import load_config
 from hookdiff.testing import assert_same
 
 CONFIG = """

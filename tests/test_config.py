@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hookdiff import ConfigError, Every, UserError, experiment
-from hookdiff.config import Config, load_config, read_toml
 from hookdiff.data import Store, Transforms
-from hookdiff.discovery import installed
+from hookdiff.experiment.config import Config, load_config, read_toml
+from hookdiff.experiment.discovery import installed
 
 GOOD = {
     "run": {"steps": 20, "batch_size": 16, "plugins": ["ema", "lr"]},
@@ -408,7 +408,7 @@ def load_or_refuse(path, plugins=(), given=()):
     again = load_config(write(path.with_name("again.toml"), config.resolved()))
     assert same(config, again)
     with contextlib.suppress(UserError):
-        experiment.probe(config)
+        experiment.try_config(config)
 
 
 @given(steps=st.lists(mutations, min_size=1, max_size=4))
@@ -465,10 +465,10 @@ def test_what_only_building_shows_is_told_with_its_table(path, setting):
     config = load_config(path, settings=[setting, *(["optimizer.fused=true"] if "foreach" in setting else [])])
     table = setting.partition(".")[0]
     if table == "plugins":
-        experiment.probe(config)
+        experiment.try_config(config)
     else:
         with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))}: 1 problem\n  {table}[.:]"):
-            experiment.probe(config)
+            experiment.try_config(config)
 
 
 def test_the_name_of_a_config_without_one_is_that_of_its_file(tmp_path):

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from hookdiff import PluginError
-from hookdiff.discovery import distribution, import_object, installed, plugin_class, plugin_name
+from hookdiff.experiment.discovery import distribution, import_object, installed, plugin_class, plugin_name
 
 
 @pytest.fixture

@@ -17,17 +17,17 @@ import tomli
 import tomli_w
 
 from hookdiff import Feed
+from hookdiff.builtin.start import Start
 from hookdiff.cli import COMMANDS, main
-from hookdiff.config import FEED_KEYS, MODELS, OPTIMIZERS, SOURCES, RunConfig, load_config
 from hookdiff.data import Store, Transforms
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.discovery import import_object, installed
+from hookdiff.experiment.config import FEED_KEYS, MODELS, OPTIMIZERS, SOURCES, RunConfig, load_config
+from hookdiff.experiment.discovery import import_object, installed
+from hookdiff.experiment.optimizers import Groups, muon
+from hookdiff.experiment.structure import parameters, resolved
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
 from hookdiff.models import DiT, UNet
 from hookdiff.models.init import Initialisation
-from hookdiff.optimizers import Groups, muon
-from hookdiff.start import Start
-from hookdiff.structure import parameters, resolved
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]

@@ -3,9 +3,12 @@ import tomli
 import torch
 
 from hookdiff import ConfigError, Feed, InMemory, PluginError, UserError, hookimpl
-from hookdiff.config import Part, load_config
-from hookdiff.experiment import build_loop, fit_to_data, pick_device, probe
-from hookdiff.run_dir import CONFIG, RunDir, check_run_dir
+from hookdiff.builtin.run_dir import RunDir
+from hookdiff.disk.paths import CONFIG, check_run_dir
+from hookdiff.experiment.build import build_loop, fit_to_data, pick_device
+from hookdiff.experiment.config import load_config
+from hookdiff.experiment.part import Part
+from hookdiff.experiment.probe import try_config
 from hookdiff.testing import assert_same, toy_loop, weights
 
 UNET = '[model]\nuse = "unet"\nchannels = 8\nnum_res_blocks = 1\nhead_dim = 8\n'
@@ -188,7 +191,7 @@ def test_a_probe_tells_all_problems_and_builds_no_loop(config):
         plugins=["clip"],
     )
     with pytest.raises(ConfigError) as caught:
-        probe(bad)
+        try_config(bad)
     starts = [
         f"{bad.path}: 5 problems",
         "  run.device: 'nowhere'",
@@ -202,18 +205,18 @@ def test_a_probe_tells_all_problems_and_builds_no_loop(config):
 
 
 def test_a_probe_leaves_the_memory_alone(config):
-    probe(config("model.channels=262144"))  # terabytes
+    try_config(config("model.channels=262144"))  # terabytes
 
 
 def test_a_probe_takes_models_that_cannot_be_made_on_the_meta_device(config):
-    probe(config("model.in_channels=1", model=own("Looks")))
+    try_config(config("model.in_channels=1", model=own("Looks")))
     with pytest.raises(ConfigError, match=r"\n  model: width must not be negative$"):
-        probe(config("model.in_channels=1", "model.width=-1", model=own("Looks")))
+        try_config(config("model.in_channels=1", "model.width=-1", model=own("Looks")))
 
 
 def test_a_probe_tells_of_a_plugin_that_breaks_the_contract(config):
     with pytest.raises(PluginError, match="'unheard' has a method on_start without @hookimpl"):
-        probe(config(plugins=["hd_user:Unheard"]))
+        try_config(config(plugins=["hd_user:Unheard"]))
 
 
 def test_auto_is_a_device_that_is_there():
@@ -260,7 +263,7 @@ def test_a_foreign_directory_or_file_is_never_overwritten(tmp_path):
         with pytest.raises(UserError, match="is no run directory"):
             check_run_dir(path, overwrite=True)
         with pytest.raises(UserError, match="is no run directory"):
-            toy_loop({"run_dir": RunDir(path, overwrite=True)}).run()
+            toy_loop({"run_dir": RunDir(overwrite=True)}, run_dir=path).run()
     assert (tmp_path / "thesis.tex").read_text() == "years"
 
 
@@ -288,12 +291,12 @@ def test_a_run_that_starts_replaces_the_earlier_one(config, tmp_path):
 def test_a_run_directory_that_cannot_be_made_is_an_error_of_the_user(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/run: cannot be written: Not a directory$"):
-        toy_loop({"run_dir": RunDir(tmp_path / "file" / "run")}).run()
+        toy_loop({"run_dir": RunDir()}, run_dir=tmp_path / "file" / "run").run()
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / CONFIG).write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(UserError, match=r"link is a symbolic link, so what it leads to is not removed"):
-        toy_loop({"run_dir": RunDir(tmp_path / "link", overwrite=True)}).run()
+        toy_loop({"run_dir": RunDir(overwrite=True)}, run_dir=tmp_path / "link").run()
     assert (tmp_path / "real" / CONFIG).exists()
 
 
@@ -305,7 +308,7 @@ def test_the_run_directory_is_made_after_all_others_have_started(tmp_path):
         def on_start(self):
             seen.append((tmp_path / "run").exists())
 
-    toy_loop({"looks": Looks(), "run_dir": RunDir(tmp_path / "run")}, steps=1).run()
+    toy_loop({"looks": Looks(), "run_dir": RunDir()}, run_dir=tmp_path / "run", steps=1).run()
     assert seen == [False]
     assert (tmp_path / "run" / CONFIG).is_file()
 

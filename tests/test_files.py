@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hookdiff import check_tensors, new_file, new_folder, write_file, write_tensors
+from hookdiff.disk import check_tensors, new_file, new_folder, write_file, write_tensors
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

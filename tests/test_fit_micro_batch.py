@@ -9,8 +9,9 @@ import tomli
 import torch
 from torch import nn
 
-from hookdiff import ConfigError, FitMicroBatch, LoopConfig, UserError, flatten, hookimpl, load_config, run_state
-from hookdiff.fit_micro_batch import is_out_of_memory
+from hookdiff import ConfigError, LoopConfig, UserError, hookimpl, load_config
+from hookdiff.builtin.micro_batch import FitMicroBatch, is_out_of_memory
+from hookdiff.disk import flatten
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_amp import AMP
 from hookdiff_ema import EMA
@@ -182,7 +183,7 @@ def test_nothing_of_the_trial_stays():
     plain, expected, plain_state = run(plugins={}, micro_batch=tried.config.micro_batch)
     assert tried.config.micro_batch == 2
     assert_same(weights(tried), weights(plain))
-    (tensors, tree), (expected_tensors, expected_tree) = (flatten(run_state(loop)) for loop in (tried, plain))
+    (tensors, tree), (expected_tensors, expected_tree) = (flatten(loop.state_dict()) for loop in (tried, plain))
     assert_same(tensors, expected_tensors)
     assert tree == expected_tree
     assert told == expected

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
-from hookdiff import UserError, as_pictures, check_writable, save_grid
-from hookdiff.images import to_uint8
+from hookdiff import UserError
+from hookdiff.disk import as_pictures, check_writable, save_grid
+from hookdiff.disk.images import to_uint8
 
 PADDING = 4  # white pixels around each picture
 

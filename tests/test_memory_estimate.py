@@ -7,10 +7,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hookdiff import ConfigError, UserError, estimate_memory, flatten, load_config
+from hookdiff import ConfigError, UserError, load_config
 from hookdiff.cli import main
-from hookdiff.experiment import build_loop
-from hookdiff.memory_estimate import optimizer_bytes
+from hookdiff.disk import flatten
+from hookdiff.experiment import estimate_memory
+from hookdiff.experiment.build import build_loop
+from hookdiff.models.memory import optimizer_bytes
 from hookdiff.testing import toy_model
 
 TEXT = """

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from hookdiff import Loop, Metrics, hookimpl, run_state
-from hookdiff.metrics import read_metrics
+from hookdiff import Loop, hookimpl
+from hookdiff.builtin import Metrics
+from hookdiff.builtin.metrics import read_metrics
 from hookdiff.testing import toy_loop
 
 
@@ -26,7 +27,7 @@ class Saver:
     @hookimpl(trylast=True)
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.progress.step == self.at:
-            self.state = copy.deepcopy(run_state(loop))
+            self.state = copy.deepcopy(loop.state_dict())
 
 
 def train(run_dir: Path | None, at: int = 0, extra: Mapping[str, object] | None = None) -> Any:
@@ -43,7 +44,7 @@ def goes_on(
     plugins = {"metrics": Metrics(), "saver": Saver(state=state), **(extra or {})}
     loop = toy_loop(plugins, run_dir=run_dir, steps=steps, resume=resume)
     loop.run()
-    return run_state(loop)
+    return loop.state_dict()
 
 
 def length(state: Any) -> Any:
@@ -217,7 +218,7 @@ def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
         @hookimpl(trylast=True)
         def after_optimizer_step(self, loop: Loop) -> None:
             if loop.progress.position == 10:
-                self.state = copy.deepcopy(run_state(loop))
+                self.state = copy.deepcopy(loop.state_dict())
 
         @hookimpl
         def restore(self) -> Any:
@@ -233,11 +234,22 @@ def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
 
 
+class StopAt:
+    """Ends the run after a step; run again, it goes on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.step:
+            loop.stop()
+
+
 def test_a_loop_that_runs_again_goes_on_in_the_same_file(tmp_path: Path) -> None:
-    loop = toy_loop({"metrics": Metrics()}, run_dir=tmp_path, steps=10)
+    loop = toy_loop({"metrics": Metrics(), "stop": StopAt(10)}, run_dir=tmp_path, steps=20)
     loop.run()
-    assert length(run_state(loop)) == (tmp_path / "metrics.jsonl").stat().st_size
-    loop.config, loop.reason = type(loop.config)(steps=20, batch_size=8, log_every=5), None
+    assert length(loop.state_dict()) == (tmp_path / "metrics.jsonl").stat().st_size
     loop.run()
     assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
 

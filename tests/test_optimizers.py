@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, build_loop, load_config
-from hookdiff.config import Part
-from hookdiff.experiment import probe
-from hookdiff.optimizers import OPTIMIZERS, UNFIT, Groups, build_optimizers, muon, spare, weights_of
-from hookdiff.state import as_tuple, run_state
+from hookdiff.experiment.optimizers import OPTIMIZERS, UNFIT, Groups, build_optimizers, muon, spare, weights_of
+from hookdiff.experiment.part import Part
+from hookdiff.experiment.probe import try_config
+from hookdiff.state import as_tuple
 from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
 
 
@@ -311,7 +311,7 @@ def test_all_optimizers_of_torch_are_there() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_trains_and_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
     config = load(tmp_path, use=name, lr=1e-3)
-    probe(config)
+    try_config(config)
     whole = build_loop(config, tmp_path / "whole")
     before = weights(whole)
     whole.run()
@@ -345,19 +345,19 @@ def test_a_probe_tells_of_patterns_that_name_no_weight(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"\n  optimizer\.no_decay: no weight's name matches 'patch_inn\.weight'; did"
     ):
-        probe(load(tmp_path, no_decay=["auto", "patch_inn.weight"]))
-    probe(load(tmp_path, no_decay=["auto", "patch_in.weight"]))
+        try_config(load(tmp_path, no_decay=["auto", "patch_inn.weight"]))
+    try_config(load(tmp_path, no_decay=["auto", "patch_in.weight"]))
     with pytest.raises(
         ConfigError, match=r"\n  optimizer\.adamw: no weight's name matches 'patch_inn\.\*'; did you mean"
     ):
-        probe(load(tmp_path, use="muon", adamw=["patch_inn.*"]))
-    probe(load(tmp_path, use="muon", adamw=["patch_in.*"]))
+        try_config(load(tmp_path, use="muon", adamw=["patch_inn.*"]))
+    try_config(load(tmp_path, use="muon", adamw=["patch_in.*"]))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_probe_tries_the_optimizer_on_the_device_of_the_run(tmp_path: Path) -> None:
     config = load(tmp_path, "run.device=cuda", use="radam", capturable=True)
-    probe(config)
+    try_config(config)
     assert build_loop(config, tmp_path / "run").run() == "done"
 
 
@@ -370,7 +370,7 @@ def test_the_config_says_all_keys_and_comes_back(tmp_path: Path) -> None:
 
 
 def state_of(loop: Loop) -> dict[str, Tensor]:
-    found = run_state(loop)["optimizers"]
+    found = loop.state_dict()["optimizers"]
     return {f"{i}/{n}/{k}": v for i, part in found.items() for n, s in part["weights"].items() for k, v in s.items()}
 
 

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hookdiff import Loop, flatten, hookimpl, run_state
+from hookdiff import Loop, hookimpl
 from hookdiff.data import InMemory, digits
-from hookdiff.discovery import installed
-from hookdiff.structure import Problems, arguments
+from hookdiff.disk import flatten
+from hookdiff.experiment.discovery import installed
+from hookdiff.experiment.structure import Problems, arguments
 from hookdiff.testing import assert_same, toy_loop, toy_model
 
 # Options with which each plugin does something in 12 steps; one that is not named here has its defaults.
@@ -96,7 +97,7 @@ def build(names: Iterable[str], run_dir: Path, listener: Listener | None = None,
 
 def outcome(loop: Loop) -> tuple[dict[str, Tensor], str]:
     """The state of a run: its tensors, and the rest as text. JSON tells a float from another to the last bit."""
-    tensors, tree = flatten(run_state(loop))
+    tensors, tree = flatten(loop.state_dict())
     return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(tree, sort_keys=True)
 
 

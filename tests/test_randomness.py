@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookdiff import SampleRequest, derive_seed
-from hookdiff.randomness import STREAMS, Randomness, splitmix64, splitmix64_tensor, uniforms
+from hookdiff import SampleRequest
+from hookdiff.randomness import STREAMS, Randomness, derive_seed, splitmix64, splitmix64_tensor, uniforms
 
 CPU = torch.device("cpu")
 GAMMA = 0x9E3779B97F4A7C15  # by which SplitMix64 moves its state before each output

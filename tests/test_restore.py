@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hookdiff import Loop, UserError, hookimpl, run_state
-from hookdiff.restore import NoCheckpoint
+from hookdiff import Loop, UserError, hookimpl
+from hookdiff.errors import NoCheckpoint
 from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
 
@@ -64,7 +64,7 @@ def test_another_seed_is_refused(tmp_path: Path):
 def test_what_another_hand_wrote_is_told(part: str, tmp_path: Path):
     first = toy_loop(steps=2)
     first.run()
-    state = {**run_state(first), part: None}
+    state = {**first.state_dict(), part: None}
     with pytest.raises(UserError, match=f"the checkpoint's state of '{part}' cannot be loaded: AttributeError"):
         toy_loop({"keeps": Keeps(state)}, run_dir=tmp_path, resume=True, steps=3).run()
 
@@ -79,7 +79,7 @@ def test_another_number_of_samples_is_warned_of(tmp_path: Path, caplog):
     loop(40, steps=4, resume=True).run()
     assert caplog.messages == []
     loop(30, steps=6, resume=True).run()
-    assert caplog.messages == ["the data has 30 samples to train on, and had 40 when the checkpoint was made"]
+    assert caplog.messages == ["the data has 30 samples to train on; the checkpoint was made with 40"]
 
 
 def test_places_may_be_text(tmp_path: Path):
@@ -87,4 +87,4 @@ def test_places_may_be_text(tmp_path: Path):
     toy_loop(plugins, run_dir=str(tmp_path / "run"), steps=2).run()
     again = toy_loop(plugins, run_dir=str(tmp_path / "other"), resume=str(tmp_path / "run"), steps=4)
     again.run()
-    assert again.begun_at == 2
+    assert again.first_step == 2

@@ -10,8 +10,10 @@ import time
 
 import pytest
 
-from hookdiff import StorageError, UserError, build_loop, hookimpl, load_config, lock_run_dir
-from hookdiff.run_dir import CONFIG, RunDir, check_run_dir, run_of
+from hookdiff import StorageError, UserError, build_loop, hookimpl, load_config
+from hookdiff.builtin.run_dir import RunDir
+from hookdiff.disk import lock_run_dir
+from hookdiff.disk.paths import CONFIG, check_run_dir, run_of
 from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
 
@@ -64,7 +66,7 @@ def folder(tmp_path, monkeypatch, write_config):
 
 
 def run_dir_loop(path, **options):
-    return toy_loop({"run_dir": RunDir(path)}, run_dir=path, steps=2, **options)
+    return toy_loop({"run_dir": RunDir()}, run_dir=path, steps=2, **options)
 
 
 def test_a_second_loop_on_the_same_directory_is_refused_and_the_same_loop_is_not(tmp_path):
@@ -87,7 +89,7 @@ def test_a_loop_whose_directory_another_made_meanwhile_is_refused(tmp_path):
         def on_start(self):
             run_dir_loop(tmp_path / "run").run()
 
-    loop = toy_loop({"another": Another(), "run_dir": RunDir(tmp_path / "run")}, run_dir=tmp_path / "run", steps=2)
+    loop = toy_loop({"another": Another(), "run_dir": RunDir()}, run_dir=tmp_path / "run", steps=2)
     with pytest.raises(UserError, match=r"run exists; go on with --resume"):
         loop.run()
 
@@ -99,7 +101,7 @@ def test_an_existing_directory_is_locked_before_the_model_is_touched(tmp_path):
             assert (loop.run_dir / ".lock").read_text()
             assert not (loop.run_dir / CONFIG).exists()
 
-    toy_loop({"run_dir": RunDir(tmp_path), "looks": Looks()}, run_dir=tmp_path, steps=1).run()
+    toy_loop({"run_dir": RunDir(), "looks": Looks()}, run_dir=tmp_path, steps=1).run()
     assert (tmp_path / CONFIG).exists()
 
 
@@ -119,7 +121,7 @@ def test_overwriting_leaves_the_lock_and_nothing_else(tmp_path):
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-1" / "file").touch()
     (tmp_path / "link").symlink_to("/etc")
-    toy_loop({"run_dir": RunDir(tmp_path, overwrite=True)}, run_dir=tmp_path, steps=1).run()
+    toy_loop({"run_dir": RunDir(overwrite=True)}, run_dir=tmp_path, steps=1).run()
     assert {path.name for path in tmp_path.iterdir()} == {".lock", CONFIG}
     assert (tmp_path / ".lock").stat().st_ino == before
 
@@ -146,7 +148,7 @@ def test_a_disk_that_fails_at_the_start_is_no_mistake_of_the_user(tmp_path, monk
 
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(os, "fsync", fails)
-    for plugin, place in ((RunDir(tmp_path / "run"), "run"), (Checkpoint(), "run/checkpoints")):
+    for plugin, place in ((RunDir(), "run"), (Checkpoint(), "run/checkpoints")):
         with pytest.raises(UserError) as caught:
             toy_loop({"plugin": plugin}, run_dir=tmp_path / "run").run()
         assert type(caught.value) is kind

@@ -1,24 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hookdiff import (
-    InMemory,
-    Loop,
-    LoopConfig,
-    SampleRequest,
-    Samples,
-    UnknownWeights,
-    UserError,
-    ask_network,
-    hookimpl,
-)
+from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UnknownWeights, UserError, hookimpl
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.testing import toy_loop
+from hookdiff.testing import ToySampler, assert_same, toy_loop, weights
 
 counts = st.integers(1, 40)
 
@@ -117,23 +109,45 @@ def test_the_network_is_asked_as_a_sampler_gets_it_and_left_as_it_was() -> None:
     with toy_loop() as loop:
         sampler = loop.sampler
 
-        def question(net: nn.Module) -> tuple[bool, bool]:
-            return net.training, torch.is_grad_enabled()
-
-        assert ask_network(loop, None, question) == ((False, False), "model")
-        with pytest.raises(UnknownWeights, match="known: model"):
-            ask_network(loop, "ema", question)
-        with pytest.raises(ZeroDivisionError):
-            ask_network(loop, None, lambda net: 1 // 0)
+        other = ToySampler()
+        with loop.using(sampler=other):
+            assert loop.sampler is other
         assert loop.sampler is sampler
-        assert loop.model.training
+        with pytest.raises(ZeroDivisionError), loop.using(sampler=other):
+            raise ZeroDivisionError
+        assert loop.sampler is sampler
 
 
-def test_who_makes_images_without_a_sampler_cannot_be_asked() -> None:
-    class Makes:
-        @hookimpl
-        def sample(self, request: SampleRequest) -> Samples:
-            return Samples(torch.zeros(request.num, 4), "model")
+class Holds:
+    """Offers two averages: the weights times two, and times three."""
 
-    with toy_loop({"makes": Makes()}) as loop, pytest.raises(UserError, match=r"makes images without loop\.sampler"):
-        ask_network(loop, None, lambda net: None)
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix = prefix
+
+    @hookimpl
+    def offer_weights(self, loop: Loop) -> Any:
+        def times(factor: int) -> Any:
+            return lambda: {name: factor * p.detach() for name, p in loop.model.named_parameters()}
+
+        return {f"{self.prefix}two": times(2), f"{self.prefix}three": times(3)}
+
+
+def test_weights_are_lent_by_name_and_come_back() -> None:
+    with toy_loop({"one": Holds(), "other": Holds("other/")}) as loop:
+        own = weights(loop)
+        for name, expected, factor in ((None, "two", 2), ("three", "three", 3), ("other/three",) * 2 + (3,)):
+            with loop.weights(name) as lent:
+                assert loop.weights_name == lent == expected
+                assert_same(weights(loop), {key: factor * value for key, value in own.items()})
+                with loop.weights(None) as again:  # a plugin that samples may be asked while weights are lent
+                    assert again == expected
+        with pytest.raises(ZeroDivisionError), loop.weights("two"):
+            raise ZeroDivisionError
+        assert loop.weights_name == "model"
+        assert_same(weights(loop), own)
+        with pytest.raises(UnknownWeights) as caught, loop.weights("tree"):
+            pass
+        assert (caught.value.name, set(caught.value.known)) == (
+            "tree",
+            {"model", "two", "three", "other/two", "other/three"},
+        )

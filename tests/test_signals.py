@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from hookdiff import Signals, hookimpl
+from hookdiff import hookimpl
+from hookdiff.builtin import Signals
 from hookdiff.testing import assert_same, toy_loop, weights
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
@@ -147,7 +148,8 @@ def test_two_runs_one_after_the_other_have_one_signal_each():
 
 FORKS = """
 import os, signal
-from hookdiff import Signals, hookimpl
+from hookdiff.builtin import Signals
+from hookdiff import hookimpl
 from hookdiff.testing import toy_loop
 
 class Forks:

@@ -12,7 +12,8 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from hookdiff import Batch, Loop, LoopConfig, Reason, UserError, as_pictures, hookimpl
+from hookdiff import Batch, Loop, LoopConfig, Reason, UserError, hookimpl
+from hookdiff.disk import as_pictures
 from hookdiff.sinks import Sink
 
 DATA = torch.rand(32, 1, 4, 4) * 2 - 1
@@ -216,12 +217,22 @@ def test_opens_after_its_state_is_loaded() -> None:
     assert sink.names[:2] == ["load", "open"]
 
 
+class StopAt:
+    """Ends the run after a step; run again, it goes on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.step:
+            loop.stop()
+
+
 def test_a_second_run_of_the_loop_opens_again() -> None:
     sink = Recorder()
-    loop = make_loop({"sink": sink}, steps=1)
+    loop = make_loop({"sink": sink, "stop": StopAt(1)}, steps=2)
     loop.run()
-    loop.config = LoopConfig(steps=2, batch_size=8, log_every=1)
-    loop.reason = None
     loop.run()
     assert sink.names == ["open", "scalars", "close"] * 2
 

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 import torch
 
-from hookdiff import Batch, Loop, hookimpl, run_state
-from hookdiff.skip import SkipBatches
+from hookdiff import Batch, Loop, hookimpl
+from hookdiff.builtin.skip import SkipBatches
 from hookdiff.testing import assert_same, toy_loop, weights
 
 
@@ -62,7 +62,7 @@ def test_a_last_smaller_batch_is_a_batch() -> None:
 def test_a_resumed_run_skips_from_where_it_stands() -> None:
     first = toy_loop(steps=7)
     first.run()
-    state = run_state(first)
+    state = first.state_dict()
     assert seen(2, state) == seen(0)[9:]
     kept = toy_loop({"saved": Saved(state), "skip_batches": SkipBatches(2)}, steps=7)
     kept.run()  # it is done already

@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hookdiff import ConfigError
-from hookdiff.config import load_config
-from hookdiff.experiment import build_loop, probe
-from hookdiff.start import Start, check_file, load_into
+from hookdiff.builtin.start import Start
+from hookdiff.experiment.build import build_loop
+from hookdiff.experiment.config import load_config
+from hookdiff.experiment.probe import try_config
+from hookdiff.models.load import check_file, load_into
 from hookdiff.testing import assert_same, toy_loop, weights
 
 TEXT = """
@@ -83,9 +85,9 @@ def test_a_resumed_run_has_its_own_weights_and_needs_no_file(config, tmp_path):
     whole.run()
     build_loop(config(f"model.start_from={file}", "run.steps=2"), tmp_path / "run").run()
     (tmp_path / "given.safetensors").unlink()
-    probe(given, resume=True)
+    try_config(given, resume=True)
     with pytest.raises(ConfigError, match=r"model\.start_from: .*given\.safetensors: no such file"):
-        probe(given)
+        try_config(given)
     again = build_loop(given, tmp_path / "run", resume=True)
     again.run()
     assert again.progress.step == 3
@@ -236,7 +238,7 @@ def test_a_file_cut_anywhere_is_told(tmp_path_factory, at):
 def test_a_probe_and_a_run_tell_before_anything_is_made(config, tmp_path):
     given = config(f"model.start_from={tmp_path / 'gone.safetensors'}")
     with pytest.raises(ConfigError, match=r"1 problem\n  model\.start_from: .*gone\.safetensors: no such file$"):
-        probe(given)
+        try_config(given)
     other = saved(tmp_path / "other.safetensors", Net())
     with pytest.raises(ConfigError, match=r"^model\.start_from: .*other\.safetensors is of another model: "):
         build_loop(config(f"model.start_from={other}"), tmp_path / "run").run()

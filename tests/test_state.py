@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hookdiff import Loop, UserError, flatten, hookimpl, run_state, unflatten
-from hookdiff.state import load_weights
+from hookdiff import Loop, UserError, hookimpl
+from hookdiff.disk import flatten, unflatten
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 
 # Few letters, so that keys meet: these are the ones with a meaning in a flat name.
@@ -91,7 +91,7 @@ def test_what_a_state_cannot_hold_is_named_by_its_place(state: Any, message: str
 
 def saved(loop: Loop) -> dict[str, Any]:
     """A state of `loop` as a file would give it back: nothing is shared with the run."""
-    flat, tree = flatten(run_state(loop))
+    flat, tree = flatten(loop.state_dict())
     return unflatten({name: tensor.detach().clone() for name, tensor in flat.items()}, copy.deepcopy(tree))
 
 
@@ -144,7 +144,7 @@ def test_any_optimizer_goes_on_where_it_was(make: Callable[[nn.Module], Any]) ->
     again = toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make)
     again.run()
     assert_same(weights(again), weights(whole))
-    assert_same(flatten(run_state(again))[0], flatten(run_state(whole))[0])
+    assert_same(flatten(again.state_dict())[0], flatten(whole.state_dict())[0])
 
 
 def test_optimizer_state_finds_its_parameter_in_another_order() -> None:
@@ -250,10 +250,10 @@ def test_a_refused_model_is_left_as_it_was() -> None:
     loop.run()
     state = saved(loop)
     state["model"]["3.bias"] = torch.zeros(5)
-    other = toy_loop(model=toy_model(seed=3))
+    other = toy_loop({"memory": Memory(state=state)}, model=toy_model(seed=3))
     before = weights(other)
     with pytest.raises(UserError, match="another model"):
-        load_weights(other, state)
+        other.run()
     assert_same(weights(other), before)
 
 
@@ -344,8 +344,7 @@ def test_a_plugin_without_saved_state_must_be_called_fresh() -> None:
     with pytest.raises(UserError, match=r"no state of the plugin 'counter'.*add --fresh counter.*fresh=\['counter'\]"):
         toy_loop({"memory": memory, "counter": Counter()}).run()
     counter = Counter()
-    loop = toy_loop({"memory": memory, "counter": counter})
-    loop.fresh = ["counter"]
+    loop = toy_loop({"memory": memory, "counter": counter}, fresh=["counter"])
     loop.run()
     assert (loop.progress.step, counter.count) == (20, 13)
 
@@ -354,8 +353,7 @@ def test_all_plugins_without_saved_state_are_told_at_once() -> None:
     memory = Memory(7)
     toy_loop({"memory": memory}, steps=7).run()
     plugins = {"old": Counter(), "memory": memory, "one": Counter(), "two": Counter()}
-    loop = toy_loop(plugins)
-    loop.fresh = ["old"]
+    loop = toy_loop(plugins, fresh=["old"])
     with pytest.raises(
         UserError,
         match=r"plugins 'one', 'two', which keep one; to start them fresh .* add --fresh one --fresh two "
@@ -368,8 +366,7 @@ def test_a_fresh_plugin_does_not_take_up_what_was_saved() -> None:
     memory = Memory(7)
     toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
     counter = Counter()
-    loop = toy_loop({"memory": memory, "counter": counter})
-    loop.fresh = ["counter"]
+    loop = toy_loop({"memory": memory, "counter": counter}, fresh=["counter"])
     loop.run()
     assert counter.count == 13
 
@@ -386,10 +383,14 @@ def test_state_that_nobody_claims_is_told(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_the_state_is_never_that_of_borrowed_weights() -> None:
-    loop = toy_loop()
-    loop.weights = "ema"
-    with pytest.raises(AssertionError, match="borrowed"):
-        run_state(loop)
+    class Holds:
+        @hookimpl
+        def offer_weights(self, loop: Loop) -> Any:
+            return {"zeros": lambda: {name: torch.zeros_like(p) for name, p in loop.model.named_parameters()}}
+
+    loop = toy_loop({"holds": Holds()})
+    with loop.weights("zeros"), pytest.raises(AssertionError, match="borrowed"):
+        loop.state_dict()
 
 
 class RollBackAt:
@@ -441,8 +442,7 @@ def test_a_rollback_takes_back_a_plugin_that_began_anew_in_this_process() -> Non
                 found.append((loop.progress.step, counter.count))
 
     plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(4, 8), "look": Look()}
-    loop = toy_loop(plugins, steps=8)
-    loop.fresh = ("counter",)
+    loop = toy_loop(plugins, steps=8, fresh=["counter"])
     loop.run()
     # What was saved before it began is not its own; what was saved at step 6, after 4 updates, is.
     assert found == [(3, 1), (6, 4)]

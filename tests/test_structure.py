@@ -13,8 +13,8 @@ from attrs.validators import ge, in_, le, optional
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hookdiff.experiment.structure import Problems, Text, arguments, missing, parameters, resolved
 from hookdiff.progress import Every, parse_every
-from hookdiff.structure import Problems, Text, arguments, missing, parameters, resolved
 
 if TYPE_CHECKING:
     from nowhere import Nothing

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hookdiff import Feed, Loop, LoopConfig
+from hookdiff.builtin.metrics import Metrics
 from hookdiff.data import digits
 from hookdiff.diffusion import Diffusion
-from hookdiff.discovery import plugin_class
-from hookdiff.metrics import Metrics
+from hookdiff.experiment.discovery import plugin_class
 from hookdiff.models import UNet
 from hookdiff.testing import count_transfers
 

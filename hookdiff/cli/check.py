@@ -11,7 +11,7 @@ import click
 from hookdiff.cli.options import config_argument, override_options
 
 if TYPE_CHECKING:
-    from hookdiff.memory_estimate import MemoryEstimate
+    from hookdiff.experiment.memory import MemoryEstimate
 
 
 @click.command()
@@ -24,13 +24,13 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], m
     import tomli_w
 
     from hookdiff import experiment
-    from hookdiff.config import load_config
     from hookdiff.errors import UserError
+    from hookdiff.experiment.config import load_config
 
     if as_json and not memory:
         raise UserError("--json goes with --memory; without it the config is printed, as TOML")
     checked = load_config(config, plugins, settings)
-    experiment.probe(checked)
+    experiment.try_config(checked)
     if not memory:
         click.echo(tomli_w.dumps(checked.resolved()), nl=False)
         return
@@ -38,7 +38,7 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], m
 
     from attrs import asdict
 
-    from hookdiff.memory_estimate import estimate_memory
+    from hookdiff.experiment.memory import estimate_memory
 
     estimate = estimate_memory(checked)
     told = {**asdict(estimate), "total": estimate.total}

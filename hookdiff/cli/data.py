@@ -33,12 +33,12 @@ def command(
     import json
 
     from hookdiff import experiment
-    from hookdiff.config import load_config
     from hookdiff.data.report import report
+    from hookdiff.experiment.config import load_config
 
     checked = load_config(config, plugins, settings)
     device = experiment.pick_device(checked.run.device)
-    feed = experiment.build_feed(checked).bind(checked.run, device)
+    feed = experiment.build_feed(checked).bind(checked.run.batch_size, checked.run.seed, device)
     found = {"source": checked.data.use, **report(feed, seconds)}
     if out is None and not as_json:
         out = Path(f"{checked.run.name}-data.png")
@@ -58,8 +58,8 @@ def _draw(feed: Feed, out: Path) -> dict[str, Any]:
     """Draw the first batch of epoch 0 and return the labels row by row."""
     import math
 
+    from hookdiff.disk.images import save_grid
     from hookdiff.errors import UserError
-    from hookdiff.images import save_grid
 
     batch = next(feed.batches(0))[:_SHOWN]
     columns = math.ceil(math.sqrt(len(batch)))

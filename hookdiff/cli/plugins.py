@@ -18,7 +18,7 @@ def command(order: Path | None, plugins: tuple[str, ...], settings: tuple[str, .
     if order is not None:
         _print_order(order, plugins, settings)
         return
-    from hookdiff.discovery import distribution, installed, plugin_class
+    from hookdiff.experiment.discovery import distribution, installed, plugin_class
 
     for name, entries in installed().items():
         try:
@@ -30,7 +30,7 @@ def command(order: Path | None, plugins: tuple[str, ...], settings: tuple[str, .
 
 
 def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...]) -> None:
-    from hookdiff.config import load_config
+    from hookdiff.experiment.config import load_config
     from hookdiff.hookspecs import HOOK_NAMES
     from hookdiff.plugins import Plugins
 

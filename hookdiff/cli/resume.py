@@ -28,12 +28,11 @@ def command(
 
     RUN may also be one checkpoint of a run; --out is needed then. A run that is done already says so, and exits with 0.
     """
-    from hookdiff.changes import check_parts
+    from hookdiff.builtin.changes import check_parts
     from hookdiff.cli.run import train
-    from hookdiff.config import read_toml
-    from hookdiff.errors import UserError
-    from hookdiff.restore import NoCheckpoint
-    from hookdiff.run_dir import CONFIG, is_empty, run_of
+    from hookdiff.disk.paths import CONFIG, is_empty, run_of
+    from hookdiff.errors import NoCheckpoint, UserError
+    from hookdiff.experiment.config import read_toml
 
     if steps and epochs:
         raise UserError("--steps and --epochs exclude each other")

@@ -49,12 +49,11 @@ def train(
     `resume` is that of `build_loop`; where there is no directory yet, True starts one.
     """
     from hookdiff import experiment
+    from hookdiff.builtin.signals import Signals
     from hookdiff.cli.summary import summary
-    from hookdiff.config import load_config
+    from hookdiff.disk.paths import check_run_dir
     from hookdiff.errors import UserError, nearest
-    from hookdiff.restore import reads_checkpoints
-    from hookdiff.run_dir import check_run_dir
-    from hookdiff.signals import Signals
+    from hookdiff.experiment.config import load_config
 
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO)
@@ -70,7 +69,7 @@ def train(
         resume = False
         log.info("%s is not there yet: the run starts", run_dir)
     check_run_dir(run_dir, resume in (True, run_dir), overwrite)
-    experiment.probe(config, resume=bool(resume))
+    experiment.try_config(config, resume=bool(resume))
     signals = Signals(usr1)
     loop = experiment.build_loop(
         config,
@@ -82,7 +81,7 @@ def train(
         plugins={"signals": signals},
     )
     reason = loop.run()
-    if reason == "done" and resume and loop.progress.step == loop.begun_at:
+    if reason == "done" and resume and loop.progress.step == loop.first_step:
         unit = "steps" if config.run.epochs is None else "epochs"
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))
         length, there = getattr(config.run, unit), getattr(loop.progress, unit.removesuffix("s"))
@@ -91,7 +90,7 @@ def train(
             f"--{unit} N{out}"
         )
     else:
-        click.echo(summary(loop, reason, config.run.name, time.monotonic() - loop.began))
-        if reason in ("signal", "time") and loop.progress.step and reads_checkpoints(loop):
+        click.echo(summary(loop, reason, config.run.name, time.monotonic() - loop.start_time))
+        if reason in ("signal", "time") and loop.progress.step and loop.plugins.implement("restore"):
             click.echo(f"to go on: hookdiff resume {run_dir}")
     sys.exit(128 + signals.caught if signals.caught and reason == "signal" else BY_REASON[reason])

@@ -46,12 +46,12 @@ def command(
 ) -> None:
     """Make images from the newest checkpoint of RUN, a run directory, or from one CHECKPOINT in it."""
     from hookdiff import experiment
-    from hookdiff.config import load_config
+    from hookdiff.disk.images import check_writable, save_grid
+    from hookdiff.disk.paths import CONFIG, run_of
     from hookdiff.errors import UserError
-    from hookdiff.images import check_writable, save_grid
-    from hookdiff.run_dir import CONFIG, run_of
+    from hookdiff.experiment.config import load_config
+    from hookdiff.models.load import load_into
     from hookdiff.sampling import SampleRequest, UnknownWeights
-    from hookdiff.start import load_into
 
     source = run_of(run)
     changed = {"steps": steps, "sampler": sampler, "guidance_scale": guidance_scale}
@@ -59,7 +59,7 @@ def command(
     classes = _in_turn(labels, num) if labels else None
     from_file = weights if weights and weights.endswith(".safetensors") else None
     config = load_config(source / CONFIG, settings=settings)
-    experiment.probe(config, resume=True)
+    experiment.try_config(config, resume=True)
     hooks = ("prepare_model", "restore", "sample")
     loop = experiment.build_loop(config, source, resume=run, hooks=hooks)
     out = out or source / "samples" / f"seed-{seed}.png"

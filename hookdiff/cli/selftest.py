@@ -80,11 +80,11 @@ def resume(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], st
     every sixth step is logged, and all else is as CONFIG says.
     """
     from hookdiff import experiment
-    from hookdiff.config import load_config
+    from hookdiff.experiment.config import load_config
     from hookdiff.selftest.resume import prove
 
     checked = load_config(config, plugins, settings)
-    experiment.probe(checked)
+    experiment.try_config(checked)
     outcome = prove(checked, steps, workers, partial(click.echo, err=True))
     click.echo("\n".join(outcome.lines))
     if not outcome.passed:

@@ -7,8 +7,8 @@ from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hookdiff.metrics import METRICS, read_metrics
-from hookdiff.run_dir import CONFIG
+from hookdiff.builtin.metrics import METRICS, read_metrics
+from hookdiff.disk.paths import CONFIG
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop

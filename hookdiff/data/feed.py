@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import repeat
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, validators
+from attrs import define, field, validators
 from torch import Generator, Tensor
 
 from hookdiff.data.augment import augment, plain
@@ -21,12 +22,11 @@ from hookdiff.data.batch import Batch
 from hookdiff.data.loader import ImageReader, ItemReader, Loader
 from hookdiff.data.memory import InMemory, count_classes
 from hookdiff.data.order import balanced, split, stand_ins, successors
-from hookdiff.data.prepare import prepare
+from hookdiff.data.prepare import Prepared, prepare
 from hookdiff.data.source import Images, Source
 from hookdiff.data.store import Store
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
-from hookdiff.progress import LoopConfig
 from hookdiff.randomness import derive_seed
 
 logger = logging.getLogger("hookdiff")
@@ -52,7 +52,7 @@ class Feed:
     Raises UserError when the source cannot be used so, TypeError when it is none.
     """
 
-    source: Any = field()  # `Prepared` once the feed is made
+    source: Any = field()
     transforms: Transforms = field(factory=Transforms, kw_only=True)
     store: Store = field(factory=Store, kw_only=True)
     held_out: int | float = field(default=0, validator=_is_amount, kw_only=True)  # a count, or a share
@@ -61,11 +61,12 @@ class Feed:
     workers: int = field(default=0, validator=validators.ge(0), kw_only=True)  # processes that load samples
     prefetch: int = field(default=2, validator=validators.ge(1), kw_only=True)  # batches ahead, per worker
     pin_memory: bool = field(default=True, kw_only=True)  # where the device is a GPU
-    batch_size: int = field(init=False)  # over all ranks
+    prepared: Prepared = field(init=False, repr=False)  # what became of `source`
+    batch_size: int = field(init=False, default=0)  # over all ranks
     seed: int = field(init=False, default=0)
     device: torch.device = field(init=False, default=torch.device("cpu"))
-    rank: int = field(init=False)
-    num_ranks: int = field(init=False)
+    rank: int = field(init=False, default=0)
+    num_ranks: int = field(init=False, default=1)
     samples: InMemory | Images | Source = field(init=False)  # on the device where there is room
     training: Tensor = field(init=False)  # n, int64, sorted: positions of what is trained on
     held: Tensor = field(init=False)  # the same of what is held out
@@ -74,7 +75,7 @@ class Feed:
     _idle: list[Loader] = field(init=False, factory=list)  # whose epoch is over; their workers wait for the next
 
     def __attrs_post_init__(self) -> None:
-        self.source = data = prepare(self.source, self.transforms, self.store)
+        data = self.prepared = prepare(self.source, self.transforms, self.store)
         if self.balanced and data.labels is None:
             raise UserError("balanced: the source has no labels")
         self.samples = data.samples
@@ -87,14 +88,21 @@ class Feed:
     @classmethod
     def of(cls, data: Feed | InMemory | Images | Source | Tensor) -> Feed:
         """Return `data` as a Feed of its own: two Loops may be given the same."""
-        return evolve(data) if isinstance(data, Feed) else cls(data)
+        return copy(data) if isinstance(data, Feed) else cls(data)
 
-    def bind(self, config: LoopConfig, device: torch.device, rank: int = 0, num_ranks: int = 1) -> Feed:
-        """Tell the feed whose batches it makes.
+    def bind(
+        self,
+        batch_size: int,
+        seed: int = 0,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 a constant
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> Feed:
+        """Set what batches are made: `batch_size` samples over all ranks, in the order that `seed` gives.
 
         Raises UserError when the source cannot fill one batch, or a batch not all ranks.
         """
-        self.batch_size, self.seed, self.device = config.batch_size, config.seed, device
+        self.batch_size, self.seed, self.device = batch_size, seed, device
         self.rank, self.num_ranks, self._idle = rank, num_ranks, []
         if isinstance(self.samples, InMemory):
             self.samples = self.samples.to(device)
@@ -110,7 +118,7 @@ class Feed:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of one sample, c h w; of the first, where only loading one tells."""
-        shape = self.source.shape
+        shape = self.prepared.shape
         if shape is None:
             (images, _, _) = next(self._loader(0).load(0, [torch.zeros(1, dtype=torch.int64)]))
             shape = tuple(images.shape[1:])
@@ -120,13 +128,13 @@ class Feed:
     @property
     def labels(self) -> Tensor | None:
         """The labels of the whole set: n, int64, on the CPU (-1: unknown). None if there are none, or nobody knows."""
-        labels: Tensor | None = self.source.labels
+        labels: Tensor | None = self.prepared.labels
         return labels
 
     @property
     def classes(self) -> Sequence[str] | None:
         """The names of the classes."""
-        classes: Sequence[str] | None = self.source.classes
+        classes: Sequence[str] | None = self.prepared.classes
         return classes
 
     @property
@@ -136,7 +144,7 @@ class Feed:
 
     def describe(self, index: int) -> str:
         """Return what a user knows the sample at `index` of the set by: its file, or "sample 12"."""
-        return str(self.source.describe(index))
+        return str(self.prepared.describe(index))
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
@@ -226,17 +234,17 @@ class Feed:
             self._idle.pop().close()
 
     def _loader(self, workers: int) -> Loader:
-        source = self.source.source
+        source: Any = self.prepared.source
         if isinstance(source, Images):
             following = self._following if self.store.unreadable == "skip" else None
-            reader: Any = ImageReader(source, self.transforms, self.source.shape, following)
+            reader: Any = ImageReader(source, self.transforms, self.prepared.shape, following)
         else:
             reader = ItemReader(source, self.transforms, self.seed)
         return Loader(reader, workers, self.prefetch, self.pin_memory and self.device.type == "cuda")
 
     @property
     def _following(self) -> Tensor:
-        return successors((self.training, self.held), len(self.source))
+        return successors((self.training, self.held), len(self.prepared))
 
     def _tell(self, wanted: Tensor, indices: Tensor) -> None:
         for index in wanted[wanted != indices].tolist():

@@ -60,9 +60,6 @@ def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
 
     Raises UserError for pictures that cannot be used together, or cannot be read; TypeError for what is no source.
     """
-    if isinstance(source, Prepared):
-        same = (source.transforms.first_stage, source.store) == (transforms.first_stage, store)
-        return source if same else prepare(source.source, transforms, store)
     if isinstance(source, Tensor):
         source = InMemory(source)
     if isinstance(source, InMemory):

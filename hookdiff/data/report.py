@@ -22,9 +22,9 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
 
     The answer is made of what JSON knows. Raises UserError when a sample cannot be used.
     """
-    found = feed.source.survey
+    found = feed.prepared.survey
     kinds = {} if found is None else found.kinds
-    given = feed.source.source
+    given = feed.prepared.source
     if isinstance(given, InMemory) and given.images.dim() == 4 and given.images.shape[1] <= 4:  # no latents
         kinds = {kind_of(given.images[0]): len(given)}
     sizes, modes = Counter[tuple[int, int]](), Counter[str]()
@@ -32,10 +32,10 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         sizes[width, height] += count
         modes[mode] += count
     unreadable = {} if found is None else dict(found.unreadable)
-    unreadable |= feed.source.torn or {}
+    unreadable |= feed.prepared.torn or {}
     pixels = _pixels(feed, unreadable)
     return {
-        "samples": len(feed.source),
+        "samples": len(feed.prepared),
         "training": len(feed.training),
         "held_out": len(feed.held),
         "shape": list(feed.shape),
@@ -53,18 +53,18 @@ def _classes(feed: Feed) -> dict[str, int] | None:
     """Return how many samples each class has; those without one count as "unknown"."""
     if feed.labels is None:
         return None
-    counts = Counter(feed.labels[feed.source.usable].tolist())
+    counts = Counter(feed.labels[feed.prepared.usable].tolist())
     names = feed.classes or [str(label) for label in range(feed.num_classes or 0)]
     told = {name: counts[label] for label, name in enumerate(names)}
     return {**told, "unknown": counts[-1]} if counts[-1] else told
 
 
 def _store(feed: Feed) -> dict[str, Any]:
-    samples, cache = feed.source.samples, feed.source.cache
+    samples, cache = feed.prepared.samples, feed.prepared.cache
     num_bytes = samples.images.nbytes if isinstance(samples, InMemory) else 0
     device = str(feed.samples.images.device) if isinstance(feed.samples, InMemory) else None
     return {
-        "place": feed.source.place,
+        "place": feed.prepared.place,
         "bytes": num_bytes,
         "device": device,
         "path": str(cache.path) if cache else None,
@@ -78,7 +78,7 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
     low, high, count = float("inf"), float("-inf"), 0
     spoiled: list[str] = []
     sums = squares = torch.zeros(feed.shape[0], dtype=torch.float64)
-    wanted = feed.source.usable
+    wanted = feed.prepared.usable
     start = 0
     for batch in feed.plain(wanted):
         asked, start = wanted[start : start + len(batch)], start + len(batch)

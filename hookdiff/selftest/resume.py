@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-import torch
 from attrs import define, field
 from safetensors import safe_open
 
 from hookdiff import experiment
-from hookdiff.config import Config, Part
+from hookdiff.builtin.metrics import METRICS
+from hookdiff.disk.paths import CONFIG
 from hookdiff.errors import UserError
-from hookdiff.metrics import METRICS
+from hookdiff.experiment.config import Config
+from hookdiff.experiment.part import Part
+from hookdiff.experiment.structure import parameters
 from hookdiff.progress import Every
-from hookdiff.run_dir import CONFIG
 from hookdiff.selftest.compare import (
     FILE,
     NOT_COMPARED,
@@ -44,7 +45,6 @@ from hookdiff.selftest.compare import (
     unequal,
 )
 from hookdiff.selftest.witness import END, RESUMED, SAVED, Witness
-from hookdiff.structure import parameters
 
 _TAIL = 30  # lines of a run that failed
 _RESUMED = "when resumed"
@@ -121,7 +121,7 @@ def make_plan(config: Config, steps: int, workers: int) -> Plan:
             "resume from; add one with --plugins NAME (`hookdiff plugins` lists what is installed)"
         )
     feed = experiment.build_feed(config, decode=False)
-    num_batches = feed.bind(config.run, torch.device("cpu")).num_batches
+    num_batches = feed.bind(config.run.batch_size).num_batches
     # With a log window as long as the run there would be no numbers to compare.
     log_every = min(config.run.log_every, max(1, steps // 6))
 

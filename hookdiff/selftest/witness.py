@@ -21,10 +21,11 @@ from attrs import define, field
 from attrs.validators import ge
 from torch import Tensor, nn
 
-from hookdiff.files import check_tensors, write_tensors
-from hookdiff.hookspecs import Reason, hookimpl
+from hookdiff.disk.files import check_tensors, write_tensors
+from hookdiff.disk.tree import flatten
+from hookdiff.hookspecs import hookimpl
+from hookdiff.progress import Reason
 from hookdiff.selftest.compare import DIGEST
-from hookdiff.state import flatten, run_state
 
 if TYPE_CHECKING:
     from hookdiff.data import Batch
@@ -146,7 +147,7 @@ class Witness:
         """Write down what the run has become, unless it broke off."""
         if reason not in ("done", "plugin"):
             return
-        tensors, tree = flatten(run_state(loop))
+        tensors, tree = flatten(loop.state_dict())
         write_tensors(self.out / f"{END}.safetensors", tensors)
         seen = {
             "values": leaves(tree),
@@ -166,7 +167,7 @@ def snapshot(loop: Loop) -> dict[str, Any]:
     for name, plugin in loop.plugins.items():
         held = {key: _plain(value, loop) for key, value in _fields(plugin).items()}
         fields[name] = _digested({key: value for key, value in held.items() if value is not _NOTHING})
-    return {"step": loop.progress.step, "state": _digested(run_state(loop)), "fields": fields}
+    return {"step": loop.progress.step, "state": _digested(loop.state_dict()), "fields": fields}
 
 
 def leaves(tree: Any, where: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from attrs import define, field
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from hookdiff import Loop, Sink, UserError, is_branch
+from hookdiff import Loop, Sink, UserError
 
 log = logging.getLogger("hookdiff")
 
@@ -46,7 +46,7 @@ class Aim(Sink):
         folder = self.repo or str(loop.run_dir.parent if loop.run_dir else ".")
         if "://" not in folder:
             _create(folder)
-        if is_branch(loop):
+        if loop.is_branch:
             self._hash = None
         self._run = _open(folder, self._hash, self.experiment)
         self._hash = self._run.hash

@@ -13,7 +13,8 @@ from attrs.validators import ge, gt
 from torch import Tensor
 from torch.amp import GradScaler, autocast
 
-from hookdiff import Buffers, Loop, LossOutput, NonFinite, UserError, hookimpl
+from hookdiff import Loop, LossOutput, NonFinite, UserError, hookimpl
+from hookdiff.weights import Buffers
 
 log = logging.getLogger("hookdiff")
 

@@ -38,7 +38,9 @@ def command(run: Path, out: Path, to: str, weights: str | None, settings: tuple[
     They are to the bit what `hookdiff sample RUN --weights NAME` samples with. For diffusers the scheduler makes the
     steps of the run's sampler; what it cannot do is refused.
     """
-    from hookdiff import UnknownWeights, UserError, ask_network, build_loop, load_config, load_into, run_of
+    from hookdiff import UnknownWeights, UserError, build_loop, evaluating, load_config
+    from hookdiff.disk import run_of
+    from hookdiff.models import load_into
     from hookdiff_checkpoint.export import about, check_place, write_weights
     from hookdiff_checkpoint.to_diffusers import recipe_of, write_folder
 
@@ -60,7 +62,8 @@ def command(run: Path, out: Path, to: str, weights: str | None, settings: tuple[
             return write_folder(out, net, recipe, loop.feed.shape, told) if recipe else write_weights(out, net, told)
 
         try:
-            use, name = ask_network(loop, "model" if from_file else weights, write)
+            with loop.weights("model" if from_file else weights) as name, evaluating(loop.model):
+                use = write(loop.model)
         except UnknownWeights as error:
             raise UserError(f"--weights: {error}, or a file that ends in .safetensors") from None
         except OSError as error:

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hookdiff import Loop, UserError, new_file, write_tensors
+from hookdiff import Loop, UserError
+from hookdiff.disk import new_file, write_tensors
 
 SUFFIX = ".safetensors"
 
@@ -40,7 +41,7 @@ def about(loop: Loop, origin: str | None) -> dict[str, str]:
 
     A safetensors file holds nothing but strings there.
     """
-    return {"hookdiff": version("hookdiff"), "step": str(loop.progress.step), "weights": origin or loop.weights}
+    return {"hookdiff": version("hookdiff"), "step": str(loop.progress.step), "weights": origin or loop.weights_name}
 
 
 def plain_tensors(net: nn.Module) -> dict[str, Tensor]:

@@ -22,7 +22,8 @@ import safetensors.torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff import UserError, new_file, new_folder, unflatten, write_file, write_tensors
+from hookdiff import UserError
+from hookdiff.disk import new_file, new_folder, unflatten, write_file, write_tensors
 
 FORMAT = 2
 FOLDER, MANIFEST = "checkpoints", "manifest.json"

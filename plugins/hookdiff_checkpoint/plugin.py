@@ -11,21 +11,8 @@ from typing import Any, Literal
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff import (
-    Due,
-    Every,
-    Loop,
-    Reason,
-    StorageError,
-    UserError,
-    cannot_write,
-    hookimpl,
-    is_branch,
-    lock_run_dir,
-    make_folder,
-    parse_every,
-    run_state,
-)
+from hookdiff import Due, Every, Loop, Reason, StorageError, UserError, hookimpl, parse_every
+from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff_checkpoint.folder import FOLDER, STEP, NewerFormat, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.keep import Keep, settle
 from hookdiff_checkpoint.logged import Logged
@@ -108,9 +95,9 @@ class Checkpoint:
 
     @hookimpl(trylast=True)
     def between_steps(self, loop: Loop) -> None:
-        if not self._is_storable and loop.progress.step > loop.begun_at:
+        if not self._is_storable and loop.progress.step > loop.first_step:
             # Only a step shows what an optimizer keeps: told now, and not when there is something to lose.
-            split(run_state(loop))
+            split(loop.state_dict())
             self._is_storable = True
         if self._writer and self._writer.is_done:
             self._finish(loop)
@@ -154,7 +141,7 @@ class Checkpoint:
         if loop.is_main:
             try:
                 make_folder(folder)
-                lock_run_dir(loop)
+                lock_run_dir(folder.parent, loop.resources)
                 settle(folder)
                 (folder / _PROBE).touch()
                 (folder / _PROBE).unlink()
@@ -181,7 +168,7 @@ class Checkpoint:
         step = loop.progress.step
         self._number += self._saved is None or self._saved[0] != step  # one that takes the place of another counts once
         self._wanted, self._saved = False, _place(loop.progress.state_dict())
-        parts = split(run_state(loop))
+        parts = split(loop.state_dict())
         if self._writer:
             metrics = self._logged.at(step)
             if len(self._writer.known) >= self.keep_last:  # one will go, and perhaps the best
@@ -219,7 +206,7 @@ class Checkpoint:
 
     def _goes_on(self, loop: Loop) -> bool:
         """Whether this is the run that is in the run directory already."""
-        return loop.resume is not None and not is_branch(loop)
+        return loop.resume is not None and not loop.is_branch
 
     def _folder(self, loop: Loop) -> Path:
         if loop.run_dir is None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdiff import UserError, check_tensors, flatten
+from hookdiff import UserError
+from hookdiff.disk import check_tensors, flatten
 from hookdiff_checkpoint.folder import Parts
 
 

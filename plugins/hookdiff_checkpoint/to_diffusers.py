@@ -14,7 +14,8 @@ from typing import Any
 from attrs import define, field
 from torch import nn
 
-from hookdiff import Loop, UserError, new_folder, write_file, write_tensors
+from hookdiff import Loop, UserError
+from hookdiff.disk import new_folder, write_file, write_tensors
 from hookdiff_checkpoint.export import plain_tensors
 
 _PREDICTIONS = ("epsilon", "sample", "v_prediction")  # as both libraries call them

@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import define, field
 
-from hookdiff import make_folder
+from hookdiff.disk import make_folder
 from hookdiff_checkpoint.folder import Found, Parts, write_checkpoint
 from hookdiff_checkpoint.keep import remove
 from hookdiff_checkpoint.snapshot import Staging, num_bytes

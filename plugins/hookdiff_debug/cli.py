@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff import override_options
+from hookdiff.cli.options import override_options
 
 
 @click.command()
@@ -44,7 +44,8 @@ def command(
 
     from attrs import asdict
 
-    from hookdiff import UserError, check_writable, load_config, run_of
+    from hookdiff import UserError, load_config
+    from hookdiff.disk import check_writable, run_of
     from hookdiff_debug.checks import cause
     from hookdiff_debug.doctor import examine, told
 

@@ -15,18 +15,9 @@ import torch
 from attrs import define, evolve, field
 from torch import Generator, Tensor, nn
 
-from hookdiff import (
-    Batch,
-    Config,
-    Loop,
-    SampleRequest,
-    UserError,
-    ask_network,
-    build_loop,
-    estimate_memory,
-    run_of,
-    save_grid,
-)
+from hookdiff import Batch, Config, Loop, SampleRequest, UserError, build_loop, evaluating
+from hookdiff.disk import run_of, save_grid
+from hookdiff.experiment import estimate_memory
 from hookdiff_debug import checks, measure
 from hookdiff_debug.checks import Finding
 from hookdiff_debug.measure import LEVELS, Level, Outputs
@@ -207,14 +198,16 @@ def _portray(loop: Loop) -> _Portrait:
         return measure.draw_strip(net, objective, batch.inputs[:_DRAWN], few).cpu()
 
     if len(batch) > 1:
-        portrait.levels = ask_network(loop, "model", levels)[0]
-        portrait.averaged, name = ask_network(loop, None, levels)
+        with evaluating(loop.model):
+            portrait.levels = levels(loop.model)
+            with loop.weights(None) as name:
+                portrait.averaged = levels(loop.model)
         portrait.average = None if name == "model" else name
-    portrait.strip = ask_network(loop, None, strip)[0]
+    with loop.weights(None), evaluating(loop.model):
+        portrait.strip = strip(loop.model)
     sampler: Any = loop.sampler
-    loop.sampler = evolve(sampler, steps=min(sampler.steps, _SAMPLER_STEPS))
-    portrait.samples = loop.sample(SampleRequest(_MADE)).images.float().cpu()
-    loop.sampler = sampler
+    with loop.using(sampler=evolve(sampler, steps=min(sampler.steps, _SAMPLER_STEPS))):
+        portrait.samples = loop.sample(SampleRequest(_MADE)).images.float().cpu()
     return portrait
 
 

@@ -14,7 +14,8 @@ from attrs import define, field
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hookdiff import Batch, HeldBytes, Loop
+from hookdiff import Batch, Loop
+from hookdiff.models.memory import HeldBytes
 from hookdiff_debug.measure import Inputs, Layer, eager, measure_inputs, measure_layers, merged
 
 SETTLED = 6  # updates, after which a network whose layers start as zero has a gradient everywhere

@@ -18,7 +18,8 @@ import click
 )
 def command(run: Path, std: float, step: int | None, out: Path | None) -> None:
     """Make an average of the weights of RUN, a run directory, from the snapshots that the plugin ema left there."""
-    from hookdiff import UserError, new_file, write_tensors
+    from hookdiff import UserError
+    from hookdiff.disk import new_file, write_tensors
     from hookdiff_ema.profiles import MAX_STD
     from hookdiff_ema.snapshots import find_snapshots, recipe, reconstruct
 

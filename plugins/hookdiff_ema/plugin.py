@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,19 +13,7 @@ from attrs import define, field
 from attrs.validators import ge, gt, le, lt
 from torch import Tensor
 
-from hookdiff import (
-    Due,
-    Every,
-    Loop,
-    Reason,
-    SampleRequest,
-    Samples,
-    UnknownWeights,
-    UserError,
-    borrowed_weights,
-    hookimpl,
-    parse_every,
-)
+from hookdiff import Due, Every, Loop, Reason, UserError, hookimpl, parse_every
 from hookdiff_ema.alarms import Alarms
 from hookdiff_ema.average import Average
 from hookdiff_ema.lengths import Length, each, make_averages
@@ -153,20 +142,14 @@ class EMA:
                 is_still,
             )
 
-    @hookimpl(wrapper=True)
-    def sample(self, loop: Loop, request: SampleRequest) -> Generator[None, Samples, Samples]:
-        names = {f"{NAME}/{average.label}": average for average in self._averages}
-        names = {NAME: self._averages[0], **names}
-        wanted = NAME if request.weights is None else request.weights
-        if wanted not in names or loop.weights != "model":
-            try:
-                return (yield)
-            except UnknownWeights as error:
-                error.known += names
-                raise
+    @hookimpl
+    def offer_weights(self) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
+        offered = {f"{NAME}/{average.label}": partial(self._settled, average) for average in self._averages}
+        return {NAME: partial(self._settled, self._averages[0]), **offered}
+
+    def _settled(self, average: Average) -> dict[str, Tensor]:
         self._settle()
-        with borrowed_weights(loop, wanted, names[wanted].shadow):
-            return (yield)
+        return average.shadow
 
     @hookimpl(trylast=True, specname="after_optimizer_step")
     def snapshot_after_step(self, loop: Loop) -> None:

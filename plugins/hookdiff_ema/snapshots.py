@@ -17,7 +17,8 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff import UserError, new_file, write_tensors
+from hookdiff import UserError
+from hookdiff.disk import new_file, write_tensors
 from hookdiff_ema.profiles import MAX_STD, Fit, fit
 
 FOLDER = "ema"  # in the run directory

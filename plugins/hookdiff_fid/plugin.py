@@ -9,10 +9,10 @@ from itertools import chain
 from typing import Protocol
 
 import torch
-from attrs import define, evolve, field, validators
+from attrs import define, field, validators
 from torch import Tensor
 
-from hookdiff import Due, Every, Loop, LoopConfig, Reason, SampleRequest, Samples, UserError, hookimpl, parse_every
+from hookdiff import Due, Every, Loop, Reason, SampleRequest, Samples, UserError, hookimpl, parse_every
 from hookdiff_fid.digits import load_digits_net
 from hookdiff_fid.frechet import Moments, frechet_distance
 
@@ -121,6 +121,5 @@ def _when(every: Every) -> str:
 
 
 def _training_images(loop: Loop, batch_size: int) -> Iterator[Tensor]:
-    """Yield each image that `loop` trains on once, n c h w on the CPU, without what varies it at random."""
-    feed = evolve(loop.feed, drop_last=False).bind(LoopConfig(batch_size=batch_size), torch.device("cpu"))
-    return (batch.inputs for batch in feed.plain(feed.training, batch_size))
+    """Yield each image that `loop` trains on once, n c h w, without what varies it at random."""
+    return (batch.inputs for batch in loop.feed.plain(loop.feed.training, batch_size))

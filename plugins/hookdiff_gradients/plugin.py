@@ -231,7 +231,7 @@ class GradientMonitor:
 
     @hookimpl
     def on_stop(self, loop: Loop) -> None:
-        is_new = loop.reason != "done" or loop.progress.step > loop.begun_at  # else it was told when the run was done
+        is_new = loop.reason != "done" or loop.progress.step > loop.first_step  # else it was told when the run was done
         if loop.is_main and is_new and (told := conclude(self._looks, self._found, self._num_nan)):
             log.info("gradients: %s", told)
 

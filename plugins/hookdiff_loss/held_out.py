@@ -8,7 +8,8 @@ import torch
 from attrs import asdict, define, field
 from torch import Generator, Tensor
 
-from hookdiff import Loop, derive_seed, evaluating
+from hookdiff import Loop, evaluating
+from hookdiff.randomness import derive_seed
 
 RISE = 1.03  # over the lowest held-out loss
 IN_A_ROW = 3  # measurements

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff import config_argument, override_options
+from hookdiff.cli.options import config_argument, override_options
 
 if TYPE_CHECKING:
     from hookdiff import Config
@@ -91,7 +91,7 @@ def _steps(config: Config) -> int:
 
 def _rates(config: Config) -> dict[str, float]:
     """Return the highest rate of each group that has one of its own."""
-    from hookdiff import try_optimizers
+    from hookdiff.experiment import try_optimizers
     from hookdiff_lr.plugin import distinct_groups
 
     return {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(config)).items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff import override_options
+from hookdiff.cli.options import override_options
 
 
 @click.command()

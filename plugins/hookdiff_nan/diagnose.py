@@ -12,7 +12,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff import Batch, Loop, NonFinite, flatten, unflatten
+from hookdiff import Batch, Loop, NonFinite
+from hookdiff.disk import flatten, unflatten
 from hookdiff_nan.stats import is_bad, stats
 from hookdiff_nan.watch import Backward, Forward, Watch
 
@@ -156,20 +157,19 @@ def parts_of(loop: Loop, batch: Batch) -> Iterator[tuple[int, Batch, int]]:
 @contextmanager
 def no_trace(loop: Loop, put_back: Callable[[], None]) -> Iterator[None]:
     """Give gradients, buffers, generators and the state of plugins back as they were."""
-    gradients, net = [(parameter, parameter.grad) for parameter in loop.model.parameters()], loop.net
+    gradients = [(parameter, parameter.grad) for parameter in loop.model.parameters()]
+    # With several ranks those that find nothing would wait for those that stop early.
+    net = loop.net if loop.num_ranks == 1 else loop.model
     took_part: list[Any] = [p for p in loop.plugins.values() if any(hasattr(p, hook) for hook in _RERUN)]
     states = [(plugin, copied(plugin.state_dict())) for plugin in took_part if hasattr(plugin, "state_dict")]
     cuda = [loop.device] if loop.device.type == "cuda" else []
     put_back()
     try:
-        with torch.random.fork_rng(cuda):
+        with torch.random.fork_rng(cuda), loop.using(net=net):
             for parameter, _ in gradients:
                 parameter.grad = None
-            if loop.num_ranks > 1:
-                loop.net = loop.model  # ranks that find nothing would wait for those that stop early
             yield
     finally:
-        loop.net = net
         put_back()
         for parameter, gradient in gradients:
             parameter.grad = gradient

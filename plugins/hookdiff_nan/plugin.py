@@ -9,7 +9,8 @@ from typing import Any, Literal
 from attrs import define, field
 from attrs.validators import ge, min_len
 
-from hookdiff import Buffers, Loop, NonFinite, Sink, Verdict, hookimpl
+from hookdiff import Loop, NonFinite, Sink, Verdict, hookimpl
+from hookdiff.weights import Buffers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose
 from hookdiff_nan.record import kept_in, write_record
 

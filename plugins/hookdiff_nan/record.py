@@ -28,18 +28,8 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff import (
-    Batch,
-    Loop,
-    NonFinite,
-    UserError,
-    flatten,
-    nearest,
-    new_folder,
-    unflatten,
-    write_file,
-    write_tensors,
-)
+from hookdiff import Batch, Loop, NonFinite, UserError, nearest
+from hookdiff.disk import flatten, new_folder, unflatten, write_file, write_tensors
 from hookdiff_nan.diagnose import Diagnosis
 
 FORMAT = 1

@@ -9,7 +9,8 @@ from attrs import define, field
 from attrs.validators import ge, optional
 from torch import Tensor
 
-from hookdiff import Due, Every, Loop, Reason, SampleRequest, hookimpl, parse_every, save_grid
+from hookdiff import Due, Every, Loop, Reason, SampleRequest, hookimpl, parse_every
+from hookdiff.disk import save_grid
 
 log = logging.getLogger("hookdiff")
 

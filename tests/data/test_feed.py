@@ -10,12 +10,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, Progress, UserError, hookimpl
+from hookdiff import Batch, Feed, InMemory, Loop, Progress, UserError, hookimpl
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 
 CPU = torch.device("cpu")
@@ -44,7 +43,7 @@ class Augmented(Numbers):
 
 
 def bound(source: Any, batch_size: int = 5, seed: int = 0, rank: int = 0, num_ranks: int = 1, **options: Any) -> Feed:
-    return Feed(source, **options).bind(LoopConfig(batch_size=batch_size, seed=seed), CPU, rank, num_ranks)
+    return Feed(source, **options).bind(batch_size, seed, CPU, rank, num_ranks)
 
 
 def indices(batches: Any) -> list[int]:
@@ -235,7 +234,7 @@ def test_nothing_is_loaded_ahead_without_workers() -> None:
 
 @pytest.mark.parametrize("given", [torch.zeros(8, 4), InMemory(torch.zeros(8, 4)), Feed(Numbers(8)), Numbers(8)])
 def test_anything_with_a_length_is_data(given: Any) -> None:
-    feed = Feed.of(given).bind(LoopConfig(batch_size=4), CPU)
+    feed = Feed.of(given).bind(4)
     assert sorted(indices(feed.batches(0))) == list(range(8))
 
 
@@ -306,12 +305,22 @@ def test_an_epoch_with_workers_leaves_the_default_generators_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
+class StopAt:
+    """Ends the run after a step; run again, it goes on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.step:
+            loop.stop()
+
+
 def test_a_run_that_is_over_has_no_workers() -> None:
-    loop = toy_loop(data=Feed(Rows(), workers=1), steps=4)  # two epochs
+    loop = toy_loop({"stop": StopAt(4)}, data=Feed(Rows(), workers=1), steps=6)  # four are two epochs
     loop.run()
     assert not multiprocessing.active_children()
-    loop.config = evolve(loop.config, steps=6)
-    loop.reason = None
     assert loop.run() == "done"  # with new ones
     assert not multiprocessing.active_children()
 
@@ -327,7 +336,7 @@ class Rows:
     def __getitem__(self, index):
         return torch.zeros(1, 2, 2)
 
-feed = Feed(Rows(), workers=1).bind(LoopConfig(batch_size=4), torch.device("cpu"))
+feed = Feed(Rows(), workers=1).bind(4)
 print(len(list(feed.batches(0))))
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True).stdout == b"2\n"

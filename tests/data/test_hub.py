@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from hookdiff import Feed, LoopConfig, UserError
+from hookdiff import Feed, UserError
 from hookdiff.data import HuggingFace, Store, Transforms
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
@@ -127,7 +127,7 @@ def test_it_trains_as_any_source(tmp_path: Path, made: Any) -> None:
         kept = Store(store=store, cache_dir=str(tmp_path / "cache"))
         transforms = Transforms(image_size=6, flip=True)
         feed = Feed(HuggingFace(str(tmp_path / "saved")), transforms=transforms, store=kept, workers=workers)
-        (batch,) = feed.bind(LoopConfig(batch_size=9), torch.device("cpu")).batches(0)
+        (batch,) = feed.bind(9).batches(0)
         found.append((batch.inputs, batch.labels))
     for inputs, labels in found[1:]:
         assert torch.equal(inputs, found[0][0])

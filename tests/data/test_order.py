@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookdiff import Feed, InMemory, LoopConfig, UserError
+from hookdiff import Feed, InMemory, UserError
 from hookdiff.data.order import split, stand_ins, successors
 
 CPU = torch.device("cpu")
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def feed_of(labels: list[int] | None, batch_size: int = 1, seed: int = 0, **options: Any) -> Feed:
     length = 100 if labels is None else len(labels)
     data = InMemory(torch.zeros(length, 1), None if labels is None else torch.tensor(labels))
-    return Feed(data, **options).bind(LoopConfig(batch_size=batch_size, seed=seed), CPU)
+    return Feed(data, **options).bind(batch_size, seed)
 
 
 sets = st.lists(st.integers(-1, 4), min_size=2, max_size=60)
@@ -80,7 +80,7 @@ def test_counts_of_an_epoch_are_of_what_is_trained_on() -> None:
 
 def test_both_parts_can_be_had() -> None:
     images = torch.arange(20.0).view(20, 1)
-    feed = Feed(InMemory(images, torch.arange(20) % 2), held_out=6).bind(LoopConfig(batch_size=4), CPU)
+    feed = Feed(InMemory(images, torch.arange(20) % 2), held_out=6).bind(4)
     for part in (feed.held, feed.training):
         batches = list(feed.plain(part, batch_size=4))
         assert [len(batch) for batch in batches][:-1] == [4] * (len(batches) - 1)

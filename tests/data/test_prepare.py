@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hookdiff import Feed, InMemory, LoopConfig, UserError
+from hookdiff import Feed, InMemory, UserError
 from hookdiff.data import Arrays, Folder, Store, Transforms
 
 Noise = Callable[..., Image.Image]
@@ -82,7 +82,7 @@ def test_what_is_no_image_is_told_or_left_out(tmp_path: Path, write_folder: Writ
     feed = feed_of(root, store=store, unreadable="skip")
     assert len(feed.source) == 9  # positions stay those of the whole set
     assert feed.training.tolist() == [0, 1, 3, 4, 6, 7, 8]
-    feed.bind(LoopConfig(batch_size=7), torch.device("cpu"))
+    feed.bind(7)
     (batch,) = feed.batches(0)
     assert batch.indices is not None
     assert sorted(batch.indices.tolist()) == feed.training.tolist()
@@ -107,7 +107,7 @@ def test_torn_pixels_that_are_met_later_stop_the_run(tmp_path: Path, write_folde
     path = write_folder(root, 9)[4]
     torn(path)
     feed = Feed(Folder(str(root)), store=Store(store="none"), workers=workers)
-    feed.bind(LoopConfig(batch_size=3), torch.device("cpu"))
+    feed.bind(3)
     with pytest.raises(UserError) as caught:
         list(feed.batches(0))
     traceback.clear_frames(caught.tb)  # or the workers are only let go when garbage is collected, which takes seconds
@@ -127,7 +127,7 @@ def test_another_stands_in_for_what_is_torn(
     for store, workers in (("memory", 0), ("disk", 0), ("none", 0), ("none", 2)):
         kept = Store(store=store, unreadable="skip", cache_dir=str(tmp_path / "cache"))
         feed = Feed(Folder(str(root)), store=kept, held_out=3, workers=workers, transforms=Transforms(flip=True))
-        feed.bind(LoopConfig(batch_size=3), torch.device("cpu"))
+        feed.bind(3)
         batches = list(feed.batches(1))
         indices = torch.cat([batch.indices for batch in batches if batch.indices is not None])
         labels = torch.cat([batch.labels for batch in batches if batch.labels is not None])
@@ -226,27 +226,27 @@ def test_a_tensor_is_resized_too() -> None:
 
 def test_latents_may_be_mirrored_but_have_no_colour() -> None:
     latents = torch.randn(4, 7, 3, 3)
-    feed = Feed(latents, transforms=Transforms(flip=1.0)).bind(LoopConfig(batch_size=4), torch.device("cpu"))
+    feed = Feed(latents, transforms=Transforms(flip=1.0)).bind(4)
     (batch,) = feed.batches(0)
     assert torch.equal(batch.inputs, latents[feed.order(0)].flip(-1))
     with pytest.raises(UserError, match="color_jitter is for images of 1 or 3 channels, these have 7"):
         Feed(latents, transforms=Transforms(color_jitter=(0.1, 0.0, 0.0, 0.0)))
     with pytest.raises(UserError, match="the data is no images c h w but 4: nothing to augment"):
-        Feed(torch.zeros(9, 4), transforms=Transforms(flip=True)).bind(LoopConfig(batch_size=4), torch.device("cpu"))
+        Feed(torch.zeros(9, 4), transforms=Transforms(flip=True)).bind(4)
 
 
 def test_items_may_be_pictures_of_pillow(noise: Noise) -> None:
     items = [(noise(k, 9 + k, 9), k % 2) for k in range(6)]
     feed = Feed(items, transforms=Transforms(image_size=8), drop_last=False)
-    (batch,) = feed.bind(LoopConfig(batch_size=6), torch.device("cpu")).batches(0)
+    (batch,) = feed.bind(6).batches(0)
     assert (feed.shape, batch.inputs.shape) == ((3, 8, 8), (6, 3, 8, 8))
     with pytest.raises(
         UserError, match=r"sample \d of the data is 3 x 9 x \d+ of torch.uint8, sample \d is .*: say image_"
     ):
-        list(Feed(items).bind(LoopConfig(batch_size=6), torch.device("cpu")).batches(0))
+        list(Feed(items).bind(6).batches(0))
     small = Feed([noise(0, 9, 9)] * 4, transforms=Transforms(image_size=10))
     with pytest.raises(UserError, match=r"sample \d of the data: 9 x 9 is smaller than 10 x 10"):
-        list(small.bind(LoopConfig(batch_size=4), torch.device("cpu")).batches(0))
+        list(small.bind(4).batches(0))
 
 
 def test_metadata_of_the_set(tmp_path: Path, write_folder: Write) -> None:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hookdiff import Batch, Feed, LoopConfig, UserError
+from hookdiff import Batch, Feed, UserError
 from hookdiff.data import Folder, Store, Transforms
 
 Write = Callable[..., list[Path]]
@@ -32,7 +32,7 @@ def feed_of(root: Path, store: Any, workers: int = 0, batch_size: int = 5, seed:
     kept = Store(store=store, cache_dir=str(root / "cache"))
     options.setdefault("transforms", RANDOM)
     feed = Feed(Folder(str(root / "set")), store=kept, workers=workers, drop_last=False, **options)
-    return feed.bind(LoopConfig(batch_size=batch_size, seed=seed), CPU)
+    return feed.bind(batch_size, seed)
 
 
 def rows(batches: Any) -> dict[int, tuple[Tensor, int]]:
@@ -100,7 +100,7 @@ def test_ranks_change_no_pixel(root: Path) -> None:
     found: dict[int, tuple[Tensor, int]] = {}
     for rank in range(2):
         feed = feed_of(root, "none")
-        feed.bind(LoopConfig(batch_size=6), CPU, rank, 2)
+        feed.bind(6, 0, CPU, rank, 2)
         found |= rows(feed.batches(2))
     assert sorted(found) == sorted(whole)
     for index, (image, _) in found.items():
@@ -120,7 +120,7 @@ if __name__ == "__main__":
         for store, workers in (("memory", 0), ("none", 1))
     ]
     for feed in feeds:
-        feed.bind(LoopConfig(batch_size=8), torch.device("cpu"))
+        feed.bind(8)
     for epoch in range(2):
         for one, other in zip(*(feed.batches(epoch) for feed in feeds), strict=True):
             assert torch.equal(one.inputs, other.inputs) and torch.equal(one.labels, other.labels)

@@ -10,7 +10,7 @@ from torchvision import datasets
 
 from hookdiff import Feed, InMemory, UserError
 from hookdiff.data.vision import Vision, vision
-from hookdiff.structure import parameters
+from hookdiff.experiment.structure import parameters
 
 
 def test_the_keys_are_those_of_the_class() -> None:

@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hookdiff import ConfigError, SampleRequest, estimate_memory
-from hookdiff.config import load_config
-from hookdiff.experiment import build_loop, probe
+from hookdiff import ConfigError, SampleRequest
+from hookdiff.experiment import estimate_memory
+from hookdiff.experiment.build import build_loop
+from hookdiff.experiment.config import load_config
+from hookdiff.experiment.probe import try_config
+from hookdiff.experiment.structure import Problems, arguments, parameters
 from hookdiff.models import DiT, UNet
 from hookdiff.models.adapters import adapt, check_contract, checkpointable
-from hookdiff.structure import Problems, arguments, parameters
 
 CONFIG = """
 [run]
@@ -206,7 +208,7 @@ def inputs(num: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 )
 def test_models_of_diffusers_train_and_sample_from_a_config(config, tmp_path, model, num_classes):
     given = diffusers_config(config, model)
-    probe(given)
+    try_config(given)
     loop = build_loop(given, tmp_path / "run")
     assert getattr(loop.model, "num_classes", 0) == num_classes
     assert (loop.model.config.in_channels, loop.model.config.sample_size) == (1, 8)

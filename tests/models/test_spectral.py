@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from hookdiff import ConfigError, Loop, SampleRequest, build_loop, hookimpl, load_config
-from hookdiff.experiment import probe
+from hookdiff.builtin.spectral import SpectralNorm
+from hookdiff.experiment.probe import try_config
 from hookdiff.models import UNet
 from hookdiff.models.spectral import DividedBySigma, add_spectral_norm, choose_layers, normalised, plain_name
-from hookdiff.spectral import SpectralNorm
-from hookdiff.state import run_state
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 
 
@@ -208,7 +207,7 @@ def test_a_run_a_resume_and_a_sample(model: dict[str, Any], tmp_path: Path) -> N
     if "diffusers" in model["use"]:
         pytest.importorskip("diffusers")
     config = load(tmp_path, {**model, "gradient_checkpointing": True} if model["use"] == "unet" else model)
-    probe(config)
+    try_config(config)
     whole = build_loop(config, tmp_path / "whole")
     assert whole.run() == "done"
     values = [sigma(divided(weight)) for divided, weight in normalised(whole.model)]
@@ -263,7 +262,7 @@ def test_a_run_with_spectral_norm_can_be_started_from(tmp_path: Path) -> None:
     for name in ("model", "ema"):  # the average has no singular vectors
         path = tmp_path / "first" / "checkpoints" / "step-00000006" / f"{name}.safetensors"
         with build_loop(load(tmp_path, {**UNET, "start_from": str(path)}), tmp_path / "second") as loop:
-            state = run_state(first)["model"] if name == "model" else first.plugins["ema"].state_dict()  # type: ignore[attr-defined]
+            state = first.state_dict()["model"] if name == "model" else first.plugins["ema"].state_dict()  # type: ignore[attr-defined]
             for key, parameter in loop.model.named_parameters():
                 assert torch.equal(parameter, state[key]), key
     with pytest.raises(ConfigError, match=r"unexpected .*parametrizations"):
@@ -273,6 +272,6 @@ def test_a_run_with_spectral_norm_can_be_started_from(tmp_path: Path) -> None:
 def test_a_mistake_is_told_with_its_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hookdiff")
     with pytest.raises(ConfigError, match=r"\n  model\.spectral_norm: no module matches '\*attn\*'; did you mean"):
-        probe(load(tmp_path, UNET, "model.spectral_norm=['*attn*']"))
+        try_config(load(tmp_path, UNET, "model.spectral_norm=['*attn*']"))
     with pytest.raises(ConfigError, match=r"^model\.spectral_norm: '\*' takes in conv_out, the output layer"):
         build_loop(load(tmp_path, UNET, "model.spectral_norm=['*']"), tmp_path / "run")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, UserError, hookimpl
-from hookdiff.structure import Problems, arguments
+from hookdiff.experiment.structure import Problems, arguments
 from hookdiff_aim import Aim, plugin
 
 HAS_AIM = sys.version_info < (3, 13) and importlib.util.find_spec("aim") is not None
@@ -58,7 +58,7 @@ class Saved:
 def make_loop(plugins: Mapping[str, object], run_dir: Path | None, steps: int = 4, **options: Any) -> Loop:
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = Loop(
+    return Loop(
         model,
         optimizer,
         loss,
@@ -66,10 +66,9 @@ def make_loop(plugins: Mapping[str, object], run_dir: Path | None, steps: int = 
         LoopConfig(steps=steps, batch_size=8, log_every=1),
         plugins,
         run_dir=run_dir,
+        hparams={"run": {"steps": steps, "plugins": ["aim"]}, "optimizer": {"lr": 0.1, "fused": True}},
         **options,
     )
-    loop.hparams = {"run": {"steps": steps, "plugins": ["aim"]}, "optimizer": {"lr": 0.1, "fused": True}}
-    return loop
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -179,9 +178,9 @@ def test_a_branch_has_an_aim_run_of_its_own(runs_dir: Path) -> None:
 
 
 def _state(loop: Loop) -> dict[str, Any]:
-    from hookdiff.state import flatten, run_state, unflatten
+    from hookdiff.disk.tree import flatten, unflatten
 
-    tensors, tree = flatten(run_state(loop))
+    tensors, tree = flatten(loop.state_dict())
     return unflatten({name: value.clone() for name, value in tensors.items()}, tree)
 
 

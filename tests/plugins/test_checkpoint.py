@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hookdiff import Metrics, UserError, hookimpl
+from hookdiff import UserError, hookimpl
+from hookdiff.builtin import Metrics
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
@@ -294,7 +295,7 @@ def test_what_a_killed_process_left_is_settled(state, begun, three, whole_run, t
     shutil.copytree(three, run)
     left_behind(run / "checkpoints", state)
     again = plain(run, resume=True)
-    assert again.begun_at == begun
+    assert again.first_step == begun
     gone = [2] if "removal" in state else []
     assert folders(run) == names(*(step for step in range(2, 14, 2) if step not in gone))
     assert_same(weights(again), whole_run)
@@ -423,7 +424,7 @@ def test_two_runs_in_one_script_may_use_the_plugin_one_after_the_other(tmp_path)
     assert folders(tmp_path / "one") == folders(tmp_path / "two") == names(2, 4, 6)
     with pytest.raises(UserError, match="holds an earlier run"):
         plain(tmp_path / "one", 6, checkpoint=plugin)
-    assert plain(tmp_path / "one", 9, resume=True, checkpoint=plugin).begun_at == 6
+    assert plain(tmp_path / "one", 9, resume=True, checkpoint=plugin).first_step == 6
 
 
 def test_an_earlier_run_is_refused_as_it_was(tmp_path):
@@ -441,7 +442,7 @@ def test_an_earlier_run_is_refused_as_it_was(tmp_path):
 def test_a_run_may_branch_off_one_checkpoint(whole_run, tmp_path):
     plain(tmp_path / "run", 6)
     again = plain(tmp_path / "branch", resume=tmp_path / "run" / "checkpoints" / names(4)[0])
-    assert again.begun_at == 4
+    assert again.first_step == 4
     assert_same(weights(again), whole_run)
     assert folders(tmp_path / "run") == names(2, 4, 6)
     assert folders(tmp_path / "branch") == names(6, 8, 10, 12)

@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hookdiff import Metrics, UserError, flatten, run_state
+from hookdiff import UserError
+from hookdiff.builtin import Metrics
+from hookdiff.disk import flatten
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_ema import EMA
@@ -52,7 +54,7 @@ def broken(saved, tmp_path):
 def is_what_was_saved(loop, states):
     """Whether the loop, which has not made a step, is at a state that was saved, to the last bit."""
     tensors, tree = states[loop.progress.step]
-    now, now_tree = flatten(run_state(loop))
+    now, now_tree = flatten(loop.state_dict())
     assert_same(now, tensors)
     return json.dumps(now_tree, sort_keys=True) == json.dumps(tree, sort_keys=True)
 

@@ -14,7 +14,8 @@ from threading import Event
 
 import pytest
 
-from hookdiff import Metrics, StorageError, UserError, hookimpl
+from hookdiff import StorageError, UserError, hookimpl
+from hookdiff.builtin import Metrics
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 
@@ -128,7 +129,7 @@ def test_an_end_that_is_not_saved_is_no_success(disk, whole):
     )
     free(disk)
     again = run(disk / "run", {}, resume=True)
-    assert again.begun_at == 10
+    assert again.first_step == 10
     assert_same(weights(again), whole)
     assert steps(disk / "run") == [2, 4, 6, 8, 10, 12]
 

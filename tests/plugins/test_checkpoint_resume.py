@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn, optim
 
-from hookdiff import Metrics, UserError, flatten, hookimpl, run_state
+from hookdiff import UserError, hookimpl
+from hookdiff.builtin import Metrics
 from hookdiff.data import Feed, InMemory
+from hookdiff.disk import flatten
 from hookdiff.testing import assert_same, toy_loop, toy_model
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
@@ -33,7 +35,7 @@ def train(*arguments, **options):
 
 def outcome(loop):
     """All that a run is, and every line that it logged."""
-    tensors, tree = flatten(run_state(loop))
+    tensors, tree = flatten(loop.state_dict())
     del tree["plugins"]["metrics"]  # a length in bytes, of lines with the time of day
     lines = [json.loads(line) for line in (loop.run_dir / "metrics.jsonl").read_text().splitlines()]
     logged = [{name: value for name, value in line.items() if name != "time"} for line in lines]
@@ -231,7 +233,7 @@ def test_a_crash_loses_only_what_came_after_the_last_save(whole, tmp_path):
         train(tmp_path, plugins={**everything(), "crash": Crash()}, **images())
     again = build(tmp_path, resume=True, plugins=everything(), **images())
     again.run()
-    assert again.begun_at == 5
+    assert again.first_step == 5
     assert_same_runs(again, whole)
 
 

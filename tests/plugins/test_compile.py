@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hookdiff import ConfigError, SampleRequest, UserError, load_config
-from hookdiff.experiment import probe
+from hookdiff.experiment.probe import try_config
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile
@@ -136,7 +136,7 @@ def config(write_config):
 def test_a_mode_is_one_of_torch_s_own_compiler(config):
     settings = ["plugins.compile.mode=max-autotune", "plugins.compile.backend=eager"]
     with pytest.raises(ConfigError, match=r"plugins.compile: mode = 'max-autotune' is one of backend 'inductor'"):
-        probe(load_config(config, settings=settings))
+        try_config(load_config(config, settings=settings))
 
 
 def run(config, *settings, **environment):

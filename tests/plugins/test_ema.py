@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookdiff import SampleRequest, UserError, hookimpl, run_state
-from hookdiff.state import flatten, unflatten
-from hookdiff.structure import Problems, arguments
+from hookdiff import SampleRequest, UserError, hookimpl
+from hookdiff.disk.tree import flatten, unflatten
+from hookdiff.experiment.structure import Problems, arguments
 from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
@@ -82,7 +82,7 @@ def test_a_restart_equals_the_continuation(cut):
     class Keep:
         @hookimpl
         def on_stop(self, loop):
-            tensors, rest = flatten(run_state(loop))
+            tensors, rest = flatten(loop.state_dict())
             self.state = unflatten({name: tensor.clone() for name, tensor in tensors.items()}, rest)
 
     class Restore:
@@ -529,7 +529,7 @@ def test_a_resumed_run_logs_for_how_long_they_stood_still():
 
         @hookimpl
         def on_stop(self, loop):
-            tensors, rest = flatten(run_state(loop))
+            tensors, rest = flatten(loop.state_dict())
             self.state = unflatten({name: tensor.clone() for name, tensor in tensors.items()}, rest)
 
     def run(steps, state=None):
@@ -573,7 +573,7 @@ def test_a_rollback_takes_the_averages_back():
         @hookimpl(trylast=True)
         def after_optimizer_step(self, loop):
             if loop.progress.position == 5:
-                tensors, rest = flatten(run_state(loop))
+                tensors, rest = flatten(loop.state_dict())
                 self.kept = unflatten({name: tensor.clone() for name, tensor in tensors.items()}, rest)
 
         @hookimpl(wrapper=True)

@@ -187,8 +187,7 @@ def test_an_average_that_began_anew_is_not_mixed_with_the_one_before(tmp_path):
     torch.manual_seed(0)
     ema = EMA(std=[0.05, 0.1], snapshot_every=32)
     plugins = {"walk": Walk(), "ema": ema, "checkpoint": Checkpoint(64)}
-    loop = toy_loop(plugins, model=Net(), run_dir=tmp_path, steps=192, resume=True, log_every=1000)
-    loop.fresh = ["ema"]
+    loop = toy_loop(plugins, model=Net(), run_dir=tmp_path, steps=192, resume=True, fresh=["ema"], log_every=1000)
     loop.run()
     found = find_snapshots(tmp_path)
     assert {(s.step, s.start, s.updates) for s in found} == {(96, 64, 32), (128, 64, 64), (160, 64, 96), (192, 64, 128)}

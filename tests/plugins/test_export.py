@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError, ask_network, build_loop, load_config
+from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError, build_loop, evaluating, load_config
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.models import UNet
 from hookdiff.testing import assert_same
@@ -60,7 +60,7 @@ num_embeds_ada_norm = 10
 """
 # A plugin that this project does not know, with an "average" of its own.
 MINE = """
-from hookdiff import UnknownWeights, borrowed_weights, hookimpl
+from hookdiff import UnknownWeights, hookimpl
 
 class Half:
     "Lends the half of every weight."
@@ -178,8 +178,8 @@ def test_spectral_norm_leaves_the_weights_that_it_makes(trained: Any, command: A
             assert torch.equal(exported[f"{name}.weight"], net.get_submodule(name).weight)
         return len(normalised)
 
-    with opened(run) as loop:
-        assert ask_network(loop, "ema", compare)[0] > 2
+    with opened(run) as loop, loop.weights("ema"), evaluating(loop.model):
+        assert compare(loop.model) > 2
     made = Sampling(steps=4).sample(
         plain.eval(), Diffusion(prediction_type="sample"), (1, 8, 8), SampleRequest(2).generators(), "cpu"
     )
@@ -395,10 +395,8 @@ class TestWithDiffusers:
         run, folder = trained("linear-epsilon", THEIRS, "run.steps=40"), tmp_path / "out"
         assert command("export", run, folder, "--to", "diffusers", "--weights", weights)[0] == 0
         theirs = diffusers.UNet2DModel.from_pretrained(folder, subfolder="unet").state_dict()
-        with opened(run) as loop:
-            assert_same(
-                theirs, ask_network(loop, weights, lambda net: {k: v.clone() for k, v in net.state_dict().items()})[0]
-            )
+        with opened(run) as loop, loop.weights(weights):
+            assert_same(theirs, loop.model.state_dict())
         with safe_open(folder / "unet" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
             assert file.metadata()["weights"] == weights
         assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "DDIMPipeline"

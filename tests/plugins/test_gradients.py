@@ -295,8 +295,8 @@ from test_gradients import TestNoiseScale
 
 class Ranks:
     @hookimpl
-    def on_start(self, loop):
-        loop.net = DistributedDataParallel(loop.model)
+    def wrap_net(self, net):
+        return DistributedDataParallel(net)
 
 torch.manual_seed(0)
 data = torch.randn(4000, 20) * 0.5 + 0.25

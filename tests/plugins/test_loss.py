@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff import Batch, Feed, InMemory, Loop, LossOutput, flatten, hookimpl, run_state
+from hookdiff import Batch, Feed, InMemory, Loop, LossOutput, hookimpl
 from hookdiff.data import digits
 from hookdiff.diffusion import Diffusion
+from hookdiff.disk import flatten
 from hookdiff.testing import assert_same, count_transfers, toy_loop
 from hookdiff_loss import Loss
 from hookdiff_loss.held_out import Overfitting, some_of
@@ -324,7 +325,11 @@ def test_the_held_out_loss_has_the_same_noise_each_time() -> None:
 def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
     loop, heard = make(Loss(every=10), 50, steps=10)
     loop.run()
-    images = Feed(digits().images[:400], held_out=50).bind(loop.config, loop.device).plain(loop.feed.held, 5000)
+    images = (
+        Feed(digits().images[:400], held_out=50)
+        .bind(loop.config.batch_size, loop.config.seed, loop.device)
+        .plain(loop.feed.held, 5000)
+    )
     (batch,) = images
     diffusion = Diffusion(schedule="cosine")
     generator = torch.Generator().manual_seed(0)
@@ -421,7 +426,7 @@ class Restored:
     @hookimpl(trylast=True)
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.progress.step == self.keep:
-            self.kept = copy.deepcopy(run_state(loop))
+            self.kept = copy.deepcopy(loop.state_dict())
 
 
 @pytest.mark.parametrize("cut", [3, 10, 14])
@@ -434,7 +439,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(cut: int) -> None:
     restored = Restored(keep=cut)
     whole, told = start(restored)
     again, told_again = start(Restored(restored.kept))
-    (tensors, tree), (other, other_tree) = flatten(run_state(whole)), flatten(run_state(again))
+    (tensors, tree), (other, other_tree) = flatten(whole.state_dict()), flatten(again.state_dict())
     assert_same(tensors, other)
     assert json.dumps(tree, sort_keys=True) == json.dumps(other_tree, sort_keys=True)
     assert told_again.told == {step: values for step, values in told.told.items() if step > cut}

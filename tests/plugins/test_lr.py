@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hookdiff import ConfigError, UserError, hookimpl
-from hookdiff.config import load_config
-from hookdiff.experiment import probe
+from hookdiff.experiment.config import load_config
+from hookdiff.experiment.probe import try_config
 from hookdiff.testing import toy_loop
 from hookdiff_lr import LR
 from hookdiff_lr.chart import ticks
@@ -329,7 +329,7 @@ def test_the_config_tells_what_is_wrong(command, tmp_path):
     command("lr", "mine.toml")
     config = load_config(tmp_path / "mine.toml", settings=["plugins.lr.schedule=step"])
     with pytest.raises(ConfigError, match=r"\n  plugins\.lr: at: needed by the schedule 'step'$"):
-        probe(config)
+        try_config(config)
 
 
 def test_the_command_draws_and_tells(command, tmp_path):

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Every, Loop, LoopConfig, Objective, hookimpl
 from hookdiff.data import digits
-from hookdiff.structure import Problems, arguments
+from hookdiff.experiment.structure import Problems, arguments
 from hookdiff_samples import SampleGrid
 
 

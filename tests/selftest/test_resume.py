@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hookdiff import UserError, load_config, write_tensors
+from hookdiff import UserError, load_config
 from hookdiff.cli.selftest import resume as command
-from hookdiff.discovery import installed
+from hookdiff.disk import write_tensors
+from hookdiff.experiment.discovery import installed
 from hookdiff.selftest.compare import compare_files, compare_numbers, compare_tensors, compare_values, read_numbers
 from hookdiff.selftest.resume import Plan, make_plan
 from hookdiff.selftest.witness import snapshot

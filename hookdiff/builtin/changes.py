@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from hookdiff.config import AUTO
+from hookdiff.disk.tree import plain
 from hookdiff.errors import UserError
 from hookdiff.hookspecs import hookimpl
-from hookdiff.state import plain
+from hookdiff.progress import AUTO
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop

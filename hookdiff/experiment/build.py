@@ -9,22 +9,19 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Generator, nn
-from torch.optim import Optimizer
 
-from hookdiff.config import AUTO, Config, Part, refusal
+from hookdiff.builtin import builtin_plugins
 from hookdiff.data import Feed, Images, InMemory, Source
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.errors import ConfigError, UserError
+from hookdiff.experiment.config import Config
+from hookdiff.experiment.optimizers import build_optimizers
+from hookdiff.experiment.part import Part
+from hookdiff.experiment.structure import missing
 from hookdiff.loop import Loop
-from hookdiff.metrics import Metrics
 from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.init import layers_called
-from hookdiff.models.spectral import choose_layers
-from hookdiff.optimizers import build_optimizers, build_small, check_patterns
-from hookdiff.plugins import Plugins
-from hookdiff.run_dir import RunDir
-from hookdiff.start import Start, check_file
-from hookdiff.structure import missing
+from hookdiff.progress import AUTO
 
 
 def build_loop(
@@ -59,7 +56,18 @@ def build_loop(
     with layers_called(model) as called:
         check_model(config, model, feed, objective)
     initialise(config, model, called[-1] if called else None)
-    own = _own_plugins(config, RunDir(run_dir, overwrite), resume, skip_batches)
+    own = builtin_plugins(
+        overwrite=overwrite,
+        signals=False,
+        fit_micro_batch=config.run.micro_batch == AUTO,
+        skip_batches=skip_batches,
+        defaults=config.defaults() if resume else None,
+        **config.start,
+    )
+    if config.initial.spectral_norm:
+        from hookdiff.builtin.spectral import SpectralNorm
+
+        own["spectral_norm"] = SpectralNorm()
     plugins = {**(plugins or {}), **own}
     if clash := plugins.keys() & config.plugins.keys():
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
@@ -69,7 +77,7 @@ def build_loop(
         heard = {name for name, plugin in plugins.items() if _hears(plugin, hooks)} | set(keep)
         heard -= {"run_dir", "changes"}  # which stand by a run that trains
         plugins = {name: plugin if name in heard else object() for name, plugin in plugins.items()}
-    loop = Loop(
+    return Loop(
         model,
         lambda prepared: build_optimizers(config.optimizer, prepared, config.groups),
         objective,
@@ -77,43 +85,17 @@ def build_loop(
         evolve(config.run, micro_batch=None) if config.run.micro_batch == AUTO else config.run,
         plugins,
         sampler=sampler,
+        hparams=config.resolved(),
         run_dir=run_dir,
         resume=resume,
         fresh=fresh,
     )
-    loop.hparams = config.resolved()
-    return loop
 
 
 def _hears(plugin: object, hooks: Collection[str]) -> bool:
     """Whether a loop of which only `hooks` matter needs `plugin`; who restores runs saves them, whatever it hears."""
     saves = hasattr(plugin, "restore") and "restore" not in hooks
     return not saves and any(hasattr(plugin, hook) for hook in hooks)
-
-
-def _own_plugins(config: Config, run_dir: RunDir, resume: bool | Path, skip_batches: int) -> dict[str, object]:
-    """Return what the core itself hears of a run, in order; nothing is imported that the config does not ask for."""
-    plugins: dict[str, object] = {}
-    if config.run.micro_batch == AUTO:
-        from hookdiff.fit_micro_batch import FitMicroBatch
-
-        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes down what it finds
-    plugins |= {"run_dir": run_dir, "metrics": Metrics()}
-    if resume:
-        from hookdiff.changes import Changes
-
-        plugins["changes"] = Changes(config.defaults())
-    if config.start.get("start_from"):
-        plugins["start"] = Start(**config.start)
-    if config.initial.spectral_norm:
-        from hookdiff.spectral import SpectralNorm
-
-        plugins["spectral_norm"] = SpectralNorm()
-    if skip_batches:
-        from hookdiff.skip import SkipBatches
-
-        plugins["skip_batches"] = SkipBatches(skip_batches)
-    return plugins
 
 
 def build_feed(config: Config, decode: bool = True) -> Feed:
@@ -223,91 +205,6 @@ def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
     except ValueError as error:
         raise ConfigError(f"sampling: {error}") from None
     return objective, sampling
-
-
-def probe(config: Config, *, resume: bool = False) -> None:
-    """Find what only building shows, without the data and without a loop.
-
-    The model is made on the meta device, which takes no memory, or for real if it cannot be made there; the optimizer
-    on one weight. A run that may `resume` may do so without the file that its model started from.
-
-    Raises ConfigError that lists every problem.
-    """
-    problems = []
-    steps: list[Any] = [
-        lambda: pick_device(config.run.device),
-        lambda: _probe_model(config, config.feed["transforms"].image_size),
-        lambda: _probe_start(config.start.get("start_from") if not resume else None),
-        lambda: try_optimizers(config),
-        lambda: _probe_sampling(config),
-    ]
-    for step in [*steps, *(part.build for part in config.plugins.values())]:
-        try:
-            step()
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise refusal(config.path, problems)
-    Plugins({name: part.build() for name, part in config.plugins.items()})  # do they keep the contract?
-
-
-def _probe_model(config: Config, side: int | None) -> None:
-    part = config.model
-    if missing(part.target, part.arguments):
-        return
-    names = [name for name in ("image_size", "sample_size") if part.accepts(name)]
-    sides = (side,) if side or not names else (8, 28, 32, 64, 96, 256)
-    errors = []
-    for guess in sides:
-        try:
-            _probe_names(config, _probe_one_model(part.given(**dict.fromkeys(names, guess))))
-        except ConfigError as error:
-            errors.append(str(error))
-    # Where the data has the say, only what is wrong in the same way for any size is wrong.
-    if len(errors) == len(sides) and len(set(errors)) == 1:
-        raise ConfigError(errors[0])
-
-
-def _probe_one_model(part: Part) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            return build_model(part)
-    except ConfigError:
-        return build_model(part)  # many models look at a value while they are made, which fails on meta alone
-
-
-def _probe_names(config: Config, model: nn.Module) -> None:
-    """Raise ConfigError for a pattern that names nothing in `model`."""
-    try:
-        choose_layers(model, config.initial.spectral_norm)
-    except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
-    check_patterns(config.optimizer, model, config.groups)
-
-
-def try_optimizers(config: Config) -> tuple[Optimizer, ...]:
-    """Make the optimizers for one small layer: their groups and rates, without model and data.
-
-    Raises ConfigError for arguments that do not go together, or not with the device.
-    """
-    try:
-        device = pick_device(config.run.device)
-    except ConfigError:  # which `probe` tells
-        device = torch.device("cpu")
-    return build_small(config.optimizer, device)
-
-
-def _probe_start(path: str | None) -> None:
-    if path:
-        check_file(Path(path))
-
-
-def _probe_sampling(config: Config) -> None:
-    diffusion, sampling = config.diffusion.build(), config.sampling.build()
-    try:
-        sampling.points(diffusion)
-    except ValueError as error:
-        raise ConfigError(f"sampling: {error}") from None
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""Training that starts from given weights: a safetensors file of ours, or of another library."""
+"""Loads the weights of a safetensors file, ours or of another library, into a model."""
 
 from __future__ import annotations
 
@@ -6,44 +6,19 @@ import logging
 from collections.abc import Mapping
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import safetensors
 import torch
-from attrs import define, field
-from attrs.validators import min_len, optional
 from torch import Tensor, nn
 
 from hookdiff.errors import ConfigError, nearest
-from hookdiff.hookspecs import hookimpl
 from hookdiff.models.spectral import is_estimate, plain_name
 
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
-
-KEYS = "start_from", "start_partial"  # of the table [model]
 KEY = "model.start_from"
 _TOLD = 5  # problems that are spelt out
 
 Shapes = Mapping[str, tuple[int, ...]]
 log = logging.getLogger("hookdiff")
-
-
-@define(eq=False)
-class Start:
-    """Loads the weights of a new run, first of all who start; a run that resumes has its own.
-
-    The arguments are keys of the table [model].
-    """
-
-    start_from: str | None = field(default=None, validator=optional(min_len(1)))  # a safetensors file
-    start_partial: bool = False  # load what fits by name and shape, and tell of the rest; else all must fit
-
-    @hookimpl(tryfirst=True)
-    def on_start(self, loop: Loop) -> None:
-        """Load the file; raises ConfigError that tells of all that does not fit."""
-        if self.start_from and loop.progress.position == 0:
-            load_into(loop.model, Path(self.start_from), self.start_partial)
 
 
 def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str = KEY) -> None:

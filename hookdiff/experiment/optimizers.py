@@ -16,12 +16,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hookdiff.errors import ConfigError, nearest
+from hookdiff.experiment.structure import parameters as arguments_of
 from hookdiff.models.spectral import plain_name
 from hookdiff.state import as_tuple
-from hookdiff.structure import parameters as arguments_of
 
 if TYPE_CHECKING:
-    from hookdiff.config import Part
+    from hookdiff.experiment.part import Part
 
 log = logging.getLogger("hookdiff")
 AUTO = "auto"  # among the patterns of no_decay
@@ -45,7 +45,7 @@ _OF_TORCH = [
     if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
 ]
 _PATHS = {kind.__name__.lower(): f"torch.optim:{kind.__name__}" for kind in _OF_TORCH}
-_PATHS["muon"] = "hookdiff.optimizers:muon"
+_PATHS["muon"] = "hookdiff.experiment.optimizers:muon"
 UNFIT = {kind.__name__.lower(): f"torch.optim:{kind.__name__}" for kind in _UNFIT}  # refused, with the reason
 OPTIMIZERS = {name: path for name, path in sorted(_PATHS.items()) if name not in UNFIT}
 

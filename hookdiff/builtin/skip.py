@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -35,7 +36,6 @@ class SkipBatches:
             if feed.exhausted(progress.samples):
                 progress.end_epoch()
             left = len(feed.training) - progress.samples
-            progress.position += 1
-            progress.samples += min(feed.batch_size, left)
+            progress.consume(min(feed.batch_size, left), "skipped", math.nan, math.nan)
         last = progress.position - 1
         log.info("skipped batch %d" if first == last else "skipped batches %d to %d", *sorted({first, last}))

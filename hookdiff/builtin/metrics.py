@@ -18,7 +18,6 @@ from attrs import define, field
 
 from hookdiff.errors import StorageError
 from hookdiff.hookspecs import hookimpl
-from hookdiff.restore import is_branch
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
@@ -91,7 +90,7 @@ class Metrics:
         if is_new and found:
             count = len(found.splitlines())
             log.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
-        elif loop.resume and len(kept) < self._length and (was_there or not is_branch(loop)):
+        elif loop.resume and len(kept) < self._length and (was_there or not loop.is_branch):
             told = f"is not there, and begins anew after step {loop.progress.step}"
             if was_there:
                 ends = f"its lines end at step {_last_step(kept)}, and the run goes on from step {loop.progress.step}"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hookdiff.disk.files import new_file
 from hookdiff.errors import UserError
-from hookdiff.files import new_file
 
 
 def to_uint8(images: Tensor) -> Tensor:

@@ -8,12 +8,10 @@ itself, come on top.
 from __future__ import annotations
 
 import tempfile
-import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import define
@@ -21,16 +19,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hookdiff.data import Batch, InMemory
+from hookdiff.disk.tree import flatten
 from hookdiff.errors import ConfigError, UserError
-from hookdiff.gradients import Gradients, clear_gradients
-from hookdiff.state import as_tuple, flatten
+from hookdiff.experiment import build
+from hookdiff.gradients import clear_gradients
+from hookdiff.models.memory import HeldBytes, as_fakes, storages
 
 if TYPE_CHECKING:
-    from hookdiff.config import Config
+    from hookdiff.experiment.config import Config
     from hookdiff.loop import Loop
 
 # Plugins that have a part in forward and backward, or keep something; those that write files or make images do not.
@@ -71,9 +69,7 @@ def estimate_memory(config: Config) -> MemoryEstimate:
 
     Raises ConfigError for what cannot be built, and UserError for a model that cannot be run without values.
     """
-    from hookdiff import experiment
-
-    chosen, cpu = experiment.pick_device(config.run.device), torch.device("cpu")
+    chosen, cpu = build.pick_device(config.run.device), torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
         for device in (chosen, cpu) if chosen.type == "cuda" else (cpu,):
             for made_on in (torch.device("meta"), cpu):  # many models look at a value while they are made
@@ -93,38 +89,36 @@ def _looked(error: BaseException | None) -> bool:
 
 
 def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torch.device) -> MemoryEstimate:
-    from hookdiff import experiment
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def make(fitted: Config, _: torch.device) -> nn.Module:
         with made_on:
-            return as_fakes(experiment.make_model(fitted, made_on), mode, device)
+            return as_fakes(build.make_model(fitted, made_on), mode, device)
 
-    loop = experiment.build_loop(config, run_dir, hooks=HOOKS, make=make)
+    loop = build.build_loop(config, run_dir, hooks=HOOKS, make=make)
     notes = _start(loop)
     size = -(-config.run.batch_size // loop.num_ranks)
     micro_batch = min(size, loop.config.micro_batch or size)
     batch, more = _batch(loop, size), _batch(loop, micro_batch + 1)
     parts = batch.split(micro_batch)
-    held = _storages([*loop.model.parameters(), *loop.model.buffers(), *_tensors(batch)])
+    held = storages([*loop.model.parameters(), *loop.model.buffers(), *_tensors(batch)])
 
     with _saved() as saved:
         _micro_step(loop, parts[0])
     activations = _sum_without(saved, held)  # at once: what is made later may get the address of what is gone
-    gradients = sum(_storages(parameter.grad for parameter in loop.model.parameters()).values())
+    gradients = sum(storages(parameter.grad for parameter in loop.model.parameters()).values())
     optimizer: int | None = None
     try:
         _step(loop.optimizers, mode)
         state = [value for each in loop.optimizers for entry in each.state.values() for value in entry.values()]
-        held |= _storages(state)
-        optimizer = sum(_storages(state, device).values())
+        held |= storages(state)
+        optimizer = sum(storages(state, device).values())
     except Exception as error:  # whatever an optimizer may raise
         notes.append(f"the state of the optimizer: {_first_line(error)}")
     plugins, more_notes = _plugin_states(loop, held)
     with _saved() as saved:
         loop.hook.compute_loss(loop=loop, batch=more)
-    per_sample = _sum_without(saved, held | _storages(_tensors(more))) - activations
+    per_sample = _sum_without(saved, held | storages(_tensors(more))) - activations
     clear_gradients(loop.optimizers)
     with HeldBytes(held) as now:
         for part in parts[:2]:  # a second one finds the gradients of the first
@@ -132,9 +126,9 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
         if optimizer is not None:
             _step(loop.optimizers, mode)
 
-    parameters = sum(_storages(loop.model.parameters()).values())
-    buffers = sum(_storages(loop.model.buffers()).values())
-    inputs = sum(_storages(_tensors(batch)).values())
+    parameters = sum(storages(loop.model.parameters()).values())
+    buffers = sum(storages(loop.model.buffers()).values())
+    inputs = sum(storages(_tensors(batch)).values())
     data = _data(config, loop)
     return MemoryEstimate(
         device=str(device),
@@ -155,59 +149,9 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
     )
 
 
-def as_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """Put tensors without values in the place of all parameters and buffers of `model`, as if it were on `device`."""
-    made: dict[Tensor, Tensor] = {}  # shared ones stay shared
-    for module in model.modules():
-        tables: tuple[Any, ...] = (module._parameters, module._buffers)
-        for tensors in tables:
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    if tensor not in made:
-                        made[tensor] = _fake(tensor, mode, device)
-                    tensors[name] = made[tensor]
-    return model
-
-
-def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    with mode:
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of state that `optimizers` will have once they have made an update; they are left as they are.
-
-    Where one cannot be run on fake tensors it is two numbers for each of its weights, as Adam has.
-    """
-    return sum(map(_optimizer_bytes, optimizers))
-
-
-def _optimizer_bytes(optimizer: Optimizer) -> int:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    like = object.__new__(type(optimizer))
-    vars(like).update(vars(optimizer))
-    like.state = defaultdict(dict)
-    like.param_groups = [
-        {**group, "params": [_fake(p, mode, p.device) for p in group["params"]]} for group in optimizer.param_groups
-    ]
-    weights = [p for group in like.param_groups for p in group["params"] if p.requires_grad]
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    try:
-        with mode:
-            type(optimizer).step(like)  # not like.step: a scheduler may have put its own there
-    except Exception:  # whatever an optimizer may raise
-        return sum(2 * weight.numel() * weight.element_size() for weight in weights)
-    return sum(_storages(value for entry in like.state.values() for value in entry.values()).values())
-
-
 def _start(loop: Loop) -> list[str]:
     """Begin as the loop does, but let each plugin start by itself; return what could not be counted."""
-    loop.hook.prepare_model(loop=loop)
-    loop.optimizers = as_tuple(loop.make_optimizers(loop.model))
-    loop.gradients = Gradients(loop.model, loop.optimizers)
-    loop.net.train()
+    loop.prepare()
     notes = []
     for heard in loop.plugins.order("on_start"):
         try:
@@ -239,7 +183,7 @@ def _saved() -> Iterator[dict[int, int]]:
     saved: dict[int, int] = {}
 
     def look(tensor: Tensor) -> Tensor:
-        saved.update(_storages([tensor]))
+        saved.update(storages([tensor]))
         return tensor
 
     with saved_tensors_hooks(look, lambda tensor: tensor):
@@ -266,7 +210,7 @@ def _plugin_states(loop: Loop, held: dict[int, int]) -> tuple[dict[str, int], li
             except Exception as error:  # whatever a plugin may raise
                 notes.append(f"the state of the plugin {name!r}: {_first_line(error)}")
                 continue
-            own = _storages(tensors.values(), loop.device)
+            own = storages(tensors.values(), loop.device)
             if size := _sum_without(own, held):
                 sizes[name] = size
             held |= own
@@ -278,59 +222,11 @@ def _data(config: Config, loop: Loop) -> int:
     samples = loop.feed.samples
     if isinstance(samples, InMemory):
         return (
-            sum(_storages([samples.images, samples.labels], loop.device).values()) if loop.device.type == "cuda" else 0
+            sum(storages([samples.images, samples.labels], loop.device).values()) if loop.device.type == "cuda" else 0
         )
-    size = len(loop.feed.source) * torch.Size(loop.feed.shape).numel()  # decoded, a byte a number
+    size = len(loop.feed.prepared) * torch.Size(loop.feed.shape).numel()  # decoded, a byte a number
     kept = loop.device.type == "cuda" and config.feed["store"].place(size) != "none"
     return size if kept and size <= torch.cuda.mem_get_info(loop.device)[0] // 4 else 0
-
-
-def _storages(tensors: Iterable[object], device: torch.device | None = None) -> dict[int, int]:
-    """Return the bytes of each storage under those of `tensors` that are some, on the kind of `device` if it is given.
-
-    Their keys are addresses.
-    """
-    found = (tensor for tensor in tensors if isinstance(tensor, Tensor))
-    storages = (t.untyped_storage() for t in found if device is None or t.device.type == device.type)
-    return {storage._cdata: storage.nbytes() for storage in storages}
-
-
-class HeldBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the bytes of all storages that are made under it, from first to last.
-
-    Those that are `known`, by address, are there before, and have to stay; `before` is their sum. `now` and `most` are
-    of the others.
-    """
-
-    def __init__(self, known: Mapping[int, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.before = sum(known.values())
-        self.now = self.most = 0
-        self._alive = set(known)
-
-    @classmethod
-    def beside(cls, tensors: Iterable[object]) -> HeldBytes:
-        """Follow what is made beside those of `tensors` that are some."""
-        return cls(_storages(tensors))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        if address not in self._alive:
-            self._alive.add(address)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._drop, address, size).atexit = False
-
-    def _drop(self, address: int, size: int) -> None:
-        self._alive.remove(address)
-        self.now -= size
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from attrs import define, evolve
+from attrs import define
 from torch import distributed
 
 from hookdiff.data import Batch
+from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.errors import UserError
 from hookdiff.hookspecs import hookimpl
-from hookdiff.log import Log
-from hookdiff.memory_estimate import optimizer_bytes
-from hookdiff.state import flatten, unflatten
+from hookdiff.models.memory import optimizer_bytes
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
@@ -51,9 +50,7 @@ class FitMicroBatch:
                 "model, one with gradient_checkpointing = true, or half precision"
             )
         log.info("micro_batch: %d of the %d samples of a batch fit at a time", size, len(batch))
-        loop.config = evolve(loop.config, micro_batch=size)
-        if "run" in loop.hparams:
-            loop.hparams = {**loop.hparams, "run": {**loop.hparams["run"], "micro_batch": size}}
+        loop.set_micro_batch(size)
 
 
 def _largest(loop: Loop, batch: Batch) -> int:
@@ -100,12 +97,10 @@ def _traceless(loop: Loop) -> Iterator[None]:
     """Put back what a forward and a backward change: buffers, random states, plugins' states, and what is logged."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in loop.model.buffers()]
     states = [(plugin, _copied(plugin.state_dict())) for plugin in _changed(loop)]
-    kept, loop.log = loop.log, Log(loop)
     try:
-        with torch.random.fork_rng([loop.device] if loop.device.type == "cuda" else []):
+        with loop.log.muted(), torch.random.fork_rng([loop.device] if loop.device.type == "cuda" else []):
             yield
     finally:
-        loop.log = kept
         for buffer, values in buffers:
             buffer.copy_(values)
         for plugin, state in states:

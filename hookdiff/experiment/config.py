@@ -13,19 +13,20 @@ import tomli
 from attrs import Attribute, asdict, define, evolve, field
 from attrs.validators import ge
 
+from hookdiff.builtin.start import KEYS as START_KEYS
+from hookdiff.builtin.start import Start
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.discovery import import_object, installed, plugin_class, plugin_name
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
+from hookdiff.experiment.discovery import import_object, installed, plugin_class, plugin_name
+from hookdiff.experiment.optimizers import OPTIMIZERS, UNFIT, Groups, unfit
+from hookdiff.experiment.part import Part
+from hookdiff.experiment.structure import Problems, Text, arguments, missing, parameters, resolved
 from hookdiff.models.adapters import checkpointable
 from hookdiff.models.init import Initialisation
-from hookdiff.optimizers import OPTIMIZERS, UNFIT, Groups, unfit
 from hookdiff.plugins import check_partners
-from hookdiff.progress import LoopConfig
-from hookdiff.start import KEYS as START_KEYS
-from hookdiff.start import Start
-from hookdiff.structure import Problems, Text, arguments, missing, parameters, resolved
+from hookdiff.progress import AUTO, LoopConfig
 
 SOURCES = {
     "digits": "hookdiff.data:digits",
@@ -36,7 +37,6 @@ SOURCES = {
     "array": "hookdiff.data:Arrays",
 }
 MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
-AUTO = "auto"
 FEED_KEYS = ("held_out", "balanced", "drop_last", "workers", "prefetch", "pin_memory")
 
 
@@ -55,36 +55,6 @@ class RunConfig(LoopConfig):
     device: str = "auto"  # "cpu", "cuda", "cuda:1", "mps"; auto takes the first that is there
     channels_last: bool = True  # memory layout of convolutions: a sixth faster on a CPU, more on a GPU under amp
     plugins: tuple[str, ...] = ()
-
-
-@define(frozen=True, eq=False)
-class Part:
-    """A thing to build, and the checked arguments that a table gives it."""
-
-    where: str  # the table
-    use: str
-    target: Callable[..., Any]
-    arguments: Mapping[str, Any] = field(factory=dict)
-
-    def accepts(self, name: str) -> bool:
-        """Whether the target has an argument `name` that the table leaves open."""
-        return name in parameters(self.target) and name not in self.arguments
-
-    def given(self, **extra: Any) -> Part:
-        """Return the same part with those of the `extra` arguments that it accepts."""
-        taken = {name: value for name, value in extra.items() if self.accepts(name)}
-        return evolve(self, arguments={**self.arguments, **taken})
-
-    def build(self, *first: Any) -> Any:
-        """Make the thing; what it raises because of its arguments becomes a ConfigError that names the table."""
-        try:
-            return self.target(*first, **self.arguments)
-        except (ArithmeticError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self.where}: {error}") from error
-
-    def resolved(self) -> dict[str, Any]:
-        """Return the arguments, defaults included, as TOML values."""
-        return resolved(self.target, self.arguments)
 
 
 @define(frozen=True, eq=False)

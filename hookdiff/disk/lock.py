@@ -8,33 +8,28 @@ import os
 import socket
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hookdiff.errors import UserError
-
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
 
 LOCK = ".lock"  # in the run directory
 _held: dict[Path, ExitStack] = {}  # by this process, which the system would let in a second time
 log = logging.getLogger("hookdiff")
 
 
-def lock_run_dir(loop: Loop) -> None:
-    """Keep all others from writing to the run directory, which must be there, until `loop` ends.
+def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
+    """Keep all others from writing to `run_dir`, which must be there, until `resources` are closed.
 
-    Asked again by the same loop, it does nothing. Raises UserError that names the process which holds the lock. One
-    that died holds none, since it is the system's: not even while processes live on that it had started.
+    Asked again with the same resources, it does nothing. Raises UserError that names the process which holds the lock.
+    A process that died holds none, since the lock is the system's: not even while processes live on that it had
+    started.
     """
-    if loop.run_dir is None or not loop.is_main:
-        return
-    path = loop.run_dir.resolve()
-    if _held.get(path) is not loop.resources:
+    path = run_dir.resolve()
+    if _held.get(path) is not resources:
         if path in _held:
-            raise UserError(f"{loop.run_dir} is in use by another Loop of this process")
-        descriptor = _take(loop.run_dir)
-        _held[path] = loop.resources
-        loop.resources.callback(_release, path, descriptor)
+            raise UserError(f"{run_dir} is in use by another Loop of this process")
+        descriptor = _take(run_dir)
+        _held[path] = resources
+        resources.callback(_release, path, descriptor)
 
 
 def _take(run_dir: Path) -> int:
