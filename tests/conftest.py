@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,24 @@ SMALL: dict[str, Any] = {
     "diffusion": {"timesteps": 20},
     "sampling": {"steps": 2},
 }
+
+
+def check_facts(text: object, *facts: object) -> None:
+    """Assert that every fact (a file, a key, a number, a name) is in the text; sentences may be worded in any way."""
+    for fact in map(str, facts):
+        # As a word of its own: 5 is not in 50, 5.1 or 0.5.
+        found = re.search(rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)", str(text))
+        assert found, f"{fact} is not in: {text}"
+
+
+def refused(error: type[BaseException], *facts: object) -> Any:
+    """Return the context that expects an error of this type, with all these facts in its message."""
+
+    def check(caught: BaseException) -> bool:
+        check_facts(caught, *facts)
+        return True
+
+    return pytest.raises(error, check=check)
 
 
 @pytest.fixture
