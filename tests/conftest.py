@@ -1,3 +1,4 @@
+import importlib
 import os
 import re
 import signal
@@ -78,6 +79,36 @@ def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         return int(caught.value.code or 0), out, err
 
     return call
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that installs a distribution: its metadata, its entry points, its modules."""
+    before = set(sys.modules)
+
+    def made(
+        name: str,
+        entries: dict[str, str] | None = None,
+        group: str = "hookdiff.plugins",
+        where: str = "site",
+        **modules: str,
+    ) -> None:
+        site = tmp_path / where
+        info = site / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = [f"[{group}]", *(f"{entry} = {value}" for entry, value in (entries or {}).items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        for module, source in modules.items():
+            (site / f"{module}.py").write_text(source)
+        if str(site) not in sys.path:
+            monkeypatch.syspath_prepend(site)
+        importlib.invalidate_caches()
+
+    yield made
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
 
 
 @pytest.fixture
