@@ -4,7 +4,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,28 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
         path = tmp_path / name
         path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
         return path
+
+    return write
+
+
+@pytest.fixture
+def load_small(write_config: Callable[..., Path]) -> Callable[..., Any]:
+    """Return a function that loads what `write_config` writes, with settings as `--set` takes them, and plugins."""
+    from hookdiff import load_config
+
+    def load(*settings: str, plugins: Iterable[str] = (), **tables: Any) -> Any:
+        return load_config(write_config(**tables), plugins, settings)
+
+    return load
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that writes a module into `tmp_path`, from where it can be imported."""
+
+    def write(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
 
     return write
 
