@@ -1,9 +1,11 @@
 import importlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,56 @@ def refused(error: type[BaseException], *facts: object) -> Any:
         return True
 
     return pytest.raises(error, check=check)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return a function that starts the command line in `folder`, as a process and a group of its own.
+
+    The modules in the folder can be imported. What still runs at the end of the test is killed.
+    """
+    started = []
+
+    def call(folder: Path, *words: object, python: Iterable[str] = ()) -> subprocess.Popen[str]:
+        paths = os.pathsep.join(map(str, (folder, *sys.path)))
+        process = subprocess.Popen(
+            [sys.executable, *python, "-c", "from hookdiff.cli import main; main()", *map(str, words)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield call
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Wait for the process; return its exit code, stdout and stderr."""
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the process has made a file."""
+    deadline = time.monotonic() + 300
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without their times."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """`micro_batch = "auto"`: with memory that really runs out, and what the trial leaves behind."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -15,7 +13,7 @@ from hookdiff.disk import flatten
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_amp import AMP
 from hookdiff_ema import EMA
-from tests.conftest import check_facts, refused
+from tests.conftest import check_facts, finish, refused
 
 WIDE = """
 import resource
@@ -58,34 +56,28 @@ def wide(tmp_path, user_module, write_config, monkeypatch):
     user_module("hd_wide", WIDE)
     run = {"steps": 1, "micro_batch": "auto", "plugins": ["ema", "hd_wide:Limit"]}
     write_config("wide.toml", run=run, model={"use": "hd_wide:Wide"})
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    # Each tensor is given back to the system when it dies, so that what fits once fits again.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     return tmp_path
 
 
-def run_short_of_memory(folder, *arguments):
-    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", "run", *arguments]
-    # Each tensor is given back to the system when it dies, so that what fits once fits again.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-def test_what_fits_is_found_and_written_down(wide):
-    done = run_short_of_memory(wide, "wide.toml", "--out", "run")
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_what_fits_is_found_and_written_down(wide, start):
+    code, _, err = finish(start(wide, "run", "wide.toml", "--out", "run"))
+    assert code == 0, err[-2000:]
     found = tomli.loads((wide / "run" / "config.toml").read_text())["run"]["micro_batch"]
     assert found in (8, 4, 2)
-    (line,) = [line for line in done.stderr.splitlines() if "micro_batch" in line]
+    (line,) = [line for line in err.splitlines() if "micro_batch" in line]
     check_facts(line, found, 16)
     assert load_config(wide / "run" / "config.toml").run.micro_batch == found
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-def test_golden_message_of_a_model_of_which_not_one_sample_fits(wide):
-    done = run_short_of_memory(wide, "wide.toml", "--out", "run", "--set", "model.side=32768")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
+def test_golden_message_of_a_model_of_which_not_one_sample_fits(wide, start):
+    code, _, err = finish(start(wide, "run", "wide.toml", "--out", "run", "--set", "model.side=32768"))
+    assert code == 2
+    assert err.splitlines()[-1].startswith(
         "hookdiff: run.micro_batch: not even one sample fits into the memory of cpu, which takes a smaller model"
     )
     assert not (wide / "run").exists()
