@@ -81,15 +81,18 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             process.communicate()
 
 
+PATIENCE = 300  # seconds that a process may take, on a machine that is busy
+
+
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Wait for the process; return its exit code, stdout and stderr."""
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
     """Wait until the process has made a file."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE
     while not path.exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -102,19 +105,19 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "time"} for line in lines]
 
 
-@pytest.fixture
-def write_config(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes the config of a small net, and returns its path.
+def write_small(path: Path, **tables: Any) -> Path:
+    """Write the config of a small net, and return its path.
 
     Tables take the place of its own; those of [run] are added to its own.
     """
+    path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
+    return path
 
-    def write(name: str = "small.toml", **tables: Any) -> Path:
-        path = tmp_path / name
-        path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
-        return path
 
-    return write
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a config as `write_small` does, into a file of `tmp_path`."""
+    return lambda name="small.toml", **tables: write_small(tmp_path / name, **tables)
 
 
 @pytest.fixture
@@ -174,7 +177,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         lines = [f"[{group}]", *(f"{entry} = {value}" for entry, value in (entries or {}).items())]
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
         for module, source in modules.items():
-            (site / f"{module}.py").write_text(source)
+            path = site.joinpath(*module.split(".")).with_suffix(".py")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(source)
         if str(site) not in sys.path:
             monkeypatch.syspath_prepend(site)
         importlib.invalidate_caches()
