@@ -5,7 +5,7 @@ import json
 import pytest
 import tomli
 
-from hookdiff.experiment import estimate_memory
+from hookdiff.experiment.memory import estimate_memory
 from tests.conftest import check_facts
 
 DIT = {"use": "dit", "num_classes": 10}

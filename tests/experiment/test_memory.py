@@ -6,8 +6,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hookdiff import ConfigError, UserError
 from hookdiff.disk import flatten
-from hookdiff.experiment import estimate_memory
 from hookdiff.experiment.build import build_loop
+from hookdiff.experiment.memory import estimate_memory
 from tests.conftest import check_facts, refused
 
 MODELS = {
