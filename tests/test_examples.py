@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli
 
-from tests.conftest import check_facts, finish
+from tests.conftest import PATIENCE, check_facts, finish
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -23,7 +23,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(EXAMPLES / "third_party", project, dirs_exist_ok=True)
     site = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", site]
-    subprocess.run([*pip, project], check=True, timeout=300)
+    subprocess.run([*pip, project], check=True, timeout=PATIENCE)
     return site
 
 
@@ -84,7 +84,7 @@ def test_lookahead_is_that_of_the_paper(site: Path, monkeypatch: pytest.MonkeyPa
 
 def test_embed_trains_in_both_styles(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "embed.py", "--steps", "8", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=PATIENCE)
     pushed, *_, sampled = done.stdout.splitlines()
     check_facts(pushed, "push", "done", 2)
     check_facts(sampled, tmp_path / "embed.png", "ema", 8)

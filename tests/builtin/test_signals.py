@@ -11,6 +11,7 @@ import pytest
 from hookdiff import hookimpl
 from hookdiff.builtin import Signals
 from hookdiff.testing import assert_same, toy_loop, weights
+from tests.conftest import PATIENCE
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 
@@ -173,7 +174,9 @@ print(toy_loop({"signals": signals, "forks": Forks()}).run(), signals.caught)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
 def test_a_process_that_the_run_forked_dies_as_ever():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], text=True, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS], text=True, capture_output=True, timeout=PATIENCE
+    )
     assert (done.stdout, done.stderr) == (f"{-TERM}\ndone None\n", "")
 
 

@@ -211,7 +211,7 @@ def test_the_first_frame_of_an_animation_counts(tmp_path: Path, kind: str) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_header_tells_the_channels(mode: str) -> None:
+def test_the_header_gives_the_channels(mode: str) -> None:
     image = picture(mode, 5, 3, 0)
     if mode == "LAB":
         return  # Pillow converts it with a profile only

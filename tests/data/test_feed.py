@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Feed, InMemory, Loop, Progress, UserError, hookimpl
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
-from tests.conftest import refused
+from tests.conftest import PATIENCE, refused
 
 CPU = torch.device("cpu")
 
@@ -332,4 +332,6 @@ class Rows:
 feed = Feed(Rows(), workers=1).bind(4)
 print(len(list(feed.batches(0))))
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=True).stdout == b"2\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=PATIENCE, check=True).stdout == b"2\n"
+    )

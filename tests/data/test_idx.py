@@ -54,7 +54,7 @@ def test_what_is_downloaded_is_not_asked_for_again(root: Path) -> None:
         ("train-labels-idx1-ubyte", idx(LABELS[:4]), (5, 4)),
     ],
 )
-def test_a_broken_file_is_told(tmp_path: Path, name: str, content: bytes | None, facts: Any) -> None:
+def test_a_broken_file_is_refused(tmp_path: Path, name: str, content: bytes | None, facts: Any) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(IMAGES))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(LABELS))
     (tmp_path / name).unlink()
@@ -64,7 +64,7 @@ def test_a_broken_file_is_told(tmp_path: Path, name: str, content: bytes | None,
         fashion_mnist(str(tmp_path))
 
 
-def test_a_torn_gzip_is_told(tmp_path: Path) -> None:
+def test_a_torn_gzip_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(IMAGES))[:50])
     with refused(ValueError, "train-images-idx3-ubyte.gz"):
         fashion_mnist(str(tmp_path))

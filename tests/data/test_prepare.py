@@ -1,4 +1,4 @@
-"""What is wrong with a set of pictures is told before training, with examples and counts."""
+"""A set of pictures that cannot be used is refused before training, with examples and counts."""
 
 import re
 import traceback
@@ -167,7 +167,7 @@ def test_a_set_without_a_readable_image_is_refused_whatever_is_skipped(
 
 
 def test_images_that_need_no_look_are_not_opened() -> None:
-    class Told:
+    class Pictures:
         labels, classes, shape = None, None, (3, 4, 5)
 
         def __len__(self) -> int:
@@ -177,10 +177,10 @@ def test_images_that_need_no_look_are_not_opened() -> None:
             raise AssertionError
 
         def describe(self, index: int) -> str:
-            return f"told {index}"
+            return f"picture {index}"
 
-    feed = Feed(Told(), store=Store(store="none"))
-    assert (feed.shape, feed.describe(3), len(feed.training)) == ((3, 4, 5), "told 3", 7)
+    feed = Feed(Pictures(), store=Store(store="none"))
+    assert (feed.shape, feed.describe(3), len(feed.training)) == ((3, 4, 5), "picture 3", 7)
 
 
 def test_a_source_without_samples_is_refused(tmp_path: Path) -> None:

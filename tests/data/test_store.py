@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Feed, UserError
 from hookdiff.data import Folder, Store, Transforms
-from tests.conftest import refused
+from tests.conftest import PATIENCE, refused
 
 Write = Callable[..., list[Path]]
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ if __name__ == "__main__":
 def test_workers_may_be_started_anew(root: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWN)
-    done = subprocess.run([sys.executable, script, root / "set"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, script, root / "set"], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
 
 
@@ -215,7 +215,7 @@ def test_a_cache_remembers_what_cannot_be_read(own: tuple[Path, list[Path]]) -> 
         feed_of(root, "disk")
 
 
-def test_a_place_that_cannot_be_written_is_told(own: tuple[Path, list[Path]]) -> None:
+def test_a_place_that_cannot_be_written_is_refused(own: tuple[Path, list[Path]]) -> None:
     root, _ = own
     (root / "cache").write_text("a file")
     with refused(UserError, root / "cache"):

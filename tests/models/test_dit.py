@@ -157,7 +157,7 @@ def test_every_parameter_is_trained() -> None:
 def test_overfits_a_batch_and_learns_to_read_time_and_class() -> None:
     model = tiny(hidden_size=32, patch_size=4, num_classes=2)
     x, target = images(1, 1, 8, 8).expand(4, 1, 8, 8), images(4, 1, 8, 8)
-    t, labels = torch.tensor([0, 0, 999, 999]), torch.tensor([0, 1, 1, -1])  # all that tells the four apart
+    t, labels = torch.tensor([0, 0, 999, 999]), torch.tensor([0, 1, 1, -1])  # the four differ in nothing else
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(150):
         optimizer.zero_grad()
@@ -320,7 +320,7 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model.eval()(x, t), dry(x, t))
 
 
-def test_bf16_autocast_keeps_the_dtype_and_tells_999_from_1000() -> None:
+def test_bf16_autocast_keeps_the_dtype_and_999_apart_from_1000() -> None:
     model = awake(tiny(num_classes=2))
     x, t, labels = images(1, 1, 8, 8).expand(2, 1, 8, 8), torch.tensor([999, 1000]), torch.tensor([1, 1])
     expected = model(x, t, labels)

@@ -113,7 +113,7 @@ def test_every_parameter_is_trained(mults: tuple[int, ...]) -> None:
 def test_overfits_a_batch_and_learns_to_read_the_time() -> None:
     model = tiny(channels=16)
     x, target = images(1, 1, 8, 8).expand(4, 1, 8, 8), images(4, 1, 8, 8)
-    t = torch.tensor([0, 1, 500, 999])  # the only thing that tells the four apart
+    t = torch.tensor([0, 1, 500, 999])  # the four differ in nothing else
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(60):
         optimizer.zero_grad()
@@ -123,7 +123,7 @@ def test_overfits_a_batch_and_learns_to_read_the_time() -> None:
     assert F.mse_loss(model(x, t.flip(0)), target) > 0.5
 
 
-def test_bf16_autocast_tells_999_from_1000() -> None:
+def test_bf16_autocast_keeps_999_apart_from_1000() -> None:
     model = awake(tiny())
     x, t = images(1, 1, 8, 8).expand(2, 1, 8, 8), torch.tensor([999, 1000])
     expected = model.time(t)
@@ -137,7 +137,7 @@ def test_bf16_autocast_tells_999_from_1000() -> None:
     assert (step - expected_step).norm() < 0.1 * expected_step.norm()
 
 
-def test_a_model_cast_whole_tells_999_from_1000() -> None:
+def test_a_model_cast_whole_keeps_999_apart_from_1000() -> None:
     model = awake(tiny()).bfloat16()
     x = images(1, 1, 8, 8).bfloat16().expand(2, 1, 8, 8)
     out = model(x, torch.tensor([999, 1000]))
