@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
@@ -10,6 +11,8 @@ from attrs import define
 from torch import Generator, Tensor, nn
 
 from hookdiff.data.batch import Batch
+
+log = logging.getLogger("hookdiff")
 
 
 @define(eq=False, frozen=True)
@@ -57,7 +60,9 @@ class _Function:
 
 
 def as_objective(given: Objective | Callable[[nn.Module, Batch], Tensor]) -> Objective:
-    """Return `given` if it can draw, else the plain loss function it is as an objective."""
+    """Return `given` if it can draw, else the plain loss function as an objective; its remarks are logged."""
+    for remark in getattr(given, "remarks", list)():
+        log.warning("%s", remark)
     return cast(Objective, given) if hasattr(given, "draw") else _Function(given)
 
 

@@ -40,15 +40,19 @@ FIXED = {
     ),
     **dict.fromkeys(
         (
-            *("diffusion.schedule", "diffusion.timesteps", "diffusion.beta_start", "diffusion.beta_end"),
-            *("diffusion.rescale_betas_zero_snr", "diffusion.time_scale", "diffusion.prediction_type"),
-            *("diffusion.sigma_data", "diffusion.conditional", "diffusion.data_mean", "diffusion.data_std"),
+            "diffusion.process",
+            "diffusion.prediction",
+            "diffusion.conditional",
+            "diffusion.data_mean",
+            "diffusion.data_std",
         ),
         _MEANING,
     ),
     "optimizer.use": _OPTIMIZER,
     "optimizer.adamw": "weights would go from one optimizer to the other, without their state",
 }
+# Of a part that is fixed, the options that may change: they say which times are drawn.
+FREE = {"diffusion.process.shift", "diffusion.process.sigma_min", "diffusion.process.sigma_max"}
 # Cannot be switched on or off, since an optimizer keeps something for it; another number may do.
 FIXED_SWITCHES = dict.fromkeys(("optimizer.amsgrad", "optimizer.centered", "optimizer.momentum"), _OPTIMIZER)
 
@@ -79,12 +83,20 @@ class Changes:
         for key, old, new in changes(before, loop.hparams, self.defaults) if before else ():
             line = f"{key} {_names_told(old, new) if key == 'run.plugins' else f'{_said(old)} -> {_said(new)}'}"
             told.append(line)
-            if key in FIXED or (key in FIXED_SWITCHES and bool(old) != bool(new)):
-                refused.append(f"\n  {line}: {FIXED.get(key) or FIXED_SWITCHES[key]}")
+            if reason := _why_fixed(key, bool(old) != bool(new)):
+                refused.append(f"\n  {line}: {reason}")
         if refused:
             raise _refusal(refused)
         if told:
             log.info("changed since the checkpoint: %s", ", ".join(told))
+
+
+def _why_fixed(key: str, switched: bool) -> str | None:
+    """Return why `key`, or the part that it is an option of, cannot change; None if it can."""
+    if key in FREE:
+        return None
+    part = ".".join(key.split(".")[:2])
+    return FIXED.get(key) or FIXED.get(part) or (FIXED_SWITCHES.get(key) if switched else None)
 
 
 def check_parts(settings: Iterable[str], table: Mapping[str, Any]) -> None:

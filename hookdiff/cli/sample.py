@@ -54,7 +54,7 @@ def command(
     from hookdiff.sampling import SampleRequest, UnknownWeights
 
     source = run_of(run)
-    changed = {"steps": steps, "sampler": sampler, "guidance_scale": guidance_scale}
+    changed = {"steps": steps, "sampler": sampler, "guidance.scale": guidance_scale}
     settings = [f"sampling.{key}={value}" for key, value in changed.items() if value is not None]
     classes = _in_turn(labels, num) if labels else None
     from_file = weights if weights and weights.endswith(".safetensors") else None

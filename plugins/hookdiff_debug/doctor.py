@@ -114,11 +114,9 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
 
 def _of_data(loop: Loop, trial: Trial) -> list[Finding]:
     objective: Any = loop.objective
-    standardised = (objective.data_mean, objective.data_std) != ((0.0,), (1.0,))
-    reads_sigma = objective.prediction_type == "edm" or "edm" in (objective.schedule, objective.weighting)
-    inputs = checks.check_inputs(
-        trial.inputs, standardised, objective.sigma_data if reads_sigma else None, trial.spoiled
-    )
+    parts = (objective.prediction, objective.weighting)
+    sigma_data = next((part.sigma_data for part in parts if hasattr(part, "sigma_data")), None)
+    inputs = checks.check_inputs(trial.inputs, objective.is_normalized, sigma_data, trial.spoiled)
     counts, unknown = None, 0
     if loop.feed.labels is not None:
         labels = loop.feed.labels[loop.feed.training]

@@ -187,14 +187,14 @@ def measure_levels(
     net: Any, diffusion: Any, images: Tensor, labels: Tensor | None, fractions: Sequence[float] = LEVELS
 ) -> list[Level]:
     """Return the network's error on `images` (n c h w, n above 1) at noise levels, always with the same noise."""
-    x0 = diffusion.standardised(images)
+    x0 = diffusion.normalize(images)
     noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
     rows = []
     for fraction in fractions:
         times = times_at(diffusion, fraction, x0)
         x_t, told, alpha, sigma = noised(diffusion, x0, noise, times)
         output = diffusion.predict(net, x_t, told, labels, alpha, sigma).float()
-        target = diffusion.parametrization.target(x0, noise, alpha, sigma)
+        target = diffusion.prediction.target(x0, noise, alpha, sigma)
         error, mean_error = (output - target).square().mean(), target.var(0).mean()
         floor = diffusion.floor(times, x0.var(0).mean()).mean()
         rows.append(torch.stack((told[0].float(), error, mean_error, floor)))
@@ -218,16 +218,16 @@ def draw_strip(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) 
 
     The image and its noisy versions; the image again and, below each noisy version, what the network sees in it.
     """
-    x0 = diffusion.standardised(images)
+    x0 = diffusion.normalize(images)
     noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
     upper, lower = [images], [images]
     for fraction in LEVELS:
         x_t, told, alpha, sigma = noised(diffusion, x0, noise, times_at(diffusion, fraction, x0))
         output = diffusion.predict(net, x_t, told, labels, alpha, sigma).float()
-        seen, _ = diffusion.parametrization.x0_and_noise(output, x_t, alpha, sigma)
+        seen, _ = diffusion.prediction.x0_and_noise(output, x_t, alpha, sigma)
         # In a process whose noise has no bounds, the noisy image is shown as bright as the others.
-        upper.append(diffusion.restored(x_t / (alpha.square() + sigma.square()).sqrt()))
-        lower.append(diffusion.restored(seen))
+        upper.append(diffusion.denormalize(x_t / (alpha.square() + sigma.square()).sqrt()))
+        lower.append(diffusion.denormalize(seen))
     rows = torch.stack((torch.stack(upper, 1), torch.stack(lower, 1)), 1).flatten(0, 2)
     shown = rows if rows.shape[1] in (1, 3) else rows[:, :1]  # of latents, the first channel
     return shown.nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)

@@ -92,10 +92,9 @@ class Debug:
 
     def _look_at_inputs(self, loop: Loop, batch: Batch) -> None:
         objective: Any = loop.objective
-        standardised = getattr(objective, "standardised", lambda images: images)
+        standardised = getattr(objective, "normalize", lambda images: images)
         inputs = measure_inputs(batch.inputs, standardised)
-        moved = getattr(objective, "data_mean", (0.0,)), getattr(objective, "data_std", (1.0,))
-        self._inputs = check_inputs(inputs, moved != ((0.0,), (1.0,)))
+        self._inputs = check_inputs(inputs, getattr(objective, "is_normalized", False))
         told = {"min": inputs.low, "max": inputs.high, "mean": inputs.mean, "std": inputs.std}
         self._numbers = {f"debug/input_{name}": value for name, value in told.items()}
 

@@ -91,7 +91,7 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
     loop.plugins.instrument(clock)
     began = time.monotonic()
     for number, batch in enumerate(_batches(loop, clock)):
-        trial = trial or Trial(steps, measure_inputs(batch.inputs, getattr(loop.objective, "standardised", _same)))
+        trial = trial or Trial(steps, measure_inputs(batch.inputs, getattr(loop.objective, "normalize", _same)))
         if number == settled:
             clock.seconds.clear()
             trial.steps_timed, trial.seconds = 0, 0.0
@@ -153,7 +153,7 @@ def _blame(trial: Trial, loop: Loop, batch: Batch) -> None:
     """Name the samples of a `batch` that are not finite, if there are some."""
     rows = (~batch.inputs.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
     if rows:
-        trial.inputs = measure_inputs(batch.inputs, getattr(loop.objective, "standardised", _same))
+        trial.inputs = measure_inputs(batch.inputs, getattr(loop.objective, "normalize", _same))
         trial.spoiled = [loop.feed.describe(int(batch.indices[row])) for row in rows if batch.indices is not None]
 
 

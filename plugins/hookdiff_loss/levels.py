@@ -59,7 +59,7 @@ class NoiseLevels:
     def measure(self, inputs: Tensor) -> None:
         """Take in the images of a step, n c h w, for the variance of the data: the first batches tell it."""
         if self.has_floor and self.num_measured < MEASURED:
-            x0 = self.objective.standardised(inputs)
+            x0 = self.objective.normalize(inputs)
             self.moments += torch.stack((x0.mean(), x0.square().mean()))
             self.num_measured += 1
 
