@@ -65,7 +65,7 @@ FULL = 0.9  # share of the memory
 CORE = ("forward", "backward", "optimizer", "data", "loop")  # parts of a step that are no plugin's
 
 LOOK = "`hookdiff data CONFIG`, which shows the data as it is read"
-SCALE = "values in [-1, 1]; for latents diffusion.data_mean and data_std, and sampling.clip_sample = false"
+SCALE = "values in [-1, 1]; for latents diffusion.data_mean and data_std, and sampling.clipping = 'none'"
 UINT8 = ", or uint8, which is scaled for you"
 
 
@@ -120,7 +120,11 @@ def check_inputs(
         warning(num > 1 and inputs.same > SAME, f"{percent(inputs.same)} of a batch are the same image", LOOK),
         warning(inputs.constant > CONSTANT, f"{percent(inputs.constant)} of the images are constant", LOOK),
         warning(std < FAINT or mean > LOPSIDED, "hardly any contrast beside noise of variance 1", f"{LOOK}, or {own}"),
-        warning(off_sigma, f"sigma_data = {sigma_data} is not the std", f"diffusion.sigma_data = {std:.2g}"),
+        warning(
+            off_sigma,
+            f"sigma_data = {sigma_data} is not the std",
+            f"prediction = {{ use = 'edm', sigma_data = {std:.2g} }}",
+        ),
     )
 
 
@@ -145,7 +149,7 @@ def check_schedule(log_snr: Sequence[float], std: float) -> Finding:
     first, last = math.exp(log_snr[0]) * std**2, math.exp(log_snr[-1]) * std**2
     rises = any(after > before for before, after in itertools.pairwise(log_snr))
     left = f"at the end {percent(last / (1 + last))} of the variance is image, and sampling begins with pure noise"
-    more = 'more timesteps, schedule = "cosine", or rescale_betas_zero_snr with prediction_type = "v_prediction"'
+    more = "more timesteps, a larger beta_end or sigma_max, or rescale_betas_zero_snr with prediction = 'v_prediction'"
     return judge(
         f"signal to noise from {first:.2g} to {last:.2g}",
         error(rises, "an image gets cleaner on its way to noise", "other options of [diffusion]"),
@@ -279,7 +283,7 @@ def check_samples(images: Tensor, data: Inputs, trained: bool) -> Finding:
         (made.nonfinite, not_finite("samples", made.nonfinite, "a look at the output of the network")),
         error(trained and unlike, f"samples are {unlike}", longer),
         warning(unlike, f"samples are {unlike}", longer),
-        warning(trained and outside > OUTSIDE, far, f"sampling.clip_sample, {longer}"),
+        warning(trained and outside > OUTSIDE, far, f"sampling.clipping = 'clamp', {longer}"),
         warning(trained and not data.std / UNLIKE < made.std < data.std * UNLIKE, "samples differ in contrast", longer),
     )
 

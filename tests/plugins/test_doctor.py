@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from hookdiff import Finding, build_loop, load_config
-from hookdiff.diffusion import Diffusion
+from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Linear
 from hookdiff.models import UNet
 from hookdiff.testing import toy_loop
 from hookdiff_debug import checks
@@ -39,7 +39,7 @@ channels = 8
 num_res_blocks = 1
 head_dim = 8
 [diffusion]
-schedule = "cosine"
+process = { use = "vp", schedule = "cosine" }
 [sampling]
 steps = 4
 [optimizer]
@@ -137,13 +137,13 @@ def diagnosis(doctor, *words):
         ({"data__source": "hd_doctor_user:constant"}, "inputs", "constant"),
         # A process that is right for images of the usual scale
         *(
-            ({"data__source": f"hd_doctor_user:{source}", "diffusion__schedule": "linear"}, "inputs", "")
+            ({"data__source": f"hd_doctor_user:{source}", "diffusion__process__schedule": "linear"}, "inputs", "")
             for source in ("bytes_as_floats", "faint")
         ),
         # 100 times too high, at once and after a warm-up that is longer than the trial
         ({"optimizer__lr": 0.2}, "learning rate", "optimizer.lr = 0.02, then 0.002"),
         ({"optimizer__lr": 0.2, "plugins__lr__warmup": 300}, "learning rate", "optimizer.lr = 0.0"),
-        ({"diffusion__schedule": "linear", "diffusion__timesteps": 20}, "schedule", "71.5%"),
+        ({"diffusion__process": '{ use = "edm", sigma_max = 2.0 }'}, "schedule", "12.3%"),
     ],
     ids=str,
 )
@@ -246,12 +246,12 @@ def test_plugins_that_have_no_part_in_the_trial_are_named(doctor):
 HEALTHY = {
     "unet, epsilon": {},
     "unet, v, with classes and bf16": {
-        "diffusion__prediction_type": "v_prediction",
+        "diffusion__prediction": "v_prediction",
         "model__num_classes": 10,
         "run__micro_batch": 16,
     },
-    "unet, edm": {"diffusion__schedule": "edm", "diffusion__sigma_data": 0.75, "sampling__clip_sample": "false"},
-    "dit, flow": {"diffusion__schedule": "flow"},
+    "unet, edm": {"diffusion__process": "edm", "diffusion__prediction": '{ use = "edm", sigma_data = 0.75 }'},
+    "dit, flow": {"diffusion__process": "flow"},
 }
 
 
@@ -501,24 +501,26 @@ def test_the_cause_is_the_first_error():
 
 
 @pytest.mark.parametrize(
-    ("options", "severity"),
+    ("process", "severity"),
     [
-        ({"schedule": "cosine"}, "ok"),
-        ({"schedule": "linear"}, "ok"),
-        ({"schedule": "scaled_linear"}, "ok"),
-        ({"schedule": "scaled_linear", "timesteps": 500}, "warning"),
-        ({"schedule": "linear", "timesteps": 100}, "error"),
-        ({"schedule": "linear", "rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}, "ok"),
-        ({"schedule": "flow"}, "ok"),
-        ({"schedule": "edm"}, "ok"),
-        ({"schedule": "edm", "sigma_max": 2.0}, "error"),
+        (VP(schedule="cosine"), "ok"),
+        (VP(), "ok"),
+        (VP(schedule="scaled_linear"), "ok"),
+        (VP(schedule="scaled_linear", timesteps=600), "warning"),
+        (VP(schedule=Linear(beta_start=0.04, beta_end=0.05)), "warning"),
+        (VP(rescale_betas_zero_snr=True), "ok"),
+        (Flow(), "ok"),
+        (EDM(), "ok"),
+        (EDM(sigma_max=2.0), "error"),
     ],
-    ids=str,
 )
-def test_schedules_are_judged(options, severity):
-    process = Diffusion(**options).process
+def test_schedules_are_judged(process, severity):
     *_, log_snr = process.rates(process.from_fraction(torch.linspace(1e-6, 1 - 1e-6, 101)), 1)
     assert checks.check_schedule(log_snr.tolist(), std=0.75).severity == severity
+
+
+def test_a_process_that_goes_back_and_forth_is_an_error():
+    assert checks.check_schedule([9.0, -3.0, 1.0, -9.0], std=1.0).severity == "error"
 
 
 @pytest.mark.parametrize(
@@ -578,11 +580,11 @@ def test_averages_and_samples_are_judged():
         assert (samples(blank).severity, samples(blank, trained=False).severity) == ("error", "warning")
 
 
-@pytest.mark.parametrize("options", [{"schedule": "cosine"}, {"schedule": "flow"}, {"schedule": "edm"}], ids=str)
-def test_errors_of_the_best_gaussian_prediction_lie_on_the_floor(options):
+@pytest.mark.parametrize("process", [VP(schedule="cosine"), Flow(), EDM()], ids=["cosine", "flow", "edm"])
+def test_errors_of_the_best_gaussian_prediction_lie_on_the_floor(process):
     std = 0.5
     images = torch.randn(4000, 1, 4, 4, generator=torch.Generator().manual_seed(1)) * std
-    diffusion = Diffusion(**options)
+    diffusion = Diffusion(process)
 
     class Best:
         """Knows that pixels are N(0, std²): E[x0 | x_t] = alpha std² x_t / (alpha² std² + sigma²)."""
@@ -590,7 +592,7 @@ def test_errors_of_the_best_gaussian_prediction_lie_on_the_floor(options):
         def predict(self, net, x_t, told, labels, alpha, sigma):
             variance = alpha**2 * std**2 + sigma**2
             x0, noise = alpha * std**2 / variance * x_t, sigma / variance * x_t
-            return diffusion.parametrization.target(x0, noise, alpha, sigma)
+            return diffusion.prediction.target(x0, noise, alpha, sigma)
 
         def __getattr__(self, name):
             return getattr(diffusion, name)

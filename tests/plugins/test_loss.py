@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, hookimpl
 from hookdiff.data import digits
-from hookdiff.diffusion import Diffusion
+from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Process
 from hookdiff.disk import flatten
 from hookdiff.testing import assert_same, count_transfers, toy_loop
 from hookdiff_loss import Loss
@@ -73,7 +73,7 @@ def make(plugin: Loss | None = None, held_out: int = 0, lr: float = 1e-3, **opti
         {**options.pop("before", {}), **plugins, "heard": heard},
         model=options.pop("model", None) or Net(),
         optimizers=adamw(lr),
-        objective=options.pop("objective", None) or Diffusion(schedule="cosine"),
+        objective=options.pop("objective", None) or Diffusion(VP(schedule="cosine")),
         data=Feed(options.pop("data", None) or InMemory(digits().images[:400]), held_out=held_out),
         **{"batch_size": 32, "log_every": 10, **options},
     )
@@ -97,7 +97,7 @@ def test_a_learning_rate_far_too_high_is_the_first_finding(lr: float, caplog: py
 
 
 def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    make(Loss(patience=300), held_out=40, steps=800, objective=Diffusion(prediction_type="v_prediction"))[0].run()
+    make(Loss(patience=300), held_out=40, steps=800, objective=Diffusion(prediction="v_prediction"))[0].run()
     assert warnings(caplog) == []
 
 
@@ -163,10 +163,10 @@ def test_the_smoothed_loss_is_logged() -> None:
         assert heard.told[step]["loss/spikes"] == 0
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "flow", "edm"])
+@pytest.mark.parametrize("process", [VP(schedule="cosine"), Flow(), EDM()], ids=["cosine", "flow", "edm"])
 @pytest.mark.parametrize("micro_batch", [None, 12])
-def test_bins_hold_the_means_of_the_samples_since_the_last_log(schedule: str, micro_batch: int | None) -> None:
-    plugin, diffusion = Loss(), Diffusion(schedule=schedule, weighting="min_snr")
+def test_bins_hold_the_means_of_the_samples_since_the_last_log(process: Process, micro_batch: int | None) -> None:
+    plugin, diffusion = Loss(), Diffusion(process, weighting="min_snr")
     loop, heard = make(plugin, objective=diffusion, steps=20, micro_batch=micro_batch)
     loop.run()
     edges = [-math.inf, *bin_edges(diffusion, 12), math.inf]
@@ -195,7 +195,7 @@ def test_bins_hold_the_means_of_the_samples_since_the_last_log(schedule: str, mi
 
 
 def test_nothing_left_of_the_image_is_in_the_first_bin() -> None:
-    diffusion = Diffusion(rescale_betas_zero_snr=True, prediction_type="v_prediction")
+    diffusion = Diffusion(VP(rescale_betas_zero_snr=True), prediction="v_prediction")
     levels = NoiseLevels(diffusion, [-1.0, 0.0, 1.0], torch.device("cpu"), 100)
     levels.measure(torch.randn(8, 1, 4, 4))
     log_snr = torch.tensor([-math.inf, -1.0, -0.5, 1.0, 1.5, 30.0])
@@ -212,10 +212,15 @@ def test_nothing_left_of_the_image_is_in_the_first_bin() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"schedule": "cosine"}, {"rescale_betas_zero_snr": True, "prediction_type": "sample"}]
+    "diffusion",
+    [
+        Diffusion(),
+        Diffusion(VP(schedule="cosine")),
+        Diffusion(VP(rescale_betas_zero_snr=True), prediction="sample"),
+    ],
 )
-def test_edges_span_the_process(options: dict[str, Any]) -> None:
-    edges = bin_edges(diffusion := Diffusion(**options), 12)
+def test_edges_span_the_process(diffusion: Diffusion) -> None:
+    edges = bin_edges(diffusion, 12)
     steps = numpy.diff(edges)
     assert len(edges) == 11
     assert steps.max() - steps.min() < 0.21  # a tenth is rounded at either end
@@ -244,9 +249,7 @@ def test_on_white_noise_the_best_network_is_at_the_floor() -> None:
             return self.one * x * (t - 0.25 * (1 - t)) / (0.25 * (1 - t) ** 2 + t**2)
 
     data = InMemory(0.5 * torch.randn(512, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
-    loop, heard = make(
-        Loss(), model=Best(), objective=Diffusion(schedule="flow"), data=data, lr=0.0, steps=40, log_every=40
-    )
+    loop, heard = make(Loss(), model=Best(), objective=Diffusion(Flow()), data=data, lr=0.0, steps=40, log_every=40)
     loop.run()
     told = heard.told[40]
     for name in [name for name in told if name.startswith("loss/snr-")]:
@@ -322,7 +325,7 @@ def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
         .plain(loop.feed.held, 5000)
     )
     (batch,) = images
-    diffusion = Diffusion(schedule="cosine")
+    diffusion = Diffusion(VP(schedule="cosine"))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         losses = [float(diffusion(loop.model, diffusion.draw(batch, generator)).loss) for _ in range(100)]
@@ -392,7 +395,7 @@ def test_what_is_no_overfitting() -> None:
 
 
 def test_a_net_that_learns_its_samples_by_heart_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    options: dict[str, Any] = {"objective": Diffusion(schedule="flow"), "data": InMemory(digits().images[:40])}
+    options: dict[str, Any] = {"objective": Diffusion(Flow()), "data": InMemory(digits().images[:40])}
     loop, heard = make(Loss(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
     loop.run()
     assert any("overfits since step" in text for text in warnings(caplog))
