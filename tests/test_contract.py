@@ -197,7 +197,7 @@ ROOMS = [
     *("disk", "data", "progress", "objective", "sampling", "weights", "models", "diffusion"),
     *("log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("sinks", "testing", "builtin", "experiment", "cli", "__init__"),
+    *("sinks", "findings", "testing", "builtin", "experiment", "cli", "__init__"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # these name `Loop` for type checkers
 
