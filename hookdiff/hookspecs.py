@@ -107,7 +107,7 @@ class Hooks(Protocol):
     def after_backward(self, loop: Loop) -> None:
         """Moment: once a step; the gradients are whole, at true scale, and finite.
 
-        Plugins that read gradients are plain, plugins that change them are `trylast`. May change: the gradients in place.
+        Plugins that read gradients are plain, plugins that change them `trylast`. May change: the gradients in place.
         """
 
     @hookspec(firstresult=True)

@@ -32,8 +32,8 @@ class Metrics:
 
     A checkpoint holds the length of the file, and a resumed run cuts the file there, so that no step appears twice.
     Lines are not synced: a machine that crashes may lose lines that a checkpoint counts. The file then ends with its
-    last whole line, and a warning names the loss. A branch begins with the lines of the run that it branches off. On a full disk
-    new lines wait until there is room.
+    last whole line, and a warning names the loss. A branch begins
+    with the lines of the run that it branches off. On a full disk new lines wait until there is room.
     """
 
     _file: FileIO | None = field(default=None, init=False)
