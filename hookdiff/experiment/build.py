@@ -197,7 +197,7 @@ def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
     if objective.conditional and feed.labels is None:
         raise ConfigError(f"diffusion.conditional: the network is told of classes, and {config.data.use} has no labels")
     try:
-        objective.standardised(torch.zeros(1, *feed.shape))
+        objective.normalize(torch.zeros(1, *feed.shape))
     except ValueError as error:
         raise ConfigError(f"diffusion: {error}") from None
     try:

@@ -8,10 +8,14 @@ a float, or a tensor that broadcasts against the images (n 1 1 1) in their dtype
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
-from attrs import define
+from attrs import define, field
+from attrs.validators import gt
 from torch import Tensor
+
+from hookdiff.choices import Choice
 
 Rate = Tensor | float
 
@@ -26,39 +30,43 @@ def noise_from_x0(x_t: Tensor, x0: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
     return (x_t - alpha * x0) / sigma
 
 
-class Parametrization(Protocol):
+class Prediction(Choice, ABC):
     """A meaning of the network's output; `target` and `x0_and_noise` undo each other."""
 
-    needs_alpha: bool  # x0 cannot be read off where nothing of the image is left (alpha = 0)
-    needs_sigma: bool  # the noise cannot be read off where there is none (sigma = 0)
+    kind = "prediction"
+    needs_alpha = False  # x0 cannot be read off where nothing of the image is left (alpha = 0)
+    needs_sigma = False  # the noise cannot be read off where there is none (sigma = 0)
 
     def network_input(self, x_t: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return what the network is shown in place of x_t."""
+        """Return what the network gets in place of x_t: x_t itself, unless the prediction scales it."""
+        return x_t
 
+    @abstractmethod
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
         """Return what the network should output for x_t = alpha * x0 + sigma * noise."""
 
+    @abstractmethod
     def x0_and_noise(self, output: Tensor, x_t: Tensor, alpha: Rate, sigma: Rate) -> tuple[Tensor, Tensor]:
-        """Return the image and the noise that `output` says `x_t` is made of."""
+        """Return the image and the noise that `x_t` is made of, according to `output`."""
 
+    @abstractmethod
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
-        """Return sigma² times how much larger the squared error of the output is than that of its x0.
+        """Return sigma² times the ratio of the squared error of the output to that of its x0.
 
         The factor sigma² keeps it finite where sigma is 0. A loss on the output is one on x0 with this weight.
         """
 
-
-class _ShowsXt:
-    """The network sees x_t as it is."""
-
-    needs_alpha = needs_sigma = False
-
-    def network_input(self, x_t: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return x_t."""
-        return x_t
+    def check(self, process: Any) -> None:
+        """Raise ValueError, naming `prediction`, for a process (`Process`) with which it has no meaning."""
+        if self.needs_alpha and process.ends_in_noise:
+            raise ValueError(
+                f"'prediction' cannot be {self.use!r}: this process ends in pure noise, where the output says nothing of "
+                "the image; use 'v_prediction', 'flow_prediction', 'sample' or 'edm'"
+            )
 
 
-class Epsilon(_ShowsXt):
+@define(frozen=True)
+class Epsilon(Prediction):
     """The output is the noise: Ho et al. 2020 (arXiv 2006.11239), eq. 11 to 14."""
 
     needs_alpha = True
@@ -76,7 +84,8 @@ class Epsilon(_ShowsXt):
         return alpha * alpha
 
 
-class Sample(_ShowsXt):
+@define(frozen=True)
+class Sample(Prediction):
     """The output is the image, x0."""
 
     needs_sigma = True
@@ -94,7 +103,8 @@ class Sample(_ShowsXt):
         return sigma * sigma
 
 
-class VPrediction(_ShowsXt):
+@define(frozen=True)
+class VPrediction(Prediction):
     """The output is v = alpha * noise - sigma * x0.
 
     Salimans & Ho 2022 (arXiv 2202.00512), section 4 and appendix D. Where alpha² + sigma² = 1, (x0, noise) to
@@ -116,7 +126,8 @@ class VPrediction(_ShowsXt):
         return square * square
 
 
-class FlowPrediction(_ShowsXt):
+@define(frozen=True)
+class FlowPrediction(Prediction):
     """The output is u = noise - x0, the velocity of x_t = (1 - t) x0 + t noise.
 
     Lipman et al. 2022 (arXiv 2210.02747), Liu et al. 2022 (arXiv 2209.03003). Noise is at t = 1 here, so u points
@@ -139,18 +150,14 @@ class FlowPrediction(_ShowsXt):
 
 
 @define(frozen=True)
-class EDM:
+class EDMPrediction(Prediction):
     """The output is what, scaled and added to a share of x_t, gives the image; what goes in and out has unit variance.
 
     Karras et al. 2022 (arXiv 2206.00364), section 5 and table 1, there for alpha = 1. Another alpha is the same process
     seen through x_t / alpha, whose sigma is sigma / alpha; written so that alpha may be 0.
-
-    Args:
-        sigma_data: standard deviation of the images, above 0.
     """
 
-    sigma_data: float = 0.5
-    needs_alpha = needs_sigma = False
+    sigma_data: float = field(default=0.5, validator=gt(0))  # standard deviation of the images
 
     def _variance(self, alpha: Rate, sigma: Rate) -> Rate:
         return sigma * sigma + self.sigma_data**2 * (alpha * alpha)  # of x_t
@@ -180,16 +187,16 @@ class EDM:
         return self._variance(alpha, sigma) / self.sigma_data**2
 
 
-def make_parametrization(name: str, sigma_data: float = 0.5) -> Parametrization:
-    """Return the parametrization called `name`, one of PREDICTION_TYPES; `sigma_data` is read by "edm"."""
-    return EDM(sigma_data) if name == "edm" else _PLAIN[name]
-
-
 # The names are those of diffusers' schedulers, where it has them.
-_PLAIN: dict[str, Parametrization] = {
-    "epsilon": Epsilon(),
-    "sample": Sample(),
-    "v_prediction": VPrediction(),
-    "flow_prediction": FlowPrediction(),
+Prediction.known = {
+    "epsilon": Epsilon,
+    "sample": Sample,
+    "v_prediction": VPrediction,
+    "flow_prediction": FlowPrediction,
+    "edm": EDMPrediction,
 }
-PREDICTION_TYPES = (*_PLAIN, "edm")
+
+
+def to_prediction(value: Prediction | str) -> Prediction:
+    """Return the prediction that `value` is, or names."""
+    return Prediction.of(value)
