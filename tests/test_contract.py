@@ -181,7 +181,7 @@ print(*sys.modules)
     modules = fresh_python(code)
     assert (tmp_path / "run" / "config.toml").exists()
     assert {module.partition(".")[0] for module in modules if module.startswith("hookdiff_")} == {"hookdiff_clip"}
-    asked_for = {"skip", "fit_micro_batch", "memory_estimate", "spectral"}
+    asked_for = {"skip", "fit_micro_batch", "memory_estimate"}
     assert not {f"hookdiff.{name}" for name in asked_for} & modules
     assert not {"torchvision", "aim", "safetensors.torch"} & modules
 
