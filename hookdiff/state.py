@@ -20,7 +20,6 @@ from hookdiff.disk.tree import State, plain
 from hookdiff.errors import NoCheckpoint, UserError, nearest
 from hookdiff.log import Log
 from hookdiff.models.names import plain_name
-from hookdiff.plugins import Plugins
 from hookdiff.progress import Progress
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -37,7 +36,7 @@ class RunState:
     """All that a run is: weights, optimizers, the state of every plugin, counts, and what it was made from."""
 
     model: nn.Module
-    plugins: Plugins
+    plugins: Mapping[str, Any]
     progress: Progress
     log: Log
     feed: Feed
@@ -66,16 +65,16 @@ class RunState:
             },
         }
 
-    def check(self, saved: State, place: Path | None, must_exist: bool) -> None:
-        """Raise UserError unless a run that was asked to go on from `place` can go on from `saved`.
+    def check(self, saved: State, place: Path | None, must_exist: bool, is_read: bool) -> None:
+        """Raise UserError unless a run that was asked to go on from `place` (None: it was not) can do so.
 
-        `saved` is empty where `place` has no checkpoint: the run then starts anew, unless the place `must_exist`. None
-        is a run that starts. Raises NoCheckpoint, and UserError when no plugin reads checkpoints, and for another seed.
+        `saved` is empty where the place has no checkpoint; the run then starts anew, unless the place `must_exist`
+        (NoCheckpoint) or no checkpoint `is_read` by any plugin. With another seed it cannot go on.
         """
-        if place is None:
+        if not place:
             return
         if not saved:
-            self._check_start(place, must_exist)
+            _check_start(place, must_exist, is_read)
             return
         own, num_samples = self.feed.seed, len(self.feed.training)
         with refused_if_unfit("random"):
@@ -88,17 +87,6 @@ class RunState:
             )
         if before != num_samples:
             log.warning("the data has %s samples to train on; the checkpoint was made with %s", num_samples, before)
-
-    def _check_start(self, place: Path, must_exist: bool) -> None:
-        if not self.plugins.implement("restore"):
-            raise UserError(
-                f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the plugin "
-                "that saved it (`hookdiff plugins` lists what is installed)"
-            )
-        if must_exist:
-            raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
-        if place.is_dir() and not is_empty(place):
-            log.info("%s has no checkpoint to go on from: the run starts anew", place)
 
     def load(self, saved: State) -> None:
         """Load counts, weights and optimizer state; hyper-parameters stay as the config made them.
@@ -153,6 +141,18 @@ class RunState:
         self.load(saved)
         self.load_plugins(saved, () if saved["progress"]["step"] > first_step else fresh)
         self.progress.load_state_dict({**here, "step": self.progress.step})
+
+
+def _check_start(place: Path, must_exist: bool, is_read: bool) -> None:
+    if not is_read:
+        raise UserError(
+            f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the plugin "
+            "that saved it (`hookdiff plugins` lists what is installed)"
+        )
+    if must_exist:
+        raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
+    if place.is_dir() and not is_empty(place):
+        log.info("%s has no checkpoint to go on from: the run starts anew", place)
 
 
 @contextmanager

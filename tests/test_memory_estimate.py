@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from hookdiff import ConfigError, UserError, load_config
 from hookdiff.cli import main
 from hookdiff.disk import flatten
-from hookdiff.experiment import estimate_memory
 from hookdiff.experiment.build import build_loop
+from hookdiff.experiment.memory import estimate_memory
 from hookdiff.models.memory import optimizer_bytes
 from hookdiff.testing import toy_model
 

@@ -60,7 +60,7 @@ def command(
     from_file = weights if weights and weights.endswith(".safetensors") else None
     config = load_config(source / CONFIG, settings=settings)
     experiment.try_config(config, resume=True)
-    hooks = ("prepare_model", "restore", "sample")
+    hooks = ("prepare_model", "restore", "sample", "offer_weights")
     loop = experiment.build_loop(config, source, resume=run, hooks=hooks)
     out = out or source / "samples" / f"seed-{seed}.png"
     check_writable(out)

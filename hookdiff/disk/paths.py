@@ -46,8 +46,3 @@ def no_such_folder(path: Path) -> UserError:
     """Return the error of a folder that is not there, with the nearest name beside it."""
     near = nearest(path.name, [other.name for other in path.parent.iterdir()]) if path.parent.is_dir() else ""
     return UserError(f"{path}: no such folder{near}")
-
-
-def same_place(one: Path, other: Path | None) -> bool:
-    """Whether two paths lead to one place; a place that is not given is every place."""
-    return other is None or one.resolve() == other.resolve()

@@ -17,7 +17,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Config, Loop, SampleRequest, UserError, build_loop, evaluating
 from hookdiff.disk import run_of, save_grid
-from hookdiff.experiment import estimate_memory
+from hookdiff.experiment.memory import estimate_memory
 from hookdiff_debug import checks, measure
 from hookdiff_debug.checks import Finding
 from hookdiff_debug.measure import LEVELS, Level, Outputs
@@ -26,9 +26,9 @@ from hookdiff_debug.trial import SETTLED, Trial, train
 # Plugins that have a part in a step or in sampling; those that write files, or measure now and then, have none.
 _IN_A_STEP = (
     *("prepare_model", "before_step", "micro_step", "compute_loss", "backward", "unscale", "after_backward"),
-    *("optimizer_step", "sample"),
+    *("optimizer_step", "sample", "offer_weights", "wrap_net"),
 )
-_IN_SAMPLING = ("prepare_model", "restore", "sample")
+_IN_SAMPLING = ("prepare_model", "restore", "sample", "offer_weights")
 _PARTS = {"compute_loss": "forward", "backward": "backward", "optimizer_step": "optimizer"}
 _TRAINED = 500  # updates, after which a network has to know something
 _IMAGES = 64  # that the network is asked about

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, SampleRequest
-from hookdiff.experiment import estimate_memory
 from hookdiff.experiment.build import build_loop
 from hookdiff.experiment.config import load_config
+from hookdiff.experiment.memory import estimate_memory
 from hookdiff.experiment.probe import try_config
 from hookdiff.experiment.structure import Problems, arguments, parameters
 from hookdiff.models import DiT, UNet
