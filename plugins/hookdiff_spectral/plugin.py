@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -78,14 +79,14 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
     shared or parametrised.
     """
     chosen = choose_layers(model, patterns)
-    at_zero = [name for name, layer in chosen.items() if is_zero(layer.get_parameter("weight"))]
+    at_zero = [name for name, layer in chosen.items() if is_zero(layer.weight)]
     layers = {name: layer for name, layer in chosen.items() if name != output and name not in at_zero}
     if not layers:
         raise ConfigError(f"{KEY}: {', '.join(chosen)}: the output layer and layers that start at zero stay as they are")
     _refuse_shared(model, layers)
     for layer in layers.values():
         transposed = isinstance(layer, _ConvTransposeNd)
-        divided = DividedBySigma(layer.get_parameter("weight"), transposed, generator)
+        divided = DividedBySigma(layer.weight, transposed, generator)
         parametrize.register_parametrization(layer, "weight", divided)
     log.info(
         "spectral: %d layers are normalised%s; %d more start at zero and stay as they are",
@@ -96,7 +97,7 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
     return list(layers)
 
 
-def choose_layers(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+def choose_layers(model: nn.Module, patterns: Iterable[str]) -> dict[str, Any]:
     """Return the linear layers and convolutions that `patterns` choose, by name, in the model's order.
 
     Raises ConfigError for a pattern that chooses none.
@@ -115,10 +116,10 @@ def choose_layers(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Mod
     return {name: module for name, module in modules.items() if name in chosen}
 
 
-def _refuse_shared(model: nn.Module, layers: dict[str, nn.Module]) -> None:
+def _refuse_shared(model: nn.Module, layers: Mapping[str, Any]) -> None:
     for name, layer in layers.items():
         if parametrize.is_parametrized(layer, "weight"):
             raise ConfigError(f"{KEY}: the weight of {name} is parametrised already")
         names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
         if len(names) > 1:
-            raise ConfigError(f"{KEY}: {' and '.join(names)} are one weight, which cannot be divided for one alone")
+            raise ConfigError(f"{KEY}: {' and '.join(names)} are one weight, which cannot be divided for one of them")

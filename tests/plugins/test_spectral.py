@@ -15,7 +15,8 @@ from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrizations
 
 from hookdiff import ConfigError, Loop, SampleRequest, UserError, build_loop, hookimpl, load_config
-from hookdiff.experiment import estimate_memory, try_config
+from hookdiff.experiment import try_config
+from hookdiff.experiment.memory import estimate_memory
 from hookdiff.models import UNet
 from hookdiff.models.names import plain_name
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
@@ -137,11 +138,11 @@ def test_what_is_refused(patterns: list[str], message: str) -> None:
 def test_a_weight_that_is_shared_or_parametrised_is_refused() -> None:
     shared = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     shared[1].weight = shared[0].weight  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight are one weight"):
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight are one weight"):
         add(shared, "0")
     once = nn.Sequential(nn.Linear(3, 3))
     add(once, "0")
-    with pytest.raises(ValueError, match=r"the weight of 0 is parametrised already"):
+    with pytest.raises(ConfigError, match=r"the weight of 0 is parametrised already"):
         add(once, "0")
 
 
