@@ -170,8 +170,8 @@ def _load_model(model: nn.Module, saved: State) -> None:
     if changed := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
-            "the checkpoint is of a model with other parametrisations; the plugin that adds them has to be in the run "
-            f"with the keys of then. They differ for {', '.join(changed[:3])}{more}"
+            f"the checkpoint is of a model with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
+            "that makes them has to be in the run, with the same keys as at the checkpoint"
         )
     problems = [f"missing {name}" for name in own if name not in saved]
     problems += [f"unexpected {name}{nearest(name, own)}" for name in saved if name not in own]

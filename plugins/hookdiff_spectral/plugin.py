@@ -82,7 +82,9 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
     at_zero = [name for name, layer in chosen.items() if is_zero(layer.weight)]
     layers = {name: layer for name, layer in chosen.items() if name != output and name not in at_zero}
     if not layers:
-        raise ConfigError(f"{KEY}: {', '.join(chosen)}: the output layer and layers that start at zero stay as they are")
+        raise ConfigError(
+            f"{KEY}: no layer is left of {', '.join(chosen)}: the output and what starts at zero stay free"
+        )
     _refuse_shared(model, layers)
     for layer in layers.values():
         transposed = isinstance(layer, _ConvTransposeNd)

@@ -126,7 +126,10 @@ def test_patterns_choose_layers(patterns: list[str], names: list[str]) -> None:
         (["*atention*"], "no module matches '*atention*'; did you mean 'attention'?"),
         (["conv_ni"], "no module matches 'conv_ni'; did you mean 'conv_in'?"),
         (["norm_out"], "no module that matches 'norm_out' has a linear layer or convolution in it"),
-        (["conv_out", "mid.0.conv2"], "mid.0.conv2, conv_out: "),  # the output, and a layer that starts at zero
+        (
+            ["conv_out", "mid.0.conv2"],
+            "no layer is left of mid.0.conv2, conv_out: ",
+        ),
     ],
 )
 def test_what_is_refused(patterns: list[str], message: str) -> None:
@@ -320,7 +323,7 @@ def test_a_run_goes_on_with_the_same_layers_only(
 ) -> None:
     build_loop(load(tmp_path, UNET, *SOME), tmp_path / "run").run()
     config = load(tmp_path, UNET, *layers, plugins=plugins, steps=8)
-    with pytest.raises(UserError, match=r"other parametrisations; .* differ for .*, .*, .* and \d+ more"):
+    with pytest.raises(UserError, match=r"other parametrisations of .*, .*, .* and \d+ more; "):
         build_loop(config, tmp_path / "run", resume=True).run()
 
 
