@@ -16,7 +16,7 @@ from hookdiff.models import UNet
 from hookdiff.testing import assert_same
 from hookdiff_checkpoint.to_diffusers import recipe_of
 
-HOOKS = ("prepare_model", "restore", "sample")
+HOOKS = ("prepare_model", "restore", "sample", "offer_weights")
 RUN = """
 [run]
 steps = 6
@@ -60,22 +60,14 @@ num_embeds_ada_norm = 10
 """
 # A plugin that this project does not know, with an "average" of its own.
 MINE = """
-from hookdiff import UnknownWeights, hookimpl
+from hookdiff import hookimpl
 
 class Half:
-    "Lends the half of every weight."
+    "Offers the half of every weight."
 
-    @hookimpl(wrapper=True)
-    def sample(self, loop, request):
-        if request.weights != "half":
-            try:
-                return (yield)
-            except UnknownWeights as error:
-                error.known.append("half")
-                raise
-        halves = {name: value.detach() / 2 for name, value in loop.model.named_parameters()}
-        with borrowed_weights(loop, "half", halves):
-            return (yield)
+    @hookimpl
+    def offer_weights(self, loop):
+        return {"half": lambda: {name: value.detach() / 2 for name, value in loop.model.named_parameters()}}
 """
 
 
@@ -167,7 +159,8 @@ def test_weights_from_a_file(trained: Any, command: Any, tmp_path: Path) -> None
 
 
 def test_spectral_norm_leaves_the_weights_that_it_makes(trained: Any, command: Any, tmp_path: Path) -> None:
-    run, file = trained("spectral", OURS, "model.spectral_norm=['down*']"), tmp_path / "out.safetensors"
+    settings = ("run.plugins=['ema', 'spectral', 'checkpoint']", "plugins.spectral.layers=['down*']")
+    run, file = trained("spectral", OURS, *settings), tmp_path / "out.safetensors"
     assert command("export", run, file, "--weights", "ema")[0] == 0
     plain, exported = UNet(in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8), load_file(file)
     plain.load_state_dict(exported)
