@@ -18,7 +18,20 @@ from attrs import define
 from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, InMemory, Loop, LoopConfig, hookimpl
-from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.diffusion import (
+    DDIM,
+    DDPM,
+    EDM,
+    VP,
+    Diffusion,
+    DPMSolver2M,
+    Euler,
+    Flow,
+    Heun,
+    Sampling,
+    Solver,
+    Times,
+)
 
 MEAN, STD = 1.0, 0.5  # of the data
 TOLERANCE = 0.02  # of loss and deviations, relative; of means, in units of STD
@@ -38,13 +51,10 @@ class Case:
 
     def diffusion(self, weighting: str) -> Diffusion:
         """Return the objective under test."""
-        return Diffusion(
-            schedule=self.schedule,
-            prediction_type=self.prediction_type,
-            weighting=weighting,
-            rescale_betas_zero_snr=self.zero_snr,
-            stratified=True,
-        )
+        processes = {"linear": VP(rescale_betas_zero_snr=self.zero_snr), "flow": Flow(), "edm": EDM()}
+        process = processes[self.schedule]
+        times = Times.of({"use": process.times, "stratified": True})
+        return Diffusion(process, self.prediction_type, weighting, times)
 
     def __str__(self) -> str:
         rescaled = ", zero terminal SNR" if self.zero_snr else ""
@@ -60,13 +70,13 @@ CASES = (
     Case("edm", "edm"),
 )
 WEIGHTINGS = ("uniform", "min_snr", "debiased", "p2", "edm")
-SAMPLERS: dict[str, dict[str, Any]] = {
-    "ddim": {"sampler": "ddim"},
-    "ddpm": {"sampler": "ddpm"},
-    "ddpm large": {"sampler": "ddpm", "variance": "fixed_large"},
-    "euler": {"sampler": "euler"},
-    "heun": {"sampler": "heun"},
-    "dpmpp_2m": {"sampler": "dpmpp_2m"},
+SAMPLERS: dict[str, Solver] = {
+    "ddim": DDIM(),
+    "ddpm": DDPM(),
+    "ddpm large": DDPM(variance="fixed_large"),
+    "euler": Euler(),
+    "heun": Heun(),
+    "dpmpp_2m": DPMSolver2M(),
 }
 
 
@@ -101,8 +111,8 @@ def run(cases: Sequence[Case] = CASES, weightings: Sequence[str] = WEIGHTINGS) -
                 ("mean", float(net.mean.detach()), MEAN),
                 ("std", float(net.log_std.detach().exp()), STD),
             ]
-            for name, options in SAMPLERS.items():
-                both = zip(measured_samples(net, diffusion, options), exact_samples(case, name), strict=True)
+            for name, sampler in SAMPLERS.items():
+                both = zip(measured_samples(net, diffusion, sampler), exact_samples(case, name), strict=True)
                 found += [(f"{name} {what}", *values) for what, values in zip(("mean", "std"), both, strict=True)]
             yield [Check(case, weighting, *numbers) for numbers in found]
 
@@ -168,9 +178,9 @@ def measured_loss(net: GaussianNet, diffusion: Diffusion, batches: int = 40) -> 
     return float(torch.stack(losses).double().mean())
 
 
-def measured_samples(net: GaussianNet, diffusion: Diffusion, options: dict[str, Any]) -> tuple[float, float]:
+def measured_samples(net: GaussianNet, diffusion: Diffusion, sampler: Solver) -> tuple[float, float]:
     """Return mean and deviation of the pixels of 2000 samples."""
-    sampling = Sampling(**options, steps=STEPS, clip_sample=False, batch_size=2000)
+    sampling = Sampling(sampler, STEPS, clipping="none", batch_size=2000)
     generators = [Generator().manual_seed(k) for k in range(2000)]
     images = sampling.sample(net, diffusion, SHAPE, generators, "cpu", noise=gaussian(2000, 0, 1)).double()
     return float(images.mean()), float(images.std(correction=0))
