@@ -8,7 +8,8 @@ from typing import ClassVar
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff.choices import Choice, between
+from hookdiff.choices import Choice
+from hookdiff.options import between
 
 
 class Clipping(Choice, ABC):
