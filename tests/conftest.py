@@ -1,4 +1,6 @@
+import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,9 +27,27 @@ SMALL: dict[str, Any] = {
     "run": {"steps": 6, "batch_size": 16, "device": "cpu"},
     "data": {"source": "digits"},
     "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8},
-    "diffusion": {"timesteps": 20},
+    "diffusion": {"process": {"use": "vp", "schedule": "cosine", "timesteps": 20}},
     "sampling": {"steps": 2},
 }
+
+
+def check_facts(text: object, *facts: object) -> None:
+    """Assert that every fact (a file, a key, a number, a name) is in the text; sentences may be worded in any way."""
+    for fact in map(str, facts):
+        # As a word of its own: 5 is not in 50, 5.1 or 0.5.
+        found = re.search(rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)", str(text))
+        assert found, f"{fact} is not in: {text}"
+
+
+def refused(error: type[BaseException], *facts: object) -> Any:
+    """Return the context that expects an error of this type, with all these facts in its message."""
+
+    def check(caught: BaseException) -> bool:
+        check_facts(caught, *facts)
+        return True
+
+    return pytest.raises(error, check=check)
 
 
 @pytest.fixture
@@ -59,6 +79,38 @@ def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         return int(caught.value.code or 0), out, err
 
     return call
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that installs a distribution: its metadata, its entry points, its modules."""
+    before = set(sys.modules)
+
+    def made(
+        name: str,
+        entries: dict[str, str] | None = None,
+        group: str = "hookdiff.plugins",
+        where: str = "site",
+        **modules: str,
+    ) -> None:
+        site = tmp_path / where
+        info = site / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = [f"[{group}]", *(f"{entry} = {value}" for entry, value in (entries or {}).items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        for module, source in modules.items():
+            path = site.joinpath(*module.split(".")).with_suffix(".py")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(source)
+        if str(site) not in sys.path:
+            monkeypatch.syspath_prepend(site)
+        importlib.invalidate_caches()
+
+    yield made
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
 
 
 @pytest.fixture
