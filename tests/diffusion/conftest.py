@@ -19,6 +19,7 @@ from hookdiff.diffusion import (
     VP,
     Diffusion,
     DPMSolver2M,
+    EDMPrediction,
     Euler,
     Flow,
     Heun,
@@ -28,6 +29,7 @@ from hookdiff.diffusion import (
     ScaledLinear,
     Schedule,
     Sigmoid,
+    Solver,
 )
 
 PREDICTIONS = list(Prediction.known)
@@ -94,7 +96,14 @@ def objectives(draw: st.DrawFn, /, **options: Any) -> Diffusion:
     zero_snr = prediction != "epsilon" and draw(st.booleans())
     vp = st.builds(VP, st.sampled_from(SHORT), st.just(20), st.just(zero_snr))
     process = draw(st.one_of(vp, st.just(EDM()), st.just(EDM() if prediction == "epsilon" else Flow())))
+    if prediction == "edm" and "data_std" in options:
+        prediction = EDMPrediction(1.0)  # for images of this deviation
     return Diffusion(process, prediction, **options)
+
+
+def readable(sampler: Solver, diffusion: Diffusion) -> Solver:
+    """Heun's last step of a flow asks about the image itself, of which a network for constant data knows no noise."""
+    return Euler() if isinstance(diffusion.process, Flow) and isinstance(sampler, Heun) else sampler
 
 
 @define(eq=False)
