@@ -7,11 +7,9 @@ script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"`
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Self, TypeVar
-
-from attrs import Attribute
 
 from hookdiff.errors import PluginError, nearest
 
@@ -86,17 +84,3 @@ def import_object(path: str, what: str) -> Any:
     if not hasattr(found, name):
         raise PluginError(f"{what}: {module} has no {name!r}{nearest(name, dir(found))}")
     return getattr(found, name)
-
-
-def between(low: float, high: float, *, open_ends: bool = False) -> Callable[[Any, Attribute[Any], Any], None]:
-    """Return a validator: a number, or each of a list, lies between `low` and `high`; None passes."""
-
-    def check(instance: object, option: Attribute[Any], value: Any) -> None:
-        numbers = () if value is None else value if isinstance(value, (tuple, list)) else (value,)
-        for number in numbers:
-            inside = low < number < high if open_ends else low <= number <= high
-            if not inside:  # a NaN is not
-                brackets = "()" if open_ends else "[]"
-                raise ValueError(f"'{option.name}' must be in {brackets[0]}{low:g}, {high:g}{brackets[1]}: {number:g}")
-
-    return check

@@ -165,7 +165,14 @@ def test_attributes_of_a_loop_are_read_only() -> None:
 # Public modules, beside the names of `hookdiff` itself: what few plugins need is taken from these.
 PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
-    *("hookdiff.models", "hookdiff.choices", "hookdiff.cli.options", "hookdiff.findings", "hookdiff.hookspecs"),
+    *(
+        "hookdiff.models",
+        "hookdiff.choices",
+        "hookdiff.options",
+        "hookdiff.cli.options",
+        "hookdiff.findings",
+        "hookdiff.hookspecs",
+    ),
     *("hookdiff.log", "hookdiff.models.memory", "hookdiff.experiment.memory", "hookdiff.randomness"),
     *("hookdiff.testing", "hookdiff.weights"),
 }
@@ -186,11 +193,11 @@ def test_a_plugin_knows_the_public_names_and_itself(path: Path) -> None:
 
 # The rooms of the core, lowest first: each may import those before it. See docs/architecture.md.
 ROOMS = [
-    *("errors", "readonly", "ranks", "randomness", "gradients", "dispatch"),
+    *("errors", "readonly", "ranks", "randomness", "options", "choices", "gradients", "dispatch"),
     *("disk", "data", "progress", "objective", "sampling", "weights", "models", "diffusion"),
     *("log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("sinks", "testing", "builtin", "experiment", "cli", "__init__"),
+    *("sinks", "findings", "testing", "builtin", "experiment", "cli", "__init__"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # these name `Loop` for type checkers
 

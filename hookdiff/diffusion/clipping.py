@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff.choices import Choice, between
+from hookdiff.choices import Choice
+from hookdiff.options import between
 
 
 class Clipping(Choice, ABC):

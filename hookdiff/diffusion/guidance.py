@@ -12,8 +12,9 @@ from attrs import Attribute, define, field
 from attrs.validators import ge
 from torch import Tensor
 
-from hookdiff.choices import Choice, between
+from hookdiff.choices import Choice
 from hookdiff.diffusion.process import Point
+from hookdiff.options import between
 
 Ask = Callable[[Tensor, Tensor | None], Tensor]  # x_t and labels (n, int64; -1 is none) to the network's output
 

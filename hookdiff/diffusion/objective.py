@@ -9,7 +9,6 @@ import torch
 from attrs import Attribute, Factory, define, field
 from torch import Generator, Tensor
 
-from hookdiff.choices import between
 from hookdiff.data.batch import Batch
 from hookdiff.diffusion.losses import MSE, Loss, to_loss
 from hookdiff.diffusion.prediction import EDMPrediction, Prediction, q_sample, to_prediction
@@ -17,6 +16,7 @@ from hookdiff.diffusion.process import VP, Process, to_process
 from hookdiff.diffusion.times import Times, to_times
 from hookdiff.diffusion.weighting import EDMWeighting, UniformWeighting, Weighting, to_weighting
 from hookdiff.objective import LossOutput
+from hookdiff.options import between
 
 # (network input: n c h w, its time: n, int64 or float32[, labels: n, int64]) -> n c h w
 Net = Callable[..., Tensor]

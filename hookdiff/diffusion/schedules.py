@@ -10,7 +10,8 @@ import torch
 from attrs import Attribute, define, field
 from torch import Tensor
 
-from hookdiff.choices import Choice, between
+from hookdiff.choices import Choice
+from hookdiff.options import between
 
 _BETA = between(0, 1, open_ends=True)
 

@@ -10,12 +10,13 @@ from attrs import define, field
 from attrs.validators import ge, gt, in_
 from torch import Tensor
 
-from hookdiff.choices import Choice, between
+from hookdiff.choices import Choice
 from hookdiff.diffusion.chain import Chain
 from hookdiff.diffusion.clipping import NoClipping
 from hookdiff.diffusion.prediction import q_sample
 from hookdiff.diffusion.process import Point
 from hookdiff.diffusion.steps import churned, ddim_step, ddpm_step, dpmpp_2m_step, heun_step
+from hookdiff.options import between
 
 
 class Solver(Choice, ABC):

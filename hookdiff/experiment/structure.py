@@ -67,7 +67,7 @@ def arguments(
     requires and the table lacks are not looked for here: whoever builds may add some (`missing` tells).
     """
     known = parameters(target)
-    hints = _hints(target)
+    hints = hints_of(target)
     result = {}
     for key, value in table.items():
         if key not in known:
@@ -83,7 +83,7 @@ def arguments(
     # attrs runs no validator once one field has failed. Here each sees an instance of what is known so far.
     defaults = {name: parameter.default for name, parameter in known.items()}
     so_far = types.SimpleNamespace(**{**defaults, **result})
-    for key, field in _fields(target).items():
+    for key, field in fields_of(target).items():
         if key in result and field.validator is not None:
             try:
                 field.validator(so_far, field, result[key])
@@ -113,7 +113,7 @@ def resolved(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, 
 
     What TOML cannot say (None) is left out, and so is a default that would not come back as it is.
     """
-    table, hints = {}, _hints(target)
+    table, hints = {}, hints_of(target)
     for name, parameter in parameters(target).items():
         value = as_toml(given.get(name, parameter.default))
         if value is not None and (name in given or _comes_back(parameter.default, value, hints.get(name, Any))):
@@ -138,7 +138,7 @@ def as_toml(value: Any) -> Any:
         return str(value)
     if isinstance(value, Choice):
         return {"use": value.use, **_fields_as_toml(value)}
-    if _fields(type(value)):
+    if fields_of(type(value)):
         return _fields_as_toml(value)
     if isinstance(value, (tuple, list, set, frozenset)):
         items = [as_toml(item) for item in value]
@@ -151,20 +151,20 @@ def as_toml(value: Any) -> Any:
 
 
 def _fields_as_toml(value: Any) -> dict[str, Any]:
-    fields = _fields(type(value))
+    fields = fields_of(type(value))
     return resolved(type(value), {alias: getattr(value, field.name) for alias, field in fields.items()})
 
 
-def _fields(target: Any) -> dict[str, attrs.Attribute[Any]]:
+def fields_of(target: Any) -> dict[str, attrs.Attribute[Any]]:
     """Return the fields of an attrs class by the names of its arguments; of anything else, none."""
     if not (inspect.isclass(target) and attrs.has(target)):
         return {}
     return {field.alias: field for field in cast(Any, target).__attrs_attrs__ if field.init}
 
 
-def _hints(target: Any) -> dict[str, Any]:
+def hints_of(target: Any) -> dict[str, Any]:
     """Return the types of the arguments that have one."""
-    if fields := _fields(target):
+    if fields := fields_of(target):
         return {alias: _hint(field.type, _scope(target, field.name)) for alias, field in fields.items() if field.type}
     scope = getattr(inspect.unwrap(target.__init__ if inspect.isclass(target) else target), "__globals__", {})
     typed = {name: parameter.annotation for name, parameter in parameters(target).items()}
@@ -366,6 +366,6 @@ _converter.register_structure_hook(Every, _every)
 _converter.register_structure_hook_func(_is_union, _union)
 _converter.register_structure_hook_func(_is_sequence, _sequence)
 _converter.register_structure_hook_func(_is_mapping, _mapping)
-_converter.register_structure_hook_func(lambda kind: bool(_fields(kind)), _attrs_class)
+_converter.register_structure_hook_func(lambda kind: bool(fields_of(kind)), _attrs_class)
 _converter.register_structure_hook_func(lambda kind: isinstance(kind, type) and issubclass(kind, Choice), _choice)
 _converter.register_structure_hook_func(_is_literal, _literal)

@@ -27,11 +27,14 @@ class Inputs:
     high: float
     mean: float
     std: float  # of all values
-    told_mean: float  # of the same as the process has them: less data_mean, over data_std
-    told_std: float
+    scaled_mean: float  # of the values as the process has them: minus data_mean, over data_std
+    scaled_std: float
     nonfinite: float  # share of the values
     constant: float  # share of the images that have one value in all pixels
     same: float  # share of the images that are the first one again
+
+    def __str__(self) -> str:
+        return f"values from {self.low:.3g} to {self.high:.3g}, mean {self.mean:.2g}, std {self.std:.2g}"
 
 
 @define(frozen=True)
@@ -45,6 +48,9 @@ class Outputs:
     by_image: float  # change when each gets the noisy image of another, over the size of the output (both RMS)
     by_time: float  # the same with the time of another
     by_label: float  # the same without its label
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.2g}, std {self.std:.2g}"
 
 
 @define(frozen=True)
@@ -100,16 +106,16 @@ def measure_inputs(inputs: Tensor, standardised: Callable[[Tensor], Tensor] = la
     finite = flat.isfinite()
     low, high = torch.where(finite, flat, math.inf).min(), torch.where(finite, flat, -math.inf).max()
     mean, std = _moments(flat, finite)
-    told_mean, told_std = _moments(standardised(inputs.detach().float()).flatten(1), finite)
+    scaled_mean, scaled_std = _moments(standardised(inputs.detach().float()).flatten(1), finite)
     constant = (flat.amax(1) == flat.amin(1)).float().mean()
     same = (flat[1:] == flat[:1]).all(1).float().mean() if len(flat) > 1 else flat.new_zeros(())
     by_channel = inputs.detach().float().transpose(0, 1).flatten(1) if inputs.dim() > 2 else flat.new_zeros(0, 1)
     flags = (by_channel.amax(1) == by_channel.amin(1)).float()
     nonfinite = (~finite).float().mean()
-    numbers = torch.stack((low, high, mean, std, told_mean, told_std, nonfinite, constant, same))
-    told: list[float] = torch.cat((numbers, flags)).tolist()
-    channels = tuple(index for index, flag in enumerate(told[9:]) if flag)
-    return Inputs(len(flat), channels, *told[:9])
+    numbers = torch.stack((low, high, mean, std, scaled_mean, scaled_std, nonfinite, constant, same))
+    values: list[float] = torch.cat((numbers, flags)).tolist()
+    channels = tuple(index for index, flag in enumerate(values[9:]) if flag)
+    return Inputs(len(flat), channels, *values[:9])
 
 
 def _moments(values: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:

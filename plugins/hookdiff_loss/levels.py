@@ -48,7 +48,8 @@ class NoiseLevels:
     @property
     def has_floor(self) -> bool:
         """Whether the objective tells what knowing mean and variance would give: of a squared error, it can."""
-        return hasattr(self.objective, "floor") and getattr(self.objective, "loss", "mse") == "mse"
+        loss = getattr(self.objective, "loss", None)
+        return hasattr(self.objective, "floor") and getattr(loss, "use", "mse") == "mse"
 
     @property
     def names(self) -> list[str]:
