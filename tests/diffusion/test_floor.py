@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookdiff.data.batch import Batch
 from hookdiff.diffusion import PREDICTION_TYPES, SCHEDULES, Diffusion
-from hookdiff.selftest.gaussian import CASES, STD, Case, exact_loss, training_levels
+from hookdiff_selftest.gaussian import CASES, STD, Case, exact_loss, training_levels
 
 PAIRS = [pair for pair in product(SCHEDULES, PREDICTION_TYPES) if pair != ("flow", "epsilon")]
 
@@ -25,7 +25,7 @@ def times_of(diffusion: Diffusion, num: int) -> Tensor:
 def test_its_mean_is_the_least_loss_in_closed_form(case: Case) -> None:
     # `selftest gaussian` trains networks down to these numbers, which it derives without hookdiff.diffusion.
     diffusion, (_, sigma) = case.diffusion("uniform"), training_levels(case)
-    levels = {"linear": torch.arange(1000), "flow": torch.from_numpy(sigma), "edm": torch.from_numpy(sigma)}
+    levels = {"linear": torch.arange(1000), "flow": sigma, "edm": sigma}
     floor = diffusion.floor(levels[case.schedule], STD**2)
     assert float(floor.double().mean()) == pytest.approx(exact_loss(case, "uniform"), rel=1e-4)
 

@@ -158,7 +158,8 @@ def test_weights_from_a_file(trained: Any, command: Any, tmp_path: Path) -> None
 
 
 def test_spectral_norm_leaves_the_weights_that_it_makes(trained: Any, command: Any, tmp_path: Path) -> None:
-    run, file = trained("spectral", OURS, "model.spectral_norm=['down*']"), tmp_path / "out.safetensors"
+    settings = ("run.plugins=['ema', 'spectral', 'checkpoint']", "plugins.spectral.layers=['down*']")
+    run, file = trained("spectral", OURS, *settings), tmp_path / "out.safetensors"
     assert command("export", run, file, "--weights", "ema")[0] == 0
     plain, exported = UNet(in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8), load_file(file)
     plain.load_state_dict(exported)
