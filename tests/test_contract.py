@@ -201,6 +201,13 @@ def test_every_room_has_its_rank() -> None:
     assert rooms == set(ROOMS)
 
 
+def test_the_docs_list_the_rooms_in_their_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)(/?)` \| .+ \|$", page, re.M)
+    assert [room for room, _ in rows] == ROOMS
+    assert all((CORE / room).is_dir() == bool(slash) for room, slash in rows)
+
+
 @pytest.mark.parametrize("path", CORE_FILES, ids=name)
 def test_imports_go_down(path: Path) -> None:
     own = path.relative_to(CORE).parts[0].removesuffix(".py")
