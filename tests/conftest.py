@@ -1,8 +1,12 @@
+import copy
+import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,9 @@ import pytest
 import tomli_w
 import torch
 from hypothesis import settings
+
+from hookdiff import Loop, hookimpl
+from hookdiff.disk import flatten, unflatten
 
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("deep", max_examples=1000, deadline=None)
@@ -28,6 +35,24 @@ SMALL: dict[str, Any] = {
     "diffusion": {"timesteps": 20},
     "sampling": {"steps": 2},
 }
+
+
+def check_facts(text: object, *facts: object) -> None:
+    """Assert that every fact (a file, a key, a number, a name) is in the text; sentences may be worded in any way."""
+    for fact in map(str, facts):
+        # As a word of its own: 5 is not in 50, 5.1 or 0.5.
+        pattern = rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)"
+        assert re.search(pattern, str(text)), f"{fact} is not in: {text}"
+
+
+def refused(error: type[BaseException], *facts: object) -> Any:
+    """Return the context that expects an error of this type, with all these facts in its message."""
+
+    def check(caught: BaseException) -> bool:
+        check_facts(caught, *facts)
+        return True
+
+    return pytest.raises(error, check=check)
 
 
 @pytest.fixture
@@ -97,3 +122,62 @@ def small_disk(mount: Callable[..., None]) -> Callable[[Path], Path]:
 def disk(tmp_path: Path, small_disk: Callable[[Path], Path]) -> Path:
     """A disk of its own, of 4 MB."""
     return small_disk(tmp_path / "disk")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the messages that were logged as a warning or worse."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved(loop: Loop) -> dict[str, Any]:
+    """Return the state of a run as a file would give it back: it shares nothing with the run."""
+    tensors, tree = flatten(loop.state_dict())
+    return unflatten({name: tensor.detach().clone() for name, tensor in tensors.items()}, copy.deepcopy(tree))
+
+
+class Restores:
+    """A plugin with a state from which the run goes on, if it has one; it keeps that of the step `at`."""
+
+    def __init__(self, state: Any = None, at: int | None = None) -> None:
+        self.state, self.at = state, at
+
+    @hookimpl
+    def restore(self) -> Any:
+        return self.state
+
+    @hookimpl(trylast=True)
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.at:
+            self.state = saved(loop)
+
+
+class Logged:
+    """A plugin that keeps what is logged: the step and the values of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, float]]] = []
+
+    @hookimpl
+    def on_log(self, step: int, values: Mapping[str, float]) -> None:
+        self.calls.append((step, dict(values)))
+
+    def of(self, name: str) -> dict[int, float]:
+        """Return the values of one name, by step."""
+        return {step: values[name] for step, values in self.calls if name in values}
+
+
+class StopAt:
+    """A plugin that ends the run after a step; run again, it goes on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.step:
+            loop.stop()
