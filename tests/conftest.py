@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,18 @@ class Logged:
     def of(self, name: str) -> dict[int, float]:
         """Return the values of one name, by step."""
         return {step: values[name] for step, values in self.calls if name in values}
+
+
+class Clock:
+    """A plugin that takes the place of time.monotonic: each step takes ten seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = float(int(time.monotonic()))
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+    @hookimpl
+    def before_step(self) -> None:
+        self.now += 10
 
 
 class StopAt:
