@@ -125,9 +125,21 @@ def disk(tmp_path: Path, small_disk: Callable[[Path], Path]) -> Path:
     return small_disk(tmp_path / "disk")
 
 
+PATIENCE = 300  # seconds that a process may take, on a machine that is busy
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the messages that were logged as a warning or worse."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def in_a_process(*words: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *map(str, words)]
+    variables = {**os.environ, **environment}
+    return subprocess.run(
+        command, cwd=folder, env=variables, check=False, capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
