@@ -15,6 +15,7 @@ import pytest
 import tomli_w
 import torch
 from hypothesis import settings
+from torch import distributed
 
 from hookdiff import Loop, hookimpl
 from hookdiff.disk import flatten, unflatten
@@ -182,6 +183,16 @@ class Logged:
     def of(self, name: str) -> dict[int, float]:
         """Return the values of one name, by step."""
         return {step: values[name] for step, values in self.calls if name in values}
+
+
+@pytest.fixture
+def second_rank() -> Iterator[None]:
+    """Let this process be the second of two ranks; collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    distributed.destroy_process_group()
 
 
 class Clock:
