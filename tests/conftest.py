@@ -185,6 +185,14 @@ class Logged:
         return {step: values[name] for step, values in self.calls if name in values}
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def second_rank() -> Iterator[None]:
     """Let this process be the second of two ranks; collectives return at once."""
