@@ -134,6 +134,23 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def fill(disk: Path, room: int = 0) -> None:
+    """Leave `room` bytes of a disk of its own."""
+    free(disk)
+    with (disk / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - room)
+
+
+def free(disk: Path) -> None:
+    """Give back what `fill` took."""
+    (disk / "ballast").unlink(missing_ok=True)
+
+
+def read_only(disk: Path) -> None:
+    """Make a disk of its own read-only, once nothing is being written on it."""
+    wait_for(lambda: not subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode)
+
+
 def in_a_process(*words: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own."""
     command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *map(str, words)]

@@ -4,9 +4,7 @@ import errno
 import logging
 import os
 import shutil
-import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
@@ -16,28 +14,9 @@ from hookdiff import StorageError, UserError, hookimpl
 from hookdiff.builtin import Metrics
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
-from tests.conftest import check_facts, metrics, refused, warnings
+from tests.conftest import check_facts, fill, free, metrics, read_only, refused, warnings
 
 STEPS = 12
-
-
-def fill(disk):
-    with (disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-
-
-def free(disk):
-    (disk / "ballast").unlink(missing_ok=True)
-
-
-def read_only(place):
-    for _ in range(100):  # busy while a save is being written
-        done = subprocess.run(["mount", "-o", "remount,ro", str(place)], check=False, capture_output=True)
-        if not done.returncode:
-            return
-        time.sleep(0.02)
-    raise AssertionError(done.stderr)
 
 
 class At:
@@ -258,15 +237,10 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path):
 
 
 FAULTS = """
-import shutil
-import subprocess
-import time
 from pathlib import Path
-
 from attrs import define
-
 from hookdiff import hookimpl
-
+from tests.conftest import fill, read_only
 
 @define(eq=False)
 class Fault:
@@ -276,20 +250,9 @@ class Fault:
 
     @hookimpl
     def before_step(self, loop):
-        step, place = loop.progress.step + 1, Path(self.place)
-        if step == self.at:
+        if loop.progress.step + 1 == self.at:
             loop.plugins["checkpoint"].on_nan(loop)  # waits for the save under way
-        if step == self.at and self.kind == "full":
-            try:
-                with (place / "ballast").open("wb", buffering=0) as file:
-                    while True:
-                        file.write(bytes(4096))
-            except OSError:
-                pass
-        while step == self.at and self.kind == "read-only":
-            if not subprocess.run(["mount", "-o", "remount,ro", place], capture_output=True).returncode:
-                break
-            time.sleep(0.02)
+            {"full": fill, "read-only": read_only}[self.kind](Path(self.place))
 """
 
 
