@@ -96,13 +96,10 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_file(path: Path, process: subprocess.Popen[str]) -> None:
     """Wait until the process has made a file."""
-    deadline = time.monotonic() + PATIENCE
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: path.exists() or process.poll() is not None)
+    assert path.exists(), process.communicate()
 
 
 def records(run: Path) -> list[dict[str, Any]]:
