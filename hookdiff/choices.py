@@ -21,8 +21,8 @@ Chosen = TypeVar("Chosen", bound="Choice")
 class Choice:
     """The base of every kind of choice: noise schedules, loss weightings, samplers, ...
 
-    A kind is a subclass that says what it is called and what it knows. What is chosen is an attrs class below the kind
-    (`@define(frozen=True)`); its fields are the options.
+    A kind is a subclass with a name, `kind`, and the classes to choose from, `known`. Each of these inherits from the
+    kind and is an attrs class (`@define(frozen=True)`); its fields are the options.
     """
 
     kind: ClassVar[str]  # "weighting": in messages, and in the names of entry points
@@ -31,9 +31,9 @@ class Choice:
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
-        """Return the object that `value` stands for: itself, a name, or a mapping of `use` and options.
+        """Return `value` if it is of this kind; else make what it names: a string, or a mapping of `use` and options.
 
-        Raises PluginError for a name that nobody knows.
+        Raises PluginError for an unknown name.
         """
         if isinstance(value, cls):
             return value

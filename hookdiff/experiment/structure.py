@@ -193,7 +193,8 @@ def _hint(annotation: Any, scope: dict[str, Any]) -> Any:
 def _value(value: Any, kind: Any) -> Any:
     if not isinstance(value, Text):
         return _structure(value, kind)
-    if value == "none" and types.NoneType in typing.get_args(kind):
+    members = typing.get_args(kind)
+    if value == "none" and types.NoneType in members and not any("none" in getattr(m, "known", ()) for m in members):
         return None
     first: Exception | None = None
     for reading in _readings(value):

@@ -8,12 +8,22 @@ from torch import Tensor
 
 from hookdiff.data.batch import Batch
 from hookdiff.diffusion import VP, Diffusion, EDMPrediction
+from hookdiff_selftest.gaussian import CASES, STD, Case, exact_loss, training_levels
 from tests.diffusion.conftest import PAIRS, PREDICTIONS, PROCESSES
 
 
 def times_of(diffusion: Diffusion, num: int) -> Tensor:
     """`num` times over the whole range of the process."""
     return diffusion.process.from_fraction((torch.arange(num) + 0.5) / num)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_its_mean_is_the_least_loss_in_closed_form(case: Case) -> None:
+    # `selftest gaussian` trains networks down to these numbers, which it derives without hookdiff.diffusion.
+    diffusion, (_, sigma) = case.diffusion("uniform"), training_levels(case)
+    levels = {"linear": torch.arange(1000), "flow": sigma, "edm": sigma}
+    floor = diffusion.floor(levels[case.schedule], STD**2)
+    assert float(floor.double().mean()) == pytest.approx(exact_loss(case, "uniform"), rel=1e-4)
 
 
 @pytest.mark.parametrize(
