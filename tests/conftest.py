@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
     "run": {"steps": 6, "batch_size": 16, "device": "cpu"},
     "data": {"source": "digits"},
     "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8},
-    "diffusion": {"timesteps": 20},
+    "diffusion": {"process": {"use": "vp", "schedule": "cosine", "timesteps": 20}},
     "sampling": {"steps": 2},
 }
 
