@@ -19,6 +19,7 @@ from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.disk.tree import State, plain
 from hookdiff.errors import NoCheckpoint, UserError, nearest
 from hookdiff.log import Log
+from hookdiff.models.names import plain_name
 from hookdiff.progress import Progress
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -166,6 +167,12 @@ def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
 
 def _load_model(model: nn.Module, saved: State) -> None:
     own = model.state_dict()
+    if changed := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise UserError(
+            f"the checkpoint is of a model with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
+            "that makes them has to be in the run, with the same keys as at the checkpoint"
+        )
     problems = [f"missing {name}" for name in own if name not in saved]
     problems += [f"unexpected {name}{nearest(name, own)}" for name in saved if name not in own]
     both = [name for name in own if name in saved and isinstance(own[name], Tensor)]

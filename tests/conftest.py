@@ -1,12 +1,14 @@
+import copy
 import importlib
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ import pytest
 import tomli_w
 import torch
 from hypothesis import settings
+from torch import distributed
+
+from hookdiff import Loop, hookimpl
+from hookdiff.disk import flatten, unflatten
 
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("deep", max_examples=1000, deadline=None)
@@ -38,8 +44,8 @@ def check_facts(text: object, *facts: object) -> None:
     """Assert that every fact (a file, a key, a number, a name) is in the text; sentences may be worded in any way."""
     for fact in map(str, facts):
         # As a word of its own: 5 is not in 50, 5.1 or 0.5.
-        found = re.search(rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)", str(text))
-        assert found, f"{fact} is not in: {text}"
+        pattern = rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)"
+        assert re.search(pattern, str(text)), f"{fact} is not in: {text}"
 
 
 def refused(error: type[BaseException], *facts: object) -> Any:
@@ -90,13 +96,10 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_file(path: Path, process: subprocess.Popen[str]) -> None:
     """Wait until the process has made a file."""
-    deadline = time.monotonic() + PATIENCE
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: path.exists() or process.poll() is not None)
+    assert path.exists(), process.communicate()
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -226,3 +229,121 @@ def small_disk(mount: Callable[..., None]) -> Callable[[Path], Path]:
 def disk(tmp_path: Path, small_disk: Callable[[Path], Path]) -> Path:
     """A disk of its own, of 4 MB."""
     return small_disk(tmp_path / "disk")
+
+
+PATIENCE = 300  # seconds that a process may take, on a machine that is busy
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the messages that were logged as a warning or worse."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def fill(disk: Path, room: int = 0) -> None:
+    """Leave `room` bytes of a disk of its own."""
+    free(disk)
+    with (disk / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - room)
+
+
+def free(disk: Path) -> None:
+    """Give back what `fill` took."""
+    (disk / "ballast").unlink(missing_ok=True)
+
+
+def read_only(disk: Path) -> None:
+    """Make a disk of its own read-only, once nothing is being written on it."""
+    wait_for(lambda: not subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode)
+
+
+def in_a_process(*words: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *map(str, words)]
+    variables = {**os.environ, **environment}
+    return subprocess.run(
+        command, cwd=folder, env=variables, check=False, capture_output=True, text=True, timeout=PATIENCE
+    )
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved(loop: Loop) -> dict[str, Any]:
+    """Return the state of a run as a file would give it back: it shares nothing with the run."""
+    tensors, tree = flatten(loop.state_dict())
+    return unflatten({name: tensor.detach().clone() for name, tensor in tensors.items()}, copy.deepcopy(tree))
+
+
+class Restores:
+    """A plugin with a state from which the run goes on, if it has one; it keeps that of the step `at`."""
+
+    def __init__(self, state: Any = None, at: int | None = None) -> None:
+        self.state, self.at = state, at
+
+    @hookimpl
+    def restore(self) -> Any:
+        return self.state
+
+    @hookimpl(trylast=True)
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.at:
+            self.state = saved(loop)
+
+
+class Logged:
+    """A plugin that keeps what is logged: the step and the values of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, float]]] = []
+
+    @hookimpl
+    def on_log(self, step: int, values: Mapping[str, float]) -> None:
+        self.calls.append((step, dict(values)))
+
+    def of(self, name: str) -> dict[int, float]:
+        """Return the values of one name, by step."""
+        return {step: values[name] for step, values in self.calls if name in values}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def second_rank() -> Iterator[None]:
+    """Let this process be the second of two ranks; collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    distributed.destroy_process_group()
+
+
+class Clock:
+    """A plugin that takes the place of time.monotonic: each step takes ten seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = float(int(time.monotonic()))
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+    @hookimpl
+    def before_step(self) -> None:
+        self.now += 10
+
+
+class StopAt:
+    """A plugin that ends the run after a step; run again, it goes on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.step:
+            loop.stop()

@@ -34,7 +34,7 @@ FIXED = {
             *("model.use", "model.in_channels", "model.image_size", "model.num_classes"),
             *("model.channels", "model.channel_mults", "model.num_res_blocks", "model.attention_resolutions"),
             *("model.head_dim", "model.num_heads", "model.patch_size", "model.hidden_size", "model.depth"),
-            *("model.mlp_ratio", "model.spectral_norm"),
+            "model.mlp_ratio",
         ),
         _NETWORK,
     ),

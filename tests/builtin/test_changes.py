@@ -1,4 +1,4 @@
-"""A config that has changed since the checkpoint: what is told, what is refused, and that nothing else is."""
+"""A config that has changed since the checkpoint: the changes that are logged, and those that are refused."""
 
 import copy
 import datetime
@@ -21,9 +21,7 @@ from hookdiff.experiment.structure import parameters
 from hookdiff.models import DiT, UNet
 from hookdiff.models.init import Initialisation
 from hookdiff.testing import toy_loop
-
-REFUSED = "the config differs from that of the checkpoint in what cannot change:\n"
-WAY_OUT = "\nset it back, or start another run from the weights alone (model.start_from)"
+from tests.conftest import Restores, check_facts, refused, saved, warnings
 
 values = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
 tables = st.dictionaries(st.sampled_from("abcd"), values, max_size=4)
@@ -64,22 +62,21 @@ def test_a_key_that_is_new_in_this_version_is_no_change_at_its_default():
     assert list(changes({"data": {"flip": 0.5}}, {"data": {"flip": 0.0}}, defaults)) == [("data.flip", 0.5, 0.0)]
 
 
-def test_a_plugin_that_only_one_has_is_told_by_the_list_alone():
+def test_a_plugin_that_only_one_has_is_named_by_the_list_alone():
     old = {"run": {"plugins": ["ema"]}, "plugins": {"ema": {"decay": 0.9}, "lr": {"warmup": 2}}}
     new = {"run": {"plugins": ["lr"]}, "plugins": {"lr": {"warmup": 3}, "fid": {"every": 4}}}
     assert [key for key, *_ in changes(old, new, {})] == ["run.plugins", "plugins.lr.warmup"]
 
 
-def test_plugins_are_told_by_what_is_new_and_what_is_gone(tmp_path, caplog):
+def test_plugins_that_are_new_or_gone_are_named(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     first = toy_loop(steps=2, hparams={"run": {"plugins": ["ema", "lr"]}})
     first.run()
     resumed(tmp_path, first.state_dict(), {"run": {"plugins": ("lr", "clip", "fid")}})
     resumed(tmp_path, first.state_dict(), {"run": {"plugins": ("lr", "ema")}})
-    assert caplog.messages == [
-        "changed since the checkpoint: run.plugins with clip, fid without ema",
-        "changed since the checkpoint: run.plugins in another order",
-    ]
+    others, order = caplog.messages
+    check_facts(others, "run.plugins", "clip, fid", "ema")
+    check_facts(order, "run.plugins", "order")
 
 
 def test_what_cannot_change_are_keys_that_there_are():
@@ -100,8 +97,8 @@ def test_what_cannot_change_is_in_the_docs():
     if not page.exists():
         pytest.skip("needs the sources")
     (table,) = re.findall(r"^\| \| why not \|\n\|---\|---\|\n((?:\|.*\n)*)", page.read_text("utf-8"), re.M)
-    told = {key: row.split("|")[2].strip() for row in table.splitlines() for key in re.findall(r"`(\w+\.\w+)`", row)}
-    assert told == {**FIXED, **FIXED_SWITCHES}
+    rows = {key: row.split("|")[2].strip() for row in table.splitlines() for key in re.findall(r"`(\w+\.\w+)`", row)}
+    assert rows == {**FIXED, **FIXED_SWITCHES}
 
 
 class Kept:
@@ -117,7 +114,7 @@ class Kept:
     @hookimpl(trylast=True)
     def on_stop(self, loop, reason):
         if reason == "done":
-            self.state = copy.deepcopy(loop.state_dict())
+            self.state = saved(loop)
 
 
 @pytest.fixture
@@ -131,12 +128,12 @@ def runs(write_config, tmp_path, caplog):
         config = load_config(path, settings=(f"run.steps={steps}", *settings))
         resume = bool(kept.state)
         build_loop(config, tmp_path / "run", resume=resume, plugins={"kept": kept}).run()
-        return [message for message in caplog.messages if message.startswith("changed") or "the data has" in message]
+        return [message for message in caplog.messages if "->" in message] + warnings(caplog)
 
     return call
 
 
-def test_what_may_change_is_told(runs):
+def test_golden_line_of_what_changed(runs):
     assert runs() == []
     assert runs() == []
     may = ["optimizer.lr=0.0005", "run.batch_size=8", "run.micro_batch=4", "data.flip=0.5", "diffusion.loss=l1"]
@@ -145,58 +142,40 @@ def test_what_may_change_is_told(runs):
         "data.flip 0.0 -> 0.5, diffusion.loss 'mse' -> 'l1', optimizer.lr 0.001 -> 0.0005"
     ]
     # Back to a batch that is not cut, and to one that is tried out, which says itself what it found.
-    assert runs("run.micro_batch=auto", steps=4) == [
-        "changed since the checkpoint: run.batch_size 8 -> 16, data.flip 0.5 -> 0.0, diffusion.loss 'l1' -> 'mse', "
-        "optimizer.lr 0.0005 -> 0.001"
-    ]
+    (line,) = runs("run.micro_batch=auto", steps=4)
+    check_facts(line, "run.batch_size 8 -> 16", "data.flip 0.5 -> 0.0", "optimizer.lr 0.0005 -> 0.001")
+    assert "run.micro_batch" not in line
 
 
 @pytest.mark.parametrize(
-    ("setting", "line"),
+    ("setting", "change"),
     [
-        ("run.seed=1", "run.seed 0 -> 1: all randomness follows from it"),
-        ("model.head_dim=4", "model.head_dim 8 -> 4: the weights are of the network as it was"),
-        ("data.held_out=0.5", "data.held_out 0 -> 0.5: samples that were trained on would be held out, or the other"),
-        ("data.balanced=true", "data.balanced False -> True: the epoch under way has another order"),
-        ("diffusion.timesteps=50", "diffusion.timesteps 20 -> 50: the weights have learned this meaning of inputs"),
-        ("optimizer.amsgrad=true", "optimizer.amsgrad False -> True: the state of the optimizer is of another kind"),
+        ("run.seed=1", "0 -> 1"),
+        ("model.head_dim=4", "8 -> 4"),
+        ("data.held_out=0.5", "0 -> 0.5"),
+        ("data.balanced=true", "False -> True"),
+        ("diffusion.timesteps=50", "20 -> 50"),
+        ("optimizer.amsgrad=true", "False -> True"),
     ],
 )
-def test_what_cannot_change_is_refused_by_key(runs, setting, line, tmp_path):
+def test_what_cannot_change_is_refused_by_key(runs, setting, change, tmp_path):
     runs()
     before = (tmp_path / "run" / "config.toml").read_bytes()
-    with pytest.raises(UserError) as error:
+    key = setting.partition("=")[0]
+    with refused(UserError, f"{key} {change}", {**FIXED, **FIXED_SWITCHES}[key], "model.start_from") as error:
         runs(setting, "optimizer.lr=0.5")
-    assert str(error.value).startswith(f"{REFUSED}  {line}")
-    assert str(error.value).endswith(WAY_OUT)
     assert "optimizer.lr" not in str(error.value)
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
 
 
 def test_all_that_cannot_change_is_refused_at_once(runs):
     runs()
-    with pytest.raises(UserError) as error:
+    with refused(UserError, "run.seed", "diffusion.prediction_type", "optimizer.use"):
         runs("run.seed=1", "optimizer.use=sgd", "diffusion.prediction_type=sample")
-    assert [line.split()[0] for line in str(error.value).splitlines()[1:-1]] == [
-        "run.seed",
-        "diffusion.prediction_type",
-        "optimizer.use",
-    ]
-
-
-class Fixed:
-    """Has a state to give."""
-
-    def __init__(self, state):
-        self.state = state
-
-    @hookimpl
-    def restore(self):
-        return self.state
 
 
 def resumed(tmp_path, state, hparams):
-    plugins = {"changes": Changes({}), "fixed": Fixed(state)}
+    plugins = {"changes": Changes({}), "state": Restores(state)}
     loop = toy_loop(plugins, run_dir=tmp_path, resume=True, steps=3, hparams=hparams)
     loop.run()
     return loop
@@ -218,9 +197,10 @@ def test_a_rollback_is_not_looked_at(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     first = toy_loop(steps=2, hparams={"optimizer": {"lr": 1}})
     first.run()
-    state = copy.deepcopy(first.state_dict())
-    plugins = {"changes": Changes({}), "fixed": Fixed(state)}
+    state = saved(first)
+    plugins = {"changes": Changes({}), "state": Restores(state)}
     loop = toy_loop(plugins, run_dir=tmp_path, resume=True, steps=3, hparams={"optimizer": {"lr": 2}})
     with loop:
         assert loop.hook.restore(loop=loop) is state
-    assert caplog.messages == ["changed since the checkpoint: optimizer.lr 1 -> 2"]
+    (message,) = caplog.messages
+    check_facts(message, "optimizer.lr 1 -> 2")

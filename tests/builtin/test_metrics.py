@@ -1,4 +1,3 @@
-import copy
 import json
 import math
 import time
@@ -12,36 +11,22 @@ from hookdiff import Loop, hookimpl
 from hookdiff.builtin import Metrics
 from hookdiff.builtin.metrics import read_metrics
 from hookdiff.testing import toy_loop
-
-
-class Saver:
-    """Keeps the state of the run at one step, and restores one."""
-
-    def __init__(self, at: int = 0, state: Any = None) -> None:
-        self.at, self.state = at, state
-
-    @hookimpl
-    def restore(self) -> Any:
-        return self.state
-
-    @hookimpl(trylast=True)
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.progress.step == self.at:
-            self.state = copy.deepcopy(loop.state_dict())
+from tests.conftest import Restores, StopAt, check_facts, fill, free, saved, warnings
+from tests.conftest import metrics as lines
 
 
 def train(run_dir: Path | None, at: int = 0, extra: Mapping[str, object] | None = None) -> Any:
     """Train 20 steps, and return the state at the step `at`."""
-    saver = Saver(at)
-    toy_loop({"metrics": Metrics(), "saver": saver, **(extra or {})}, run_dir=run_dir).run()
-    return saver.state
+    keeper = Restores(at=at)
+    toy_loop({"metrics": Metrics(), "keeper": keeper, **(extra or {})}, run_dir=run_dir).run()
+    return keeper.state
 
 
 def goes_on(
     run_dir: Path, state: Any, steps: int = 20, resume: Path | bool = True, extra: Mapping[str, object] | None = None
 ) -> Any:
     """Go on from `state`, and return the state at the end."""
-    plugins = {"metrics": Metrics(), "saver": Saver(state=state), **(extra or {})}
+    plugins = {"metrics": Metrics(), "state": Restores(state), **(extra or {})}
     loop = toy_loop(plugins, run_dir=run_dir, steps=steps, resume=resume)
     loop.run()
     return loop.state_dict()
@@ -51,16 +36,11 @@ def length(state: Any) -> Any:
     return state["plugins"]["metrics"]["bytes"]
 
 
-def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_each_step_that_logged_is_one_line(tmp_path: Path) -> None:
     began = time.time()
     train(tmp_path)
-    told = lines(tmp_path)
-    assert [line["step"] for line in told] == [5, 10, 15, 20]
-    for line in told:
+    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+    for line in lines(tmp_path):
         assert list(line) == ["step", "time", "loss", "grad_norm"]
         assert began - 1 <= line["time"] <= time.time() + 1
 
@@ -90,16 +70,12 @@ def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    loop = toy_loop({"metrics": Metrics()}, run_dir=tmp_path)
-    loop.is_main = False
-    loop.run()
+def test_other_ranks_write_nothing(second_rank: None, tmp_path: Path) -> None:
+    toy_loop({"metrics": Metrics()}, run_dir=tmp_path).run()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_new_run_replaces_the_lines_of_an_earlier_one_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_golden_warning_of_lines_that_a_new_run_replaces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path)
     assert caplog.messages == []
     train(tmp_path)
@@ -167,8 +143,8 @@ def test_a_file_that_was_lost_is_begun_anew(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "metrics.jsonl").unlink()
     goes_on(tmp_path, state)
     assert [line["step"] for line in lines(tmp_path)] == [15, 20]
-    told = "is not there, and begins anew after step 10"
-    assert caplog.messages == [f"{tmp_path}/metrics.jsonl {told}"]
+    (warning,) = warnings(caplog)
+    check_facts(warning, tmp_path / "metrics.jsonl", "step 10")
 
 
 def test_a_branch_of_a_checkpoint_without_its_run_begins_with_no_lines(
@@ -181,7 +157,7 @@ def test_a_branch_of_a_checkpoint_without_its_run_begins_with_no_lines(
     assert caplog.messages == []
 
 
-def test_any_end_that_was_lost_is_cut_back_to_a_whole_line_and_told(
+def test_any_end_that_was_lost_is_cut_back_to_a_whole_line_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = train(tmp_path, 10)
@@ -196,13 +172,13 @@ def test_any_end_that_was_lost_is_cut_back_to_a_whole_line_and_told(
             kept = 0 if left < first else first if left < both else both
             assert path.read_bytes() == whole[:kept]
             assert length(again) == kept
-            ends = f"its lines end at step {5 if kept else 0}, and the run goes on from step 10"
-            told = [f"{path} is {both - kept} bytes shorter than the checkpoint says: {ends}"]
-            assert caplog.messages == (told if kept < both else [])
+            assert len(warnings(caplog)) == (kept < both)
+            for warning in warnings(caplog):
+                check_facts(warning, path, f"{both - kept} bytes", f"step {5 if kept else 0}", "step 10")
             goes_on(tmp_path, again, 15)
             there = [5, 10][: whole[:kept].count(b"\n")]
             assert [line["step"] for line in lines(tmp_path)] == [*there, 15]
-            assert len(caplog.messages) == (kept < both)  # once
+            assert len(warnings(caplog)) == (kept < both)  # once
 
 
 def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
@@ -218,7 +194,7 @@ def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
         @hookimpl(trylast=True)
         def after_optimizer_step(self, loop: Loop) -> None:
             if loop.progress.position == 10:
-                self.state = copy.deepcopy(loop.state_dict())
+                self.state = saved(loop)
 
         @hookimpl
         def restore(self) -> Any:
@@ -232,18 +208,6 @@ def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
     loop.run()
     assert loop.progress.position == 20 + 17 - 10 + 1
     assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
-
-
-class StopAt:
-    """Ends the run after a step; run again, it goes on."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.progress.step == self.step:
-            loop.stop()
 
 
 def test_a_loop_that_runs_again_goes_on_in_the_same_file(tmp_path: Path) -> None:
@@ -267,15 +231,17 @@ def test_values_that_are_no_numbers_are_null_and_read_as_nan(tmp_path: Path) -> 
 
     train(tmp_path, extra={"odd": Odd()})
     first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
-    told = json.loads(first, parse_constant=refuse)
-    assert (told["a"], told["b"], told["c"]) == (None, None, None)
+    written = json.loads(first, parse_constant=refuse)
+    assert (written["a"], written["b"], written["c"]) == (None, None, None)
     read = read_metrics(tmp_path / "metrics.jsonl")
     assert all(math.isnan(read[0][name]) for name in "abc")
-    assert read[0]["loss"] == told["loss"]
+    assert read[0]["loss"] == written["loss"]
     assert [line["step"] for line in read] == [5, 10, 15, 20]
 
 
-def test_lines_that_are_damaged_are_passed_over_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_are_damaged_are_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": null}\n'
     path.write_bytes(good * 2)
     assert [record["step"] for record in read_metrics(path)] == [1, 1]
@@ -284,30 +250,31 @@ def test_lines_that_are_damaged_are_passed_over_and_told(tmp_path: Path, caplog:
     for line in torn:
         path.write_bytes(good + line + b"\n" + good)
         assert [record["step"] for record in read_metrics(path)] == [1, 1]
-    assert caplog.messages == [f"{path}: passed over line 2, which cannot be read"] * len(torn)
+    assert len(warnings(caplog)) == len(torn)
+    for warning in warnings(caplog):
+        check_facts(warning, path, "line 2")
     path.write_bytes(b"\n".join(torn) + b"\n" + good)
     assert [record["step"] for record in read_metrics(path)] == [1]
-    assert caplog.messages[-1] == f"{path}: passed over line 1 and 7 more, which cannot be read"
+    check_facts(warnings(caplog)[-1], path, "line 1", 7)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
-def test_lines_wait_while_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    metrics, full = Metrics(), Path("/dev/full")
-
-    class Disk:
-        """The file is on a full disk during steps 3 to 12."""
-
-        file: Any = None
+def test_lines_wait_while_the_disk_is_full(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Full:
+        """Fills the disk after step 2, and frees it after step 12."""
 
         @hookimpl
         def before_step(self, loop: Loop) -> None:
             if loop.progress.step == 2:
-                self.file, metrics._file = metrics._file, loop.resources.enter_context(full.open("wb", buffering=0))
+                fill(disk)
             if loop.progress.step == 12:
-                metrics._file = self.file
+                free(disk)
+                assert 2 <= (disk / "metrics.jsonl").read_bytes().count(b"\n") < 5
 
-    toy_loop({"metrics": metrics, "disk": Disk()}, run_dir=tmp_path, log_every=1).run()
-    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 21))
-    (record,) = caplog.records
-    told = "cannot be written: No space left on device; what is logged waits until there is room"
-    assert record.getMessage() == f"{tmp_path}/metrics.jsonl: {told}"
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            loop.log({"n" * 2000: 1.0})
+
+    toy_loop({"metrics": Metrics(), "full": Full()}, run_dir=disk, log_every=1).run()
+    assert [line["step"] for line in lines(disk)] == list(range(1, 21))
+    (warning,) = warnings(caplog)
+    check_facts(warning, disk / "metrics.jsonl", "No space left on device")

@@ -1,4 +1,4 @@
-"""The run directory: its lock, and what is written in it when."""
+"""The run directory: its lock, and when its files are written."""
 
 import errno
 import os
@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -16,8 +15,8 @@ from hookdiff.disk import lock_run_dir
 from hookdiff.disk.paths import CONFIG, check_run_dir, run_of
 from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
+from tests.conftest import check_facts, fill, free, refused, wait_for
 
-TOLD = "hookdiff: {} is in use by process {} on {}; wait for it, stop it, or choose --out DIR\n"
 USER = """
 import os
 import time
@@ -43,7 +42,7 @@ class Waits:
     def after_backward(self, loop):
         if loop.progress.step == 1:
             Path("in-a-step").touch()
-            time.sleep(60)
+            time.sleep(600)
 
 class Keeps:
     "Has a state that it does not like to see again."
@@ -72,14 +71,13 @@ def run_dir_loop(path, **options):
 def test_a_second_loop_on_the_same_directory_is_refused_and_the_same_loop_is_not(tmp_path):
     run = tmp_path / "run"
     with run_dir_loop(run) as first:
-        lock_run_dir(first)
+        lock_run_dir(run, first.resources)
         assert (run / ".lock").read_text() == f"{socket.gethostname()} {os.getpid()}\n"
-        with pytest.raises(UserError, match=r"run is in use by another Loop of this process$"):
+        with refused(UserError, run, "Loop"):
             run_dir_loop(run).run()
         run_dir_loop(tmp_path / "other").run()
     assert (run / ".lock").read_text() == ""
     run_dir_loop(run).run()
-    first.reason = None
     first.run()  # once more
 
 
@@ -90,7 +88,7 @@ def test_a_loop_whose_directory_another_made_meanwhile_is_refused(tmp_path):
             run_dir_loop(tmp_path / "run").run()
 
     loop = toy_loop({"another": Another(), "run_dir": RunDir()}, run_dir=tmp_path / "run", steps=2)
-    with pytest.raises(UserError, match=r"run exists; go on with --resume"):
+    with refused(UserError, tmp_path / "run", "--resume"):
         loop.run()
 
 
@@ -110,7 +108,7 @@ def test_a_folder_with_nothing_but_what_a_killed_start_leaves_is_empty(tmp_path)
     (tmp_path / f".{CONFIG}.partial").write_text("[ru")
     check_run_dir(tmp_path)
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match="exists; go on with"):
+    with refused(UserError, tmp_path, "--resume", "--overwrite", "--out"):
         check_run_dir(tmp_path)
 
 
@@ -128,7 +126,7 @@ def test_overwriting_leaves_the_lock_and_nothing_else(tmp_path):
 
 def test_a_lock_that_cannot_be_written_is_one_message(tmp_path):
     (tmp_path / ".lock").mkdir()
-    with pytest.raises(UserError, match=rf"^{tmp_path}: cannot be written: Is a directory$"):
+    with refused(UserError, tmp_path, "Is a directory"):
         run_dir_loop(tmp_path).run()
 
 
@@ -149,26 +147,24 @@ def test_a_disk_that_fails_at_the_start_is_no_mistake_of_the_user(tmp_path, monk
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(os, "fsync", fails)
     for plugin, place in ((RunDir(), "run"), (Checkpoint(), "run/checkpoints")):
-        with pytest.raises(UserError) as caught:
+        with refused(UserError, tmp_path / place, os.strerror(number)) as caught:
             toy_loop({"plugin": plugin}, run_dir=tmp_path / "run").run()
         assert type(caught.value) is kind
-        assert str(caught.value) == f"{tmp_path / place}: cannot be written: {os.strerror(number)}"
 
 
 def test_a_run_on_a_full_disk_exits_with_1(folder, disk, hookdiff):
-    def fill(room):
-        (disk / "ballast").unlink(missing_ok=True)
-        with (disk / "ballast").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - room)
+    def is_refused(*words):
+        code, out, err = hookdiff(*words)
+        assert (code, out) == (1, "")
+        check_facts(err, "disk/run", "No space left on device")
 
-    fill(4096)  # enough for the lock
+    fill(disk, room=4096)  # enough for the lock
     for _ in range(2):  # before the directory is there, and after
-        told = "hookdiff: disk/run: cannot be written: No space left on device\n"
-        assert hookdiff("run", "small.toml", "--out", "disk/run") == (1, "", told)
-    (disk / "ballast").unlink()
+        is_refused("run", "small.toml", "--out", "disk/run")
+    free(disk)
     assert hookdiff("run", "small.toml", "--out", "disk/run", "--set", "run.steps=2")[0] == 0
-    fill(0)
-    assert hookdiff("resume", "disk/run", "--steps", 9) == (1, "", told)
+    fill(disk)
+    is_refused("resume", "disk/run", "--steps", 9)
 
 
 def test_a_run_that_is_done_says_so_on_a_disk_that_is_read_only(folder, disk, mount, hookdiff):
@@ -177,10 +173,11 @@ def test_a_run_that_is_done_says_so_on_a_disk_that_is_read_only(folder, disk, mo
     for words in ("resume disk/run", "run small.toml --out disk/run --resume --set run.steps=2"):
         code, out, err = hookdiff(*words.split())
         assert (code, err) == (0, "")
-        assert out.startswith("disk/run was done already, with 2 of 2 steps; ")
-    told = "hookdiff: disk/run: cannot be written: Read-only file system\n"
-    assert hookdiff("resume", "disk/run", "--steps", 9) == (2, "", told)
-    assert hookdiff("run", "small.toml", "--out", "disk/run", "--overwrite") == (2, "", told)
+        check_facts(out, "disk/run", "2 of 2 steps")
+    for words in ("resume disk/run --steps 9", "run small.toml --out disk/run --overwrite"):
+        code, out, err = hookdiff(*words.split())
+        assert (code, out) == (2, "")
+        check_facts(err, "disk/run", "Read-only file system")
 
 
 def test_a_run_that_cannot_go_on_leaves_its_config(folder):
@@ -189,13 +186,13 @@ def test_a_run_that_cannot_go_on_leaves_its_config(folder):
     before = (folder / "run" / CONFIG).read_bytes()
     for out in ("run", "branch"):
         loop = build_loop(load_config(folder / "small.toml", with_keeper), folder / out, resume=folder / "run")
-        with pytest.raises(UserError, match="not this state"):
+        with refused(UserError, "not this state"):
             loop.run()
     assert (folder / "run" / CONFIG).read_bytes() == before
     assert not (folder / "branch").exists()
 
 
-def test_who_only_looks_neither_locks_nor_writes(folder, hookdiff):
+def test_a_command_that_only_reads_neither_locks_nor_writes(folder, hookdiff):
     assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=1")[0] == 0
     (folder / "run" / ".lock").unlink()
     with build_loop(
@@ -212,15 +209,14 @@ def test_which_run_a_path_belongs_to(tmp_path):
     (run / CONFIG).touch()
     assert run_of(run) == run
     assert run_of(step) == run
-    for path, told in (
-        (run / "checkpoints", "checkpoints is no run directory: it has no config.toml"),
-        (run / CONFIG, "config.toml is no run directory: it has no config.toml"),
-        (tmp_path / "runs" / "mien", "mien: no such folder; did you mean 'mine'?"),
-        (tmp_path / "no" / "where", "where: no such folder"),
+    for path, fact in (
+        (run / "checkpoints", CONFIG),
+        (run / CONFIG, CONFIG),
+        (tmp_path / "runs" / "mien", "'mine'"),
+        (tmp_path / "no" / "where", "folder"),
     ):
-        with pytest.raises(UserError) as error:
+        with refused(UserError, path, fact):
             run_of(path)
-        assert str(error.value).endswith(told)
 
 
 def start(folder, *words):
@@ -231,18 +227,16 @@ def start(folder, *words):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
-def test_one_run_has_one_writer_and_a_dead_one_is_followed_at_once(folder, hookdiff, write_config, caplog):
+def test_golden_message_of_a_run_in_use_and_a_dead_one_is_followed_at_once(folder, hookdiff, write_config, caplog):
     write_config(data={"source": "hd_run_dir:Samples", "workers": 2}, run={"plugins": ["checkpoint"]})
     process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_run_dir:Waits")
     try:
-        for _ in range(3000):
-            if (folder / "in-a-step").exists():
-                break
-            assert process.poll() is None, (folder / "stderr").read_text()
-            time.sleep(0.02)
-        told = TOLD.format("run", process.pid, socket.gethostname())
+        wait_for(lambda: (folder / "in-a-step").exists() or process.poll() is not None)
+        assert process.poll() is None, (folder / "stderr").read_text()
+        owner = f"process {process.pid} on {socket.gethostname()}"
+        in_use = f"hookdiff: run is in use by {owner}; wait for it, stop it, or choose --out DIR\n"
         for way in ("--resume", "--overwrite"):
-            assert hookdiff("run", "small.toml", "--out", "run", way) == (2, "", told)
+            assert hookdiff("run", "small.toml", "--out", "run", way) == (2, "", in_use)
         assert (folder / "run" / CONFIG).exists()
         loaded = {int(path.name.partition("-")[2]) for path in folder.glob("worker-*")}
         workers = loaded - {process.pid, os.getpid()}  # which looked at the shape of the data
@@ -257,5 +251,6 @@ def test_one_run_has_one_writer_and_a_dead_one_is_followed_at_once(folder, hookd
     finally:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)  # they were alive: else there is no such process
-    assert f"run: took over the lock of process {process.pid}, which is gone" in caplog.text
-    assert "run has no checkpoint to go on from: the run starts anew" in caplog.messages
+    (took_over,) = [message for message in caplog.messages if str(process.pid) in message]
+    check_facts(took_over, "run")
+    assert any("checkpoint" in message for message in caplog.messages)  # there is none yet: the run starts anew

@@ -13,6 +13,7 @@ from attrs.validators import ge, in_, le, optional
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hookdiff.diffusion import Clipping, NoClipping
 from hookdiff.experiment.structure import Problems, Text, arguments, missing, parameters, resolved
 from hookdiff.progress import Every, parse_every
 from tests.conftest import check_facts
@@ -168,6 +169,7 @@ def test_what_is_refused(kind, value, facts):
         (str | None, "none", None),
         (str, "none", "none"),
         (int | None, "none", None),
+        (Clipping | None, "none", NoClipping()),
         (int | str, "7", 7),
         (tuple[int, ...], "1,2,4", (1, 2, 4)),
         (tuple[int, ...], "[1, 2, 4]", (1, 2, 4)),

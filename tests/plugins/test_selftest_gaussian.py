@@ -7,9 +7,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hookdiff.cli.selftest import gaussian as command
 from hookdiff.diffusion import Point, objective, parametrization, samplers, schedules, steps, weighting
-from hookdiff.selftest.gaussian import CASES, Case, exact_loss, exact_samples, run
+from hookdiff_selftest.cli import gaussian as command
+from hookdiff_selftest.gaussian import CASES, Case, exact_loss, exact_samples, run
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 EPSILON, SAMPLE, V, V_ZERO_SNR, FLOW, EDM = CASES

@@ -1,4 +1,4 @@
-"""`hookdiff selftest`: proofs that a user can run on their own machine."""
+"""`hookdiff selftest`: prove on this machine that what hookdiff computes is right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.exits import FAILED
 from hookdiff.cli.options import config_argument, override_options
 
 
@@ -27,15 +26,13 @@ def gaussian(names: tuple[str, ...]) -> None:
     learned of mean and deviation (std), and the deviation of samples made in few steps, each beside its exact value,
     which is computed by formulas written a second time. Takes about half a minute; exit code 1 if a number is off.
     """
-    from hookdiff.errors import UserError, nearest
-    from hookdiff.selftest.gaussian import CASES, SAMPLERS, STEPS, TOLERANCE, Check, run
+    from hookdiff import UserError, nearest
+    from hookdiff_selftest.gaussian import CASES, SAMPLERS, STEPS, TOLERANCE, Check, run
 
-    known = {case.prediction_type for case in CASES}
+    known = sorted({case.prediction_type for case in CASES})
     for name in names:
         if name not in known:
-            raise UserError(
-                f"--prediction-type {name}: unknown{nearest(name, known)}; known: {', '.join(sorted(known))}"
-            )
+            raise UserError(f"--prediction-type {name}: unknown{nearest(name, known)}; known: {', '.join(known)}")
     cases = [case for case in CASES if not names or case.prediction_type in names]
     shown = ["mean", "std", *(f"{sampler} std" for sampler in SAMPLERS)]
     failed: list[Check] = []
@@ -49,13 +46,13 @@ def gaussian(names: tuple[str, ...]) -> None:
             loss = by_name["loss"]
             numbers = [loss.measured, loss.exact, *(by_name[name].measured for name in shown)]
             wrong = [check for check in checks if not check.passed]
-            told = _row(checks[0].weighting, [f"{value:.4f}" for value in numbers])
-            click.echo(told + ("  FAILED" if wrong else ""))
+            row = _row(checks[0].weighting, [f"{value:.4f}" for value in numbers])
+            click.echo(row + ("  FAILED" if wrong else ""))
             failed += wrong
         click.echo()
     if failed:
         click.echo("\n".join(f"FAILED  {check}" for check in failed))
-        sys.exit(FAILED)
+        sys.exit(1)
     click.echo(f"all within {TOLERANCE:.0%} of the exact value (means: of the deviation)")
 
 
@@ -74,21 +71,21 @@ def gaussian(names: tuple[str, ...]) -> None:
 def resume(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int, workers: int) -> None:
     """Kill a run of CONFIG, resume it, and compare it with one that was never stopped.
 
-    All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit. What
-    is not is told with the plugin that it belongs to, and the exit code is 1. For who writes plugins, models or data of
-    their own. The runs are in a temporary folder and end early; the plugin that saves does so in their middle, at least
-    every sixth step is logged, and all else is as CONFIG says.
+    All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit. A
+    difference is reported with the plugin that it belongs to, and the exit code is 1. This is for authors of plugins,
+    models and data. The runs are in a temporary folder and end early; the plugin that saves does so in their middle, at
+    least every sixth step is logged, and all else is as CONFIG says.
     """
-    from hookdiff import experiment
-    from hookdiff.experiment.config import load_config
-    from hookdiff.selftest.resume import prove
+    from hookdiff import load_config
+    from hookdiff.experiment import try_config
+    from hookdiff_selftest.resume import prove
 
     checked = load_config(config, plugins, settings)
-    experiment.try_config(checked)
-    outcome = prove(checked, steps, workers, partial(click.echo, err=True))
-    click.echo("\n".join(outcome.lines))
-    if not outcome.passed:
-        sys.exit(FAILED)
+    try_config(checked)
+    lines, passed = prove(checked, steps, workers, partial(click.echo, err=True))
+    click.echo("\n".join(lines))
+    if not passed:
+        sys.exit(1)
 
 
 def _row(name: str, cells: list[str]) -> str:

@@ -11,22 +11,23 @@ from torch import Tensor
 
 from hookdiff.diffusion import (
     EDM,
-    PREDICTION_TYPES,
+    VP,
     Diffusion,
+    EDMPrediction,
+    EDMWeighting,
     Epsilon,
     FlowPrediction,
-    Parametrization,
+    Prediction,
+    Process,
     Sample,
-    VarianceExploding,
     VPrediction,
-    loss_weights,
-    make_parametrization,
-    make_schedule,
     noise_from_x0,
     q_sample,
 )
+from tests.conftest import refused
+from tests.diffusion.conftest import PREDICTIONS
 
-SCHEDULE = make_schedule("linear", 1000)
+SCHEDULE = VP().tables
 pixels = st.floats(-3, 3)
 angles = st.floats(0.01, 1.56)  # alpha = cos, sigma = sin: alphas_cumprod from 0.9999 to 0.0001
 rates = st.floats(0.01, 3)  # of any process
@@ -35,6 +36,10 @@ spreads = st.sampled_from([0.2, 0.5, 1.0, 1.7])  # sigma_data
 
 def scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
+
+
+def prediction(name: str, sigma_data: float = 0.5) -> Prediction:
+    return EDMPrediction(sigma_data) if name == "edm" else Prediction.of(name)
 
 
 def at(timestep: int) -> tuple[Tensor, Tensor]:
@@ -56,11 +61,11 @@ def test_example() -> None:
     assert Sample().target(x0, noise, *at(499)) is x0
 
 
-@pytest.mark.parametrize("name", PREDICTION_TYPES)
+@pytest.mark.parametrize("name", PREDICTIONS)
 def test_the_best_prediction_for_gaussian_data(gaussian: type, name: str) -> None:
-    diffusion, x_t = Diffusion(prediction_type=name), scalar(1.1).view(1, 1, 1, 1)
+    diffusion, x_t = Diffusion(prediction=name), scalar(1.1).view(1, 1, 1, 1)
     alpha, sigma = at(499)
-    kind = diffusion.parametrization
+    kind = diffusion.prediction
     net = gaussian(diffusion, mu=2, s=0.5)
     output = net(kind.network_input(x_t, alpha, sigma), torch.tensor([499]))
     x0, noise = kind.x0_and_noise(output, x_t, alpha, sigma)
@@ -72,18 +77,18 @@ def test_the_best_prediction_for_gaussian_data(gaussian: type, name: str) -> Non
         assert float(output) == approx(direct[name])
 
 
-@pytest.mark.parametrize("name", PREDICTION_TYPES)
+@pytest.mark.parametrize("name", PREDICTIONS)
 def test_the_best_denoiser_at_sigma_1(gaussian: type, name: str) -> None:
-    diffusion = Diffusion(schedule="edm", prediction_type=name)
-    x, kind = scalar(1.1).view(1, 1, 1, 1), diffusion.parametrization
+    diffusion = Diffusion("edm", name)
+    x, kind = scalar(1.1).view(1, 1, 1, 1), diffusion.prediction
     output = gaussian(diffusion, mu=2, s=0.5)(kind.network_input(x, 1.0, 1.0), torch.zeros(1))
     assert float(kind.x0_and_noise(output, x, 1.0, 1.0)[0]) == approx(1.82)
 
 
 @pytest.mark.parametrize("name", ["sample", "v_prediction", "flow_prediction", "edm"])
 def test_the_best_flow(gaussian: type, name: str) -> None:
-    diffusion = Diffusion(schedule="flow", prediction_type=name)
-    x, kind = scalar(1.1).view(1, 1, 1, 1), diffusion.parametrization
+    diffusion = Diffusion("flow", name)
+    x, kind = scalar(1.1).view(1, 1, 1, 1), diffusion.prediction
     output = gaussian(diffusion, mu=2, s=0.5)(kind.network_input(x, 0.7, 0.3), scalar(300.0).view(1))
     x0, noise = kind.x0_and_noise(output, x, 0.7, 0.3)
     assert float(FlowPrediction().target(x0, noise, 0.7, 0.3)) == approx(-2.17647058824)
@@ -113,9 +118,7 @@ def test_v_is_a_rotation(x0: float, noise: float, angle: float) -> None:
     assert float(found[1]) == approx(float(sigma * x_t + alpha * v))
 
 
-def check_there_and_back(
-    kind: Parametrization, image: Tensor, eps: Tensor, alpha: float, sigma: float, atol: float
-) -> None:
+def check_there_and_back(kind: Prediction, image: Tensor, eps: Tensor, alpha: float, sigma: float, atol: float) -> None:
     x_t = q_sample(image, eps, alpha, sigma)
     output = kind.target(image, eps, alpha, sigma)
     found = kind.x0_and_noise(output, x_t, alpha, sigma)
@@ -125,7 +128,7 @@ def check_there_and_back(
     torch.testing.assert_close(q_sample(*found, alpha, sigma), x_t, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", PREDICTION_TYPES)
+@pytest.mark.parametrize("name", PREDICTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(pixels, pixels, angles, spreads)
 def test_image_and_noise_come_back(
@@ -134,23 +137,23 @@ def test_image_and_noise_come_back(
     alpha, sigma = cos(angle), sin(angle)
     image, eps = torch.tensor([x0, noise], dtype=dtype)
     atol = 1e-4 if dtype == torch.float32 else 1e-12  # x0 from the noise is divided by alpha, 0.01
-    check_there_and_back(make_parametrization(name, sigma_data), image, eps, alpha, sigma, atol)
+    check_there_and_back(prediction(name, sigma_data), image, eps, alpha, sigma, atol)
     found = noise_from_x0(q_sample(image, eps, alpha, sigma), image, alpha, sigma)
     torch.testing.assert_close(found, eps, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", PREDICTION_TYPES)
+@pytest.mark.parametrize("name", PREDICTIONS)
 @given(pixels, pixels, rates, rates, spreads)
 def test_they_come_back_at_any_two_rates(
     name: str, x0: float, noise: float, alpha: float, sigma: float, sigma_data: float
 ) -> None:
-    check_there_and_back(make_parametrization(name, sigma_data), scalar(x0), scalar(noise), alpha, sigma, 1e-10)
+    check_there_and_back(prediction(name, sigma_data), scalar(x0), scalar(noise), alpha, sigma, 1e-10)
 
 
-@pytest.mark.parametrize("name", PREDICTION_TYPES)
+@pytest.mark.parametrize("name", PREDICTIONS)
 @given(pixels, pixels, rates, spreads)
 def test_they_come_back_at_the_ends(name: str, x0: float, noise: float, rate: float, sigma_data: float) -> None:
-    kind, image, eps = make_parametrization(name, sigma_data), scalar(x0), scalar(noise)
+    kind, image, eps = prediction(name, sigma_data), scalar(x0), scalar(noise)
     if not kind.needs_alpha:
         check_there_and_back(kind, image, eps, 0.0, rate, 1e-12)
     if not kind.needs_sigma:
@@ -159,22 +162,22 @@ def test_they_come_back_at_the_ends(name: str, x0: float, noise: float, rate: fl
 
 def test_what_cannot_be_read_off_at_the_ends() -> None:
     one = torch.ones(1)
-    for name in PREDICTION_TYPES:
-        kind = make_parametrization(name)
+    for name in PREDICTIONS:
+        kind = prediction(name)
         assert kind.x0_and_noise(one, one, 0.0, 1.0)[0].isfinite().all() == (not kind.needs_alpha)
         finite = kind.x0_and_noise(one, 2 * one, 1.0, 0.0)[1].isfinite().all()
         assert finite == (not kind.needs_sigma)
-    assert [name for name in PREDICTION_TYPES if make_parametrization(name).needs_alpha] == ["epsilon"]
-    assert [name for name in PREDICTION_TYPES if make_parametrization(name).needs_sigma] == ["sample"]
+    assert [name for name in PREDICTIONS if prediction(name).needs_alpha] == ["epsilon"]
+    assert [name for name in PREDICTIONS if prediction(name).needs_sigma] == ["sample"]
 
 
-@pytest.mark.parametrize("name", PREDICTION_TYPES)
+@pytest.mark.parametrize("name", PREDICTIONS)
 @given(pixels, pixels, pixels, rates, rates, spreads)
 def test_error_ratios(
     name: str, x0: float, other: float, x_t: float, alpha: float, sigma: float, sigma_data: float
 ) -> None:
     """The same mistake in x0, seen in the network's output: the weights of the losses rest on this."""
-    kind = make_parametrization(name, sigma_data)
+    kind = prediction(name, sigma_data)
 
     def output(image: float) -> Tensor:
         return kind.target(scalar(image), noise_from_x0(scalar(x_t), scalar(image), alpha, sigma), alpha, sigma)
@@ -188,7 +191,7 @@ def test_error_ratios(
 def test_error_ratios_in_the_signal_to_noise_ratio(angle: float) -> None:
     alpha, sigma = cos(angle), sin(angle)
     snr = (alpha / sigma) ** 2
-    expected: dict[Parametrization, float] = {
+    expected: dict[Prediction, float] = {
         Epsilon(): snr,
         Sample(): 1,
         VPrediction(): snr + 1,
@@ -201,7 +204,7 @@ def test_error_ratios_in_the_signal_to_noise_ratio(angle: float) -> None:
 @given(pixels, pixels, angles)
 def test_v_is_edm_with_unit_data(x0: float, noise: float, angle: float) -> None:
     """Karras et al. 2022, table 1, for sigma_data = 1: the network computes -v."""
-    alpha, sigma, edm = cos(angle), sin(angle), EDM(1.0)
+    alpha, sigma, edm = cos(angle), sin(angle), EDMPrediction(1.0)
     image, eps = scalar(x0), scalar(noise)
     x_t, v = q_sample(image, eps, alpha, sigma), VPrediction().target(image, eps, alpha, sigma)
     assert float(edm.network_input(x_t / alpha, 1.0, sigma / alpha)) == approx(float(x_t))
@@ -213,7 +216,7 @@ def test_v_is_edm_with_unit_data(x0: float, noise: float, angle: float) -> None:
 def test_edm_sees_any_process_as_the_same_variance_exploding_one(
     x0: float, noise: float, alpha: float, sigma: float, sigma_data: float
 ) -> None:
-    edm, image, eps, ratio = EDM(sigma_data), scalar(x0), scalar(noise), sigma / alpha
+    edm, image, eps, ratio = EDMPrediction(sigma_data), scalar(x0), scalar(noise), sigma / alpha
     x_t = q_sample(image, eps, alpha, sigma)
     assert float(edm.target(image, eps, alpha, sigma)) == approx(float(edm.target(image, eps, 1.0, ratio)))
     assert float(edm.network_input(x_t, alpha, sigma)) == approx(float(edm.network_input(x_t / alpha, 1.0, ratio)))
@@ -221,10 +224,10 @@ def test_edm_sees_any_process_as_the_same_variance_exploding_one(
 
 def preconditioning(sigma_data: float, sigma: float) -> tuple[float, float, float, float]:
     """c_skip, c_out, c_in and c_noise, read off what goes into the network and comes out."""
-    edm, one, zero = EDM(sigma_data), scalar(1.0), scalar(0.0)
+    edm, one, zero = EDMPrediction(sigma_data), scalar(1.0), scalar(0.0)
     skip, out = edm.x0_and_noise(zero, one, 1.0, sigma)[0], edm.x0_and_noise(one, zero, 1.0, sigma)[0]
-    told = VarianceExploding(time_scale=1.0).network_time(scalar(sigma).view(1))
-    return float(skip), float(out), float(edm.network_input(one, 1.0, sigma)), float(told)
+    time = EDM(time_scale=1.0).network_time(scalar(sigma).view(1))
+    return float(skip), float(out), float(edm.network_input(one, 1.0, sigma)), float(time)
 
 
 @pytest.mark.parametrize(
@@ -241,28 +244,28 @@ def test_edm_table(
     sigma_data: float, sigma: float, c_skip: float, c_out: float, c_in: float, c_noise: float, weight: float
 ) -> None:
     assert preconditioning(sigma_data, sigma) == pytest.approx((c_skip, c_out, c_in, c_noise), rel=1e-9)
-    rates = scalar(1.0), scalar(sigma)
-    assert float(loss_weights("edm", Sample(), *rates, sigma_data=sigma_data)) == pytest.approx(weight, rel=1e-9)
+    found = EDMWeighting(sigma_data).weights(Sample(), scalar(1.0), scalar(sigma))
+    assert float(found) == pytest.approx(weight, rel=1e-9)
 
 
 @given(st.floats(1e-3, 1e3), spreads)
 def test_edm_identities(sigma: float, sigma_data: float) -> None:
     c_skip, c_out, c_in, c_noise = preconditioning(sigma_data, sigma)
-    weight = float(loss_weights("edm", Sample(), scalar(1.0), scalar(sigma), sigma_data=sigma_data))
+    weight = float(EDMWeighting(sigma_data).weights(Sample(), scalar(1.0), scalar(sigma)))
     assert weight * c_out**2 == approx(1)
     assert c_in**2 * (sigma**2 + sigma_data**2) == approx(1)
     assert (1 - c_skip) ** 2 * sigma_data**2 + c_skip**2 * sigma**2 == approx(c_out**2)
     assert c_noise == approx(log(sigma) / 4)
     # so the weighted loss of a network that is 0 is 1 for images of that deviation, whatever sigma is
-    edm, one, zero = EDM(sigma_data), scalar(1.0), scalar(0.0)
+    edm, one, zero = EDMPrediction(sigma_data), scalar(1.0), scalar(0.0)
     of_image, of_noise = edm.target(one, zero, 1.0, sigma), edm.target(zero, one, 1.0, sigma)
     assert float((sigma_data * of_image) ** 2 + of_noise**2) == approx(1)
 
 
 @given(pixels, pixels, spreads)
 def test_edm_limits(x: float, output: float, sigma_data: float) -> None:
-    little, _ = EDM(sigma_data).x0_and_noise(scalar(output), scalar(x), 1.0, 1e-9)
-    much, _ = EDM(sigma_data).x0_and_noise(scalar(output), scalar(x), 1.0, 1e9)
+    little, _ = EDMPrediction(sigma_data).x0_and_noise(scalar(output), scalar(x), 1.0, 1e-9)
+    much, _ = EDMPrediction(sigma_data).x0_and_noise(scalar(output), scalar(x), 1.0, 1e9)
     assert float(little) == pytest.approx(x, abs=1e-7)
     assert float(much) == pytest.approx(sigma_data * output, abs=1e-7)
     assert preconditioning(sigma_data, 1e9)[1] == pytest.approx(sigma_data)
@@ -270,12 +273,12 @@ def test_edm_limits(x: float, output: float, sigma_data: float) -> None:
 
 @given(pixels, angles, spreads)
 def test_a_zero_network_is_the_best_for_its_sigma_data(gaussian: type, x: float, angle: float, s: float) -> None:
-    diffusion = Diffusion(schedule="edm", sigma_data=s)
-    told = scalar(log(sin(angle) / cos(angle)) / 4 * 1000).view(1)
-    assert float(gaussian(diffusion, mu=0, s=s)(scalar(x).view(1, 1, 1, 1), told)) == pytest.approx(0, abs=1e-9)
+    diffusion = Diffusion("edm", EDMPrediction(s))
+    time = scalar(log(sin(angle) / cos(angle)) / 4 * 1000).view(1)
+    assert float(gaussian(diffusion, mu=0, s=s)(scalar(x).view(1, 1, 1, 1), time)) == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", PREDICTION_TYPES)
+@pytest.mark.parametrize("name", PREDICTIONS)
 def test_score_of_a_mixture(name: str) -> None:
     """Two narrow Gaussians at -1 and 1: the score is minus the noise over sigma."""
     std, sigma, x = 0.1, 0.7, scalar(0.3).requires_grad_()
@@ -287,7 +290,7 @@ def test_score_of_a_mixture(name: str) -> None:
     best = sum(
         share * (mean + std**2 / variance * (0.3 - mean)) for share, mean in zip(shares, (-1, 1), strict=True)
     ) / sum(shares)
-    kind = make_parametrization(name)
+    kind = prediction(name)
     output = kind.target(scalar(best), noise_from_x0(x, scalar(best), 1.0, sigma), 1.0, sigma)
     x0, noise = kind.x0_and_noise(output, x, 1.0, sigma)
     assert float(x0) == approx(0.532308575658)
@@ -309,7 +312,7 @@ def test_rates_of_a_batch() -> None:
 # Expected squared error of the best network for N(mu, s²) data: no model has less.
 
 
-def floor(kind: Parametrization, alpha: Tensor, sigma: Tensor, s: float) -> Tensor:
+def floor(kind: Prediction, alpha: Tensor, sigma: Tensor, s: float) -> Tensor:
     of_image = (s * sigma) ** 2 / ((alpha * s) ** 2 + sigma**2)  # variance of x0 given x_t
     ratio = kind.error_ratio(alpha, sigma)
     assert isinstance(ratio, Tensor)
@@ -328,7 +331,7 @@ def floor(kind: Parametrization, alpha: Tensor, sigma: Tensor, s: float) -> Tens
 )
 def test_floors_of_the_linear_schedule(name: str, s: float, mean: float) -> None:
     alpha, sigma = SCHEDULE.sqrt_alphas_cumprod, SCHEDULE.sqrt_one_minus_alphas_cumprod
-    floors, remaining = floor(make_parametrization(name), alpha, sigma, s), SCHEDULE.alphas_cumprod
+    floors, remaining = floor(prediction(name), alpha, sigma, s), SCHEDULE.alphas_cumprod
     assert float(floors.mean()) == approx(mean)
     variance = remaining * s**2 + 1 - remaining
     shares = {"epsilon": remaining, "v_prediction": torch.ones_like(remaining), "sample": 1 - remaining}
@@ -348,7 +351,15 @@ def test_floors_of_the_flow(s: float, mean: float) -> None:
     assert float(at_03) == approx(1.17647058824)
 
 
-def test_parametrization_by_name() -> None:
-    assert isinstance(make_parametrization("epsilon"), Epsilon)
-    assert make_parametrization("edm", 0.7) == EDM(0.7)
-    assert PREDICTION_TYPES == ("epsilon", "sample", "v_prediction", "flow_prediction", "edm")
+@pytest.mark.parametrize("sigma_data", [0.0, -0.5])
+def test_sigma_data_outside_of_its_range_is_named(sigma_data: float) -> None:
+    with refused(ValueError, "'sigma_data'", sigma_data):
+        EDMPrediction(sigma_data)
+
+
+@pytest.mark.parametrize("process", ["flow", VP(rescale_betas_zero_snr=True), VP("cosine", 20, True)])
+def test_the_noise_alone_does_not_show_the_image(process: Process | str) -> None:
+    with refused(ValueError, "'prediction'", "'epsilon'", "'v_prediction'", "'flow_prediction'", "'sample'", "'edm'"):
+        Diffusion(process, "epsilon")
+    for name in PREDICTIONS[1:]:
+        assert Diffusion(process, name).prediction == Prediction.of(name)

@@ -1,4 +1,4 @@
-"""What a run that is tested writes down of itself: a plugin, since it sees of a run what plugins see."""
+"""The plugin with which a tested run writes down its own state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import numpy as np
@@ -21,15 +21,9 @@ from attrs import define, field
 from attrs.validators import ge
 from torch import Tensor, nn
 
-from hookdiff.disk.files import check_tensors, write_tensors
-from hookdiff.disk.tree import flatten
-from hookdiff.hookspecs import hookimpl
-from hookdiff.progress import Reason
-from hookdiff.selftest.compare import DIGEST
-
-if TYPE_CHECKING:
-    from hookdiff.data import Batch
-    from hookdiff.loop import Loop
+from hookdiff import Batch, Loop, Reason, hookimpl
+from hookdiff.disk import check_tensors, flatten
+from hookdiff_selftest.compare import DIGEST
 
 SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the files about them
 _NOTHING: Any = object()
@@ -47,9 +41,7 @@ class _Call:
     """A plugin's part of a hook, while it runs."""
 
     plugin: str
-    hook: str
-    begun: tuple[Any, ...]  # the states of the global generators when it began
-    generators: tuple[Any, ...]  # and when they were last looked at
+    generators: tuple[Any, ...]  # the states of the global generators when they were last looked at
     drew: bool = False
 
 
@@ -65,31 +57,29 @@ class Witness:
     at: int = field(validator=ge(1))  # the step at which the run is saved
     stop: int = field(validator=ge(1))  # the step at which the run is taken to be done
     kill: bool = False
-    _complete: int | None = field(default=None, init=False)  # the step at which the checkpoint was told of
+    _complete: int | None = field(default=None, init=False)  # the step at which `on_checkpoint` fired
     _waited: int = field(default=0, init=False)  # times
     _folders: set[str] = field(factory=set, init=False)  # in the run directory that hold checkpoints
     _owners: dict[str, str] = field(factory=dict, init=False)  # plugin by name of what is logged
     _drew: dict[str, set[str]] = field(factory=dict, init=False)  # by plugin: hooks in which it drew globally
     _trace: list[tuple[int, str, str, int]] = field(factory=list, init=False)  # position, hook, plugin, fingerprint
     _calls: list[_Call] = field(factory=list, init=False)  # under way: hooks call hooks
-    _batch: Batch | None = field(default=None, init=False)  # while others hear of it
+    _batch: Batch | None = field(default=None, init=False)  # during before_step
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        """Begin to watch who logs what, who changes weights, and who draws from generators that no checkpoint holds."""
+        """Begin to note which plugin logs what, changes weights, and draws from generators that no checkpoint holds."""
 
         @contextmanager
         def watch(plugin: str, hook: str) -> Iterator[None]:
-            self._look(loop)
-            generators = _global_generators(loop.device)
-            self._calls.append(_Call(plugin, hook, generators, generators))
+            begun = self._look(loop)
+            self._calls.append(_Call(plugin, begun))
             try:
                 yield
             finally:
-                self._look(loop)
+                generators = self._look(loop)
                 call = self._calls.pop()
-                generators = _global_generators(loop.device)
-                if call.drew and generators != call.begun:  # who put them back has drawn for itself
+                if call.drew and generators != begun:  # a plugin that puts them back has drawn for itself
                     self._drew.setdefault(plugin, set()).add(hook)
                 if hook in _CHANGING and loop.progress.step >= self.at:
                     self._trace.append((loop.progress.position, hook, plugin, _fingerprint(loop, hook, self._batch)))
@@ -99,19 +89,20 @@ class Witness:
         self.out.mkdir(parents=True, exist_ok=True)
         loop.plugins.instrument(watch)
 
-    def _look(self, loop: Loop) -> None:
-        """Note what whose call is under way has logged and drawn since the last look."""
-        call = self._calls[-1] if self._calls else None
+    def _look(self, loop: Loop) -> tuple[Any, ...]:
+        """Note what the call under way has logged and drawn since the last look; return the generators' states."""
+        call, generators = self._calls[-1] if self._calls else None, _global_generators(loop.device)
         for name in loop.log.names:
             self._owners.setdefault(name, call.plugin if call else "")
-        if call and call.generators != _global_generators(loop.device):
+        if call and call.generators != generators:
             call.drew = True
+        return generators
 
     @hookimpl(wrapper=True)
     def before_step(self, loop: Loop, batch: Batch) -> Generator[None, None, None]:
-        """Before the first step of a resumed run all is as it was loaded: ahead of whoever hears of the step."""
+        """Note the state of a resumed run as it was loaded: before any plugin hears of the first step."""
         if loop.resume and not (self.out / f"{RESUMED}.json").exists():
-            self._write(RESUMED, snapshot(loop))
+            self._write(RESUMED, loop)
         self._batch = batch
         yield
         self._batch = None
@@ -126,7 +117,7 @@ class Witness:
         if step >= self.stop:
             loop.stop("done")
         if not loop.resume and step == self.at and not (self.out / f"{SAVED}.json").exists():
-            self._write(SAVED, snapshot(loop))
+            self._write(SAVED, loop)
         if not self.kill or not self.at <= step < self.stop:
             return
         if self._complete is None:
@@ -145,53 +136,51 @@ class Witness:
     @hookimpl(trylast=True)
     def on_stop(self, loop: Loop, reason: Reason) -> None:
         """Write down what the run has become, unless it broke off."""
-        if reason not in ("done", "plugin"):
-            return
-        tensors, tree = flatten(loop.state_dict())
-        write_tensors(self.out / f"{END}.safetensors", tensors)
+        if reason in ("done", "plugin"):
+            self._write(END, loop)
+
+    def _write(self, moment: str, loop: Loop) -> None:
         seen = {
-            "values": leaves(tree),
             "checkpoints": sorted(self._folders),
             "owners": self._owners,
             "trace": self._trace,
+            "drew": {plugin: sorted(hooks) for plugin, hooks in self._drew.items()},
         }
-        self._write(END, {**seen, "drew": {plugin: sorted(hooks) for plugin, hooks in self._drew.items()}})
-
-    def _write(self, moment: str, seen: Mapping[str, Any]) -> None:
-        (self.out / f"{moment}.json").write_text(json.dumps(seen), "utf-8")
+        (self.out / f"{moment}.json").write_text(json.dumps({**snapshot(loop), **seen}), "utf-8")
 
 
 def snapshot(loop: Loop) -> dict[str, Any]:
-    """Return the state of a run and, by plugin, all plain fields: each tensor as what tells it from another."""
+    """Return the state of a run and, by plugin, all plain fields, with a digest in place of each tensor."""
     fields = {}
     for name, plugin in loop.plugins.items():
         held = {key: _plain(value, loop) for key, value in _fields(plugin).items()}
-        fields[name] = _digested({key: value for key, value in held.items() if value is not _NOTHING})
-    return {"step": loop.progress.step, "state": _digested(loop.state_dict()), "fields": fields}
+        fields[name] = digests({key: value for key, value in held.items() if value is not _NOTHING})
+    return {"step": loop.progress.step, "state": digests(loop.state_dict()), "fields": fields}
 
 
-def leaves(tree: Any, where: str = "") -> dict[str, Any]:
-    """Return the values in nested dicts by path, as flat names of tensors are."""
+def digests(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a nested state by flat names; of a tensor its type, shape, first entries and SHA-256."""
+    tensors, tree = flatten(state)
+    return _leaves(tree) | {name: _digest(tensor) for name, tensor in tensors.items()}
+
+
+def _leaves(tree: Any, where: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         return {where: tree}
     found: dict[str, Any] = {}
     for key, value in tree.items():
         escaped = key.replace("~", "~0").replace("/", "~1")
-        found |= leaves(value, f"{where}/{escaped}" if where else escaped)
+        found |= _leaves(value, f"{where}/{escaped}" if where else escaped)
     return found
 
 
-def _digested(state: Mapping[str, Any]) -> dict[str, Any]:
-    tensors, tree = flatten(state)
-    return leaves(tree) | {name: _digest(tensor) for name, tensor in tensors.items()}
-
-
 def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous()
-    if data.numel() == 1:
-        return f"{DIGEST}{data.item()!r}"
-    digest = hashlib.sha256(data.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:16]
-    return f"{DIGEST}{str(data.dtype).removeprefix('torch.')} {list(data.shape)} {digest}"
+    data = tensor.detach().cpu().contiguous().reshape(-1)
+    shape = f"{DIGEST}{str(data.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if len(data) == 1:
+        return f"{shape} {data.item()!r}"
+    digest = hashlib.sha256(data.view(torch.uint8).numpy().data).hexdigest()[:16]
+    return f"{shape} {', '.join(map(repr, data[:2].tolist()))}, ... {digest}"
 
 
 def _fields(plugin: object) -> dict[str, Any]:
@@ -230,7 +219,7 @@ def _plain(value: Any, loop: Loop, depth: int = 0) -> Any:
 
 
 def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
-    """Return a number that another bit in weights, buffers, gradients, learning rates or `batch` makes another."""
+    """Return a hash of the weights, buffers, gradients, learning rates and `batch`."""
     held = [*loop.model.parameters(), *loop.model.buffers()]
     if batch is not None:
         held += [value for value in (batch.inputs, *batch.draws.values()) if isinstance(value, Tensor)]
@@ -240,13 +229,13 @@ def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
     plain = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
     sums = [each.detach().view(whole[each.itemsize]).sum() for each in plain if each.layout == torch.strided]
     groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
-    # While they are set, a resumed run still has those of its config, and the other those of the step before.
+    # Not while they are set: a resumed run still has those of its config, the other run those of the step before.
     rates = [float(group.get("lr", 0.0)) for group in groups if hook != "before_step"]
     return hash((int(torch.stack(sums).sum()), *rates))
 
 
 def _global_generators(device: torch.device) -> tuple[Any, ...]:
-    """Return what tells whether someone draws from the generators that belong to no one."""
+    """Return the states of the global generators of torch, Python and numpy."""
     _, keys, *rest = np.random.get_state(legacy=True)
     states = [torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), rest]
     if device.type != "cpu":
