@@ -67,7 +67,7 @@ def test_hooks_prints_the_contract(hookdiff, folder):
         ("run small.toml --set plugins.lr.warmup=6", ("plugins.lr.warmup", 6)),
         ("run small.toml --lr fast", ("optimizer.lr", "'fast'")),
         ("check small.toml --set model.image_size=7", ("small.toml", 1, "model", "image_size=7")),
-        ("check small.toml --set sampling.steps=21", ("sampling.steps", 21, 20)),
+        ("check small.toml --set sampling.steps=21", ("sampling", 21, 20)),
         ("check small.toml --set nonsense", ("--set nonsense", "table.key=value")),
         ("hooks after_backwards", ("'after_backwards'", "'after_backward'")),
         ("plugins --order nowhere.toml", ("nowhere.toml",)),
