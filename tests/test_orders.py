@@ -25,7 +25,7 @@ from hookdiff.testing import assert_same, toy_loop, toy_model
 OPTIONS: dict[str, dict[str, Any]] = {
     "amp": {"precision": "fp16", "init_scale": 2.0**22, "growth_interval": 4},
     "checkpoint": {"every": 2, "keep_last": 9},
-    "clip": {"mode": "adaptive", "warmup": 2, "factor": 0.9},
+    "clip": {"rule": {"use": "adaptive", "warmup": 2, "factor": 0.9}},
     "compile": {"backend": "eager"},  # the compiler itself takes most of a minute
     "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},
     "fid": {"every": 4, "num_samples": 8},
@@ -204,7 +204,9 @@ class TestEveryPlugin:
                 problems = Problems()
                 arguments(KINDS[name], {field.alias: {"a": [[]]}}, f"plugins.{name}", problems)
                 assert len(problems.found) == 1, field.name
-                assert problems.found[0].startswith(f"plugins.{name}.{field.alias}: "), problems.found
+                assert problems.found[0].startswith(
+                    (f"plugins.{name}.{field.alias}: ", f"plugins.{name}.{field.alias}.a: ")
+                ), problems.found
 
     def test_it_is_an_attrs_class_that_compares_by_identity(self, name: str) -> None:
         kind = KINDS[name]
