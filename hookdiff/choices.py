@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from operator import attrgetter
 from typing import Any, ClassVar, Self, TypeVar
 
 from hookdiff.errors import PluginError, nearest
@@ -20,8 +21,8 @@ Chosen = TypeVar("Chosen", bound="Choice")
 class Choice:
     """The base of every kind of choice: noise schedules, loss weightings, samplers, ...
 
-    A kind is a subclass that says what it is called and what it knows. What is chosen is an attrs class below the kind
-    (`@define(frozen=True)`); its fields are the options.
+    A kind is a subclass with a name, `kind`, and the classes to choose from, `known`. Each of these inherits from the
+    kind and is an attrs class (`@define(frozen=True)`); its fields are the options.
     """
 
     kind: ClassVar[str]  # "weighting": in messages, and in the names of entry points
@@ -30,9 +31,9 @@ class Choice:
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
-        """Return the object that `value` stands for: itself, a name, or a mapping of `use` and options.
+        """Return `value` if it is of this kind; else make what it names: a string, or a mapping of `use` and options.
 
-        Raises PluginError for a name that nobody knows.
+        Raises PluginError for an unknown name.
         """
         if isinstance(value, cls):
             return value
@@ -48,30 +49,44 @@ class Choice:
 def find(kind: type[Chosen], use: object) -> type[Chosen]:
     """Return the class of `kind` called `use`: a known name, one of an entry point, or `module:Name`.
 
-    Raises PluginError when there is none, or when it is of another kind.
+    Raises PluginError when there is none or several of that name, or when it is of another kind.
     """
-    published = {
-        entry.name.removeprefix(f"{kind.kind}."): entry.value
-        for entry in entry_points(group=GROUP)
-        if entry.name.startswith(f"{kind.kind}.")
-    }
-    if isinstance(use, str) and (use in kind.known or use in published or ":" in use):
-        found = (
-            kind.known[use] if use in kind.known else import_object(published.get(use, use), f"the {kind.kind} {use!r}")
-        )
-        if isinstance(found, type) and issubclass(found, kind):
-            return found
-        raise PluginError(f"{use} is no {kind.kind}: it does not inherit from {kind.__module__}.{kind.__qualname__}")
-    names = [*kind.known, *published]
-    unknown = "needs a `use`" if use is None else f"unknown {use!r}{nearest(str(use), names)}"
-    raise PluginError(f"{unknown}; known: {', '.join(names)}, or module:Name")
+    found = kind.known.get(str(use)) or import_object(_path(kind, use), f"the {kind.kind} {use!r}")
+    if isinstance(found, type) and issubclass(found, kind):
+        return found
+    raise PluginError(f"{use} is no {kind.kind}: it does not inherit from {kind.__module__}.{kind.__qualname__}")
+
+
+def _path(kind: type[Choice], use: object) -> str:
+    name, published = str(use), _published(kind)
+    if name not in published and ":" not in name:
+        names = [*kind.known, *published]
+        unknown = "needs a `use`" if use is None else f"unknown {use!r}{nearest(name, names)}"
+        raise PluginError(f"{unknown}; known: {', '.join(names)}, or module:Name")
+    path, *others = published.get(name, [name])
+    if others:
+        claims = " and ".join((path, *others))
+        raise PluginError(f"the {kind.kind} {name!r} is claimed by {claims}; uninstall one, or use module:Name")
+    return path
+
+
+def _published(kind: type[Choice]) -> dict[str, list[str]]:
+    """Return the paths of the classes that entry points offer for `kind`, by name: one, unless several claim it."""
+    found: dict[str, list[str]] = {}
+    for entry in entry_points(group=GROUP):
+        group, _, name = entry.name.partition(".")
+        if group == kind.kind and entry.value not in found.setdefault(name, []):
+            found[name].append(entry.value)
+    return found
 
 
 def name_of(chosen: type[Choice]) -> str:
     """Return the name under which a config finds the class."""
-    own = f"{chosen.__module__}:{chosen.__qualname__}"
-    published = {e.value: e.name.partition(".")[2] for e in entry_points(group=GROUP) if e.value == own}
-    return next((name for name, known in chosen.known.items() if known is chosen), published.get(own, own))
+    for name, known in chosen.known.items():
+        if known is chosen:
+            return name
+    path = f"{chosen.__module__}:{chosen.__qualname__}"
+    return next((name for name, paths in _published(chosen).items() if paths == [path]), path)
 
 
 def import_object(path: str, what: str) -> Any:
@@ -81,6 +96,7 @@ def import_object(path: str, what: str) -> Any:
         found = importlib.import_module(module)
     except (ImportError, TypeError, ValueError) as error:  # the last two where `module` starts with a dot, or is empty
         raise PluginError(f"{what}: cannot import {module}: {error}") from error
-    if not hasattr(found, name):
-        raise PluginError(f"{what}: {module} has no {name!r}{nearest(name, dir(found))}")
-    return getattr(found, name)
+    try:
+        return attrgetter(name)(found)
+    except AttributeError:
+        raise PluginError(f"{what}: {module} has no {name!r}{nearest(name, dir(found))}") from None

@@ -59,7 +59,7 @@ class Loop(ReadOnly):
         config = config or LoopConfig()
         self.model: Final = model
         self.net: Final = model
-        self.weights_name: Final[str] = "model"  # whose values the model holds: its own, or those of an average
+        self.weights_name: Final[str] = "model"  # of the weights that the model holds: its own, or an average
         self._make_optimizers: Final = optimizers if callable(optimizers) else lambda _: optimizers
         self.optimizers: Final[tuple[Optimizer, ...]] = ()
         self.gradients: Final = Gradients(model, ())
@@ -102,7 +102,7 @@ class Loop(ReadOnly):
         self._set(reason=self.reason or reason)
 
     def sample(self, request: SampleRequest) -> Samples:
-        """Make images with what the plugins offer (see the hook `sample`)."""
+        """Make images: the hook `sample`."""
         return self.hook.sample(loop=self, request=request)
 
     @contextmanager
@@ -127,14 +127,14 @@ class Loop(ReadOnly):
             self.hparams["run"] = {**self.hparams["run"], "micro_batch": size}
 
     def prepare(self) -> None:
-        """Make what a step needs from the model: `net`, the optimizers, the gradients. No state is loaded."""
+        """Prepare the model and make `net`, the optimizers and the gradients; no state is loaded."""
         self.hook.prepare_model(loop=self)
         net = self.hook.wrap_net(loop=self, net=self.model)
         optimizers = self._state.hold(self._make_optimizers(self.model))
         self._set(net=net.train(), optimizers=optimizers, gradients=Gradients(self.model, optimizers))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a run is, as the seam `restore` gives it back. The tensors are the live ones."""
+        """Return the whole state of the run, as the seam `restore` gives it back. The tensors are the live ones."""
         assert self.weights_name == "model", "the state of a run was asked for while other weights were borrowed"
         return self._state.state_dict()
 
@@ -165,7 +165,7 @@ class Loop(ReadOnly):
             yield from self.run_epoch()
 
     def run_epoch(self) -> Iterator[Step]:
-        """Train on what is left of the epoch under way."""
+        """Train on the rest of the epoch under way."""
         for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
             yield self.run_step(batch)
             self.hook.between_steps(loop=self)

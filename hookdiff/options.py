@@ -1,4 +1,4 @@
-"""What the options of a class say of themselves: the help that docs and commands print, and checks of their range."""
+"""Help texts and range checks of options."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from attrs import Attribute
 def about(help: str, unit: str = "") -> dict[str, str]:
     """Return the metadata of an option: `field(default=1000, metadata=about("how often", "steps"))`.
 
-    The docs, `hookdiff plugins NAME` and error messages read it. Write what the value is, in a few words: the name, the
-    type and the default stand beside it.
+    docs/config.md and `hookdiff plugins NAME` print it beside the name and the default.
     """
     return {"help": help, "unit": unit} if unit else {"help": help}
 

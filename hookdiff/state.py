@@ -1,4 +1,4 @@
-"""The state of a run: put together for a checkpoint, checked and taken apart again when the run goes on."""
+"""The state of a run: collected for a checkpoint, checked and loaded when the run goes on."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.disk.tree import State, plain
 from hookdiff.errors import NoCheckpoint, UserError, nearest
 from hookdiff.log import Log
+from hookdiff.models.names import plain_name
 from hookdiff.progress import Progress
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -32,7 +33,7 @@ def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 
 @define(eq=False)
 class RunState:
-    """All that a run is: weights, optimizers, the state of every plugin, counts, and what it was made from."""
+    """The whole state of a run: weights, optimizers, the states of all plugins, counts, config, seed."""
 
     model: nn.Module
     plugins: Mapping[str, Any]
@@ -127,7 +128,7 @@ class RunState:
             with refused_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights"):
                 plugin.load_state_dict(states[name])
         if unclaimed := [name for name in states if name not in self.plugins]:
-            log.warning("the checkpoint has state of plugins that this run has not: %s", ", ".join(unclaimed))
+            log.warning("the checkpoint has the state of plugins that this run does not have: %s", ", ".join(unclaimed))
 
     def roll_back(self, saved: State, first_step: int, fresh: Collection[str]) -> None:
         """Load `saved` but keep the place in the data, so that other batches follow.
@@ -166,6 +167,12 @@ def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
 
 def _load_model(model: nn.Module, saved: State) -> None:
     own = model.state_dict()
+    if changed := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise UserError(
+            f"the checkpoint is of a model with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
+            "that makes them has to be in the run, with the same keys as at the checkpoint"
+        )
     problems = [f"missing {name}" for name in own if name not in saved]
     problems += [f"unexpected {name}{nearest(name, own)}" for name in saved if name not in own]
     both = [name for name in own if name in saved and isinstance(own[name], Tensor)]
@@ -212,7 +219,7 @@ def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 def _counted_in_groups(optimizer: Optimizer) -> list[str]:
     """Return the keys of the groups of weights that `optimizer` counts in, as schedule-free ones and Prodigy do.
 
-    They have a default but are nobody's argument. All other keys are hyper-parameters.
+    These keys have a default and are no argument of the class. All other keys are hyper-parameters.
     """
     makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
     arguments = {name for make in makers[:-1] for name in inspect.signature(make).parameters}  # the last is object's

@@ -1,8 +1,14 @@
+import copy
+import importlib
+import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +16,10 @@ import pytest
 import tomli_w
 import torch
 from hypothesis import settings
+from torch import distributed
+
+from hookdiff import Loop, hookimpl
+from hookdiff.disk import flatten, unflatten
 
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("deep", max_examples=1000, deadline=None)
@@ -25,22 +35,112 @@ SMALL: dict[str, Any] = {
     "run": {"steps": 6, "batch_size": 16, "device": "cpu"},
     "data": {"source": "digits"},
     "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8},
-    "diffusion": {"timesteps": 20},
+    "diffusion": {"process": {"use": "vp", "schedule": "cosine", "timesteps": 20}},
     "sampling": {"steps": 2},
 }
 
 
+def check_facts(text: object, *facts: object) -> None:
+    """Assert that every fact (a file, a key, a number, a name) is in the text; sentences may be worded in any way."""
+    for fact in map(str, facts):
+        # As a word of its own: 5 is not in 50, 5.1 or 0.5.
+        pattern = rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)"
+        assert re.search(pattern, str(text)), f"{fact} is not in: {text}"
+
+
+def refused(error: type[BaseException], *facts: object) -> Any:
+    """Return the context that expects an error of this type, with all these facts in its message."""
+
+    def check(caught: BaseException) -> bool:
+        check_facts(caught, *facts)
+        return True
+
+    return pytest.raises(error, check=check)
+
+
 @pytest.fixture
-def write_config(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes the config of a small net, and returns its path.
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return a function that starts the command line in `folder`, as a process and a group of its own.
+
+    The modules in the folder can be imported. What still runs at the end of the test is killed.
+    """
+    started = []
+
+    def call(folder: Path, *words: object, python: Iterable[str] = ()) -> subprocess.Popen[str]:
+        paths = os.pathsep.join(map(str, (folder, *sys.path)))
+        process = subprocess.Popen(
+            [sys.executable, *python, "-c", "from hookdiff.cli import main; main()", *map(str, words)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield call
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+PATIENCE = 300  # seconds that a process may take, on a machine that is busy
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Wait for the process; return its exit code, stdout and stderr."""
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out, err
+
+
+def wait_for_file(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the process has made a file."""
+    wait_for(lambda: path.exists() or process.poll() is not None)
+    assert path.exists(), process.communicate()
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without their times."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+def write_small(path: Path, **tables: Any) -> Path:
+    """Write the config of a small net, and return its path.
 
     Tables take the place of its own; those of [run] are added to its own.
     """
+    path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
+    return path
 
-    def write(name: str = "small.toml", **tables: Any) -> Path:
-        path = tmp_path / name
-        path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
-        return path
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a config as `write_small` does, into a file of `tmp_path`."""
+    return lambda name="small.toml", **tables: write_small(tmp_path / name, **tables)
+
+
+@pytest.fixture
+def load_small(write_config: Callable[..., Path]) -> Callable[..., Any]:
+    """Return a function that loads what `write_config` writes, with settings as `--set` takes them, and plugins."""
+    from hookdiff import load_config
+
+    def load(*settings: str, plugins: Iterable[str] = (), **tables: Any) -> Any:
+        return load_config(write_config(**tables), plugins, settings)
+
+    return load
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that writes a module into `tmp_path`, from where it can be imported."""
+
+    def write(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
 
     return write
 
@@ -59,6 +159,38 @@ def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         return int(caught.value.code or 0), out, err
 
     return call
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that installs a distribution: its metadata, its entry points, its modules."""
+    before = set(sys.modules)
+
+    def made(
+        name: str,
+        entries: dict[str, str] | None = None,
+        group: str = "hookdiff.plugins",
+        where: str = "site",
+        **modules: str,
+    ) -> None:
+        site = tmp_path / where
+        info = site / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = [f"[{group}]", *(f"{entry} = {value}" for entry, value in (entries or {}).items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        for module, source in modules.items():
+            path = site.joinpath(*module.split(".")).with_suffix(".py")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(source)
+        if str(site) not in sys.path:
+            monkeypatch.syspath_prepend(site)
+        importlib.invalidate_caches()
+
+    yield made
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -97,3 +229,121 @@ def small_disk(mount: Callable[..., None]) -> Callable[[Path], Path]:
 def disk(tmp_path: Path, small_disk: Callable[[Path], Path]) -> Path:
     """A disk of its own, of 4 MB."""
     return small_disk(tmp_path / "disk")
+
+
+PATIENCE = 300  # seconds that a process may take, on a machine that is busy
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the messages that were logged as a warning or worse."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def fill(disk: Path, room: int = 0) -> None:
+    """Leave `room` bytes of a disk of its own."""
+    free(disk)
+    with (disk / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - room)
+
+
+def free(disk: Path) -> None:
+    """Give back what `fill` took."""
+    (disk / "ballast").unlink(missing_ok=True)
+
+
+def read_only(disk: Path) -> None:
+    """Make a disk of its own read-only, once nothing is being written on it."""
+    wait_for(lambda: not subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode)
+
+
+def in_a_process(*words: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *map(str, words)]
+    variables = {**os.environ, **environment}
+    return subprocess.run(
+        command, cwd=folder, env=variables, check=False, capture_output=True, text=True, timeout=PATIENCE
+    )
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved(loop: Loop) -> dict[str, Any]:
+    """Return the state of a run as a file would give it back: it shares nothing with the run."""
+    tensors, tree = flatten(loop.state_dict())
+    return unflatten({name: tensor.detach().clone() for name, tensor in tensors.items()}, copy.deepcopy(tree))
+
+
+class Restores:
+    """A plugin with a state from which the run goes on, if it has one; it keeps that of the step `at`."""
+
+    def __init__(self, state: Any = None, at: int | None = None) -> None:
+        self.state, self.at = state, at
+
+    @hookimpl
+    def restore(self) -> Any:
+        return self.state
+
+    @hookimpl(trylast=True)
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.at:
+            self.state = saved(loop)
+
+
+class Logged:
+    """A plugin that keeps what is logged: the step and the values of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, float]]] = []
+
+    @hookimpl
+    def on_log(self, step: int, values: Mapping[str, float]) -> None:
+        self.calls.append((step, dict(values)))
+
+    def of(self, name: str) -> dict[int, float]:
+        """Return the values of one name, by step."""
+        return {step: values[name] for step, values in self.calls if name in values}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def second_rank() -> Iterator[None]:
+    """Let this process be the second of two ranks; collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    distributed.destroy_process_group()
+
+
+class Clock:
+    """A plugin that takes the place of time.monotonic: each step takes ten seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = float(int(time.monotonic()))
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+    @hookimpl
+    def before_step(self) -> None:
+        self.now += 10
+
+
+class StopAt:
+    """A plugin that ends the run after a step; run again, it goes on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.step:
+            loop.stop()

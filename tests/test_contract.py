@@ -22,8 +22,9 @@ ROOT = CORE.parent
 if not (ROOT / "pyproject.toml").exists():
     pytest.skip("needs the sources", allow_module_level=True)
 
-ENTRIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["hookdiff.plugins"]
-PACKAGES = sorted({target.partition(":")[0] for target in ENTRIES.values()})
+PUBLISHED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+ENTRIES = PUBLISHED["hookdiff.plugins"]
+PACKAGES = sorted({re.split("[.:]", target)[0] for group in PUBLISHED.values() for target in group.values()})
 SCRIPTS = {ROOT / "plugins" / "hookdiff_fid" / "train_digits.py"}  # run by hand, never imported
 
 MODULES = import_graph.files(ROOT)
@@ -165,16 +166,9 @@ def test_attributes_of_a_loop_are_read_only() -> None:
 # Public modules, beside the names of `hookdiff` itself: what few plugins need is taken from these.
 PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
-    *(
-        "hookdiff.models",
-        "hookdiff.choices",
-        "hookdiff.options",
-        "hookdiff.cli.options",
-        "hookdiff.findings",
-        "hookdiff.hookspecs",
-    ),
-    *("hookdiff.log", "hookdiff.models.memory", "hookdiff.experiment.memory", "hookdiff.randomness"),
-    *("hookdiff.testing", "hookdiff.weights"),
+    *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
+    *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory"),
+    *("hookdiff.experiment.memory", "hookdiff.randomness", "hookdiff.testing", "hookdiff.weights"),
 }
 
 
@@ -205,6 +199,13 @@ CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # these name `Loop` for t
 def test_every_room_has_its_rank() -> None:
     rooms = {path.relative_to(CORE).parts[0].removesuffix(".py") for path in CORE_FILES}
     assert rooms == set(ROOMS)
+
+
+def test_the_docs_list_the_rooms_in_their_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)(/?)` \| .+ \|$", page, re.M)
+    assert [room for room, _ in rows] == ROOMS
+    assert all((CORE / room).is_dir() == bool(slash) for room, slash in rows)
 
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=name)

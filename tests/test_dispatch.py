@@ -8,6 +8,7 @@ from hookdiff.dispatch import compile_hook, in_order
 from hookdiff.hookspecs import Hooks
 from hookdiff.plugins import Plugins
 from hookdiff.testing import toy_loop
+from tests.conftest import check_facts, refused
 
 MOMENT, SEAM = "on_nan", "backward"  # both of two arguments
 ARGUMENTS = {MOMENT: {"loop": "the loop", "report": "the report"}, SEAM: {"loop": "the loop", "loss": "the loss"}}
@@ -109,10 +110,12 @@ def test_a_seam_gives_what_pluggy_gives_except_none(drawn):
     ours = compile_hook(SEAM, [*order, *manager.hook.backward.get_hookimpls()], firstresult=True)
     theirs = in_pluggy(SEAM, {**plugins, "default": last})
     expected = outcome(lambda: theirs(**ARGUMENTS[SEAM]), heard)
+    got = outcome(lambda: ours(**ARGUMENTS[SEAM]), heard)
     if expected[:2] == ("returned", None):
-        names = ", ".join([*(impl.plugin_name for impl in order), "default"])
-        expected = "HookError", f"the hook 'backward' ended in None; it went through: {names}", expected[2]
-    assert outcome(lambda: ours(**ARGUMENTS[SEAM]), heard) == expected
+        assert (got[0], got[2]) == ("HookError", expected[2])
+        check_facts(got[1], SEAM, ", ".join([*(impl.plugin_name for impl in order), "default"]))
+    else:
+        assert got == expected
 
 
 @given(drawn=st.lists(kinds, max_size=8))
@@ -153,7 +156,7 @@ def test_a_wrapper_without_a_yield_is_an_error():
             if loop:
                 yield
 
-    with pytest.raises(HookError, match="'before_step' returned without a yield"):
+    with refused(HookError, "before_step", "yield"):
         hook_of(NoYield()).before_step(loop=None, batch=None)
 
 
@@ -179,19 +182,20 @@ def test_a_wrapper_with_a_second_yield_is_an_error_and_is_closed(broken):
             if broken:
                 raise Mine
 
-    with pytest.raises(HookError, match="'before_step' has a second yield"):
+    with refused(HookError, "before_step", "yield"):
         Plugins({"two": TwoYields(), "broken": Broken()}).hook.before_step(loop=None, batch=None)
     assert closed == [True]
 
 
-def test_a_wrapper_that_forgets_to_return_stops_the_run():
+def test_golden_message_of_a_wrapper_that_forgets_to_return():
     class Forgetful:
         @hookimpl(wrapper=True)
         def optimizer_step(self):
             yield
 
-    with pytest.raises(HookError, match=r"'optimizer_step' ended in None; it went through: forgetful, defaults"):
+    with pytest.raises(HookError) as caught:
         toy_loop({"forgetful": Forgetful()}).run()
+    assert str(caught.value) == "the hook 'optimizer_step' ended in None; it went through: forgetful, defaults"
 
 
 @pytest.mark.parametrize("takes", [(), ("loop",), ("images",), ("step", "loop"), ("loop", "step", "images")])
@@ -206,7 +210,7 @@ def test_a_plugin_gets_the_arguments_it_names(takes):
 def test_hooks_take_keywords_only():
     hook = Plugins({}).hook
     for name, arguments in (("on_start", ["loop"]), ("unscale", ["loop"])):
-        with pytest.raises(TypeError, match="positional"):
+        with pytest.raises(TypeError):
             getattr(hook, name)(*arguments)
 
 
@@ -214,7 +218,7 @@ def test_falsy_results_count_and_none_does_not():
     drawn = [(plain, answer, {}) for answer in (None, 0, False, None, 2)]
     assert getattr(Plugins(make(MOMENT, drawn, [])).hook, MOMENT)(**ARGUMENTS[MOMENT]) == [0, False, 2]
     assert getattr(Plugins(make(SEAM, drawn, heard := [])).hook, SEAM)(**ARGUMENTS[SEAM]) == 0
-    assert heard == ["p0", "p1"]  # who comes after the answer is not asked
+    assert heard == ["p0", "p1"]  # a plugin that comes after the answer is not asked
 
 
 def test_an_error_of_a_plugin_travels_untouched():

@@ -36,9 +36,9 @@ def test_norms_are_those_of_plain_python(rows: list[list[float]], loss: float) -
 def test_norms_follow_a_factor(rows: list[list[float]], factor: float) -> None:
     gradients = gradients_of(rows)
     gradients.scale_(factor)
-    told, total = gradients.norms.tolist(), gradients.total_norm
+    norms, total = gradients.norms.tolist(), gradients.total_norm
     gradients.clear()
-    assert told == pytest.approx(gradients.norms.tolist(), rel=1e-5, abs=1e-30)
+    assert norms == pytest.approx(gradients.norms.tolist(), rel=1e-5, abs=1e-30)
     assert total == pytest.approx(gradients.total_norm, rel=1e-5, abs=1e-30)
     for gradient, row in zip(gradients.tensors(), rows, strict=True):
         assert torch.equal(gradient, torch.tensor(row) * factor)

@@ -13,18 +13,15 @@ from torch.overrides import TorchFunctionMode
 
 from hookdiff import Loop, SampleRequest, hookimpl
 from hookdiff.testing import toy_loop
+from tests.conftest import Logged
 
 
-class Sink:
+class Sink(Logged):
     """Writes down what reaches the sinks, call by call."""
 
     def __init__(self) -> None:
-        self.told = list[tuple[int, dict[str, float]]]()
+        super().__init__()
         self.pictures = dict[int, Mapping[str, Tensor]]()
-
-    @hookimpl
-    def on_log(self, step: int, values: Mapping[str, float]) -> None:
-        self.told.append((step, dict(values)))
 
     @hookimpl
     def on_images(self, step: int, images: Mapping[str, Tensor]) -> None:
@@ -32,7 +29,7 @@ class Sink:
 
 
 class Average:
-    """Averages one value a step, and logs others as told."""
+    """Averages one value a step; at the steps in `cuts` it asks for the state, as a checkpoint does."""
 
     def __init__(self, values: list[float], as_tensor: bool = False, cuts: tuple[int, ...] = ()) -> None:
         self.values, self.as_tensor, self.cuts = values, as_tensor, cuts
@@ -62,7 +59,7 @@ class Host(TorchFunctionMode):
 def averaged(values: list[float], **options: Any) -> list[float]:
     sink = Sink()
     toy_loop({"average": Average(values, **options), "sink": sink}, steps=len(values), log_every=5).run()
-    return [told["mine"] for _, told in sink.told if "mine" in told]
+    return list(sink.of("mine").values())
 
 
 def test_a_mean_is_over_the_steps_since_the_last_log() -> None:
@@ -96,7 +93,7 @@ def test_a_window_cut_by_a_resume_has_the_same_mean_to_the_bit(values: list[floa
     total = 0.0
     for value in values:
         total += value
-    assert sink.told == [(10, {"mine": total / 10})]
+    assert sink.calls == [(10, {"mine": total / 10})]
 
 
 def test_a_mean_counts_only_the_steps_that_gave_a_value() -> None:
@@ -107,14 +104,14 @@ def test_a_mean_counts_only_the_steps_that_gave_a_value() -> None:
                 loop.log.average({"seldom": loop.progress.step})
 
     toy_loop({"seldom": Seldom(), "sink": (sink := Sink())}, steps=10).run()
-    assert [told.get("seldom") for _, told in sink.told] == [3.5, None]
+    assert [values.get("seldom") for _, values in sink.calls] == [3.5, None]
 
 
 def test_values_of_a_step_arrive_once_it_is_over_and_together() -> None:
     class Chatty:
         @hookimpl
         def before_step(self, loop: Loop) -> None:
-            sink.told.append((-1, {}))
+            sink.calls.append((-1, {}))
 
         @hookimpl
         def after_optimizer_step(self, loop: Loop) -> None:
@@ -123,7 +120,7 @@ def test_values_of_a_step_arrive_once_it_is_over_and_together() -> None:
 
     sink = Sink()
     toy_loop({"chatty": Chatty(), "sink": sink}, steps=3, log_every=100).run()
-    assert sink.told == [entry for step in (1, 2, 3) for entry in ((-1, {}), (step, {"a": 7.0, "b": 0.5}))]
+    assert sink.calls == [entry for step in (1, 2, 3) for entry in ((-1, {}), (step, {"a": 7.0, "b": 0.5}))]
 
 
 def test_what_is_logged_last_of_all_arrives_too() -> None:
@@ -133,7 +130,7 @@ def test_what_is_logged_last_of_all_arrives_too() -> None:
             loop.log({"late": 1})
 
     toy_loop({"late": Late(), "sink": (sink := Sink())}, steps=3, log_every=100).run()
-    assert sink.told == [(3, {"late": 1.0})]
+    assert sink.calls == [(3, {"late": 1.0})]
 
 
 @given(
@@ -146,9 +143,9 @@ def test_any_scalar_becomes_a_float(value: Any) -> None:
     loop = toy_loop({"sink": (sink := Sink())})
     loop.log({"value": value, "tensor": torch.tensor(float(value))})
     loop.log.flush()
-    ((_, told),) = sink.told
-    assert {type(number) for number in told.values()} == {float}
-    assert struct.pack("d", told["value"]) == struct.pack("d", told["tensor"]) or math.isnan(value)
+    ((_, logged),) = sink.calls
+    assert {type(number) for number in logged.values()} == {float}
+    assert struct.pack("d", logged["value"]) == struct.pack("d", logged["tensor"]) or math.isnan(value)
 
 
 def test_all_tensors_are_read_together() -> None:
@@ -161,9 +158,9 @@ def test_all_tensors_are_read_together() -> None:
         assert host.reads == 0
         loop.log.flush()
     assert host.reads == 2  # one for the values, one for the means
-    ((_, told),) = sink.told
-    assert [told[f"a{n}"] for n in range(50)] == [told[f"b{n}"] for n in range(50)] == list(range(50))
-    assert (told["text"], told["c"]) == (1.5, 2.0)
+    ((_, logged),) = sink.calls
+    assert [logged[f"a{n}"] for n in range(50)] == [logged[f"b{n}"] for n in range(50)] == list(range(50))
+    assert (logged["text"], logged["c"]) == (1.5, 2.0)
 
 
 def test_a_step_reads_the_device_once_however_many_ask() -> None:
@@ -188,7 +185,7 @@ def test_tensors_may_be_on_any_device() -> None:
     a, b, c = (torch.tensor(float(n), device=device) for n, device in enumerate(("cuda", "cpu", "cuda")))
     loop.log({"a": a, "b": b, "c": c, "d": 3.0})
     loop.log.flush()
-    assert sink.told == [(0, {"a": 0.0, "b": 1.0, "c": 2.0, "d": 3.0})]
+    assert sink.calls == [(0, {"a": 0.0, "b": 1.0, "c": 2.0, "d": 3.0})]
 
 
 def test_nothing_keeps_a_graph_alive() -> None:
@@ -198,7 +195,7 @@ def test_nothing_keeps_a_graph_alive() -> None:
     loop.log({"a": weight * 2})
     loop.log.average({"b": weight * 3})
     loop.log.flush()
-    assert sink.told == [(1, {"a": 2.0, "b": 3.0})]
+    assert sink.calls == [(1, {"a": 2.0, "b": 3.0})]
 
 
 @pytest.mark.parametrize("log_every", [1, 3, 7])
@@ -212,7 +209,7 @@ def test_due_is_every_so_many_steps(log_every: int) -> None:
 
     toy_loop({"look": Look(), "sink": (sink := Sink())}, log_every=log_every).run()
     assert [step for step, is_due in enumerate(due, 1) if is_due] == list(range(log_every, 21, log_every))
-    assert [step for step, _ in sink.told] == list(range(log_every, 21, log_every))
+    assert [step for step, _ in sink.calls] == list(range(log_every, 21, log_every))
 
 
 def test_pictures_arrive_at_once_as_bytes() -> None:
@@ -242,8 +239,7 @@ def test_a_step_that_changes_nothing_does_not_close_the_means_again(cut: bool) -
                 loop.log.load_state_dict(loop.log.state_dict())
 
     toy_loop({"hold": Hold(), "sink": (sink := Sink())}, log_every=2, steps=4).run()
-    told = [(step, values["position"]) for step, values in sink.told if "position" in values]
-    assert told == [(2, 0.5), (4, (2 + 3 + 4 + 5) / 4)]
+    assert sink.of("position") == {2: 0.5, 4: (2 + 3 + 4 + 5) / 4}
 
 
 def test_a_sum_and_a_count_are_a_mean_and_nothing_where_nothing_was_counted() -> None:
@@ -256,4 +252,4 @@ def test_a_sum_and_a_count_are_a_mean_and_nothing_where_nothing_was_counted() ->
 
     sink = Sink()
     toy_loop({"levels": Levels(), "sink": sink}, steps=1).run()
-    assert sink.told == [(1, {"low": 1.5, "plain": 3.0, "high": 0.25})]
+    assert sink.calls == [(1, {"low": 1.5, "plain": 3.0, "high": 0.25})]

@@ -20,18 +20,20 @@ from hookdiff.disk import flatten
 from hookdiff.experiment.discovery import installed
 from hookdiff.experiment.structure import Problems, arguments
 from hookdiff.testing import assert_same, toy_loop, toy_model
+from tests.conftest import check_facts
 
 # Options with which each plugin does something in 12 steps; one that is not named here has its defaults.
 OPTIONS: dict[str, dict[str, Any]] = {
     "amp": {"precision": "fp16", "init_scale": 2.0**22, "growth_interval": 4},
     "checkpoint": {"every": 2, "keep_last": 9},
-    "clip": {"rule": {"use": "adaptive", "warmup": 2, "factor": 0.9}},
+    "clip": {"rule": {"use": "adaptive", "warmup": 2, "factor": 0.5}},
     "compile": {"backend": "eager"},  # the compiler itself takes most of a minute
     "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},
     "fid": {"every": 4, "num_samples": 8},
     "loss": {"window": 20, "plateau": 0},
     "lr": {"warmup": 3},
     "samples": {"every": 4, "num": 4, "scale": 1},
+    "spectral": {"layers": ["2.3"]},
 }
 KINDS: dict[str, Any] = {
     name: entry.load()
@@ -43,11 +45,11 @@ LOCAL = [name for name in KINDS if name not in DEAR]
 
 
 class Listener:
-    """A plugin of the user's own: reads gradients, logs, keeps a state, and writes down what is told."""
+    """A plugin of the user's own: reads gradients, logs, keeps a state, and writes down what is logged."""
 
     def __init__(self) -> None:
         self.updates = torch.zeros(1)
-        self.told: dict[int, dict[str, float]] = {}
+        self.logged: dict[int, dict[str, float]] = {}
 
     @hookimpl
     def after_backward(self, loop: Loop) -> None:
@@ -61,8 +63,8 @@ class Listener:
     @hookimpl
     def on_log(self, step: int, values: Mapping[str, float]) -> None:
         # The memory of the process belongs to the machine and not to the run.
-        told = {name: value for name, value in values.items() if not name.startswith("memory/")}
-        self.told.setdefault(step, {}).update(told)
+        own = {name: value for name, value in values.items() if not name.startswith("memory/")}
+        self.logged.setdefault(step, {}).update(own)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"updates": self.updates}
@@ -124,11 +126,11 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_the_plugins_do_something(sorted_run: tuple[Loop, Listener]) -> None:
     loop, listener = sorted_run
     assert {"loss", "lr", "clip/share", "ema/distance", "amp/scale", "fd/digits", "mine"} <= set().union(
-        *map(set, listener.told.values())
+        *map(set, listener.logged.values())
     )
-    assert any(told.get("clip/share", 0) > 0 for told in listener.told.values())
-    assert listener.told[12]["amp/void_steps"] > 0
-    assert all(math.isfinite(value) for told in listener.told.values() for value in told.values())
+    assert any(values.get("clip/share", 0) > 0 for values in listener.logged.values())
+    assert listener.logged[12]["amp/void_steps"] > 0
+    assert all(math.isfinite(value) for values in listener.logged.values() for value in values.values())
     assert loop.run_dir is not None
     assert {"samples/step-00000012.png", "checkpoints/step-00000008/ema.safetensors"} <= set(files(loop.run_dir))
 
@@ -137,12 +139,12 @@ def test_the_plugins_do_something(sorted_run: tuple[Loop, Listener]) -> None:
 def test_the_order_does_not_matter(
     order: list[str], sorted_run: tuple[Loop, Listener], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    expected, told = sorted_run
+    expected, heard = sorted_run
     listener = Listener()
     loop = build(order, tmp_path_factory.mktemp("order"), listener)
     loop.run()
     assert_same_outcome(loop, expected)
-    assert listener.told == told.told
+    assert listener.logged == heard.logged
     assert loop.run_dir is not None
     assert expected.run_dir is not None
     assert files(loop.run_dir) == files(expected.run_dir)
@@ -165,7 +167,7 @@ def test_all_plugins_can_be_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["checkpoint", "debug", "ema", "fid", "gradients", "loss", "nan", "progress", "samples"]
 )
-def test_who_only_looks_changes_no_weight(name: str, tmp_path: Path) -> None:
+def test_a_plugin_that_only_looks_changes_no_weight(name: str, tmp_path: Path) -> None:
     alone, watched = build([], tmp_path), build([name], tmp_path)
     alone.run()
     watched.run()
@@ -188,7 +190,7 @@ class TestEveryPlugin:
             shutil.copytree(tmp_path / "whole" / saved, folder / saved)
             again = build(names, folder, resume=True)
             for parameter in again.model.parameters():
-                nn.init.zeros_(parameter)  # they come from the checkpoint
+                nn.init.ones_(parameter)  # they come from the checkpoint
             again.run()
             assert_same_outcome(again, whole)
 
@@ -196,17 +198,15 @@ class TestEveryPlugin:
         problems = Problems()
         arguments(KINDS[name], {"no_such_key": 1}, f"plugins.{name}", problems)
         (problem,) = problems.found
-        assert problem.startswith(f"plugins.{name}.no_such_key: unknown key")
+        check_facts(problem, f"plugins.{name}.no_such_key")
 
-    def test_a_bad_value_is_told_with_its_key(self, name: str) -> None:
+    def test_a_bad_value_is_refused_with_its_key(self, name: str) -> None:
         for field in attrs.fields(KINDS[name]):
             if field.init:
                 problems = Problems()
                 arguments(KINDS[name], {field.alias: {"a": [[]]}}, f"plugins.{name}", problems)
-                assert len(problems.found) == 1, field.name
-                assert problems.found[0].startswith(
-                    (f"plugins.{name}.{field.alias}: ", f"plugins.{name}.{field.alias}.a: ")
-                ), problems.found
+                (problem,) = problems.found
+                check_facts(problem, f"plugins.{name}.{field.alias}")
 
     def test_it_is_an_attrs_class_that_compares_by_identity(self, name: str) -> None:
         kind = KINDS[name]

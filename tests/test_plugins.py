@@ -4,8 +4,10 @@ import pytest
 from attrs import define, field
 
 from hookdiff import HookError, PluginError, hookimpl
-from hookdiff.plugins import HOOK_NAMES, RESERVED, Plugins
+from hookdiff.hookspecs import HOOK_NAMES, Hooks
+from hookdiff.plugins import RESERVED, Plugins
 from hookdiff.testing import assert_same, toy_loop, weights
+from tests.conftest import refused
 
 
 class Good:
@@ -14,108 +16,87 @@ class Good:
         return loop
 
 
-def refusal(plugin, name="mine"):
-    with pytest.raises(PluginError) as caught:
-        Plugins({name: plugin})
-    return str(caught.value)
-
-
 def test_the_hooks_are_those_of_the_contract():
-    assert HOOK_NAMES[:3] == ("prepare_model", "restore", "on_start")
     promised = {"before_step", "after_backward", "after_optimizer_step", "on_epoch_end", "on_nan"}
-    assert promised <= set(HOOK_NAMES)
-    assert len(HOOK_NAMES) == 19
+    assert promised <= set(HOOK_NAMES) == {name for name in vars(Hooks) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_names_of_the_core_are_taken(name):
-    assert refusal(Good(), name) == f"a plugin cannot be named {name!r}: the core uses that name"
+    with refused(PluginError, name):
+        Plugins({name: Good()})
 
 
-def test_a_class_in_place_of_an_instance():
-    assert refusal(Good) == "the plugin 'mine' is the class Good; give an instance: Good()"
-
-
-def test_a_method_named_like_a_hook_without_the_marker():
-    class Unmarked:
-        def after_backward(self):
-            pass
-
-    assert (
-        refusal(Unmarked()) == "the plugin 'mine' has a method after_backward without @hookimpl; it would not be heard"
-    )
-
-
-@pytest.mark.parametrize("kind", [staticmethod, classmethod])
-def test_static_and_class_methods_without_the_marker(kind):
-    unmarked = type("Unmarked", (), {"on_start": kind(lambda *_: None)})
-    assert "has a method on_start without @hookimpl" in refusal(unmarked())
-
-
-def test_a_method_inherited_without_the_marker():
-    class Base:
-        def on_stop(self):
-            pass
-
-    class Child(Base):
+class Unmarked:
+    def after_backward(self):
         pass
 
-    assert "has a method on_stop without @hookimpl" in refusal(Child())
+
+class Inherits(Unmarked):
+    pass
 
 
-def test_a_function_set_on_the_instance_without_the_marker():
-    plugin = Good()
-    plugin.on_log = lambda step: None
-    assert "has a method on_log without @hookimpl" in refusal(plugin)
+class HasOneOfItsOwn(Good):
+    def __init__(self):
+        self.after_backward = lambda: None
 
 
-def test_a_hook_that_does_not_exist():
-    class Misspelt:
-        @hookimpl
-        def after_backwards(self):
-            pass
+class Misspelt:
+    @hookimpl
+    def after_backwards(self):
+        pass
 
-    assert (
-        refusal(Misspelt()) == "the plugin 'mine': there is no hook 'after_backwards'; did you mean 'after_backward'?"
+
+class MisspeltName:
+    @hookimpl(specname="before_stepp")
+    def on_start(self):
+        pass
+
+
+class Greedy:
+    @hookimpl
+    def on_start(self, loop, batch):
+        pass
+
+
+class OldWrapper:
+    @hookimpl(hookwrapper=True)
+    def sample(self):
+        yield
+
+
+class NoGenerator:
+    @hookimpl(wrapper=True)
+    def sample(self):
+        return None
+
+
+REFUSED = {
+    "a class": (Good, ["Good()"]),
+    "a method without the marker": (Unmarked(), ["after_backward", "@hookimpl"]),
+    "an inherited one": (Inherits(), ["after_backward", "@hookimpl"]),
+    "one of the instance": (HasOneOfItsOwn(), ["after_backward", "@hookimpl"]),
+    "a static one": (type("S", (), {"on_start": staticmethod(print)})(), ["on_start", "@hookimpl"]),
+    "a class method": (type("C", (), {"on_start": classmethod(print)})(), ["on_start", "@hookimpl"]),
+    "a specname that there is not": (MisspeltName(), ["'before_stepp'", "'before_step'"]),
+    "an argument that there is not": (Greedy(), ["on_start", "batch"]),
+    "an old wrapper": (OldWrapper(), ["sample", "wrapper=True", "hookwrapper=True"]),
+    "a wrapper that is no generator": (NoGenerator(), ["sample"]),
+}
+
+
+@pytest.mark.parametrize(("plugin", "facts"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_does_not_fit_the_contract_is_refused(plugin, facts):
+    with refused(PluginError, "mine", *facts):
+        Plugins({"mine": plugin})
+
+
+def test_golden_message_of_a_hook_that_does_not_exist():
+    with pytest.raises(PluginError) as caught:
+        Plugins({"mine": Misspelt()})
+    assert str(caught.value) == (
+        "the plugin 'mine': there is no hook 'after_backwards'; did you mean 'after_backward'?"
     )
-
-
-def test_a_specname_that_does_not_exist():
-    class Misspelt:
-        @hookimpl(specname="before_stepp")
-        def on_start(self):
-            pass
-
-    assert refusal(Misspelt()) == "the plugin 'mine': there is no hook 'before_stepp'; did you mean 'before_step'?"
-
-
-def test_an_argument_that_the_hook_has_not():
-    class Greedy:
-        @hookimpl
-        def on_start(self, loop, batch):
-            pass
-
-    message = refusal(Greedy())
-    assert message.startswith("the plugin 'mine' does not fit the contract")
-    assert "batch" in message
-
-
-def test_old_wrappers_are_refused():
-    class Old:
-        @hookimpl(hookwrapper=True)
-        def sample(self):
-            yield
-
-    assert refusal(Old()) == "the plugin 'mine': use wrapper=True in place of hookwrapper=True in sample"
-
-
-def test_a_wrapper_that_is_no_generator():
-    class NoGenerator:
-        @hookimpl(wrapper=True)
-        def sample(self):
-            return None
-
-    assert "does not fit the contract" in refusal(NoGenerator())
 
 
 def test_a_hook_may_have_another_name_in_the_plugin():
@@ -169,16 +150,18 @@ class Hates(Good):
 
 
 def test_requires_names_all_that_is_missing():
-    assert refusal(Needs()) == "the plugin 'mine' requires 'ema', 'amp', which this run has not"
-    with pytest.raises(PluginError, match=r"'mine' requires 'amp', which"):
+    with refused(PluginError, "mine", "ema", "amp"):
+        Plugins({"mine": Needs()})
+    with refused(PluginError, "mine", "amp") as caught:
         Plugins({"mine": Needs(), "ema": Good()})
+    assert "ema" not in str(caught.value)
     assert len(Plugins({"mine": Needs(), "ema": Good(), "amp": Good()})) == 3
 
 
 @pytest.mark.parametrize("order", [["mine", "ema"], ["ema", "mine"]])
 def test_conflicts_are_found_in_any_order(order):
     plugins = {"mine": Hates(), "ema": Good()}
-    with pytest.raises(PluginError, match="'mine' does not go together with 'ema'"):
+    with refused(PluginError, "mine", "ema"):
         Plugins({name: plugins[name] for name in order})
     assert len(Plugins({"mine": Hates()})) == 1
 
@@ -202,7 +185,7 @@ def test_later_changes_of_the_mapping_it_was_made_from_change_nothing():
     assert list(plugins) == ["a"]
 
 
-def test_order_tells_who_is_called_when():
+def test_order_lists_the_plugins_as_they_are_called():
     class Late:
         @hookimpl(trylast=True)
         def sample(self):
@@ -231,7 +214,7 @@ def test_order_tells_who_is_called_when():
 
 
 class Watch:
-    """Writes down who is entered, left, and seen failing."""
+    """Writes down which plugin is entered, left, and seen failing."""
 
     def __init__(self):
         self.seen = []
@@ -272,7 +255,7 @@ def test_a_wrapper_is_watched_before_and_after_its_yield_and_others_between():
     plugins, watch = Plugins({"answers": Answers(), "around": Around()}), Watch()
     hook = plugins.hook
     plugins.instrument(watch)
-    assert hook.backward(loop=None, loss=3) == 3  # also for who took `hook` before
+    assert hook.backward(loop=None, loss=3) == 3  # also through a `hook` that was taken before
     assert watch.seen == [
         *("around.backward", "end of around", "answers.backward", "end of answers", "around.backward", "end of around")
     ]
@@ -303,10 +286,10 @@ def test_a_watched_wrapper_keeps_the_contract():
             yield
 
     closed: list[bool] = []
-    for plugin, message in ((Twice(), "has a second yield"), (Never(), "returned without a yield")):
+    for plugin in (Twice(), Never()):
         plugins = Plugins({"broken": plugin, "answers": Answers()})
         plugins.instrument(Watch())
-        with pytest.raises(HookError, match=message):
+        with refused(HookError, "backward", "yield"):
             plugins.hook.backward(loop=None, loss=3)
     assert closed == [True]
 

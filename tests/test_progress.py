@@ -1,5 +1,4 @@
 import itertools
-import re
 from typing import Any
 
 import pytest
@@ -7,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookdiff import Due, Every, LoopConfig, Progress, parse_every
+from tests.conftest import refused
 
 amounts = st.integers(0, 10**15)
 intervals = (
@@ -47,12 +47,9 @@ def test_every_unit_is_read(text: int | str, every: Every) -> None:
     "value",
     ["", "soon", "-5", "5 days", "2 Epochs", "h", True, None, 1.5, "1.5 epochs", "0.5", "inf", "nan", "9" * 400],
 )
-def test_anything_else_is_refused_with_examples(value: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"expected (steps \(500\), epochs \('2 epochs'\) or time|a whole number)"
-    ) as error:
+def test_anything_else_is_refused_by_its_value(value: Any) -> None:
+    with refused(ValueError, repr(value)):
         parse_every(value)
-    assert repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -131,26 +128,25 @@ def test_progress_is_saved_whole(counts: tuple[int, int, int, int]) -> None:
         ({"steps": 10, "epochs": 2}, (5, 2), 0, "done"),
         ({"steps": 10, "max_time": "1 min"}, (5, 0), 59.9, None),
         ({"steps": 10, "max_time": "1 min"}, (5, 0), 60, "time"),
-        ({"steps": 10, "max_time": "1 min"}, (10, 0), 61, "done"),  # who is done needs no resume
+        ({"steps": 10, "max_time": "1 min"}, (10, 0), 61, "done"),  # what is done needs no resume
         ({"max_time": 0}, (5, 0), 1e9, None),
     ],
 )
 def test_a_run_is_over_when_a_limit_is_reached(
-    config: dict[str, Any], place: tuple[int, int], seconds: float, reason: str | None
+    config: dict[str, Any], place: tuple[int, int], seconds: float, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, epoch = place
-    assert LoopConfig(**config).limit_reached(Progress(step=step, epoch=epoch), seconds) == reason
+    monkeypatch.setattr("time.monotonic", lambda: 1000.0 + seconds)
+    assert LoopConfig(**config).limit_reached(Progress(step=step, epoch=epoch), start_time=1000.0) == reason
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value"),
     [
-        *((key, 0, key) for key in ("steps", "epochs", "batch_size", "micro_batch", "log_every")),
-        ("seed", -1, "seed"),
-        ("max_time", "2 epochs", "max_time must be a time, as '30 min' or '3 h'"),
-        ("max_time", 500, "max_time must be a time"),
+        *((key, 0) for key in ("steps", "epochs", "batch_size", "micro_batch", "log_every")),
+        *(("seed", -1), ("max_time", "2 epochs"), ("max_time", 500)),
     ],
 )
-def test_a_bad_value_is_refused_by_name(key: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_a_bad_value_is_refused_by_name(key: str, value: Any) -> None:
+    with refused(ValueError, key):
         LoopConfig(**{key: value})

@@ -1,6 +1,7 @@
 import copy
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,7 +14,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff.disk import flatten, unflatten
+from hookdiff.errors import NoCheckpoint
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
+from hookdiff_checkpoint import Checkpoint
+from tests.conftest import Restores, check_facts, refused, saved, warnings
 
 # Few letters, so that keys meet: these are the ones with a meaning in a flat name.
 keys = st.text("/~01aé", max_size=3)
@@ -72,43 +76,20 @@ def test_taking_a_state_apart_leaves_it_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("state", "place", "what"),
     [
-        ({3: 1}, "state: the key 3 is not a string"),
-        ({"a": {"b": {None: 1}}}, "state/a/b: the key None is not a string"),
-        ({"a/b": {"c": {1, 2}}}, "state/a~1b/c is a set; a state holds tensors, Python's numbers and"),
-        ({"a": [0, [1, b"x"]]}, "state/a/1/1 is a bytes"),
-        ({"a": [{"b": 1j}]}, "state/a/0/b is a complex"),
-        ({"a": numpy.float32(1)}, "state/a is a numpy.float32"),
-        ({"a": torch.float32}, "state/a is a torch.dtype"),
+        ({3: 1}, "state", 3),
+        ({"a": {"b": {None: 1}}}, "state/a/b", None),
+        ({"a/b": {"c": {1, 2}}}, "state/a~1b/c", "set"),
+        ({"a": [0, [1, b"x"]]}, "state/a/1/1", "bytes"),
+        ({"a": [{"b": 1j}]}, "state/a/0/b", "complex"),
+        ({"a": numpy.float32(1)}, "state/a", "numpy.float32"),
+        ({"a": torch.float32}, "state/a", "torch.dtype"),
     ],
 )
-def test_what_a_state_cannot_hold_is_named_by_its_place(state: Any, message: str) -> None:
-    with pytest.raises(TypeError) as error:
+def test_what_a_state_cannot_hold_is_named_by_its_place(state: Any, place: str, what: Any) -> None:
+    with refused(TypeError, place, what):
         flatten(state)
-    assert str(error.value).startswith(message)
-
-
-def saved(loop: Loop) -> dict[str, Any]:
-    """A state of `loop` as a file would give it back: nothing is shared with the run."""
-    flat, tree = flatten(loop.state_dict())
-    return unflatten({name: tensor.detach().clone() for name, tensor in flat.items()}, copy.deepcopy(tree))
-
-
-class Memory:
-    """Keeps the state of one step in memory, and restores it."""
-
-    def __init__(self, step: int | None = None, state: Any = None) -> None:
-        self.step, self.state = step, state
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.progress.step == self.step:
-            self.state = saved(loop)
-
-    @hookimpl
-    def restore(self) -> Any:
-        return self.state
 
 
 class Momenta(Optimizer):
@@ -138,7 +119,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def test_any_optimizer_goes_on_where_it_was(make: Callable[[nn.Module], Any]) -> None:
-    whole, memory = toy_loop(optimizers=make), Memory(7)
+    whole, memory = toy_loop(optimizers=make), Restores(at=7)
     toy_loop({"memory": memory}, optimizers=make, steps=7).run()
     whole.run()
     again = toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make)
@@ -152,7 +133,7 @@ def test_optimizer_state_finds_its_parameter_in_another_order() -> None:
         first, *others = reversed(list(model.parameters()))
         return AdamW([{"params": others[::-1]}, {"params": [first]}], lr=0.01, fused=True)
 
-    whole, memory = toy_loop(), Memory(7)
+    whole, memory = toy_loop(), Restores(at=7)
     toy_loop({"memory": memory}, steps=7).run()
     whole.run()
     again = toy_loop({"memory": memory}, optimizers=backwards)
@@ -165,7 +146,7 @@ def test_a_state_moves_between_kernels(kept: bool, loaded: bool) -> None:
     def make(fused: bool) -> Callable[[nn.Module], Optimizer]:
         return lambda model: AdamW(model.parameters(), lr=0.01, fused=fused)
 
-    memory = Memory(7)
+    memory = Restores(at=7)
     toy_loop({"memory": memory}, optimizers=make(kept), steps=7).run()
     again, whole = toy_loop({"memory": memory}, optimizers=make(loaded)), toy_loop()
     again.run()
@@ -175,7 +156,7 @@ def test_a_state_moves_between_kernels(kept: bool, loaded: bool) -> None:
 
 
 def test_hyper_parameters_are_the_configs() -> None:
-    memory = Memory(3)
+    memory = Restores(at=3)
     toy_loop({"memory": memory}, steps=3).run()
 
     def other(model: nn.Module) -> Optimizer:
@@ -198,7 +179,7 @@ def test_moments_keep_the_memory_format_of_their_weights() -> None:
         options |= {"model": copy.deepcopy(model), "objective": objective, "data": torch.ones(8, 3, 4, 4)}
         return toy_loop(plugins, **options)
 
-    memory = Memory(1)
+    memory = Restores(at=1)
     loop({"memory": memory}, steps=1).run()
     state = memory.state["optimizers"]["0"]["weights"]["weight"]
     state["exp_avg"] = state["exp_avg"].contiguous()  # as safetensors gives it back
@@ -209,40 +190,39 @@ def test_moments_keep_the_memory_format_of_their_weights() -> None:
 
 
 def test_loading_shares_nothing_with_what_was_given() -> None:
-    memory = Memory(3)
+    memory = Restores(at=3)
     toy_loop({"memory": memory}, steps=3).run()
     before = {name: tensor.clone() for name, tensor in flatten(memory.state)[0].items()}
-    toy_loop({"memory": Memory(state=memory.state)}).run()
+    toy_loop({"memory": Restores(memory.state)}).run()
     assert_same(flatten(memory.state)[0], before)
 
 
-def refused(change: Callable[[dict[str, Any]], object]) -> str:
-    """What is said of a checkpoint that `change` has been at."""
+def refusal(change: Callable[[dict[str, Any]], object]) -> str:
+    """Return the message about a checkpoint that `change` has changed."""
     loop = toy_loop(steps=2)
     loop.run()
     state = saved(loop)
     change(state)
     with pytest.raises(UserError) as error:
-        toy_loop({"memory": Memory(state=state)}).run()
+        toy_loop({"memory": Restores(state)}).run()
     return str(error.value)
 
 
-def test_a_missing_and_an_unexpected_weight_are_named() -> None:
-    message = refused(lambda state: state["model"].update({"0.wieght": state["model"].pop("0.weight")}))
+def test_golden_message_of_a_missing_and_an_unexpected_weight() -> None:
+    message = refusal(lambda state: state["model"].update({"0.wieght": state["model"].pop("0.weight")}))
     head, *lines = message.splitlines()
     assert head == "the checkpoint is of another model:"
     assert lines == ["  missing 0.weight", "  unexpected 0.wieght; did you mean '0.weight'?"]
 
 
-def test_another_shape_is_told_with_both() -> None:
-    message = refused(lambda state: state["model"].update({"3.bias": torch.zeros(5)}))
-    assert message.endswith("\n  3.bias has shape (5,), the model has (4,)")
+def test_both_shapes_are_named() -> None:
+    check_facts(refusal(lambda state: state["model"].update({"3.bias": torch.zeros(5)})), "3.bias", (5,), (4,))
 
 
-def test_a_wholly_foreign_model_is_told_in_a_few_lines() -> None:
-    message = refused(lambda state: state.update(model={f"x{n}": torch.zeros(1) for n in range(100)}))
+def test_a_wholly_foreign_model_takes_a_few_lines() -> None:
+    message = refusal(lambda state: state.update(model={f"x{n}": torch.zeros(1) for n in range(100)}))
     assert len(message.splitlines()) == 7
-    assert message.endswith("and 99 more")  # of 4 missing and 100 unexpected, 5 are shown
+    check_facts(message.splitlines()[-1], 99)  # more: of 4 missing and 100 unexpected, 5 are shown
 
 
 def test_a_refused_model_is_left_as_it_was() -> None:
@@ -250,26 +230,25 @@ def test_a_refused_model_is_left_as_it_was() -> None:
     loop.run()
     state = saved(loop)
     state["model"]["3.bias"] = torch.zeros(5)
-    other = toy_loop({"memory": Memory(state=state)}, model=toy_model(seed=3))
+    other = toy_loop({"memory": Restores(state)}, model=toy_model(seed=3))
     before = weights(other)
-    with pytest.raises(UserError, match="another model"):
+    with refused(UserError, "3.bias"):
         other.run()
     assert_same(weights(other), before)
 
 
 def test_another_number_of_optimizers_is_refused() -> None:
-    message = refused(lambda state: state["optimizers"].update({"1": {}}))
-    assert message == "the checkpoint has 2 optimizers, the run has 1"
+    check_facts(refusal(lambda state: state["optimizers"].update({"1": {}})), "optimizers", 2, 1)
 
 
 def test_optimizer_state_of_a_parameter_that_is_not_held_is_refused() -> None:
-    memory = Memory(2)
+    memory = Restores(at=2)
     toy_loop({"memory": memory}, steps=2).run()
 
     def second_layer(model: Any) -> Optimizer:
         return AdamW(model[3].parameters(), lr=0.01)
 
-    with pytest.raises(UserError, match=r"optimizer state of '0\.weight', which this optimizer does not hold"):
+    with refused(UserError, "optimizer", "0.weight"):
         toy_loop({"memory": memory}, optimizers=second_layer).run()
 
 
@@ -292,7 +271,7 @@ def test_what_an_optimizer_counts_in_its_groups_goes_on() -> None:
         layers = (lambda m: [m[0], m[3]]) if groups == 2 else lambda m: [m]
         return lambda m: Slowing([{"params": list(layer.parameters())} for layer in layers(m)], lr)
 
-    whole, memory = toy_loop(optimizers=make(0.01)), Memory(7)
+    whole, memory = toy_loop(optimizers=make(0.01)), Restores(at=7)
     toy_loop({"memory": memory}, optimizers=make(0.01), steps=7).run()
     whole.run()
     again = toy_loop({"memory": memory}, model=toy_model(seed=9), optimizers=make(0.01))
@@ -301,15 +280,14 @@ def test_what_an_optimizer_counts_in_its_groups_goes_on() -> None:
     with toy_loop({"memory": memory}, optimizers=make(0.5)) as other:
         (group,) = other.optimizers[0].param_groups
         assert (group["lr"], group["count"]) == (0.5, 7)
-    message = "Slowing counts in its groups of weights: there were 1 of them at the checkpoint, now there are 2"
-    with pytest.raises(UserError, match=message):
+    with refused(UserError, "Slowing", 1, 2):
         toy_loop({"memory": memory}, optimizers=make(0.01, groups=2)).run()
 
 
 def test_another_optimizer_is_refused() -> None:
-    memory = Memory(2)
+    memory = Restores(at=2)
     toy_loop({"memory": memory}, steps=2).run()
-    with pytest.raises(UserError, match="the checkpoint's optimizer is AdamW, the run's is SGD"):
+    with refused(UserError, "AdamW", "SGD"):
         toy_loop({"memory": memory}, optimizers=MAKERS["sgd"]).run()
 
 
@@ -331,7 +309,7 @@ class Counter:
 
 
 def test_plugins_go_on_where_they_were() -> None:
-    memory = Memory(7)
+    memory = Restores(at=7)
     toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
     counter = Counter()
     toy_loop({"memory": memory, "counter": counter}).run()
@@ -339,9 +317,9 @@ def test_plugins_go_on_where_they_were() -> None:
 
 
 def test_a_plugin_without_saved_state_must_be_called_fresh() -> None:
-    memory = Memory(7)
+    memory = Restores(at=7)
     toy_loop({"memory": memory}, steps=7).run()
-    with pytest.raises(UserError, match=r"no state of the plugin 'counter'.*add --fresh counter.*fresh=\['counter'\]"):
+    with refused(UserError, "--fresh counter", "fresh=['counter']"):
         toy_loop({"memory": memory, "counter": Counter()}).run()
     counter = Counter()
     loop = toy_loop({"memory": memory, "counter": counter}, fresh=["counter"])
@@ -349,21 +327,17 @@ def test_a_plugin_without_saved_state_must_be_called_fresh() -> None:
     assert (loop.progress.step, counter.count) == (20, 13)
 
 
-def test_all_plugins_without_saved_state_are_told_at_once() -> None:
-    memory = Memory(7)
+def test_all_plugins_without_saved_state_are_named_at_once() -> None:
+    memory = Restores(at=7)
     toy_loop({"memory": memory}, steps=7).run()
     plugins = {"old": Counter(), "memory": memory, "one": Counter(), "two": Counter()}
     loop = toy_loop(plugins, fresh=["old"])
-    with pytest.raises(
-        UserError,
-        match=r"plugins 'one', 'two', which keep one; to start them fresh .* add --fresh one --fresh two "
-        r"\(in a script: Loop\(\.\.\., fresh=\['old', 'one', 'two'\]\)\)",
-    ):
+    with refused(UserError, "--fresh one --fresh two", "fresh=['old', 'one', 'two']"):
         loop.run()
 
 
 def test_a_fresh_plugin_does_not_take_up_what_was_saved() -> None:
-    memory = Memory(7)
+    memory = Restores(at=7)
     toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
     counter = Counter()
     loop = toy_loop({"memory": memory, "counter": counter}, fresh=["counter"])
@@ -371,14 +345,13 @@ def test_a_fresh_plugin_does_not_take_up_what_was_saved() -> None:
     assert counter.count == 13
 
 
-def test_state_that_nobody_claims_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    memory = Memory(7)
+def test_state_of_no_plugin_of_the_run_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    memory = Restores(at=7)
     toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
     loop = toy_loop({"memory": memory})
     loop.run()
-    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
-        (logging.WARNING, "the checkpoint has state of plugins that this run has not: counter")
-    ]
+    (warning,) = warnings(caplog)
+    check_facts(warning, "counter")
     assert loop.progress.step == 20
 
 
@@ -389,7 +362,7 @@ def test_the_state_is_never_that_of_borrowed_weights() -> None:
             return {"zeros": lambda: {name: torch.zeros_like(p) for name, p in loop.model.named_parameters()}}
 
     loop = toy_loop({"holds": Holds()})
-    with loop.weights("zeros"), pytest.raises(AssertionError, match="borrowed"):
+    with loop.weights("zeros"), pytest.raises(AssertionError):
         loop.state_dict()
 
 
@@ -412,7 +385,7 @@ class RollBackAt:
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def test_a_rollback_brings_back_everything_but_the_place_in_the_data(make: Callable[[nn.Module], Any]) -> None:
-    memory, counter, then = Memory(3), Counter(), []
+    memory, counter, then = Restores(at=3), Counter(), []
 
     class Look:
         @hookimpl
@@ -431,9 +404,9 @@ def test_a_rollback_brings_back_everything_but_the_place_in_the_data(make: Calla
 
 
 def test_a_rollback_takes_back_a_plugin_that_began_anew_in_this_process() -> None:
-    memory, counter, found = Memory(3), Counter(), []
+    memory, counter, found = Restores(at=3), Counter(), []
     toy_loop({"memory": memory, "counter": Counter()}, steps=3).run()
-    memory.step = 6
+    memory.at = 6
 
     class Look:
         @hookimpl
@@ -472,5 +445,74 @@ def test_a_rollback_to_the_start_forgets_the_optimizers_moments() -> None:
 
 
 def test_a_rollback_needs_somewhere_to_go() -> None:
-    with pytest.raises(UserError, match="no plugin has a state to go back to"):
+    with refused(UserError, "rollback"):
         toy_loop({"bad": RollBackAt(2)}).run()
+
+
+def test_without_a_checkpoint_the_run_starts_anew_unless_a_place_was_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = tmp_path / "run"
+    loop = toy_loop({"keeps": Restores({})}, run_dir=run, resume=True, steps=3)
+    assert loop.run() == "done"
+    assert caplog.messages == []  # nothing was there
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    assert toy_loop({"keeps": Restores({})}, run_dir=run, resume=True, steps=3).run() == "done"
+    (message,) = caplog.messages
+    check_facts(message, run, "checkpoint")
+    for named in (run, str(run)):
+        with refused(NoCheckpoint, run):
+            toy_loop({"keeps": Restores({})}, run_dir=run, resume=named, steps=3).run()
+    with refused(UserError, tmp_path / "rum", "'run'"):
+        toy_loop({"keeps": Restores({})}, run_dir=run, resume=tmp_path / "rum", steps=3).run()
+
+
+def test_a_run_that_no_plugin_restores_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    toy_loop({"checkpoint": Checkpoint(every=2)}, run_dir=tmp_path, steps=4).run()
+    before = sorted(tmp_path.rglob("*"))
+    for resume in (True, tmp_path):
+        with refused(UserError, tmp_path, "plugins"):
+            toy_loop(run_dir=tmp_path, resume=resume, steps=8).run()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_another_seed_is_refused(tmp_path: Path) -> None:
+    def loop(seed: int, **options: Any) -> Loop:
+        return toy_loop({"checkpoint": Checkpoint(every=2)}, run_dir=tmp_path, seed=seed, **options)
+
+    loop(7, steps=2).run()
+    with refused(UserError, "seed", 7, 0):
+        loop(0, steps=4, resume=True).run()
+    assert loop(7, steps=4, resume=True).run() == "done"
+
+
+@pytest.mark.parametrize("part", ["random", "data"])
+def test_a_part_that_hookdiff_did_not_write_is_named(part: str, tmp_path: Path) -> None:
+    first = toy_loop(steps=2)
+    first.run()
+    state = {**first.state_dict(), part: None}
+    with refused(UserError, part, "AttributeError"):
+        toy_loop({"keeps": Restores(state)}, run_dir=tmp_path, resume=True, steps=3).run()
+
+
+def test_another_number_of_samples_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def loop(samples: int, **options: Any) -> Loop:
+        data = torch.zeros(samples, 1, 4, 4)
+        return toy_loop({"checkpoint": Checkpoint(every=2)}, data=data, run_dir=tmp_path, **options)
+
+    loop(40, steps=2).run()
+    loop(40, steps=4, resume=True).run()
+    assert not warnings(caplog)
+    loop(30, steps=6, resume=True).run()
+    (warning,) = warnings(caplog)
+    check_facts(warning, "data", 30, 40)
+
+
+def test_places_may_be_text(tmp_path: Path) -> None:
+    plugins = {"checkpoint": Checkpoint(every=2)}
+    toy_loop(plugins, run_dir=str(tmp_path / "run"), steps=2).run()
+    again = toy_loop(plugins, run_dir=str(tmp_path / "other"), resume=str(tmp_path / "run"), steps=4)
+    again.run()
+    assert again.first_step == 2

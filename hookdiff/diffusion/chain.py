@@ -45,10 +45,9 @@ class Chain:
 
         output = self.guidance.output(ask, x, at, self.labels).to(x.dtype)
         x0, noise = diffusion.prediction.x0_and_noise(output, x, at.alpha, at.sigma)
-        clipped = self.clipping.clip(diffusion.denormalize(x0))
-        if clipped is None:
+        if not self.clipping.clips:
             return x0, noise
-        x0 = diffusion.normalize(clipped)
+        x0 = diffusion.normalize(self.clipping.clip(diffusion.denormalize(x0)))
         return x0, noise_from_x0(x, x0, at.alpha, at.sigma)
 
     def noised(self, mean: Tensor, std: float) -> Tensor:

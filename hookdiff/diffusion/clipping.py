@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from attrs import define, field
 from torch import Tensor
@@ -15,18 +16,22 @@ class Clipping(Choice, ABC):
     """Keeps predicted images in [-1, 1]."""
 
     kind = "clipping"
+    clips: ClassVar[bool] = True  # whether `clip` changes anything
 
     @abstractmethod
-    def clip(self, images: Tensor) -> Tensor | None:
-        """Return `images` (n c h w) in [-1, 1]; None leaves them as they are."""
+    def clip(self, images: Tensor) -> Tensor:
+        """Return `images` (n c h w) in [-1, 1]."""
 
 
 @define(frozen=True)
 class NoClipping(Clipping):
     """Predicted images stay as they are; a step is then an affine map of x_t and the output."""
 
-    def clip(self, images: Tensor) -> None:
-        """Leave `images` as they are."""
+    clips = False
+
+    def clip(self, images: Tensor) -> Tensor:
+        """Return `images`."""
+        return images
 
 
 @define(frozen=True)

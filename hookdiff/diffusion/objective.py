@@ -11,10 +11,10 @@ from torch import Generator, Tensor
 
 from hookdiff.data.batch import Batch
 from hookdiff.diffusion.losses import MSE, Loss, to_loss
-from hookdiff.diffusion.prediction import EDMPrediction, Prediction, q_sample, to_prediction
+from hookdiff.diffusion.prediction import Prediction, q_sample, to_prediction
 from hookdiff.diffusion.process import VP, Process, to_process
 from hookdiff.diffusion.times import Times, to_times
-from hookdiff.diffusion.weighting import EDMWeighting, UniformWeighting, Weighting, to_weighting
+from hookdiff.diffusion.weighting import UniformWeighting, Weighting, to_weighting
 from hookdiff.objective import LossOutput
 from hookdiff.options import between
 
@@ -51,13 +51,13 @@ class Diffusion:
 
     process: Process = field(default=VP(), converter=to_process)  # how images turn into noise
     prediction: Prediction = field(  # the meaning of the network's output
-        default=Factory(lambda self: Prediction.of(self.process.prediction), takes_self=True),
+        default=Factory(lambda self: Prediction.of(self.process.default_prediction), takes_self=True),
         converter=to_prediction,
         validator=_fits_process,
     )
     weighting: Weighting = field(default=UniformWeighting(), converter=to_weighting)  # how much each noise level counts
     times: Times = field(  # which noise levels a step looks at
-        default=Factory(lambda self: Times.of(self.process.times), takes_self=True),
+        default=Factory(lambda self: Times.of(self.process.default_times), takes_self=True),
         converter=to_times,
         validator=_fits_process,
     )
@@ -94,11 +94,14 @@ class Diffusion:
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "weighting", self.weighting.fit(self.prediction))
+        if all(std == 1 for std in _numbers(self.data_std)):
+            return
         for name, part in (("prediction", self.prediction), ("weighting", self.weighting)):
-            if self.is_normalized and isinstance(part, EDMPrediction | EDMWeighting) and part.sigma_data != 1:
+            sigma_data = getattr(part, "sigma_data", 1)
+            if sigma_data != 1:
                 raise ValueError(
-                    f"'{name}': its sigma_data is {part.sigma_data:g}, and data_mean and data_std give the images a "
-                    f"standard deviation of 1; write {name} = {{ use = 'edm', sigma_data = 1.0 }}"
+                    f"'{name}': its sigma_data is {sigma_data:g}, and data_std gives the images a standard deviation "
+                    f"of 1; write {name} = {{ use = {part.use!r}, sigma_data = 1.0 }}"
                 )
 
     def remarks(self) -> list[str]:
@@ -106,8 +109,8 @@ class Diffusion:
         if not self.process.ends_in_noise or self.weights(torch.zeros(1), torch.ones(1)).any():
             return []
         return [
-            f"diffusion.weighting: {self.weighting.use!r} gives pure noise, where sampling starts, a weight of 0, so the "
-            "network never learns that step; use 'uniform' or 'edm'"
+            f"diffusion.weighting: {self.weighting.use!r} gives pure noise, where sampling starts, a weight of 0, so "
+            "the network never learns that step; use 'uniform' or 'edm'"
         ]
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
@@ -158,7 +161,7 @@ class Diffusion:
             shapes = f"{tuple(output.shape)} for images of shape {tuple(target.shape)}"
             raise ValueError(f"the network returned shape {shapes}")
         error = self.loss(output.float(), target)
-        if isinstance(self.weighting, UniformWeighting):
+        if type(self.weighting) is UniformWeighting:
             return LossOutput(error.mean(), error.detach().flatten(1).mean(1), times, log_snr.flatten())
         per_sample = error.flatten(1).mean(1)
         weights = self.weights(alpha.flatten(), sigma.flatten())
@@ -203,7 +206,10 @@ class Diffusion:
         return target(one, zero, alpha, sigma), target(zero, one, alpha, sigma), alpha, sigma
 
     def predict(self, net: Net, x_t: Tensor, times: Tensor, labels: Tensor | None, alpha: Any, sigma: Any) -> Tensor:
-        """Return the network's output for x_t, n c h w; `times`, as the network gets them, and `labels` are n; the rates broadcast."""
+        """Return the network's output for x_t, n c h w.
+
+        `times`, as the network gets them, and `labels` are n; `alpha` and `sigma` broadcast against x_t.
+        """
         shown = self.prediction.network_input(x_t, alpha, sigma)
         return net(shown, times) if labels is None else net(shown, times, labels)
 

@@ -60,8 +60,8 @@ class Prediction(Choice, ABC):
         """Raise ValueError, naming `prediction`, for a process (`Process`) with which it has no meaning."""
         if self.needs_alpha and process.ends_in_noise:
             raise ValueError(
-                f"'prediction' cannot be {self.use!r}: this process ends in pure noise, where the output says nothing of "
-                "the image; use 'v_prediction', 'flow_prediction', 'sample' or 'edm'"
+                f"'prediction' cannot be {self.use!r}: this process ends in pure noise, where the output says nothing "
+                "of the image; use 'v_prediction', 'flow_prediction', 'sample' or 'edm'"
             )
 
 

@@ -46,12 +46,12 @@ class Process(Choice, ABC):
     kind = "process"
     default = "vp"
 
-    # What the field uses with it, where nothing else is chosen.
-    prediction: ClassVar[str] = "epsilon"
-    times: ClassVar[str] = "uniform"
-    sampler: ClassVar[str] = "ddim"
-    spacing: ClassVar[str] = "trailing"
-    clipping: ClassVar[str] = "none"
+    # The names of what the field uses with it, where nothing else is chosen.
+    default_prediction: ClassVar[str] = "epsilon"
+    default_times: ClassVar[str] = "uniform"
+    default_sampler: ClassVar[str] = "ddim"
+    default_spacing: ClassVar[str] = "trailing"
+    default_clipping: ClassVar[str] = "none"
 
     has_timesteps: ClassVar[bool] = False  # times are int64, 0 to T - 1; else float32
     knows_image: ClassVar[bool] = False  # the network may be asked about the image itself, where sigma is 0
@@ -101,7 +101,7 @@ class Process(Choice, ABC):
         raise ValueError(f"'spacing' cannot be 'trailing' for process {self.use!r}: use 'karras'")
 
 
-@define(eq=False, frozen=True, slots=False)
+@define(frozen=True, slots=False)
 class VP(Process):
     """Timesteps 0..T-1 with the tables of a noise schedule: variance-preserving, alpha² + sigma² = 1.
 
@@ -112,7 +112,7 @@ class VP(Process):
     timesteps: int = field(default=1000, validator=and_(ge(1), le(1_000_000)))
     rescale_betas_zero_snr: bool = False  # leave nothing of the image at the last timestep
 
-    clipping = "clamp"
+    default_clipping = "clamp"
     has_timesteps = True
     straight = False
 
@@ -120,8 +120,8 @@ class VP(Process):
         left = float(self.tables.alphas_cumprod[-1])
         if left > _MOST_LEFT:
             raise ValueError(
-                f"'timesteps' = {self.timesteps} is too short for the schedule {self.schedule.use!r}: {left:.0%} of the "
-                "image's variance is left at the end, where sampling starts with none; use schedule = 'cosine', "
+                f"'timesteps' = {self.timesteps} is too short for the schedule {self.schedule.use!r}: {left:.0%} of "
+                "the image's variance is left at the end, where sampling starts with none; use schedule = 'cosine', "
                 "rescale_betas_zero_snr = true, or a larger beta_end"
             )
 
@@ -191,7 +191,7 @@ class VP(Process):
         return Point(alpha, ratio * alpha, nearest if at_timestep else time)
 
 
-@define(eq=False, frozen=True)
+@define(frozen=True)
 class Flow(Process):
     """x_t = (1 - t) * x0 + t * noise for t from 0, the image, to 1 (Liu et al. 2022, arXiv 2209.03003).
 
@@ -202,8 +202,8 @@ class Flow(Process):
     shift: float = field(default=1.0, validator=gt(0))
     time_scale: float = field(default=1000.0, validator=gt(0))
 
-    prediction = "flow_prediction"
-    sampler = "euler"
+    default_prediction = "flow_prediction"
+    default_sampler = "euler"
     knows_image = True
 
     @property
@@ -246,7 +246,7 @@ class Flow(Process):
         return Point(1 - time, time, time * self.time_scale)
 
 
-@define(eq=False, frozen=True)
+@define(frozen=True)
 class EDM(Process):
     """x_sigma = x0 + sigma * noise; times are the noise levels sigma (Karras et al. 2022, arXiv 2206.00364).
 
@@ -257,10 +257,10 @@ class EDM(Process):
     sigma_max: float = field(default=80.0, validator=gt(0))
     time_scale: float = field(default=1000.0, validator=gt(0))
 
-    prediction = "edm"
-    times = "log_normal"
-    sampler = "heun"
-    spacing = "karras"
+    default_prediction = "edm"
+    default_times = "log_normal"
+    default_sampler = "heun"
+    default_spacing = "karras"
 
     def __attrs_post_init__(self) -> None:
         if self.sigma_min >= self.sigma_max:

@@ -17,7 +17,7 @@ from hookdiff.diffusion.clipping import Clipping, to_clipping
 from hookdiff.diffusion.guidance import ClassifierFree, Guidance, to_guidance
 from hookdiff.diffusion.objective import Diffusion, Net
 from hookdiff.diffusion.prediction import q_sample
-from hookdiff.diffusion.process import IMAGE, Point
+from hookdiff.diffusion.process import IMAGE, Point, Process
 from hookdiff.diffusion.solvers import Solver, to_sampler
 from hookdiff.diffusion.spacing import Spacing, to_spacing
 
@@ -53,13 +53,13 @@ class Sampling:
 
     def fit(self, diffusion: Diffusion) -> Sampling:
         """Return these options with all that follows from the process of `diffusion` written out."""
-        process = diffusion.process
-        return evolve(
-            self,
-            sampler=self.sampler or process.sampler,
-            spacing=self.spacing or process.spacing,
-            clipping=self.clipping or process.clipping,
-        )
+        sampler, spacing, clipping = self._parts(diffusion.process)
+        return evolve(self, sampler=sampler, spacing=spacing, clipping=clipping)
+
+    def _parts(self, process: Process) -> tuple[Solver, Spacing, Clipping]:
+        sampler = self.sampler or to_sampler(process.default_sampler)
+        spacing = self.spacing or to_spacing(process.default_spacing)
+        return sampler, spacing, self.clipping or to_clipping(process.default_clipping)
 
     def sample(
         self,
@@ -101,10 +101,7 @@ class Sampling:
         Raises:
             ValueError: if the options do not fit the objective, `dtype` is another one, or a tensor has another shape.
         """
-        fitted = self.fit(diffusion)
-        solver, clipping = fitted.sampler, fitted.clipping
-        assert solver is not None
-        assert clipping is not None
+        solver, _, clipping = self._parts(diffusion.process)
         points = self.points(diffusion)
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{dtype} would round small steps away: use float32, and autocast in the net")
@@ -132,12 +129,11 @@ class Sampling:
                 else:
                     x = q_sample(diffusion.normalize(images[rows].to(made)), x, points[0].alpha, points[0].sigma)
                 given = labels[rows].to(made.device) if labels is not None and diffusion.conditional else None
-                chain = Chain(net, diffusion, clipping, fitted.guidance, fitted.steps, given, generators[rows])
+                chain = Chain(net, diffusion, clipping, self.guidance, self.steps, given, generators[rows])
                 for now, after in pairwise((*points, IMAGE)):
                     x = solver.step(chain, x, now, after)
                 shown = diffusion.denormalize(x)
-                clips = clipping.clip(shown[:0]) is not None
-                made[rows] = shown.clamp(-1, 1) if clips else shown  # data_std and data_mean have rounded
+                made[rows] = shown.clamp(-1, 1) if clipping.clips else shown  # data_std and data_mean have rounded
         return made
 
     def points(self, diffusion: Diffusion) -> list[Point]:
@@ -145,7 +141,6 @@ class Sampling:
 
         Raises ValueError, naming the key, for options that do not fit `diffusion`.
         """
-        spacing = self.fit(diffusion).spacing
-        assert spacing is not None
+        _, spacing, _ = self._parts(diffusion.process)
         self.guidance.check(diffusion)
         return spacing.points(diffusion.process, self.steps)

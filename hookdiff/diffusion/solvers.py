@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hookdiff.choices import Choice
 from hookdiff.diffusion.chain import Chain
-from hookdiff.diffusion.clipping import NoClipping
 from hookdiff.diffusion.prediction import q_sample
 from hookdiff.diffusion.process import Point
 from hookdiff.diffusion.steps import churned, ddim_step, ddpm_step, dpmpp_2m_step, heun_step
@@ -76,7 +75,7 @@ class Churning(Solver):
 
 @define(frozen=True)
 class Euler(Churning):
-    """Euler's method for the probability flow: Karras et al. 2022 (arXiv 2206.00364), algorithm 2 without correction."""
+    """Euler's method for the probability flow: Karras et al. 2022 (arXiv 2206.00364), algorithm 2, uncorrected."""
 
     def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
         """Move in a straight line."""
@@ -95,8 +94,7 @@ class Heun(Churning):
         x, now = self.churned(chain, x, now)
         seen, process = chain.look(x, now), chain.diffusion.process
         end = q_sample(*seen, after.alpha, after.sigma)
-        clips = not isinstance(chain.clipping, NoClipping)
-        unreadable = chain.diffusion.prediction.needs_sigma or clips  # a division by sigma
+        unreadable = chain.diffusion.prediction.needs_sigma or chain.clipping.clips  # a division by sigma
         if not after.sigma and (unreadable or not process.knows_image):
             return end  # as algorithm 2 of the paper
         if not now.alpha and not process.straight:

@@ -59,7 +59,7 @@ class Karras(Spacing):
         """Return `karras_sigmas` over the range of the process."""
         if process.ends_in_noise:
             raise ValueError(
-                "'spacing' cannot be 'karras', which needs a largest sigma / alpha: this process ends in pure noise, so "
+                "'spacing' cannot be 'karras', which needs a largest sigma / alpha: this process ends in pure noise; "
                 "use 'trailing'"
             )
         return [process.at(sigma) for sigma in karras_sigmas(steps, *process.ratio_range, self.rho)]

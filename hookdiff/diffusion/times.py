@@ -45,7 +45,7 @@ class Times(Choice, ABC):
 
     @abstractmethod
     def at(self, process: Process, fraction: Tensor) -> Tensor:
-        """Return the times of `process` for numbers that are uniform in [0, 1): n, float32."""
+        """Return the times of `process`, int64 timesteps or float32, for a `fraction` (n) that is uniform in [0, 1)."""
 
     def draw(self, process: Process, num: int, generator: Generator) -> Tensor:
         """Return `num` times, int64 timesteps or float32, on the generator's device."""

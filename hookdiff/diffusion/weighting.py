@@ -9,7 +9,6 @@ neither min(SNR + 1, gamma) / (SNR + 1) nor min(SNR, gamma) / SNR + 1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from attrs import define, evolve, field
@@ -17,7 +16,7 @@ from attrs.validators import ge, gt, optional
 from torch import Tensor
 
 from hookdiff.choices import Choice
-from hookdiff.diffusion.prediction import EDMPrediction, Prediction
+from hookdiff.diffusion.prediction import Prediction
 
 
 class Weighting(Choice, ABC):
@@ -109,10 +108,9 @@ class EDMWeighting(X0Weighting):
         """Return sigma² / sigma_data² + alpha²."""
         return sigma * sigma / (self.sigma_data or 0.5) ** 2 + alpha * alpha
 
-    def fit(self, prediction: Any) -> Weighting:
+    def fit(self, prediction: Prediction) -> Weighting:
         """Take up the prediction's `sigma_data`."""
-        own = prediction.sigma_data if isinstance(prediction, EDMPrediction) else 0.5
-        return self if self.sigma_data else evolve(self, sigma_data=own)
+        return self if self.sigma_data else evolve(self, sigma_data=getattr(prediction, "sigma_data", 0.5))
 
 
 Weighting.known = {

@@ -1,4 +1,4 @@
-"""Files, folders and locks: what a run writes, whole or not at all."""
+"""Files, folders and locks: a run writes each file whole or not at all."""
 
 from hookdiff.disk.files import (
     Written,

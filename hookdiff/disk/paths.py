@@ -8,7 +8,7 @@ from hookdiff.disk.lock import LOCK
 from hookdiff.errors import UserError, nearest
 
 CONFIG = "config.toml"
-_NOTHING = {LOCK, f".{CONFIG}.partial"}  # what a run leaves that was killed before it began
+_NOTHING = {LOCK, f".{CONFIG}.partial"}  # the files that a run leaves when it is killed before its first step
 
 
 def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> None:
@@ -18,7 +18,7 @@ def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> 
     if not overwrite:
         raise UserError(f"{path} exists; go on with --resume, start over with --overwrite, or choose --out DIR")
     if path.is_symlink():
-        raise UserError(f"{path} is a symbolic link, so what it leads to is not removed")
+        raise UserError(f"{path} is a symbolic link, so its target is not removed")
     if not (path / CONFIG).is_file():
         raise UserError(f"{path} is no run directory (it has no {CONFIG}), so it is not overwritten")
 

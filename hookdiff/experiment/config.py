@@ -57,7 +57,7 @@ class RunConfig(LoopConfig):
     device: str = "auto"  # "cpu", "cuda", "cuda:1", "mps"; auto takes the first that is there
     channels_last: bool = True  # memory layout of convolutions: a sixth faster on a CPU, more on a GPU under amp
     plugins: tuple[str, ...] = ()
-    import_from: str | None = None  # a folder that modules are imported from too; that of the config unless given
+    import_from: str | None = None  # a folder to import modules from, relative to that of the config, its default
 
 
 @define(frozen=True, eq=False)
@@ -122,7 +122,7 @@ def load_config(path: Path, plugins: Iterable[str] = (), settings: Iterable[str]
     """
     table = read_toml(path)
     problems = Problems()
-    for setting in settings:
+    for setting in sorted(settings, key=_set_order):
         _set(table, setting, problems)
     _make_importable(table, path)
     config = _check(table, path, plugins, problems)
@@ -133,11 +133,11 @@ def load_config(path: Path, plugins: Iterable[str] = (), settings: Iterable[str]
 
 def _make_importable(table: dict[str, Any], path: Path) -> None:
     """Let `module:Name` find modules beside the config; the folder is recorded, so that a run's own config does too."""
-    run = table.setdefault("run", {})
-    if isinstance(run, dict):
-        folder = run.setdefault("import_from", str(path.parent.resolve()))
-        if isinstance(folder, str) and str(folder) not in sys.path:
-            sys.path.append(str(folder))
+    run = table.get("run")
+    if isinstance(run, dict) and isinstance(run.setdefault("import_from", ""), str):
+        folder = run["import_from"] = str((path.parent / run["import_from"]).resolve())
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def refusal(path: Path, found: Sequence[str]) -> ConfigError:
@@ -159,6 +159,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file{near}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _set_order(setting: str) -> tuple[bool, int]:
+    """Sort a new `use` first, since it drops the options of the old one, and the outer before the inner."""
+    key = setting.partition("=")[0].strip()
+    return (False, key.count(".")) if key.endswith(".use") else (True, 0)
 
 
 def _set(table: dict[str, Any], setting: str, problems: Problems) -> None:

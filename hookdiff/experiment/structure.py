@@ -151,8 +151,13 @@ def as_toml(value: Any) -> Any:
 
 
 def _fields_as_toml(value: Any) -> dict[str, Any]:
+    return resolved(type(value), _options(value))
+
+
+def _options(value: Any) -> dict[str, Any]:
+    """Return the arguments that make `value`, which keeps each under its own name."""
     fields = fields_of(type(value))
-    return resolved(type(value), {alias: getattr(value, field.name) for alias, field in fields.items()})
+    return {name: getattr(value, fields[name].name if name in fields else name) for name in parameters(type(value))}
 
 
 def fields_of(target: Any) -> dict[str, attrs.Attribute[Any]]:
@@ -188,7 +193,8 @@ def _hint(annotation: Any, scope: dict[str, Any]) -> Any:
 def _value(value: Any, kind: Any) -> Any:
     if not isinstance(value, Text):
         return _structure(value, kind)
-    if value == "none" and types.NoneType in typing.get_args(kind):
+    members = typing.get_args(kind)
+    if value == "none" and types.NoneType in members and not any("none" in getattr(m, "known", ()) for m in members):
         return None
     first: Exception | None = None
     for reading in _readings(value):
@@ -288,8 +294,11 @@ def _choice(value: Any, kind: type[Choice]) -> Choice:
     if not isinstance(value, (str, dict)):
         raise ValueError(f"expected a name or a table with `use`, got {value!r}")
     table = {"use": value} if isinstance(value, str) else {"use": kind.default, **value}
-    use = table.pop("use")
-    chosen: Choice = _attrs_class(table, find(kind, str(use) if isinstance(use, Text) else use))
+    chosen: Choice = _attrs_class(table, find(kind, _value(table.pop("use"), Any)))
+    try:
+        _options(chosen)
+    except AttributeError as error:
+        raise ValueError(f"{error}; make it an attrs class, which keeps its options") from None
     return chosen
 
 

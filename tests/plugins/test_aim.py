@@ -15,21 +15,15 @@ import attrs
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
 
-from hookdiff import Batch, Loop, LoopConfig, UserError, hookimpl
+from hookdiff import Loop, UserError, hookimpl
 from hookdiff.experiment.structure import Problems, arguments
-from hookdiff_aim import Aim, plugin
+from hookdiff.testing import toy_loop
+from hookdiff_aim import Aim
+from tests.conftest import Restores, check_facts, refused, saved, warnings
 
 HAS_AIM = sys.version_info < (3, 13) and importlib.util.find_spec("aim") is not None
 needs_aim = pytest.mark.skipif(not HAS_AIM, reason="aim is not installed; it has packages for Python up to 3.12")
-
-DATA = torch.rand(32, 1, 4, 4) * 2 - 1
-
-
-def loss(net: nn.Module, batch: Batch) -> Tensor:
-    result: Tensor = net(batch.inputs).square()
-    return result
 
 
 class Extras:
@@ -44,38 +38,22 @@ class Extras:
             loop.log.images({"samples": grey, "colour": torch.tensor([1.0, -1.0, 0.0]).reshape(1, 3, 1, 1)})
 
 
-class Saved:
-    """What a checkpoint is to the plugin: a state that the next run gets."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self.state = state
-
-    @hookimpl
-    def restore(self, loop: Loop) -> Mapping[str, Any]:
-        return self.state
-
-
 def make_loop(plugins: Mapping[str, object], run_dir: Path | None, steps: int = 4, **options: Any) -> Loop:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Loop(
-        model,
-        optimizer,
-        loss,
-        DATA,
-        LoopConfig(steps=steps, batch_size=8, log_every=1),
-        plugins,
-        run_dir=run_dir,
-        hparams={"run": {"steps": steps, "plugins": ["aim"]}, "optimizer": {"lr": 0.1, "fused": True}},
-        **options,
-    )
+    hparams = {"run": {"steps": steps, "plugins": ["aim"]}, "optimizer": {"lr": 0.1, "fused": True}}
+    return toy_loop(plugins, run_dir=run_dir, steps=steps, log_every=1, hparams=hparams, **options)
+
+
+def the_sdk() -> Any:
+    """Return Aim's own module, imported as the plugin imports it: a plain import warns."""
+    Aim().check()
+    return sys.modules["aim"]
 
 
 def read(folder: Path) -> dict[str, Any]:
     """Read all runs of a repository, by their hash."""
     from aim.sdk.index_manager import RepoIndexManager
 
-    aim = plugin._aim()
+    aim = the_sdk()
     repo = aim.Repo.from_path(str(folder))
     runs = {}
     for run_hash in os.listdir(folder / ".aim" / "meta" / "chunks"):  # the SDK's own list is up to 0.5 s old
@@ -142,13 +120,10 @@ def test_a_run_can_be_read_back(runs_dir: Path, caplog: pytest.LogCaptureFixture
 def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     sink = Aim()
     loop = make_loop({"aim": sink, "extras": Extras()}, runs_dir / "resumed", steps=3)
-    states = []
     with loop:
-        for step in loop.steps():
-            if step.step == 2:
-                states.append(_state(loop))
+        (state,) = [saved(loop) for step in loop.steps() if step.step == 2]
     resumed = Aim()
-    make_loop({"aim": resumed, "extras": Extras(), "saved": Saved(states[0])}, runs_dir / "resumed", steps=5).run()
+    make_loop({"aim": resumed, "extras": Extras(), "saved": Restores(state)}, runs_dir / "resumed", steps=5).run()
     assert resumed.state_dict() == sink.state_dict()
     run = read(runs_dir)[sink.state_dict()["run"]]
     assert list(run["metrics"]["loss"]) == [1, 2, 3, 4, 5]  # step 3 was made twice
@@ -156,7 +131,7 @@ def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     assert run["hparams"]["run"]["steps"] == 5
 
     fresh = Aim()
-    plugins = {"aim": fresh, "extras": Extras(), "saved": Saved(states[0])}
+    plugins = {"aim": fresh, "extras": Extras(), "saved": Restores(state)}
     make_loop(plugins, runs_dir / "resumed", steps=3, fresh=["aim"]).run()
     assert fresh.state_dict() != sink.state_dict()
     assert list(read(runs_dir)[fresh.state_dict()["run"]]["metrics"]["loss"]) == [3]
@@ -164,24 +139,15 @@ def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
 
 @needs_aim
 def test_a_branch_has_an_aim_run_of_its_own(runs_dir: Path) -> None:
-    sink, states = Aim(), []
-    with make_loop({"aim": sink}, runs_dir / "trunk", steps=2) as loop:
-        list(loop.steps())
-        states.append(_state(loop))
-    branch = Aim()
-    source, saved = runs_dir / "trunk", Saved(states[0])
-    make_loop({"aim": branch, "saved": saved}, runs_dir / "branch", steps=3, resume=source).run()
+    sink, branch = Aim(), Aim()
+    trunk = make_loop({"aim": sink}, runs_dir / "trunk", steps=2)
+    trunk.run()
+    plugins = {"aim": branch, "saved": Restores(saved(trunk))}
+    make_loop(plugins, runs_dir / "branch", steps=3, resume=runs_dir / "trunk").run()
     runs = read(runs_dir)
     first, second = (runs[one.state_dict()["run"]] for one in (sink, branch))
     assert (first["name"], list(first["metrics"]["loss"])) == ("trunk", [1, 2])
     assert (second["name"], list(second["metrics"]["loss"])) == ("branch", [3])
-
-
-def _state(loop: Loop) -> dict[str, Any]:
-    from hookdiff.disk.tree import flatten, unflatten
-
-    tensors, tree = flatten(loop.state_dict())
-    return unflatten({name: value.clone() for name, value in tensors.items()}, tree)
 
 
 @needs_aim
@@ -189,9 +155,8 @@ def test_a_lost_aim_run_is_begun_anew(runs_dir: Path, caplog: pytest.LogCaptureF
     sink = Aim()
     sink.load_state_dict({"run": "0123456789abcdef01234567"})
     make_loop({"aim": sink}, runs_dir / "lost", steps=1).run()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"Aim has lost the run 0123456789abcdef01234567 in {runs_dir}; a new one begins with this step"
-    ]
+    (warning,) = warnings(caplog)
+    check_facts(warning, "0123456789abcdef01234567", runs_dir)
     assert list(read(runs_dir)[sink.state_dict()["run"]]["metrics"]["loss"]) == [1]
 
 
@@ -202,7 +167,7 @@ def test_a_run_made_just_now_is_not_lost(runs_dir: Path, caplog: pytest.LogCaptu
     resumed = Aim()
     resumed.load_state_dict(sink.state_dict())
     loop = make_loop({"aim": resumed}, runs_dir / "just-now", steps=2)
-    aim = plugin._aim()
+    aim = the_sdk()
     listed = aim.Repo._all_run_hashes
     # As if Aim had listed the runs just before this one was made.
     listed.cache[listed.cache_key(aim.Repo.from_path(str(runs_dir)))] = set()
@@ -218,7 +183,7 @@ def test_the_lock_of_a_killed_machine_does_not_stay(runs_dir: Path, monkeypatch:
     loop.run()
     run_hash = sink.state_dict()["run"]
     (runs_dir / ".aim" / "locks" / f"{run_hash}.softlock").write_text("12345-1-0.0")  # machine, process, time
-    repo = plugin._aim().Repo
+    repo = the_sdk().Repo
     wait = repo.request_run_lock
     monkeypatch.setattr(repo, "request_run_lock", lambda repo, run: wait(repo, run, timeout=0.1))  # for 10 s
     resumed = Aim()
@@ -239,43 +204,55 @@ def test_fields_and_loops_without_a_run_directory(runs_dir: Path, monkeypatch: p
     assert runs[bare.state_dict()["run"]]["name"].startswith("Run")  # Aim's own
 
 
+ONE_RUN = """
+import sys
+from hookdiff.testing import toy_loop
+from hookdiff_aim import Aim
+toy_loop({"aim": Aim(repo=sys.argv[1], timeout=300)}, steps=1).run()
+"""
+
+
 @pytest.mark.slow
 @needs_aim
 def test_two_processes_may_create_the_same_repository(tmp_path: Path) -> None:
-    script = f"import {plugin.__name__} as p, sys; p._create(sys.argv[1]); p._open(sys.argv[1], None, None).close()"
     environment = {**os.environ, "PYTHONWARNINGS": ""}
-    command = [sys.executable, "-c", script, str(tmp_path / "runs")]
+    command = [sys.executable, "-c", ONE_RUN, str(tmp_path / "runs")]
     processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         assert "Traceback" not in errors  # at exit
     assert len(list((tmp_path / "runs" / ".aim" / "meta" / "chunks").iterdir())) == 2
 
 
 @needs_aim
-def test_only_the_first_of_two_makes_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_of_two_makes_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     made = []
-    create = plugin._aim().Repo.from_path
+    create = the_sdk().Repo.from_path
 
     def note(*arguments: Any, **options: Any) -> Any:
-        made.append(arguments)
-        time.sleep(0.2)
+        if options.get("init"):
+            made.append(arguments)
+            time.sleep(0.2)
         return create(*arguments, **options)
 
-    monkeypatch.setattr(plugin._aim().Repo, "from_path", note)
-    threads = [threading.Thread(target=plugin._create, args=[str(tmp_path / "runs")]) for _ in range(2)]
+    monkeypatch.setattr(the_sdk().Repo, "from_path", note)
+    loops = [make_loop({"aim": Aim(repo=str(tmp_path / "runs"), timeout=300)}, None, steps=1) for _ in range(2)]
+    threads = [threading.Thread(target=loop.run) for loop in loops]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert made == [(str(tmp_path / "runs"),)]
+    assert not warnings(caplog)
 
 
-def test_a_missing_package_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aim", None)
     loop = make_loop({"aim": Aim()}, tmp_path / "run")
-    with pytest.raises(UserError, match=r"the plugin 'aim' needs the package aim: pip install 'hookdiff\[aim\]'"):
+    with refused(UserError, "aim", "pip install 'hookdiff[aim]'"):
         loop.run()
     assert loop.progress.step == 0
 
@@ -284,8 +261,8 @@ def test_a_missing_package_is_told_at_the_start(tmp_path: Path, monkeypatch: pyt
 def test_a_repository_that_cannot_be_made_costs_only_the_sink(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert make_loop({"aim": Aim(repo=str(tmp_path / "file" / "repo"))}, None).run() == "done"
-    (warning,) = caplog.records
-    assert warning.getMessage().startswith("Aim is switched off, the run goes on: open: NotADirectoryError")
+    (warning,) = warnings(caplog)
+    check_facts(warning, "Aim", "open", "NotADirectoryError")
 
 
 def test_settings() -> None:

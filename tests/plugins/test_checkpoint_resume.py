@@ -1,6 +1,5 @@
 """Exact resume, bit for bit: a run that is cut, through files, is the run that was never stopped."""
 
-import json
 import random
 
 import numpy as np
@@ -17,6 +16,7 @@ from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Adaptive, Clip, Percentile
 from hookdiff_ema import EMA
+from tests.conftest import metrics, refused
 
 STEPS = 12
 
@@ -37,8 +37,7 @@ def outcome(loop):
     """All that a run is, and every line that it logged."""
     tensors, tree = flatten(loop.state_dict())
     del tree["plugins"]["metrics"]  # a length in bytes, of lines with the time of day
-    lines = [json.loads(line) for line in (loop.run_dir / "metrics.jsonl").read_text().splitlines()]
-    logged = [{name: value for name, value in line.items() if name != "time"} for line in lines]
+    logged = [{name: value for name, value in line.items() if name != "time"} for line in metrics(loop.run_dir)]
     return {name: tensor.clone() for name, tensor in tensors.items()}, tree, logged
 
 
@@ -111,18 +110,12 @@ class Odd(optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (set, "this run cannot be saved: optimizers/0/weights/0.weight/odd is a set"),
-        (
-            lambda _: torch.zeros(1, dtype=torch.complex128),
-            "this run cannot be saved: optimizers/0/weights/0.weight/odd is a tensor of complex128",
-        ),
-    ],
+    ("make", "kind"),
+    [(set, "set"), (lambda _: torch.zeros(1, dtype=torch.complex128), "complex128")],
     ids=["set", "dtype"],
 )
 @pytest.mark.parametrize("void", [False, True])
-def test_an_optimizer_that_cannot_be_stored_is_told_after_its_first_step(make, told, void, tmp_path, monkeypatch):
+def test_an_optimizer_that_cannot_be_stored_is_refused_after_its_first_step(make, kind, void, tmp_path, monkeypatch):
     monkeypatch.setattr(Odd, "make", make if make is not set else staticmethod(set))
     seen = []
 
@@ -132,21 +125,20 @@ def test_an_optimizer_that_cannot_be_stored_is_told_after_its_first_step(make, t
             seen.append(loop.progress.step)
 
     plugins = {"look": Look(), **({"amp": AMP("fp16", init_scale=2.0**24)} if void else {})}
-    with pytest.raises(UserError) as caught:
+    with refused(UserError, "optimizers/0/weights/0.weight/odd", kind):
         train(tmp_path, plugins=plugins, optimizers=lambda model: Odd(model.parameters(), lr=0.01))
-    assert str(caught.value).startswith(told)
     assert set(seen) == {0}
     assert (len(seen) > 1) == void
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_state_that_is_of_no_parameter_is_told(tmp_path):
+def test_state_that_is_of_no_parameter_is_refused(tmp_path):
     class Strange(optim.SGD):
         def step(self, closure=None):
             super().step(closure)
             self.state["all"]["count"] = 1
 
-    with pytest.raises(UserError, match="Strange keeps state for 'all', which is no parameter"):
+    with refused(UserError, "Strange", "all"):
         train(tmp_path, optimizers=lambda model: Strange(model.parameters(), lr=0.01))
 
     mine = nn.Parameter(torch.ones(2))
@@ -160,7 +152,7 @@ def test_state_that_is_of_no_parameter_is_told(tmp_path):
         def after_backward(self):
             mine.grad = torch.ones(2)
 
-    with pytest.raises(UserError, match="SGD keeps state for a parameter that is not the model's"):
+    with refused(UserError, "SGD"):
         train(tmp_path / "other", plugins={"pull": Pull()}, optimizers=also_mine)
 
 

@@ -2,8 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
 
-from hookdiff import Batch, InMemory, Loop, LoopConfig, SampleRequest, UserError, hookimpl
+from hookdiff import Batch, InMemory, Loop, LoopConfig, SampleRequest, UserError
 from hookdiff.data import digits
 from hookdiff_fid import FID, Moments, frechet_distance, train_digits
 from hookdiff_fid.digits import WEIGHTS, DigitsNet, load_digits_net
+from tests.conftest import Logged, check_facts, refused
 
 # The features
 
@@ -43,7 +43,7 @@ def moments(net: DigitsNet) -> Callable[[Tensor], Moments]:
 
 @pytest.fixture(scope="module")
 def away(moments: Callable[[Tensor], Moments], real: tuple[Tensor, Tensor]) -> Callable[[Tensor], float]:
-    """Return the function that tells how far images are from the real digits."""
+    """Return the function from images to their distance from the real digits."""
     reference = moments(real[0])
     return lambda images: frechet_distance(moments(images), reference)
 
@@ -152,7 +152,7 @@ def test_noise_and_one_image_are_far_away(away: Callable[[Tensor], float], real:
 
 
 def test_images_of_another_shape_are_refused(net: DigitsNet) -> None:
-    with pytest.raises(ValueError, match=r"n 1 8 8, got \(4, 3, 8, 8\)"):
+    with refused(ValueError, "n 1 8 8", (4, 3, 8, 8)):
         net(torch.zeros(4, 3, 8, 8))
 
 
@@ -185,17 +185,10 @@ class Painter:
         return images if self.fill is None else torch.full_like(images, self.fill)
 
 
-@dataclass
-class Recorder:
-    told: list[tuple[int, float]] = field(default_factory=list)
-
-    @hookimpl
-    def on_log(self, step: int, values: Mapping[str, float]) -> None:
-        self.told += [(step, values["fd/digits"])] if "fd/digits" in values else []
-
+class Recorder(Logged):
     @property
-    def steps(self) -> list[int]:
-        return [step for step, _ in self.told]
+    def distances(self) -> dict[int, float]:
+        return self.of("fd/digits")
 
 
 class Tiny(nn.Module):
@@ -243,17 +236,17 @@ def make_loop(
 def test_logs_at_the_due_steps_and_once_at_the_end(every: int | str, expected: list[int]) -> None:
     loop, recorder = make_loop(FID(every=every, num_samples=40), steps=25)
     assert loop.run() == "done"
-    assert recorder.steps == expected
-    assert all(value > 1 for _, value in recorder.told)
+    assert list(recorder.distances) == expected
+    assert all(value > 1 for value in recorder.distances.values())
 
 
 def test_logs_at_the_end_of_epochs() -> None:
     loop, recorder = make_loop(FID(every="2 epochs", num_samples=40), batch_size=599, epochs=5)
     loop.run()
-    assert recorder.steps == [6, 12, 15]
+    assert list(recorder.distances) == [6, 12, 15]
     loop, recorder = make_loop(FID(every="2 epochs", num_samples=40), batch_size=599, epochs=4)
     loop.run()
-    assert recorder.steps == [6, 12]
+    assert list(recorder.distances) == [6, 12]
 
 
 def test_a_run_that_is_cut_off_is_not_measured() -> None:
@@ -262,7 +255,7 @@ def test_a_run_that_is_cut_off_is_not_measured() -> None:
         for step in loop.steps():
             if step.step == 3:
                 loop.stop("signal")
-    assert recorder.steps == []
+    assert recorder.distances == {}
 
 
 def test_the_number_is_that_of_its_images() -> None:
@@ -273,7 +266,7 @@ def test_the_number_is_that_of_its_images() -> None:
     net, data = load_digits_net(), digits()
     theirs = Moments.from_features(net(data.fetch(torch.arange(len(data)))[0]))
     expected = frechet_distance(Moments.from_features(net(images)), theirs)
-    assert recorder.told[0][1] == pytest.approx(expected, rel=1e-4)
+    assert recorder.distances == pytest.approx({4: expected}, rel=1e-4)
     assert fid.reference.num == 1797
 
 
@@ -335,23 +328,23 @@ def test_the_whole_of_a_map_style_data_set_is_the_reference() -> None:
 
 
 def test_other_data_is_refused_before_training() -> None:
-    for shape, told in (((1, 16, 16), "1 x 16 x 16"), ((3, 8, 8), "3 x 8 x 8")):
+    for shape, shown in (((1, 16, 16), "1 x 16 x 16"), ((3, 8, 8), "3 x 8 x 8")):
         loop, _ = make_loop(FID(), data=torch.zeros(64, *shape), steps=1)
-        with pytest.raises(UserError, match=f"1 x 8 x 8, the data has {told}"):
+        with refused(UserError, "1 x 8 x 8", shown):
             loop.run()
 
 
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])
 def test_images_that_are_not_finite_are_an_error(fill: float) -> None:
     loop, recorder = make_loop(FID(every=2, num_samples=40), sampler=Painter(fill), steps=4)
-    with pytest.raises(ValueError, match="40 of 40 generated images are not finite"):
+    with refused(ValueError, "40 of 40"):
         loop.run()
-    assert recorder.told == []
+    assert recorder.distances == {}
 
 
 def test_data_that_is_not_finite_is_an_error() -> None:
     loop, _ = make_loop(FID(), data=torch.full((64, 1, 8, 8), torch.nan), steps=1)
-    with pytest.raises(ValueError, match="images of the data are not finite"):
+    with refused(ValueError, "data", "64 of 64"):
         loop.run()
 
 
@@ -360,36 +353,34 @@ def test_images_are_clipped_as_when_saved() -> None:
     for fill in (1.0, 50.0):
         loop, recorder = make_loop(FID(every=0, num_samples=4), sampler=Painter(fill), steps=1)
         loop.run()
-        found.append(recorder.told[0][1])
+        found.append(recorder.distances[1])
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
-    ("every", "told"),
-    [(500, "every 500 steps"), ("2 epochs", "every 2 epochs"), ("15 min", "every 900 s"), (0, "at the end")],
+    ("every", "facts"), [(500, ("500", "steps")), ("2 epochs", ("2 epochs",)), ("15 min", ("900 s",)), (0, ())]
 )
-def test_the_cost_is_told_first(every: int | str, told: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cost_is_logged_first(every: int | str, facts: tuple[str], caplog: pytest.LogCaptureFixture) -> None:
     loop, _ = make_loop(FID(every=every, num_samples=40), steps=1)
     with caplog.at_level(logging.INFO, logger="hookdiff"):
         loop.run()
-    assert caplog.messages[0] == f"fid: 40 images {told}"
+    check_facts(caplog.messages[0], 40, *facts)
 
 
-def test_the_number_is_told_with_what_it_was_made_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_golden_line_of_a_distance(caplog: pytest.LogCaptureFixture) -> None:
     loop, recorder = make_loop(FID(num_samples=40), steps=3)
     with caplog.at_level(logging.INFO, logger="hookdiff"):
         loop.run()
-    value = f"{recorder.told[0][1]:.4g}"
+    value = f"{recorder.distances[3]:.4g}"
     assert caplog.messages[1].startswith(f"fd/digits {value} at step 3: 40 images of model against 1797 of the data, ")
 
 
-def test_only_the_main_rank_talks(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_main_rank_logs(second_rank: None, caplog: pytest.LogCaptureFixture) -> None:
     loop, recorder = make_loop(FID(num_samples=40), steps=3)
-    loop.is_main = False
     with caplog.at_level(logging.INFO, logger="hookdiff"):
         loop.run()
     assert caplog.messages == []
-    assert recorder.steps == [3]  # sinks decide for themselves
+    assert list(recorder.distances) == [3]  # sinks decide for themselves
 
 
 @pytest.mark.parametrize(
@@ -397,11 +388,11 @@ def test_only_the_main_rank_talks(caplog: pytest.LogCaptureFixture) -> None:
     [("every", "often"), ("num_samples", 1), ("features", "inception"), ("seed", -1), ("batch_size", 0)],
 )
 def test_a_bad_option_is_refused_by_name(key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match="often" if key == "every" else key):
+    with refused(ValueError, "often" if key == "every" else key):
         FID(**{key: value})
 
 
 def test_weights_nobody_holds_are_an_error() -> None:
     loop, _ = make_loop(FID(num_samples=40, weights="ema"), steps=1)
-    with pytest.raises(UserError, match="'ema'"):
+    with refused(UserError, "ema"):
         loop.run()

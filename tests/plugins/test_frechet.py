@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hookdiff_fid import Moments, frechet_distance
+from tests.conftest import refused
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -162,23 +163,23 @@ def test_bias_falls_as_one_over_n() -> None:
 def test_not_finite_is_an_error_that_counts_rows(bad: float) -> None:
     features = normal(10, 3)
     features[2, 1] = features[7, 0] = features[7, 2] = bad
-    with pytest.raises(ValueError, match="2 of 10 rows of features are not finite"):
+    with refused(ValueError, "2 of 10"):
         Moments.from_features(features)
 
 
 def test_sets_that_cannot_be_compared() -> None:
     one, two, other = normal(1, 3), normal(2, 3), normal(5, 4)
     for a, b in ((one, two), (two, one)):
-        with pytest.raises(ValueError, match="at least 2 samples, got 1"):
+        with refused(ValueError, 2, 1):
             distance(a, b)
-    with pytest.raises(ValueError, match="3 and of 4 dimensions"):
+    with refused(ValueError, 3, 4):
         distance(two, other)
-    with pytest.raises(ValueError, match="3 and of 4 dimensions"):
+    with refused(ValueError, 3, 4):
         Moments.from_chunks([two, other])
-    with pytest.raises(ValueError, match="no features"):
+    with refused(ValueError, "features"):
         Moments.from_chunks([])
     for shape in ((0, 3), (3, 0), (3,), (3, 2, 2)):
-        with pytest.raises(ValueError, match="expected features n d"):
+        with refused(ValueError, "n d", shape):
             Moments.from_features(torch.zeros(shape))
 
 

@@ -1,9 +1,8 @@
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,11 @@ import pytest
 import tomli_w
 import torch
 
-from hookdiff.cli import main
 from hookdiff.testing import toy_loop
 from hookdiff_nan import NaN
+from tests.conftest import check_facts, in_a_process
+
+Command = Callable[..., tuple[int, str, str]]
 
 NETS = '''
 import torch
@@ -83,26 +84,6 @@ def config(folder: Path, names: list[str], **tables: dict[str, Any]) -> Path:
     return path
 
 
-def hookdiff(*arguments: str | Path) -> int:
-    """Run the command line in this process and return its exit code."""
-    before = sys.argv, torch.get_num_threads()
-    sys.argv = ["hookdiff", *map(str, arguments)]
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = before[0]
-        torch.set_num_threads(before[1])
-    raise AssertionError("the command line ends with an exit code")
-
-
-def process(folder: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
-
-
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
@@ -119,29 +100,19 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "run" / "nan").iterdir())
 
 
-def test_in_other_processes_every_bit_comes_back(tmp_path: Path) -> None:
+def test_golden_output_of_a_step_that_comes_back_bit_for_bit_in_another_process(tmp_path: Path) -> None:
     # fp16 with its scaler and void steps, dropout, batch norm, micro-batches of two sizes, and two threads.
     options: dict[str, Any] = {"amp": {"precision": "fp16", "init_scale": 2.0**24}, "checkpoint": {"every": 2}}
     path = config(tmp_path, ["amp", "lr", "clip", "checkpoint", "ema"], data={"source": "nets:spoilt"}, plugins=options)
-    ran = process(
-        tmp_path,
-        "run",
-        path,
-        "--out",
-        "run",
-        "--set",
-        "plugins.nan.policy=skip",
-        "--set",
-        "plugins.nan.max_skips=2",
-        OMP_NUM_THREADS="2",
-    )
+    changes = ("--set", "plugins.nan.policy=skip", "--set", "plugins.nan.max_skips=2")
+    ran = in_a_process("run", path, "--out", "run", *changes, folder=tmp_path, OMP_NUM_THREADS="2")
     assert ran.returncode == 3, ran.stderr
     step = kept(tmp_path)[-1]
     before = snapshot(tmp_path / "run")
-    again = process(tmp_path, "replay", step, OMP_NUM_THREADS="1")
+    again = in_a_process("replay", step, folder=tmp_path, OMP_NUM_THREADS="1")
     assert again.returncode == 0, again.stdout + again.stderr
     report = (step / "report.txt").read_text()
-    assert "cause: data: inputs hold values that are not finite: sample " in report
+    assert json.loads((step / "report.json").read_text())["cause"] == "data"
     assert re.search(r"loss scale: \S+ \(batch \d+\) > ", report)
     assert again.stdout == f"{report}reproduced bit for bit: 1 loss, 16 losses of the samples, 6 gradients\n"
     assert again.stderr == ""
@@ -149,117 +120,115 @@ def test_in_other_processes_every_bit_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 100])
-def test_the_report_of_a_rollback_is_the_same(folder: Path, every: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_rollback_is_the_same(folder: Path, every: int, hookdiff: Command) -> None:
     plugins = {"checkpoint": {"every": every}, "nan": {"policy": "rollback"}}
     path = config(folder, ["checkpoint"], data={"source": "nets:spoilt"}, plugins=plugins)
-    assert hookdiff("run", path, "--out", "run", "--skip-batches", "1", "--set", "run.batch_size=4") in (0, 3)
-    capsys.readouterr()
+    ran = hookdiff("run", path, "--out", "run", "--skip-batches", "1", "--set", "run.batch_size=4")
+    assert ran[0] in (0, 3)
     step = kept(folder)[0]
     report = (step / "report.txt").read_text()
-    assert ("there is no checkpoint yet" in report) == (every == 100)
-    assert hookdiff("replay", step) == 0
-    assert capsys.readouterr().out.startswith(f"{report}reproduced bit for bit")
+    assert bool(re.search("rollback.*checkpoint.*stop", report)) == (every == 100)  # there is none yet
+    code, out, _ = hookdiff("replay", step)
+    assert (code, out.startswith(report)) == (0, True)
 
 
 @pytest.fixture
-def spoilt(folder: Path) -> Path:
+def spoilt(folder: Path, hookdiff: Command) -> Path:
     """A run that met data that is not finite; its checkpoints are from before."""
     path = config(folder, ["checkpoint"], data={"source": "nets:spoilt"}, plugins={"checkpoint": {"every": 1}})
-    assert hookdiff("run", path, "--out", "run") == 3
+    assert hookdiff("run", path, "--out", "run")[0] == 3
     return kept(folder)[0]
 
 
-def test_what_differs_is_told(spoilt: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_differs_is_listed(spoilt: Path, hookdiff: Command) -> None:
     facts = json.loads((spoilt / "step.json").read_text())
     facts["versions"]["torch"], facts["machine"]["name"] = "1.0", "another"
     facts["outcome"]["gradients"]["last.bias"] = "0"
     (spoilt / "step.json").write_text(json.dumps(facts))
-    assert hookdiff("replay", spoilt) == 1
-    out = capsys.readouterr().out
-    told = out.splitlines()
-    assert f"differs: torch is {torch.__version__}, it was 1.0" in told[:2]
-    assert any(line.startswith("differs: name is ") and line.endswith(", it was another") for line in told[:2])
-    assert told[-1] == "not reproduced: gradients: the first that differs is last.bias"
+    code, out, _ = hookdiff("replay", spoilt)
+    assert code == 1
+    torch_line, name_line = sorted(out.splitlines()[:2], key=lambda line: "torch" not in line)
+    check_facts(torch_line, "torch", torch.__version__, "1.0")
+    check_facts(name_line, "name", "another")
+    check_facts(out.splitlines()[-1], "gradients", "last.bias")
 
 
-def test_data_that_changed_is_told(spoilt: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_changed_is_named(spoilt: Path, folder: Path, hookdiff: Command) -> None:
     (folder / "nets.py").write_text(NETS.replace("torch.nan", "-1.0"))
     sys.modules.pop("nets")
-    assert hookdiff("replay", spoilt) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == "differs: the data has changed: the same samples have other values"
-    assert told[-1].startswith("not reproduced: the step is finite: loss ")
+    code, out, _ = hookdiff("replay", spoilt)
+    assert code == 1
+    check_facts(out.splitlines()[0], "data")
+    assert "nan" not in out.splitlines()[-1]  # the step is finite now
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("spoil", "facts"),
     [
-        (lambda step: shutil.rmtree(step), ": no such folder; expected one such as RUN/nan/step-"),
-        (lambda step: (step / "step.json").unlink(), "is no step that was kept for replay: it has no step.json"),
-        (
-            lambda step: (step / "step.json").write_text("{"),
-            "step.json is damaged: it is no JSON from line 1, column 2 on",
-        ),
-        (lambda step: (step / "step.json").write_bytes(b"{\xff"), "step.json is damaged: it is not UTF-8 at byte 1"),
-        (lambda step: (step / "step.json").write_text("{}"), "step.json is damaged: it lacks 'format'"),
-        (lambda step: (step / "step.json").write_text("[]"), "step.json is damaged: what it holds is not what was"),
-        (lambda step: (step / "model.safetensors").unlink(), "model.safetensors cannot be read: No such file"),
-        (lambda step: (step / "model.safetensors").write_bytes(b"no"), "model.safetensors is not what was written"),
-        (lambda step: (step / "config.toml").unlink(), "config.toml cannot be read: No such file"),
-        (lambda step: Path("nets.py").unlink(), "cannot import nets: No module named 'nets'"),
+        (lambda step: shutil.rmtree(step), ["RUN/nan/step-"]),
+        (lambda step: (step / "step.json").unlink(), ["step.json"]),
+        (lambda step: (step / "step.json").write_text("{"), ["step.json", "JSON", "line 1", "column 2"]),
+        (lambda step: (step / "step.json").write_bytes(b"{\xff"), ["step.json", "UTF-8", "byte 1"]),
+        (lambda step: (step / "step.json").write_text("{}"), ["step.json", "format"]),
+        (lambda step: (step / "step.json").write_text("[]"), ["step.json"]),
+        (lambda step: (step / "model.safetensors").unlink(), ["model.safetensors", "No such file"]),
+        (lambda step: (step / "model.safetensors").write_bytes(b"no"), ["model.safetensors", "SHA-256"]),
+        (lambda step: (step / "config.toml").unlink(), ["config.toml", "No such file"]),
+        (lambda step: Path("nets.py").unlink(), ["nets"]),
     ],
 )
-def test_what_cannot_be_replayed_is_one_message(
-    spoil: Any, message: str, spoilt: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_replayed_is_one_message(spoil: Any, facts: list[str], spoilt: Path, hookdiff: Command) -> None:
     spoil(spoilt)
     sys.modules.pop("nets")
-    assert hookdiff("replay", spoilt) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "Traceback" not in captured.err
+    code, _, err = hookdiff("replay", spoilt)
+    assert code == 2
+    check_facts(err.splitlines()[-1], *facts)
 
 
-def test_a_folder_that_holds_steps_is_told_of(spoilt: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hookdiff("replay", spoilt.parents[1]) == 2
-    assert f"it has no step.json; it holds {spoilt.name}" in capsys.readouterr().err
+def test_the_steps_that_a_folder_holds_are_named(spoilt: Path, hookdiff: Command) -> None:
+    code, _, err = hookdiff("replay", spoilt.parents[1])
+    assert code == 2
+    check_facts(err, "step.json", spoilt.name)
 
 
-def test_the_run_of_a_script_has_to_be_repeated_by_the_script(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_run_of_a_script_has_to_be_repeated_by_the_script(tmp_path: Path, hookdiff: Command) -> None:
     data = torch.full((40, 4), torch.nan)
     toy_loop({"nan": NaN()}, data=data, run_dir=tmp_path).run()
     (step,) = (tmp_path / "nan").iterdir()
-    assert hookdiff("replay", step) == 2
-    assert "has no config.toml: a script made the run" in capsys.readouterr().err
+    code, _, err = hookdiff("replay", step)
+    assert code == 2
+    check_facts(err, step, "config.toml", "script")
 
 
-def test_no_amp_shows_an_overflow(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_amp_shows_an_overflow(folder: Path, hookdiff: Command) -> None:
     options = {"amp": {"precision": "fp16", "init_scale": 2.0}}
     path = config(folder, ["amp"], model={"use": "nets:Wide"}, plugins=options)
-    assert hookdiff("run", path, "--out", "run") == 3
+    assert hookdiff("run", path, "--out", "run")[0] == 3
     (step,) = kept(folder)
-    assert "cause: overflow: beyond what float16 holds, first in the model (Wide)" in (step / "report.txt").read_text()
-    assert hookdiff("replay", step) == 0
-    assert hookdiff("replay", step, "--no-amp") == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("the step is finite: loss ")
-    assert hookdiff("replay", step, "--set", "plugins.amp.precision=bf16") == 0
+    report = json.loads((step / "report.json").read_text())
+    assert report["cause"] == "overflow"
+    check_facts(report["text"], "float16", "Wide")
+    assert hookdiff("replay", step)[0] == 0
+    code, out, _ = hookdiff("replay", step, "--no-amp")
+    assert code == 0
+    assert "nan" not in out.splitlines()[-1]
+    assert hookdiff("replay", step, "--set", "plugins.amp.precision=bf16")[0] == 0
 
 
-def test_no_amp_needs_amp(spoilt: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hookdiff("replay", spoilt, "--no-amp") == 2
-    assert "this run has no plugin 'amp'" in capsys.readouterr().err
-    assert hookdiff("replay", spoilt, "--set", "run.micro_batch=16") == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "the step is not finite: loss nan, gradient norm nan"
-    assert hookdiff("replay", spoilt, "--plugins", "no:nan") == 2
-    assert "replay needs the plugin that kept the step" in capsys.readouterr().err
+def test_no_amp_needs_amp(spoilt: Path, hookdiff: Command) -> None:
+    code, _, err = hookdiff("replay", spoilt, "--no-amp")
+    assert code == 2
+    check_facts(err, "--no-amp", "'amp'")
+    code, out, _ = hookdiff("replay", spoilt, "--set", "run.micro_batch=16")
+    assert code == 1
+    check_facts(out.splitlines()[-1], "loss nan")
+    code, _, err = hookdiff("replay", spoilt, "--plugins", "no:nan")
+    assert code == 2
+    check_facts(err, "--plugins")
 
 
 @pytest.mark.parametrize("every", [2, 0])
-def test_another_rate_trains_the_steps_before_again(
-    every: int, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_rate_trains_the_steps_before_again(every: int, folder: Path, hookdiff: Command) -> None:
     options = {"checkpoint": {"every": every}}
     path = config(
         folder,
@@ -268,79 +237,72 @@ def test_another_rate_trains_the_steps_before_again(
         optimizer={"use": "sgd", "lr": 0.3},
         plugins=options,
     )
-    assert hookdiff("run", path, "--out", "run") == 3
+    assert hookdiff("run", path, "--out", "run")[0] == 3
     (step,) = kept(folder)
     place = json.loads((step / "step.json").read_text())["progress"]
     assert place["step"] > 2
-    capsys.readouterr()
     before = snapshot(folder / "run")
-    assert hookdiff("replay", step, "--lr", "1e-4") == 0
-    told = capsys.readouterr().out.splitlines()
+    code, out, _ = hookdiff("replay", step, "--lr", "1e-4")
+    assert code == 0
+    first, last = out.splitlines()
     begun = (place["step"] - 1) // 2 * 2 if every else 0
-    source = (
-        f"checkpoints/step-{begun:08d}"
-        if every
-        else "the start of the run, as no checkpoint from before the step is left"
-    )
-    assert told[0] == f"training batches {begun} to {place['position']} at lr 0.0001, from {source} (step {begun})"
-    assert told[1].startswith("the step is finite: loss ")
-    assert hookdiff("replay", step, "--lr", "0.3") == 1
-    assert (
-        "the step is not finite: loss nan, gradient norm nan\nforward: the model (Net) made NaN"
-        in capsys.readouterr().out
-    )
+    check_facts(first, begun, place["position"], "0.0001")
+    assert (f"checkpoints/step-{begun:08d}" in first) == (every > 0)
+    assert "nan" not in last
+    code, out, _ = hookdiff("replay", step, "--lr", "0.3")
+    assert code == 1
+    check_facts(out, "loss nan", "forward", "Net")
     assert snapshot(folder / "run") == before
 
 
-def test_no_rate_made_the_first_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_rate_made_the_first_weights(folder: Path, hookdiff: Command) -> None:
     path = config(folder, [], model={"use": "nets:Net", "grow": 1.0}, optimizer={"use": "sgd", "lr": 30.0})
     (folder / "nets.py").write_text(NETS.replace("return 0.02", "return -1.0"))
-    assert hookdiff("run", path, "--out", "run") == 3
-    assert hookdiff("replay", kept(folder)[0], "--lr", "1e-4") == 2
-    assert "made by no update" in capsys.readouterr().err
+    assert hookdiff("run", path, "--out", "run")[0] == 3
+    code, _, err = hookdiff("replay", kept(folder)[0], "--lr", "1e-4")
+    assert code == 2
+    check_facts(err, "--lr")
 
 
-def test_anomaly_names_the_operation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_anomaly_names_the_operation(folder: Path, hookdiff: Command) -> None:
     path = config(folder, [], model={"use": "nets:Steep"})
-    assert hookdiff("run", path, "--out", "run") == 3
+    assert hookdiff("run", path, "--out", "run")[0] == 3
     (step,) = kept(folder)
-    assert (
-        "cause: backward: the derivative of what follows last (Conv2d) is not finite"
-        in (step / "report.txt").read_text()
-    )
-    assert hookdiff("replay", step, "--anomaly") == 0
-    told = capsys.readouterr().out
-    assert "returned nan values" in told
-    assert "nets.py" in told
-    assert "sqrt()" in told
-    assert "dispatch.py" not in told
+    report = json.loads((step / "report.json").read_text())
+    assert report["cause"] == "backward"
+    check_facts(report["text"], "last (Conv2d)")
+    code, out, _ = hookdiff("replay", step, "--anomaly")
+    assert code == 0
+    check_facts(out, "returned nan values", "nets.py", "sqrt()")  # torch's words, and the line of the net
+    assert "dispatch.py" not in out
 
 
 @pytest.mark.slow
 def test_a_compiled_step_comes_back_compiled(tmp_path: Path) -> None:
     path = config(tmp_path, ["compile", "checkpoint"], model={"use": "nets:Steep"})
-    ran = process(tmp_path, "run", path, "--out", "run")
+    ran = in_a_process("run", path, "--out", "run", folder=tmp_path)
     assert ran.returncode == 3, ran.stderr
     (step,) = kept(tmp_path)
-    report = (step / "report.txt").read_text()
-    assert "cause: backward: the derivative of what follows last (Conv2d) is not finite" in report
-    again = process(tmp_path, "replay", step)
+    assert json.loads((step / "report.json").read_text())["cause"] == "backward"
+    again = in_a_process("replay", step, folder=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stdout == f"{report}reproduced bit for bit: 1 loss, 16 losses of the samples, 6 gradients\n"
+    report = (step / "report.txt").read_text()
+    assert again.stdout.startswith(report)
+    check_facts(again.stdout.removeprefix(report), 1, 16, 6)  # loss, losses of the samples, gradients
 
 
-def test_help_tells_what_each_way_does_and_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert hookdiff("replay", "--help") == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "With --anomaly: 0 if an operation of the backward is found and named, 1 if none made a NaN." in told
-    assert "--no-amp Try it without mixed precision" in told
-    assert "--lr FLOAT RANGE Train from the checkpoint before the step up to it" in told
+def test_help_says_what_each_way_does_and_its_exit_code(hookdiff: Command) -> None:
+    code, out, _ = hookdiff("replay", "--help")
+    assert code == 0
+    check_facts(out, 0, 1, 2, "--anomaly", "--no-amp", "--lr", "--plugins", "--set")
 
 
-def test_a_folder_that_is_not_there_is_told_with_the_nearest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_there_is_refused_with_the_nearest(folder: Path, hookdiff: Command) -> None:
     (folder / "step-00000003-position-00000003").mkdir()
     (folder / "file").touch()
-    assert hookdiff("replay", "step-00000003-position-0000003") == 2
-    assert ": no such folder; did you mean 'step-00000003-position-00000003'?" in capsys.readouterr().err
-    assert hookdiff("replay", "file") == 2
-    assert "hookdiff: file: is no folder; expected one such as RUN/nan/step-" in capsys.readouterr().err
+    code, _, err = hookdiff("replay", "step-00000003-position-0000003")
+    assert code == 2
+    check_facts(err, "step-00000003-position-0000003", "step-00000003-position-00000003")
+    code, _, err = hookdiff("replay", "file")
+    assert code == 2
+    check_facts(err, "file", "RUN/nan/step-")
