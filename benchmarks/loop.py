@@ -182,7 +182,7 @@ def hookdiff(work: Workload, folder: Path, step: Callable[[], None]) -> None:
         {
             "metrics": Metrics(),
             "lr": LR(warmup=WARMUP),
-            "clip": Clip(max_norm=1.0),
+            "clip": Clip("norm"),
             "ema": EMA(decay=DECAY),
         },
         run_dir=folder,

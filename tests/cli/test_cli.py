@@ -64,7 +64,6 @@ def test_hooks_prints_the_contract(hookdiff, folder):
         ("run small.toml --out . --overwrite", ("directory",)),
         ("run small.toml --out small.toml/x", ("small.toml/x",)),
         ("run small.toml --set run.batch_size=2000", (1797, "batch_size", 2000)),
-        ("run small.toml --set plugins.lr.warmup=6", ("plugins.lr.warmup", 6)),
         ("run small.toml --lr fast", ("optimizer.lr", "'fast'")),
         ("check small.toml --set model.image_size=7", ("small.toml", 1, "model", "image_size=7")),
         ("check small.toml --set sampling.steps=21", ("sampling", 21, 20)),
