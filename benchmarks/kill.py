@@ -58,7 +58,7 @@ AGAIN = 0.5  # probability that a process which resumes is killed, too
 AIMED, SOON = 0.25, 0.01  # probability that a kill waits for the next checkpoint to get its name; seconds after it
 PLUGINS = ["lr", "amp", "ema", "clip", "loss", "gradients", "nan", "samples", "checkpoint"]
 # What a process imports late, so that those that are forked have it.
-LATE = ["hookdiff.cli.run", "hookdiff.cli.summary", "hookdiff.experiment", "hookdiff.signals", "hookdiff.changes"]
+LATE = ["hookdiff.cli.run", "hookdiff.cli.summary", "hookdiff.experiment", "hookdiff.builtin.changes"]
 LATE += ["sklearn.datasets", "torchvision.utils", "PIL.PngImagePlugin", "torch._dynamo", "concurrent.futures.thread"]
 CONFIG = """
 [run]

@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from hookdiff import Loop, LoopConfig
 from hookdiff.data import digits
-from hookdiff.diffusion import Diffusion, make_schedule
+from hookdiff.diffusion import VP, Diffusion
 from hookdiff.models import UNet
 from hookdiff_clip import Clip
 from hookdiff_ema import EMA
@@ -110,7 +110,7 @@ class Parts:
         torch.manual_seed(0)
         self.model, self.file = work.model(), file
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
-        schedule = make_schedule("cosine", 1000)
+        schedule = VP(schedule="cosine").tables
         self.alpha = schedule.alphas_cumprod.sqrt().float()
         self.sigma = (1 - schedule.alphas_cumprod).sqrt().float()
         self.parameters = list(self.model.parameters())

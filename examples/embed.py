@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from hookdiff import Loop, LoopConfig, SampleRequest
+from hookdiff import Loop, LoopConfig, SampleRequest, builtin_plugins
 from hookdiff.data import digits
-from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.diffusion import VP, Diffusion, Sampling
 from hookdiff.disk import save_grid
 from hookdiff.models import UNet
 from hookdiff_checkpoint import Checkpoint
@@ -22,10 +22,10 @@ def make_loop(steps: int, run_dir: Path) -> Loop:
     return Loop(
         UNet(in_channels=1, image_size=8, channels=32, num_res_blocks=1),
         lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
-        Diffusion(schedule="cosine"),
+        Diffusion(VP(schedule="cosine")),
         digits(),
         LoopConfig(steps=steps, batch_size=64),
-        plugins={"ema": EMA(), "checkpoint": Checkpoint()},
+        plugins={**builtin_plugins(), "ema": EMA(), "checkpoint": Checkpoint()},
         sampler=Sampling(steps=25),
         run_dir=run_dir,
     )

@@ -23,6 +23,8 @@ from .errors import (
 from .experiment import Config as Config
 from .experiment import build_loop as build_loop
 from .experiment import load_config as load_config
+from .findings import Alarms as Alarms
+from .findings import Finding as Finding
 from .hookspecs import Hooks as Hooks
 from .hookspecs import hookimpl as hookimpl
 from .loop import Loop as Loop

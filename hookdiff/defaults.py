@@ -1,4 +1,4 @@
-"""What the core itself does in hooks: in each seam when no plugin has a say, and between steps."""
+"""The core's own hook implementations: the default of each seam, and the log between steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Defaults:
-    """Registered in every Loop, and called last of all."""
+    """The plugin "defaults" of every Loop: in a seam, it is called last."""
 
     @hookimpl(trylast=True)
     def restore(self) -> Mapping[str, Any]:
@@ -82,7 +82,7 @@ class Defaults:
 
 
 def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
-    """Return what `request` asks of the sampler beyond images from noise."""
+    """Return the labels and the images to start from, as arguments of the sampler."""
     wanted: dict[str, Any] = {}
     if getattr(loop.objective, "conditional", False):
         num_classes: int = getattr(loop.model, "num_classes", 0)

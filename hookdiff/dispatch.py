@@ -1,8 +1,8 @@
 """How a hook is called: pluggy registers and checks, this file orders and calls.
 
-pluggy's own call costs 1 us and more, and it reverses `trylast` ties. The implementations of a hook are known once
-the plugins are registered, so they are sorted and bound to their arguments then; what is left of a call is a loop
-over plain functions. The meaning of every marker is pluggy's.
+pluggy's own call costs 1 us and more, and it reverses `trylast` ties. All implementations of a hook are known once the
+plugins are registered. They are sorted and bound to their arguments then, so a call is a loop over plain functions. The
+meaning of every marker is pluggy's.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def compile_hook(
 ) -> Callable[..., Any]:
     """Return the function that calls the ordered `impls` of hook `name` with keyword arguments.
 
-    A seam that ends in None raises HookError: a wrapper that forgets to return what its `yield` gave would
-    otherwise go unnoticed. Each implementation runs inside of `watch(plugin, name)`, if that is given.
+    A seam that ends in None raises HookError: otherwise nobody would notice a wrapper that forgets to return the result
+    of its `yield`. Each implementation runs inside of `watch(plugin, name)`, if that is given.
     """
     bound = [(impl, _bind(impl) if watch is None else _watched(impl, name, watch)) for impl in impls]
     wrappers = [call for impl, call in bound if impl.wrapper]

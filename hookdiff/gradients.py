@@ -1,4 +1,4 @@
-"""The gradients of one step, read in one pass and shared by everyone who asks."""
+"""The gradients of one step, read in one pass and shared by all plugins."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def clear_gradients(optimizers: Iterable[Optimizer]) -> None:
 class Gradients:
     """Per-tensor norms, the total norm and the finite flag of the step under way.
 
-    Everything is computed once a step, on the first question. Who changes gradients by a factor does it through
-    `scale_`, so that the norms stay true; who changes them in another way calls `clear` afterwards.
+    The norms are computed once a step, when a plugin first asks for them. A plugin that multiplies all gradients by a
+    factor calls `scale_`, which keeps the norms right. A plugin that changes gradients in another way calls `clear`
+    afterwards.
 
-    Read are those of the parameters that an optimizer holds: `names` and `parameters`, in the model's order. dtype: of
-    the norms; float32, or float64 where a weight is.
+    Only the gradients of parameters that an optimizer holds are read: `names` and `parameters`, in the model's order.
+    `dtype` is that of the norms: float32, or float64 where a weight is float64.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        # Nobody clears the gradients of what no optimizer holds: they grow from step to step, and move no weight.
+        # The gradients of other parameters are never cleared: they grow from step to step, and move no weight.
         held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in model.named_parameters() if p.requires_grad and p in held}
         self.names, self.parameters = list(named), list(named.values())
@@ -42,12 +43,12 @@ class Gradients:
         self._host_total: float | None = None
 
     def begin(self, loss: Tensor) -> None:
-        """Begin a step: `loss` is its loss, and what was read of the one before is forgotten."""
+        """Begin a step with this `loss`; forget the norms of the step before."""
         self._loss, self._host_loss = loss, None
         self.clear()
 
     def clear(self) -> None:
-        """Forget the norms: the gradients are others now."""
+        """Forget the norms, because the gradients have changed."""
         self._norms = self._host_total = None
 
     def named(self) -> dict[str, Tensor]:
@@ -62,13 +63,13 @@ class Gradients:
     def norms(self) -> Tensor:
         """L2 norm of each of `tensors`: (tensors,), `dtype`, on the device."""
         if self._norms is None:
-            # Listed once: to ask hundreds of parameters for their gradients takes as long as a small kernel.
+            # Listed once: asking hundreds of parameters for their gradients takes as long as a small kernel.
             self._measured = self.tensors()
             self._norms = self._measure(self._measured)
         return self._norms
 
     def measure(self) -> Tensor:
-        """Return `norms` as they are at this moment, also between two micro-batches; nothing is remembered."""
+        """Return the norms at this moment, also between two micro-batches, without keeping them."""
         return self._measure(self.tensors())
 
     def _measure(self, tensors: list[Tensor]) -> Tensor:
@@ -99,8 +100,8 @@ class Gradients:
     def nonfinite(self) -> list[str]:
         """Return the names of the gradients that hold a NaN or an infinity.
 
-        An infinite norm does not prove one: a finite 1e25 overflows float32 when it is squared. When there is none
-        the norms are taken again in float64, so that the total is right. Costs a pass and a transfer: a second look.
+        An infinite norm does not prove one: a finite 1e25 overflows float32 when it is squared. Without any, the norms
+        are computed again in float64, so that the total is right. Costs a pass over all gradients and a transfer.
         """
         named = self.named()
         if not named:

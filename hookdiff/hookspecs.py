@@ -1,8 +1,8 @@
 """The whole contract between the loop and its plugins: every hook is a method of `Hooks`.
 
-A *moment* is heard by every plugin. A *seam* (`firstresult=True`) is done by the first plugin that returns something
-other than None (which passes it on), or by the default in `defaults.py`; a plugin replaces a seam, or surrounds it
-with `wrapper=True`. A plugin's method takes only those of a hook's arguments that it uses.
+A *moment* calls every plugin. A *seam* (`firstresult=True`) calls plugins until one returns something other than None;
+the last is the default in `defaults.py`. A plugin replaces a seam, or surrounds it with `wrapper=True`. A plugin's
+method takes only those of the hook's arguments that it uses.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Hooks(Protocol):
     def restore(self, loop: Loop) -> Mapping[str, Any]:
         """Seam: once, with the optimizers made and before `on_start`; also when on_nan decides on a rollback.
 
-        Return a state as `loop.state_dict()` makes it, or an empty one to start fresh. The loop loads what is
-        returned: weights and optimizers at once, plugins right after `on_start`. May change: nothing.
+        Return a state as `loop.state_dict()` makes it, or an empty one to start fresh. The loop loads it: weights and
+        optimizers at once, plugins right after `on_start`. May change: nothing.
         """
 
     @hookspec
     def on_start(self, loop: Loop) -> None:
-        """Moment: once, with weights and optimizers loaded and before plugin state is.
+        """Moment: once, when weights and optimizers are loaded, and before the states of plugins are.
 
         May change: own state; `loop.resources` takes clean-up.
         """
@@ -82,7 +82,7 @@ class Hooks(Protocol):
 
     @hookspec(firstresult=True)
     def backward(self, loop: Loop, loss: Tensor) -> bool:
-        """Seam: inside micro_step, on the loss times the micro-batch's share of the step. Return True.
+        """Seam: inside micro_step. `loss` is multiplied by the micro-batch's share of the step. Return True.
 
         May change: adds to the gradients.
         """
@@ -91,7 +91,7 @@ class Hooks(Protocol):
     def unscale(self, loop: Loop) -> bool:
         """Seam: each step, when all micro-batches are done. Return True once the gradients are at true scale.
 
-        False makes the step void: nothing else fires, the batch is gone, no update is counted.
+        False makes the step void: no other hook of the step fires, the batch is consumed, no update is counted.
         May change: the gradients, by a factor.
         """
 
@@ -99,15 +99,15 @@ class Hooks(Protocol):
     def on_nan(self, loop: Loop, report: NonFinite) -> Verdict | None:
         """Moment: the loss or a gradient is not finite, and no weight has moved yet.
 
-        All hear it; the strongest verdict of "stop" > "rollback" > "skip" wins, and none means stop.
-        May change: own state; may add to `report.notes`, text by title, which is told with the report.
+        The strongest verdict of "stop" > "rollback" > "skip" wins; without any it is "stop".
+        May change: own state; `report.notes`, text by title, which is logged with the report.
         """
 
     @hookspec
     def after_backward(self, loop: Loop) -> None:
         """Moment: once a step; the gradients are whole, at true scale, and finite.
 
-        Readers are plain, who changes gradients is `trylast`. May change: the gradients in place.
+        Plugins that read gradients are plain, plugins that change them `trylast`. May change: the gradients in place.
         """
 
     @hookspec(firstresult=True)
@@ -135,39 +135,38 @@ class Hooks(Protocol):
 
     @hookspec
     def between_steps(self, loop: Loop) -> None:
-        """Moment: after each batch, whatever became of it, and after each `on_epoch_end`; nothing is under way.
+        """Moment: after each batch, whatever became of it, and after each `on_epoch_end`.
 
-        All have heard of the step, and first of all what was logged is told. Here the whole run can be saved.
+        No step is under way, and the core has just flushed the log: the whole run can be saved here.
         May change: files; no state.
         """
 
     @hookspec(firstresult=True)
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
-        """Seam: someone wants images. Return them with the name of the weights that made them.
+        """Seam: a plugin or a script asks for images. Return them with the name of the weights that made them.
 
-        A request for 0 images asks only whether it could be done: a plugin that will want images asks so in `on_start`.
-        `with loop.weights(request.weights) as name` lends the weights that are asked for. May change: nothing that
-        lasts.
+        A request for 0 images only checks that the request can be met: plugins that will ask for images do so in
+        `on_start`. `with loop.weights(request.weights) as name` lends the weights. May change: nothing that lasts.
         """
 
     @hookspec
     def offer_weights(self, loop: Loop) -> Mapping[str, Callable[[], Mapping[str, Tensor]]] | None:
-        """Moment: somebody asks for weights other than the model's own (see `Loop.weights`).
+        """Moment: `Loop.weights` looks for weights by name.
 
-        Return, by name, a function for each average this plugin holds; it returns tensors by parameter name. The first
-        name of the first plugin is used where no name is asked for. May change: nothing.
+        Return a function for each average that this plugin holds, by the name of the average; the function returns
+        tensors by parameter name. Where no name is asked for, the first one is used. May change: nothing.
         """
 
     @hookspec
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        """Moment: what `loop.log` and `loop.log.average` took at `step`, as numbers on the host.
+        """Moment: the `values` of `step`, given to `loop.log` and `loop.log.average`, as numbers on the host.
 
         May change: nothing.
         """
 
     @hookspec
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Tensor]) -> None:
-        """Moment: `loop.log.images` took pictures: n c h w, uint8, on the CPU.
+        """Moment: the pictures given to `loop.log.images`: n c h w, uint8, on the CPU.
 
         May change: nothing.
         """

@@ -1,4 +1,4 @@
-"""Takes values without stopping the device, and hands them on as numbers."""
+"""The log of a run: takes values without making the device wait, and sends them to the sinks as numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hookdiff.progress import Progress
 Value = float | Tensor  # a tensor is a scalar on any device
 Mean = tuple[Value, Value]  # a sum and a count
 
-MACHINE = ("memory/", "time/")  # how names begin whose values tell of the machine: no two runs have the same
+MACHINE = ("memory/", "time/")  # prefixes of values that depend on the machine: no two runs have the same
 
 
 class Log:
@@ -31,32 +31,32 @@ class Log:
         self._records: dict[int, dict[str, Value | Mean]] = {}
         self._window: dict[str, list[Value]] = {}  # since the last look at the device
         self._sums: dict[str, tuple[float, int]] = {}  # sum and count from before it
-        self._closed = 0  # the step of the last means: one that changes no weight may follow, and is not due again
-        self.details: set[str] = set()  # names of the numbers that lines for people leave out
+        self._closed = 0  # the step of the last means; a void step after it is not due again
+        self.details: set[str] = set()  # names of the values that lines for people leave out
 
     @property
     def due(self) -> bool:
-        """Whether the step under way is one that `log_every` picks: what is costly is only logged then."""
+        """Whether `log_every` picks the step under way; costly values are logged only then."""
         return self._progress.step % self._every == 0
 
     @property
     def next_due(self) -> bool:
-        """Whether the update under way, once it is counted, is one that `log_every` picks.
+        """Whether `log_every` picks the update under way, once it is counted.
 
-        Asked before the update by who has to look at gradients or weights for what is logged after it.
+        For plugins that measure gradients or weights before the update, and log the result after it.
         """
         return (self._progress.step + 1) % self._every == 0
 
     @property
     def names(self) -> set[str]:
-        """The names of what has been taken and not told yet."""
+        """The names of the values that wait for the next flush."""
         return {*self._window, *(name for values in self._records.values() for name in values)}
 
     def __call__(self, values: Mapping[str, Value | Mean], *, detail: bool = False) -> None:
         """Log `values`, numbers or scalar tensors, of the step under way.
 
-        A pair (sum, count) is logged as their ratio, and not at all where the count is 0, which only the device knows.
-        A `detail` goes to metrics.jsonl and the other sinks like any number, but not into lines for people.
+        A pair (sum, count) is logged as their ratio, and not at all where the count is 0: only the device knows the
+        count. A `detail` goes to metrics.jsonl and the other sinks, but not into lines for people.
         """
         if detail:
             self.details.update(values)
@@ -68,12 +68,12 @@ class Log:
             self._window.setdefault(name, []).append(value)
 
     def images(self, images: Mapping[str, Tensor]) -> None:
-        """Hand pictures, n c h w in [-1, 1], on to the sinks at once."""
+        """Send pictures, n c h w in [-1, 1], to the sinks at once."""
         ready = {name: to_uint8(values) for name, values in images.items()}
         self._call("on_images", step=self._progress.step, images=ready)
 
     def flush(self) -> None:
-        """Tell the sinks what has been logged."""
+        """Send what has been logged to the sinks."""
         if self.due and self._closed != self._progress.step and (self._window or self._sums):
             self._close_window()
         records, self._records = self._records, {}
@@ -81,12 +81,11 @@ class Log:
             _to_host(part for values in records.values() for value in values.values() for part in _parts(value))
         )
         for step, values in records.items():
-            told = dict(_told(values, numbers))
-            self._call("on_log", step=step, values=told)
+            self._call("on_log", step=step, values=dict(_ratios(values, numbers)))
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Forget what is logged during the `with`."""
+        """Drop all values that are logged during the `with`."""
         kept = dict(vars(self))
         vars(self).update(_records={}, _window={}, _sums={}, details=set())
         try:
@@ -100,13 +99,13 @@ class Log:
         self._sums, self._closed = {}, self._progress.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Flush, and return the sums of the window under way, so that a resumed run logs the same means."""
+        """Flush, and return the sums since the last means, so that a resumed run logs the same means."""
         self.flush()
         self._sum_window()
         return {name: list(pair) for name, pair in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the sums of a saved window."""
+        """Go on from saved sums."""
         self._window, self._closed = {}, self._progress.step
         self._sums = {name: (float(total), int(count)) for name, (total, count) in state.items()}
 
@@ -125,7 +124,7 @@ def _parts(value: Value | Mean) -> Mean | tuple[Value]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _told(values: Mapping[str, Value | Mean], numbers: Iterator[float]) -> Iterator[tuple[str, float]]:
+def _ratios(values: Mapping[str, Value | Mean], numbers: Iterator[float]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         number, *count = [next(numbers) for _ in _parts(value)]
         if count != [0]:

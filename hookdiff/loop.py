@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from hookdiff import nonfinite, ranks
 from hookdiff.data import Batch, Feed
-from hookdiff.disk.paths import same_place
 from hookdiff.gradients import Gradients, clear_gradients
 from hookdiff.log import Log
 from hookdiff.objective import LossOutput, Objective, as_objective, join
@@ -60,7 +59,7 @@ class Loop(ReadOnly):
         config = config or LoopConfig()
         self.model: Final = model
         self.net: Final = model
-        self.weights_name: Final[str] = "model"  # whose values the model holds: its own, or those of an average
+        self.weights_name: Final[str] = "model"  # of the weights that the model holds: its own, or an average
         self._make_optimizers: Final = optimizers if callable(optimizers) else lambda _: optimizers
         self.optimizers: Final[tuple[Optimizer, ...]] = ()
         self.gradients: Final = Gradients(model, ())
@@ -70,7 +69,7 @@ class Loop(ReadOnly):
         self.hparams: Final = dict(hparams or {})
         self.run_dir: Final = Path(run_dir) if run_dir else None
         self.resume: Final = self.run_dir if resume is True else Path(resume) if resume else None
-        self.is_branch: Final = self.resume is not None and not same_place(self.resume, self.run_dir)
+        self.is_branch: Final = bool(self.resume and run_dir and self.resume.resolve() != Path(run_dir).resolve())
         self._must_resume: Final = not isinstance(resume, bool)  # a place that is named has to have a checkpoint
         self._fresh: Final = tuple(fresh)
         self.plugins: Final = Plugins(plugins or {})
@@ -103,7 +102,7 @@ class Loop(ReadOnly):
         self._set(reason=self.reason or reason)
 
     def sample(self, request: SampleRequest) -> Samples:
-        """Make images with what the plugins offer (see the hook `sample`)."""
+        """Make images: the hook `sample`."""
         return self.hook.sample(loop=self, request=request)
 
     @contextmanager
@@ -128,15 +127,14 @@ class Loop(ReadOnly):
             self.hparams["run"] = {**self.hparams["run"], "micro_batch": size}
 
     def prepare(self) -> None:
-        """Make what a step needs from the model: `net`, the optimizers, the gradients. No state is loaded."""
+        """Prepare the model and make `net`, the optimizers and the gradients; no state is loaded."""
         self.hook.prepare_model(loop=self)
-        self._set(net=self.hook.wrap_net(loop=self, net=self.model))
-        self._set(optimizers=self._state.hold(self._make_optimizers(self.model)))
-        self._set(gradients=Gradients(self.model, self.optimizers))
-        self.net.train()
+        net = self.hook.wrap_net(loop=self, net=self.model)
+        optimizers = self._state.hold(self._make_optimizers(self.model))
+        self._set(net=net.train(), optimizers=optimizers, gradients=Gradients(self.model, optimizers))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a run is, as the seam `restore` gives it back. The tensors are the live ones."""
+        """Return the whole state of the run, as the seam `restore` gives it back. The tensors are the live ones."""
         assert self.weights_name == "model", "the state of a run was asked for while other weights were borrowed"
         return self._state.state_dict()
 
@@ -146,7 +144,7 @@ class Loop(ReadOnly):
             on_error.push(self)
             self.prepare()
             saved = self.hook.restore(loop=self)
-            self._state.check(saved, self.resume, self._must_resume)
+            self._state.check(saved, self.resume, self._must_resume, self.plugins.implement("restore"))
             self._state.load(saved)
             self.hook.on_start(loop=self)
             self._state.load_plugins(saved, self._fresh)
@@ -167,7 +165,7 @@ class Loop(ReadOnly):
             yield from self.run_epoch()
 
     def run_epoch(self) -> Iterator[Step]:
-        """Train on what is left of the epoch under way."""
+        """Train on the rest of the epoch under way."""
         for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
             yield self.run_step(batch)
             self.hook.between_steps(loop=self)
@@ -184,7 +182,6 @@ class Loop(ReadOnly):
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
         clear_gradients(self.optimizers)
-
         outputs = []
         parts = batch.split(self.config.micro_batch)  # the draws are sliced too
         for index, part in enumerate(parts):
@@ -192,7 +189,6 @@ class Loop(ReadOnly):
             outputs.append(self.hook.micro_step(loop=self, batch=part, index=index, count=len(parts)))
         self._set(output=join(outputs, parts))
         self.gradients.begin(self.output.loss)
-
         if not self.hook.unscale(loop=self):
             return progress.consume(batch.total, "void", self.gradients.loss, self.gradients.total_norm)
         if report := nonfinite.examine(batch, self.output, self.gradients, progress, self.feed):

@@ -1,4 +1,4 @@
-"""What is known about a step whose loss or gradients are not finite, before any weight has moved."""
+"""The report of a step that has a loss or gradients which are not finite, before any weight has moved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NEXT: dict[Verdict, str] = {
 
 @define(frozen=True, eq=False)
 class NonFinite:
-    """Where a run met a value that is not finite."""
+    """A step in which the loss or a gradient is not finite."""
 
     step: int  # updates made before it
     position: int  # the batch, counted from the start of the run

@@ -1,7 +1,8 @@
-"""What a Loop minimises: the protocol every objective follows, and what it returns."""
+"""The objective that a Loop minimises: its protocol, and the loss that it returns."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
@@ -11,15 +12,17 @@ from torch import Generator, Tensor, nn
 
 from hookdiff.data.batch import Batch
 
+log = logging.getLogger("hookdiff")
+
 
 @define(eq=False, frozen=True)
 class LossOutput:
-    """The loss of a batch, and what monitors want to know about each of its samples."""
+    """The loss of a batch, and the numbers of each sample that monitors read."""
 
     loss: Tensor  # scalar: the mean over the samples
     per_sample: Tensor | None = None  # n, before any weights
     timesteps: Tensor | None = None  # n; t or sigma where there are no timesteps
-    log_snr: Tensor | None = None  # n, natural logarithm; minus infinity where nothing of the image is left
+    log_snr: Tensor | None = None  # n, natural logarithm; minus infinity for pure noise
 
     def detach(self) -> LossOutput:
         """Return the same values without their graph."""
@@ -31,7 +34,7 @@ class LossOutput:
 
 
 class Objective(Protocol):
-    """Anything that draws its randomness once a step and scores slices of the batch."""
+    """Draws the randomness of a step once, and returns the loss of slices of its batch."""
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
         """Return `batch` with this step's randomness in `draws`, one row per sample.
@@ -57,7 +60,9 @@ class _Function:
 
 
 def as_objective(given: Objective | Callable[[nn.Module, Batch], Tensor]) -> Objective:
-    """Return `given` if it can draw, else the plain loss function it is as an objective."""
+    """Return `given` if it can draw, else the plain loss function as an objective; its remarks are logged."""
+    for remark in getattr(given, "remarks", list)():
+        log.warning("%s", remark)
     return cast(Objective, given) if hasattr(given, "draw") else _Function(given)
 
 

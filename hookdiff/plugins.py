@@ -21,9 +21,9 @@ RESERVED = ("defaults", "manifest", "model", "optimizers")
 class Plugins(Mapping[str, object]):
     """A mapping of name to plugin; `hook` calls them all.
 
-    Plugins are heard in the order of the mapping, within the phases that their markers give. Raises PluginError for
-    what pluggy alone passes over in silence: a method named like a hook without `@hookimpl`, and a class in place
-    of an instance; for a hook or an argument that does not exist; and for `requires` and `conflicts` not met.
+    Plugins are called in the order of the mapping, within the phases that their markers give. Raises PluginError for
+    mistakes that pluggy accepts in silence: a method named like a hook without `@hookimpl`, and a class in place of an
+    instance; for a hook or an argument that does not exist; and for `requires` and `conflicts` that are not met.
     """
 
     def __init__(self, plugins: Mapping[str, object]) -> None:
@@ -62,11 +62,11 @@ class Plugins(Mapping[str, object]):
         return any(not impl.wrapper and impl.plugin_name != "defaults" for impl in self.order(hook))
 
     def instrument(self, watch: Watch | None) -> None:
-        """From now on let each plugin's part of each hook run inside of `watch(plugin, hook)`; None ends it.
+        """Run each plugin's part of each hook inside of `watch(plugin, hook)` from now on; None ends it.
 
         `watch` returns a context manager, entered anew for each call. A wrapper is inside of it before its `yield` and
-        after, not while others run. What the core does when no plugin has a say is the plugin "defaults". Hooks call
-        hooks (`micro_step` calls `compute_loss`), so contexts nest.
+        after, not while others run. The core's own part is the plugin "defaults". Hooks call hooks (`micro_step` calls
+        `compute_loss`), so contexts nest.
         """
         for name in HOOK_NAMES:
             firstresult = bool(getattr(self._manager.hook, name).spec.opts["firstresult"])
@@ -90,7 +90,7 @@ class _Manager(pluggy.PluginManager):
 
 
 def check_plugin(name: str, plugin: object) -> None:
-    """Raise PluginError, naming the mistake, for a plugin whose hooks would not be heard."""
+    """Raise PluginError, naming the mistake, for a plugin that has a method which would never be called."""
     if name in RESERVED:
         raise PluginError(f"a plugin cannot be named {name!r}: the core uses that name")
     if inspect.isclass(plugin):
@@ -107,7 +107,7 @@ def check_plugin(name: str, plugin: object) -> None:
         if options is None:
             if attribute in HOOK_NAMES:
                 raise PluginError(
-                    f"the plugin {name!r} has a method {attribute} without @hookimpl; it would not be heard"
+                    f"the plugin {name!r} has a method {attribute} without @hookimpl; it would never be called"
                 )
             continue
         hook = options["specname"] or attribute
@@ -118,7 +118,7 @@ def check_plugin(name: str, plugin: object) -> None:
 
 
 def _static(plugin: object, attribute: str) -> object:
-    """Return what the attribute is without asking for its value; of static and class methods, the function."""
+    """Return the attribute without computing it, as a property would; of static and class methods, the function."""
     member = inspect.getattr_static(plugin, attribute, None)
     return member.__func__ if isinstance(member, staticmethod | classmethod) else member
 
@@ -128,7 +128,9 @@ def check_partners(classes: Mapping[str, type]) -> None:
     for name, kind in classes.items():
         required: Iterable[str] = getattr(kind, "requires", ())
         if missing := [other for other in required if other not in classes]:
-            raise PluginError(f"the plugin {name!r} requires {', '.join(map(repr, missing))}, which this run has not")
+            raise PluginError(
+                f"the plugin {name!r} requires {', '.join(map(repr, missing))}, which this run does not have"
+            )
         unwanted: Iterable[str] = getattr(kind, "conflicts", ())
         if present := [other for other in unwanted if other in classes]:
             raise PluginError(f"the plugin {name!r} does not go together with {', '.join(map(repr, present))}")

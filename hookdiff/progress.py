@@ -1,4 +1,4 @@
-"""How far a run is, how far it is to go, and how often something is due."""
+"""How far a run has come, how far it goes, and how often something is due."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Outcome = Literal["updated", "void", "skipped", "stopped", "held"]
 
 @define(frozen=True)
 class Step:
-    """What became of one batch."""
+    """The outcome of one batch."""
 
     step: int  # updates so far, this one included if there was one
     outcome: Outcome  # void: the loss scale was too high; skipped, stopped: by on_nan; held: by optimizer_step
@@ -32,7 +32,7 @@ class Step:
 
 @define
 class Progress:
-    """Where a run stands. Saved whole, so that no count is lost or derived twice on resume."""
+    """The counts of a run. They are saved together, so that a resumed run derives none of them."""
 
     step: int = 0  # updates that changed the weights
     position: int = 0  # batches consumed, skipped and void ones included; keys all randomness
@@ -139,7 +139,7 @@ def _is_size(instance: object, attribute: Attribute[Any], value: Any) -> None:
 
 @define(frozen=True, kw_only=True)
 class LoopConfig:
-    """What the loop itself needs to know."""
+    """The loop's own options."""
 
     steps: int | None = field(default=None, validator=validators.optional(validators.ge(1)))  # updates
     epochs: int | None = field(default=None, validator=validators.optional(validators.ge(1)))

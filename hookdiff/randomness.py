@@ -1,7 +1,7 @@
 """All randomness of a run: a pure function of (seed, stream, position, rank), never stored.
 
-A stream is what the numbers are for. `position` counts batches consumed, skipped ones too: keyed by the
-step instead, a NaN that its noise caused would be drawn again for ever.
+A stream names the purpose of the numbers. `position` counts consumed batches, skipped ones too: keyed by the step
+instead, noise that causes a NaN would be drawn again for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def splitmix64(value: int) -> int:
 def derive_seed(seed: int, stream: str, position: int = 0, rank: int = 0, part: int = 0) -> int:
     """Mix five numbers into a seed in [0, 2**64).
 
-    `part` tells micro-batches (stream "model") or samples (stream "augment") of one position apart. Each number goes
+    `part` is the micro-batch (stream "model") or the sample (stream "augment") of a position. Each number goes
     through SplitMix64 in turn, so neighbouring positions share nothing. torch's CPU generators use the low 32 bits.
     """
     return _extend(_prefix(seed, stream, rank), position, part)
@@ -55,7 +55,7 @@ def uniforms(seed: int, stream: str, position: int, parts: Tensor, count: int) -
 
 
 def splitmix64_tensor(values: Tensor) -> Tensor:
-    """Return `splitmix64` of each of `values`, whose int64 stand for 64 bits without a sign."""
+    """Return `splitmix64` of each of `values`, int64 that stand for 64 bits without a sign."""
     values = values + _signed(_GAMMA)  # integers of torch wrap, as those of C do
     values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
     values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)

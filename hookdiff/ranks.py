@@ -1,4 +1,4 @@
-"""Which of several processes this one is, and what they have to agree about."""
+"""Ranks: the number of this process among those that train together, and values that all of them agree on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def _is_set_up() -> bool:
 def first_rank_says(value: bool) -> bool:
     """Return the `value` of the first rank; all ranks have to ask, and wait for one another.
 
-    For what goes by the clock, which no two processes read at the same moment: those that disagree whether something
-    is due wait for ever, one in a collective of the evaluation and the other in that of the next step.
+    Decisions that depend on the clock need it. If two processes disagree whether something is due, both wait for ever:
+    one in a collective of the evaluation, the other in a collective of the next step.
     """
     if num_ranks() == 1:
         return value
-    said = [value]
-    distributed.broadcast_object_list(said, src=0)  # finds the device that the backend talks over
-    return said[0]
+    agreed = [value]
+    distributed.broadcast_object_list(agreed, src=0)  # finds the device that the backend talks over
+    return agreed[0]

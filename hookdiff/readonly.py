@@ -1,4 +1,4 @@
-"""Attributes that everybody reads and only their owner sets."""
+"""Attributes that everybody may read and only their owner sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of the `sample` seam, and what it answers."""
+"""The request and the result of the hook `sample`, and the protocol of samplers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hookdiff.randomness import derive_seed
 
 @define(frozen=True)
 class SampleRequest:
-    """A wish for images `start` to `start + num` of the endless row that `(seed, stream)` stands for."""
+    """A request for the images `start` to `start + num` of the endless row of `(seed, stream)`."""
 
-    num: int = field(validator=validators.ge(0))  # 0 makes nothing, and asks only whether it could be done
+    num: int = field(validator=validators.ge(0))  # 0 only checks that the request can be met
     seed: int = 0
     start: int = 0
-    stream: str = "sample"  # "evaluate" for images that are measured, so that they are not those one looks at
+    stream: str = "sample"  # "evaluate" for images that are measured: not the ones that people look at
     weights: str | None = None  # "model", or the name of an average; None: an average if there is one
     labels: tuple[int, ...] | None = None  # one an image, -1 is no class; None: see `default_labels`
     images: Tensor | None = field(default=None, eq=False)  # n c h w in [-1, 1]: to start from, in place of pure noise
@@ -83,6 +83,6 @@ class Sampler(Protocol):
     ) -> Tensor:
         """Return one image of `shape` (c h w) per generator; `objective` is the one that `net` was trained with.
 
-        What is by name is only given where it is wanted: `labels` (n, int64), and `images` with `strength` (see
+        `labels` (n, int64), and `images` with `strength`, are only given where the request has them (see
         `SampleRequest`).
         """

@@ -1,4 +1,4 @@
-"""What all sinks share. A sink takes logged values and pictures to where people look at them."""
+"""The base of all sinks. A sink sends logged values and pictures to a tracker."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class Sink:
     _is_off: bool = field(init=False, default=False)
 
     def check(self) -> None:
-        """Raise UserError for what the user has to mend, such as a missing package: it ends the run as it starts."""
+        """Raise UserError for a mistake of the user, such as a missing package; the run then ends before it starts."""
 
     def open(self, loop: Loop) -> None:
-        """Make ready; before the first step or value, when the state of a resumed run has been loaded."""
+        """Open the tracker: before the first step, when the state of a resumed run has been loaded."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the `values` logged at `step`; they may be nan or infinite."""
+        """Write the `values` logged at `step`; they may be nan or infinite."""
 
     def images(self, step: int, images: Mapping[str, Tensor]) -> None:
-        """Take pictures: n c h w, uint8, on the CPU, with c 1 or 3."""
+        """Write pictures: n c h w, uint8, on the CPU, with c 1 or 3."""
 
     def close(self) -> None:
-        """Flush and let go, at the end of every run; also after a call that raised, `open` included."""
+        """Flush and close, at the end of every run; also after a call that raised, `open` included."""
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        """Let a mistake of the user show before any training."""
+        """Report a mistake of the user before any training."""
         self._is_off = False
         if loop.is_main:
             self.check()
@@ -67,12 +67,12 @@ class Sink:
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        """Hand on to `scalars`."""
+        """Call `scalars`."""
         self._write(loop, self.scalars, step, values)
 
     @hookimpl
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Tensor]) -> None:
-        """Hand on to `images`."""
+        """Call `images`."""
         self._write(loop, self.images, step, {name: as_pictures(values) for name, values in images.items()})
 
     def _open(self, loop: Loop) -> None:
@@ -108,9 +108,8 @@ class Sink:
 class _Thread:
     """Makes calls one by one on a thread that the end of the process does not wait for.
 
-    A call that hangs can so be left behind. Only closing would need that, but it has to happen on the thread that
-    opened: locks and SQLite connections belong to the thread that made them (filelock's release does nothing on
-    another).
+    A call that hangs can be left behind. Only closing would need that, but it has to happen on the thread that opened:
+    locks and SQLite connections belong to the thread that made them (filelock's release does nothing on another).
     """
 
     def __init__(self, name: str) -> None:

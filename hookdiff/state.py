@@ -1,4 +1,4 @@
-"""The state of a run: put together for a checkpoint, checked and taken apart again when the run goes on."""
+"""The state of a run: collected for a checkpoint, checked and loaded when the run goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.disk.tree import State, plain
 from hookdiff.errors import NoCheckpoint, UserError, nearest
 from hookdiff.log import Log
-from hookdiff.plugins import Plugins
+from hookdiff.models.names import plain_name
 from hookdiff.progress import Progress
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -33,10 +33,10 @@ def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 
 @define(eq=False)
 class RunState:
-    """All that a run is: weights, optimizers, the state of every plugin, counts, and what it was made from."""
+    """The whole state of a run: weights, optimizers, the states of all plugins, counts, config, seed."""
 
     model: nn.Module
-    plugins: Plugins
+    plugins: Mapping[str, Any]
     progress: Progress
     log: Log
     feed: Feed
@@ -65,16 +65,16 @@ class RunState:
             },
         }
 
-    def check(self, saved: State, place: Path | None, must_exist: bool) -> None:
-        """Raise UserError unless a run that was asked to go on from `place` can go on from `saved`.
+    def check(self, saved: State, place: Path | None, must_exist: bool, is_read: bool) -> None:
+        """Raise UserError unless a run that was asked to go on from `place` (None: it was not) can do so.
 
-        `saved` is empty where `place` has no checkpoint: the run then starts anew, unless the place `must_exist`. None
-        is a run that starts. Raises NoCheckpoint, and UserError when no plugin reads checkpoints, and for another seed.
+        `saved` is empty where the place has no checkpoint; the run then starts anew, unless the place `must_exist`
+        (NoCheckpoint) or no checkpoint `is_read` by any plugin. With another seed it cannot go on.
         """
-        if place is None:
+        if not place:
             return
         if not saved:
-            self._check_start(place, must_exist)
+            _check_start(place, must_exist, is_read)
             return
         own, num_samples = self.feed.seed, len(self.feed.training)
         with refused_if_unfit("random"):
@@ -87,17 +87,6 @@ class RunState:
             )
         if before != num_samples:
             log.warning("the data has %s samples to train on; the checkpoint was made with %s", num_samples, before)
-
-    def _check_start(self, place: Path, must_exist: bool) -> None:
-        if not self.plugins.implement("restore"):
-            raise UserError(
-                f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the plugin "
-                "that saved it (`hookdiff plugins` lists what is installed)"
-            )
-        if must_exist:
-            raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
-        if place.is_dir() and not is_empty(place):
-            log.info("%s has no checkpoint to go on from: the run starts anew", place)
 
     def load(self, saved: State) -> None:
         """Load counts, weights and optimizer state; hyper-parameters stay as the config made them.
@@ -139,7 +128,7 @@ class RunState:
             with refused_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights"):
                 plugin.load_state_dict(states[name])
         if unclaimed := [name for name in states if name not in self.plugins]:
-            log.warning("the checkpoint has state of plugins that this run has not: %s", ", ".join(unclaimed))
+            log.warning("the checkpoint has the state of plugins that this run does not have: %s", ", ".join(unclaimed))
 
     def roll_back(self, saved: State, first_step: int, fresh: Collection[str]) -> None:
         """Load `saved` but keep the place in the data, so that other batches follow.
@@ -154,6 +143,18 @@ class RunState:
         self.progress.load_state_dict({**here, "step": self.progress.step})
 
 
+def _check_start(place: Path, must_exist: bool, is_read: bool) -> None:
+    if not is_read:
+        raise UserError(
+            f"{place}: none of the run's plugins reads checkpoints (implements the hook restore); add the plugin "
+            "that saved it (`hookdiff plugins` lists what is installed)"
+        )
+    if must_exist:
+        raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
+    if place.is_dir() and not is_empty(place):
+        log.info("%s has no checkpoint to go on from: the run starts anew", place)
+
+
 @contextmanager
 def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
     """Turn the errors that a state of another version, or a state made by hand, leads to into a UserError."""
@@ -166,6 +167,12 @@ def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
 
 def _load_model(model: nn.Module, saved: State) -> None:
     own = model.state_dict()
+    if changed := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise UserError(
+            f"the checkpoint is of a model with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
+            "that makes them has to be in the run, with the same keys as at the checkpoint"
+        )
     problems = [f"missing {name}" for name in own if name not in saved]
     problems += [f"unexpected {name}{nearest(name, own)}" for name in saved if name not in own]
     both = [name for name in own if name in saved and isinstance(own[name], Tensor)]
@@ -212,7 +219,7 @@ def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 def _counted_in_groups(optimizer: Optimizer) -> list[str]:
     """Return the keys of the groups of weights that `optimizer` counts in, as schedule-free ones and Prodigy do.
 
-    They have a default but are nobody's argument. All other keys are hyper-parameters.
+    These keys have a default and are no argument of the class. All other keys are hyper-parameters.
     """
     makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
     arguments = {name for make in makers[:-1] for name in inspect.signature(make).parameters}  # the last is object's

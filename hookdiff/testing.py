@@ -1,4 +1,4 @@
-"""What plugin authors test with: a real Loop, small enough that a test takes milliseconds."""
+"""Helpers to test plugins with: a real Loop, small enough that a test takes milliseconds."""
 
 from __future__ import annotations
 
@@ -107,17 +107,17 @@ class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What item(), bool(), int() and float() come down to, also when torch's own optimizers call them.
+        # item(), bool(), int() and float() all call this operator, also inside torch's own optimizers.
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def count_transfers() -> Iterator[Transfers]:
-    """Count the transfers from the device to the host in the `with`: `.count` of what it gives.
+    """Count the transfers from the device to the host in the `with`, which gives an object with `.count`.
 
-    Also on a CPU, where they cost nothing: what is counted are item(), tolist(), numpy(), cpu(), to("cpu") and what
-    comes down to them. A device that is given as a torch.device may be the loop's own, so it does not count.
+    item(), tolist(), numpy(), cpu(), to("cpu") and all that calls them count, on a CPU too, where they cost nothing.
+    `to` with a torch.device does not count, since the device may be the loop's own.
     """
     transfers = Transfers()
 

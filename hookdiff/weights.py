@@ -1,4 +1,4 @@
-"""Sampling with weights that are not the model's own, without leaving a trace in the model."""
+"""Weights and buffers that a model holds for a while: averages to sample with, buffers to put back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Tensors = Callable[[], Mapping[str, Tensor]]
 def choose_weights(name: str | None, held: str, offers: Any) -> tuple[str, Tensors]:
     """Return the name of the weights that `name` asks for, and the function that gives their values.
 
-    `held` are the weights that the model holds; they need no values. `offers` is the list of what plugins
-    return from `offer_weights`; None asks for the first of them, or else for what is held. Raises UnknownWeights.
+    `held` is the name of the weights that the model holds; they need no values. `offers` are the results of the hook
+    `offer_weights`. None asks for the first weights on offer, or else for those held. Raises UnknownWeights.
     """
     averages: dict[str, Tensors] = {}
     for offer in offers:

@@ -1,4 +1,5 @@
 import copy
+import importlib
 import json
 import logging
 import os
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ SMALL: dict[str, Any] = {
     "run": {"steps": 6, "batch_size": 16, "device": "cpu"},
     "data": {"source": "digits"},
     "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8},
-    "diffusion": {"timesteps": 20},
+    "diffusion": {"process": {"use": "vp", "schedule": "cosine", "timesteps": 20}},
     "sampling": {"steps": 2},
 }
 
@@ -43,8 +44,8 @@ def check_facts(text: object, *facts: object) -> None:
     """Assert that every fact (a file, a key, a number, a name) is in the text; sentences may be worded in any way."""
     for fact in map(str, facts):
         # As a word of its own: 5 is not in 50, 5.1 or 0.5.
-        pattern = rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)"
-        assert re.search(pattern, str(text)), f"{fact} is not in: {text}"
+        found = re.search(rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)", str(text))
+        assert found, f"{fact} is not in: {text}"
 
 
 def refused(error: type[BaseException], *facts: object) -> Any:
@@ -58,16 +59,96 @@ def refused(error: type[BaseException], *facts: object) -> Any:
 
 
 @pytest.fixture
-def write_config(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes the config of a small net, and returns its path.
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return a function that starts the command line in `folder`, as a process and a group of its own.
+
+    The modules in the folder can be imported. What still runs at the end of the test is killed.
+    """
+    started = []
+
+    def call(folder: Path, *words: object, python: Iterable[str] = (), **environment: str) -> subprocess.Popen[str]:
+        paths = os.pathsep.join(map(str, (folder, *sys.path)))
+        process = subprocess.Popen(
+            [sys.executable, *python, "-c", "from hookdiff.cli import main; main()", *map(str, words)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield call
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+PATIENCE = 300  # seconds that a process may take, on a machine that is busy
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Wait for the process; return its exit code, stdout and stderr."""
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out, err
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the process has made a file."""
+    wait_until(lambda: path.exists() or process.poll() is not None)
+    assert path.exists(), process.communicate()
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without their times."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+def write_small(path: Path, **tables: Any) -> Path:
+    """Write the config of a small net, and return its path.
 
     Tables take the place of its own; those of [run] are added to its own.
     """
+    path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
+    return path
 
-    def write(name: str = "small.toml", **tables: Any) -> Path:
-        path = tmp_path / name
-        path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
-        return path
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a config as `write_small` does, into a file of `tmp_path`."""
+    return lambda name="small.toml", **tables: write_small(tmp_path / name, **tables)
+
+
+@pytest.fixture
+def load_small(write_config: Callable[..., Path]) -> Callable[..., Any]:
+    """Return a function that loads what `write_config` writes, with settings as `--set` takes them, and plugins."""
+    from hookdiff import load_config
+
+    def load(*settings: str, plugins: Iterable[str] = (), **tables: Any) -> Any:
+        return load_config(write_config(**tables), plugins, settings)
+
+    return load
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that writes a module into `tmp_path`, from where it can be imported."""
+
+    def write(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
 
     return write
 
@@ -86,6 +167,38 @@ def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         return int(caught.value.code or 0), out, err
 
     return call
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that installs a distribution: its metadata, its entry points, its modules."""
+    before = set(sys.modules)
+
+    def made(
+        name: str,
+        entries: dict[str, str] | None = None,
+        group: str = "hookdiff.plugins",
+        where: str = "site",
+        **modules: str,
+    ) -> None:
+        site = tmp_path / where
+        info = site / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = [f"[{group}]", *(f"{entry} = {value}" for entry, value in (entries or {}).items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        for module, source in modules.items():
+            path = site.joinpath(*module.split(".")).with_suffix(".py")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(source)
+        if str(site) not in sys.path:
+            monkeypatch.syspath_prepend(site)
+        importlib.invalidate_caches()
+
+    yield made
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -126,9 +239,6 @@ def disk(tmp_path: Path, small_disk: Callable[[Path], Path]) -> Path:
     return small_disk(tmp_path / "disk")
 
 
-PATIENCE = 300  # seconds that a process may take, on a machine that is busy
-
-
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the messages that were logged as a warning or worse."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -148,21 +258,7 @@ def free(disk: Path) -> None:
 
 def read_only(disk: Path) -> None:
     """Make a disk of its own read-only, once nothing is being written on it."""
-    wait_for(lambda: not subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode)
-
-
-def in_a_process(*words: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *map(str, words)]
-    variables = {**os.environ, **environment}
-    return subprocess.run(
-        command, cwd=folder, env=variables, check=False, capture_output=True, text=True, timeout=PATIENCE
-    )
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    wait_until(lambda: not subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode)
 
 
 def saved(loop: Loop) -> dict[str, Any]:
@@ -200,14 +296,6 @@ class Logged:
     def of(self, name: str) -> dict[int, float]:
         """Return the values of one name, by step."""
         return {step: values[name] for step, values in self.calls if name in values}
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until `condition` holds."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -18,9 +18,23 @@ import tomli_w
 
 from hookdiff import Feed
 from hookdiff.builtin.start import Start
+from hookdiff.choices import Choice
 from hookdiff.cli import COMMANDS, main
 from hookdiff.data import Store, Transforms
-from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.diffusion import (
+    Clipping,
+    Diffusion,
+    Guidance,
+    Loss,
+    Prediction,
+    Process,
+    Sampling,
+    Schedule,
+    Solver,
+    Spacing,
+    Times,
+    Weighting,
+)
 from hookdiff.experiment.config import FEED_KEYS, MODELS, OPTIMIZERS, SOURCES, RunConfig, load_config
 from hookdiff.experiment.discovery import import_object, installed
 from hookdiff.experiment.optimizers import Groups, muon
@@ -31,6 +45,11 @@ from hookdiff.models.init import Initialisation
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PARTS: dict[str, list[type[Choice]]] = {
+    "diffusion": [Process, Schedule, Prediction, Weighting, Times, Loss],
+    "sampling": [Solver, Spacing, Clipping, Guidance],
+}
+KINDS: dict[str, type[Choice]] = {f"{table}: {kind.kind}": kind for table, kinds in PARTS.items() for kind in kinds}
 OURS = [n for n, (entry, *_) in installed().items() if entry.dist and entry.dist.name == "hookdiff"]
 SHORT = [
     *("--set", "run.steps=4", "--set", "run.batch_size=16", "--set", "run.log_every=2", "--set", "sampling.steps=2"),
@@ -171,7 +190,7 @@ def sections() -> dict[str, str]:
 
 
 def test_the_config_reference_has_every_table() -> None:
-    assert sections().keys() == tables().keys() | {'model: use = "diffusers:UNet2DModel"'}
+    assert sections().keys() == tables().keys() | KINDS.keys() | {'model: use = "diffusers:UNet2DModel"'}
     assert all(f'model: use = "{name}"' in sections() for name in MODELS)
     assert all(f'"{name}"' in sections()["optimizer"] for name in OPTIMIZERS)
 
@@ -182,13 +201,29 @@ def test_the_config_reference_has_every_key_with_its_default(name: str) -> None:
     rows = re.findall(r"^\| `(\w+)` \|(.*?)\| .+ \|$", sections()[name], re.M)
     said = {key: default.strip() for key, default in rows}
     assert list(said) == list(parameters(target))
-    known = resolved(target, {"name": "the file's name"} if name == "run" else {})
     for key, default in said.items():
-        value = tomli_w.dumps({"x": known[key]}, multiline_strings=False)[4:].strip() if key in known else ""
-        value = re.sub(r"\s+", " ", value).replace("[ ", "[").replace(", ]", "]")
-        if default in ("from the data", "the file's name"):
-            continue
-        assert default == (f"`{value}`" if value else ""), key
+        if default not in ("from the data", "the file's name"):
+            assert default == default_of(target, key), key
+
+
+def default_of(target: Any, key: str) -> str:
+    """Return the default of `key` as the tables say it."""
+    known = resolved(target, {})
+    if key not in known:
+        return ""
+    value = known[key]["use"] if isinstance(known[key], dict) else known[key]
+    said = re.sub(r"\s+", " ", tomli_w.dumps({"x": value}, multiline_strings=False)[4:].strip())
+    return f"`{said.replace('[ ', '[').replace(', ]', ']')}`"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_config_reference_has_every_part_with_its_options(name: str) -> None:
+    rows = re.findall(r"^\| (.*?)\| (.*?)\| (.*?)\| .+ \|$", sections()[name], re.M)
+    said = [tuple(cell.strip() for cell in row) for row in rows if row[0].strip() not in ("use", "---")]
+    expected = []
+    for use, part in KINDS[name].known.items():
+        expected += [(f"`{use}`", "", ""), *(("", f"`{key}`", default_of(part, key)) for key in parameters(part))]
+    assert said == expected
 
 
 @pytest.mark.parametrize("page", ["docs/hooks.md"])

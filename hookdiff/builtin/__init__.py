@@ -37,7 +37,7 @@ def builtin_plugins(
     if fit_micro_batch:
         from hookdiff.builtin.micro_batch import FitMicroBatch
 
-        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes down what it finds
+        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes its result
     plugins |= {"run_dir": RunDir(overwrite), "metrics": Metrics()}
     if defaults is not None:
         from hookdiff.builtin.changes import Changes

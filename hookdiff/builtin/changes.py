@@ -1,4 +1,4 @@
-"""What a run that goes on has in another way than its checkpoint, and what it cannot."""
+"""The differences between the config of a run and that of the checkpoint it goes on from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NETWORK = "the weights are of the network as it was"
 _MEANING = "the weights have learned this meaning of inputs, times and outputs"
 _OPTIMIZER = "the state of the optimizer is of another kind"
 
-# The keys that cannot change, and why. Everything else may: what a plugin cannot go on with, it says itself.
+# The keys that cannot change, and why. All others may; a plugin refuses on its own what it cannot go on with.
 FIXED = {
     "run.seed": _RANDOMNESS,
     "data.held_out": _SPLIT,
@@ -34,21 +34,25 @@ FIXED = {
             *("model.use", "model.in_channels", "model.image_size", "model.num_classes"),
             *("model.channels", "model.channel_mults", "model.num_res_blocks", "model.attention_resolutions"),
             *("model.head_dim", "model.num_heads", "model.patch_size", "model.hidden_size", "model.depth"),
-            *("model.mlp_ratio", "model.spectral_norm"),
+            "model.mlp_ratio",
         ),
         _NETWORK,
     ),
     **dict.fromkeys(
         (
-            *("diffusion.schedule", "diffusion.timesteps", "diffusion.beta_start", "diffusion.beta_end"),
-            *("diffusion.rescale_betas_zero_snr", "diffusion.time_scale", "diffusion.prediction_type"),
-            *("diffusion.sigma_data", "diffusion.conditional", "diffusion.data_mean", "diffusion.data_std"),
+            "diffusion.process",
+            "diffusion.prediction",
+            "diffusion.conditional",
+            "diffusion.data_mean",
+            "diffusion.data_std",
         ),
         _MEANING,
     ),
     "optimizer.use": _OPTIMIZER,
     "optimizer.adamw": "weights would go from one optimizer to the other, without their state",
 }
+# Of a part that is fixed, the options that may change: they say which times are drawn.
+FREE = {"diffusion.process.shift", "diffusion.process.sigma_min", "diffusion.process.sigma_max"}
 # Cannot be switched on or off, since an optimizer keeps something for it; another number may do.
 FIXED_SWITCHES = dict.fromkeys(("optimizer.amsgrad", "optimizer.centered", "optimizer.momentum"), _OPTIMIZER)
 
@@ -57,9 +61,9 @@ _NOT_SET = "(not set)"
 
 @define(eq=False)
 class Changes:
-    """Says what has changed since the checkpoint that a run goes on from, and refuses what cannot change.
+    """Logs what has changed since the checkpoint that a run goes on from, and refuses what cannot change.
 
-    A rollback is not looked at.
+    A rollback is not compared.
     """
 
     defaults: Mapping[str, Any]  # of the config, table by table: a key that an older hookdiff did not know had these
@@ -67,7 +71,7 @@ class Changes:
 
     @hookimpl(wrapper=True)
     def restore(self, loop: Loop) -> Generator[None, Mapping[str, Any], Mapping[str, Any]]:
-        """Compare; raises UserError that lists all that cannot change."""
+        """Compare the configs; raises UserError that lists every change that is refused."""
         state = yield
         if state and not self._done:
             self._compare(loop, state)
@@ -75,22 +79,32 @@ class Changes:
         return state
 
     def _compare(self, loop: Loop, state: Mapping[str, Any]) -> None:
-        before, refused, told = state.get("config"), [], []
+        before, refused, changed = state.get("config"), [], []
         for key, old, new in changes(before, loop.hparams, self.defaults) if before else ():
-            line = f"{key} {_names_told(old, new) if key == 'run.plugins' else f'{_said(old)} -> {_said(new)}'}"
-            told.append(line)
-            if key in FIXED or (key in FIXED_SWITCHES and bool(old) != bool(new)):
-                refused.append(f"\n  {line}: {FIXED.get(key) or FIXED_SWITCHES[key]}")
+            line = (
+                f"{key} {_difference_of_names(old, new) if key == 'run.plugins' else f'{_text(old)} -> {_text(new)}'}"
+            )
+            changed.append(line)
+            if reason := _why_fixed(key, bool(old) != bool(new)):
+                refused.append(f"\n  {line}: {reason}")
         if refused:
             raise _refusal(refused)
-        if told:
-            log.info("changed since the checkpoint: %s", ", ".join(told))
+        if changed:
+            log.info("changed since the checkpoint: %s", ", ".join(changed))
+
+
+def _why_fixed(key: str, switched: bool) -> str | None:
+    """Return why `key`, or the part that it is an option of, cannot change; None if it can."""
+    if key in FREE:
+        return None
+    part = ".".join(key.split(".")[:2])
+    return FIXED.get(key) or FIXED.get(part) or (FIXED_SWITCHES.get(key) if switched else None)
 
 
 def check_parts(settings: Iterable[str], table: Mapping[str, Any]) -> None:
     """Raise UserError for a setting that names another model or optimizer than `table`, the config of a run.
 
-    Whoever reads them together would find fault with every key that the other one does not know.
+    Read together, every key that the other one does not know would be reported as wrong.
     """
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))
@@ -112,13 +126,13 @@ def changes(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the keys in which two configs differ, as "table.key", with both values; None is a key that is not set.
 
-    A key that only `new` has does not differ where it has its default, and a plugin that only one has is told by
-    run.plugins alone.
+    A key that only `new` has does not differ where it has its default. A plugin that only one has shows in run.plugins
+    alone.
     """
     before, now, usual = (dict(_flat(plain(config))) for config in (old, new, defaults))
     for key in dict.fromkeys((*now, *before)):
         was, is_now = before.get(key), now.get(key)
-        if (was is None and is_now == usual.get(key)) or is_now == AUTO:  # what is tried out is told when it is found
+        if (was is None and is_now == usual.get(key)) or is_now == AUTO:  # it is reported when it has been found
             continue
         table, _, name = key.partition(".")
         plugin = name.partition(".")[0]
@@ -135,12 +149,12 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _names_told(old: Any, new: Any) -> str:
+def _difference_of_names(old: Any, new: Any) -> str:
     """Return in words which names a list has more, and which less."""
     before, now = old or (), new or ()
     parts = {"with": [name for name in now if name not in before], "without": [n for n in before if n not in now]}
     return " ".join(f"{word} {', '.join(names)}" for word, names in parts.items() if names) or "in another order"
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return _NOT_SET if value is None else repr(value)

@@ -28,12 +28,12 @@ log = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class Metrics:
-    """Writes what is logged to `metrics.jsonl` in the run directory; JSON has no NaN and no infinity: they are null.
+    """Writes logged values to `metrics.jsonl` in the run directory; a NaN or an infinity is null: JSON has neither.
 
-    A checkpoint holds the length of the file; a resumed run cuts it there, so that no step appears twice. Lines are not
-    synced, so a machine that crashes may lose some that a checkpoint counts: the file then ends with its last whole
-    line, and the loss is told. A branch begins with the lines of the run that it branches off. On a full disk they wait
-    until there is room.
+    A checkpoint holds the length of the file, and a resumed run cuts the file there, so that no step appears twice.
+    Lines are not synced: a machine that crashes may lose lines that a checkpoint counts. The file then ends with its
+    last whole line, and a warning names the loss. A branch begins
+    with the lines of the run that it branches off. On a full disk new lines wait until there is room.
     """
 
     _file: FileIO | None = field(default=None, init=False)
@@ -55,8 +55,8 @@ class Metrics:
         if self._file is None or self._file.closed:
             self._open(loop, loop.run_dir / METRICS)
         assert self._file
-        told = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        record = {"step": step, "time": round(time.time(), 3), **told}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        record = {"step": step, "time": round(time.time(), 3), **finite}
         was_full = bool(self._waiting)
         self._waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
@@ -65,7 +65,7 @@ class Metrics:
                     self._waiting = self._waiting[self._file.write(self._waiting) :]
         except _Full as error:
             if not was_full:
-                log.warning("%s; what is logged waits until there is room", error)
+                log.warning("%s; new lines wait until there is room", error)
         else:
             self._length = self._file.tell()
 
@@ -91,11 +91,11 @@ class Metrics:
             count = len(found.splitlines())
             log.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
         elif loop.resume and len(kept) < self._length and (was_there or not loop.is_branch):
-            told = f"is not there, and begins anew after step {loop.progress.step}"
+            loss = f"is not there, and begins anew after step {loop.progress.step}"
             if was_there:
                 ends = f"its lines end at step {_last_step(kept)}, and the run goes on from step {loop.progress.step}"
-                told = f"is {self._length - len(kept):,} bytes shorter than the checkpoint says: {ends}"
-            log.warning("%s %s", path, told)
+                loss = f"is {self._length - len(kept):,} bytes shorter than the checkpoint says: {ends}"
+            log.warning("%s %s", path, loss)
         self._length = self._file.seek(len(kept))
         self._file.truncate()
 
@@ -138,7 +138,7 @@ def _last_step(lines: bytes) -> float:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the lines of the metrics file at `path`; a null is a NaN, whatever it was when it was logged.
 
-    What a failing disk, or an editor, made of a line is passed over with a warning: it must not cost a run its end.
+    A line that a failing disk or an editor has damaged is passed over with a warning: it must not end a run.
     """
     records = [_record(line) for line in path.read_bytes().splitlines()]
     if damaged := [number for number, record in enumerate(records, 1) if record is None]:
@@ -148,11 +148,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _record(line: bytes) -> dict[str, float] | None:
-    """Return what a line of the file tells, or None where it is damaged."""
+    """Return the values of a line of the file, or None where it is damaged."""
     try:
-        told = json.loads(line)
+        values = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(told, dict) or not all(isinstance(value, int | float | None) for value in told.values()):
+    if not isinstance(values, dict) or not all(isinstance(value, int | float | None) for value in values.values()):
         return None
-    return {name: math.nan if value is None else value for name, value in told.items()}
+    return {name: math.nan if value is None else value for name, value in values.items()}

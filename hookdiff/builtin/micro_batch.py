@@ -21,8 +21,8 @@ from hookdiff.models.memory import optimizer_bytes
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
-# What allocators and libraries say besides raising torch.OutOfMemoryError, in lower case.
-_SAID = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
+# Messages of allocators and libraries that do not raise torch.OutOfMemoryError, in lower case.
+_MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 log = logging.getLogger("hookdiff")
 
@@ -33,7 +33,7 @@ class FitMicroBatch:
 
     Each is tried with the forward and backward of a real step, beside the state that the optimizers will have. Nothing
     of it stays: no gradient, no statistics in buffers, no random number, no loss scale. With several ranks it is what
-    fits on all. On a CPU the system may end the process before anybody is told that memory is short.
+    fits on all. On a CPU the system may kill the process before torch reports that memory is short.
     """
 
     @hookimpl(trylast=True)
@@ -89,12 +89,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is how torch says that memory is short, on a GPU or a CPU."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _SAID)
+    return isinstance(error, RuntimeError) and any(message in str(error).lower() for message in _MESSAGES)
 
 
 @contextmanager
 def _traceless(loop: Loop) -> Iterator[None]:
-    """Put back what a forward and a backward change: buffers, random states, plugins' states, and what is logged."""
+    """Put back what a forward and a backward change: buffers, random states and plugins' states; log nothing."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in loop.model.buffers()]
     states = [(plugin, _copied(plugin.state_dict())) for plugin in _changed(loop)]
     try:

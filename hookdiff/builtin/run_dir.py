@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class RunDir:
     """Writes the resolved config into the run directory, which it makes or, if `overwrite` says so, empties first.
 
-    One that is there is locked first of all, so that no other run reads or writes it meanwhile. The rest comes last of
-    all in `on_start`, or with the first step where a state was restored, which plugins hear of after `on_start`: a run
-    that cannot start leaves nothing behind and costs no earlier run.
+    A directory that exists is locked before anything else, so that no other run reads or writes it meanwhile. The rest
+    happens last in `on_start`, or before the first step of a resumed run, when all plugins have loaded their states: a
+    run that cannot start leaves nothing behind and costs no earlier run.
     """
 
     overwrite: bool = False
@@ -82,7 +82,7 @@ class RunDir:
 
 
 def _empty(path: Path) -> None:
-    # Not the lock, which another process would find gone, nor the config, which says whose folder this is to the end.
+    # Not the lock, which another process may wait for, nor the config, which marks the folder as a run to the end.
     for entry in path.iterdir():
         if entry.name in (LOCK, CONFIG):
             continue

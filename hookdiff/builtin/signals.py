@@ -1,4 +1,4 @@
-"""What a signal means to a run: finish the step, save, and go."""
+"""Signals: finish the step, save, and exit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger("hookdiff")
 class Signals:
     """Lets the first SIGINT or SIGTERM end the run after the step under way, and the second leave at once.
 
-    The handlers are there from `on_start`, first of all, until the run has saved and closed what it opened, and only
-    in the main thread, since Python has none elsewhere.
+    The handlers are installed first of all in `on_start`, and removed when the run has saved and closed everything.
+    They exist only in the main thread, since Python has none elsewhere.
     """
 
     usr1: bool = False  # SIGUSR1 ends the run as out of time: some schedulers send it before they stop a job
@@ -37,7 +37,7 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         before: dict[int, Any] = {}
-        # Last of all that a run closes: the end of it, the save above all, is not to be cut off by the first signal.
+        # Closed last: the first signal must not cut off the end of the run, above all the save.
         loop.resources.callback(_put_back, before)
         process = os.getpid()
 
@@ -47,7 +47,7 @@ class Signals:
                 os.kill(os.getpid(), number)
             elif number in (signal.SIGINT, signal.SIGTERM):
                 self._stop(loop, number)
-            elif loop.reason is None:  # not what the second signal is: a scheduler may go on to send SIGTERM
+            elif loop.reason is None:  # it is not the second signal: a scheduler may send SIGTERM next
                 loop.stop("time")
                 log.warning("the time is nearly up: stopping after this step")
 

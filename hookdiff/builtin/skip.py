@@ -1,4 +1,4 @@
-"""Passing over batches: the way past one that a run cannot digest."""
+"""Skipping batches at the start, such as one with a NaN."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ log = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class SkipBatches:
-    """Passes over the next `num` batches of a run, first of all who start, as if on_nan had decided to skip them.
+    """Skips the next `num` batches of a run, as if on_nan had decided to skip them, before any other plugin starts.
 
-    The position moves on, so what follows is what would have followed. An epoch that ends on the way is counted, and
-    nobody hears of its end: nothing was trained.
+    The position moves on, so the same batches follow as if these had been trained on. An epoch that ends on the way is
+    counted, but `on_epoch_end` does not fire, since nothing was trained.
     """
 
     num: int = field(validator=ge(1))
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
-        """Move the progress on; of a run that resumes it is loaded by now."""
+        """Move the progress on; that of a resumed run is loaded by now."""
         progress, feed = loop.progress, loop.feed
         first = progress.position
         for _ in range(self.num):

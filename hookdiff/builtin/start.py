@@ -19,16 +19,18 @@ KEYS = "start_from", "start_partial"  # of the table [model]
 
 @define(eq=False)
 class Start:
-    """Loads the weights of a new run, first of all who start; a run that resumes has its own.
+    """Loads given weights into a new run, before any other plugin starts; a resumed run has its own weights.
 
     The arguments are keys of the table [model].
     """
 
     start_from: str | None = field(default=None, validator=optional(min_len(1)))  # a safetensors file
-    start_partial: bool = False  # load what fits by name and shape, and tell of the rest; else all must fit
+    start_partial: bool = (
+        False  # load only the tensors that fit by name and shape, and list the others; else all must fit
+    )
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
-        """Load the file; raises ConfigError that tells of all that does not fit."""
+        """Load the file; raises ConfigError that lists all that does not fit."""
         if self.start_from and loop.progress.position == 0:
             load_into(loop.model, Path(self.start_from), self.start_partial)

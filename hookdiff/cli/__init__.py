@@ -22,7 +22,6 @@ COMMANDS = {
     "data": "Look at what a config would train on: sizes, classes, what is broken, and a picture of it.",
     "sample": "Make images from a trained run.",
     "plugins": "List the installed plugins, or the order in which a config's are called.",
-    "selftest": "Prove on this machine that what hookdiff computes is right.",
     "hooks": "Print the contract: every hook, when it fires, and who may change what.",
 }
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)

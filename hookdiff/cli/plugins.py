@@ -11,12 +11,16 @@ from hookdiff.cli.options import override_options
 
 
 @click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--order", type=click.Path(path_type=Path), metavar="CONFIG", help="Print the call order of each hook.")
 @override_options
-def command(order: Path | None, plugins: tuple[str, ...], settings: tuple[str, ...]) -> None:
-    """List the installed plugins."""
+def command(names: tuple[str, ...], order: Path | None, plugins: tuple[str, ...], settings: tuple[str, ...]) -> None:
+    """List the installed plugins, or print what the plugins NAME do and all their keys."""
     if order is not None:
         _print_order(order, plugins, settings)
+        return
+    if names:
+        _print_keys(names)
         return
     from hookdiff.experiment.discovery import distribution, installed, plugin_class
 
@@ -27,6 +31,16 @@ def command(order: Path | None, plugins: tuple[str, ...], settings: tuple[str, .
             summary = f"cannot be used: {error}"
         owners = ", ".join(distribution(entry) for entry in entries)
         click.echo(f"{name:<12} {summary}  ({owners})")
+
+
+def _print_keys(names: tuple[str, ...]) -> None:
+    from hookdiff.experiment.discovery import plugin_class
+    from hookdiff.experiment.reference import plain
+
+    for name in names:
+        plugin = plugin_class(name)
+        click.echo(f"{name}: {inspect.getdoc(plugin)}\n\n[plugins.{name}]")
+        click.echo("\n".join(plain(plugin)) + "\n")
 
 
 def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...]) -> None:

@@ -54,13 +54,13 @@ def command(
     from hookdiff.sampling import SampleRequest, UnknownWeights
 
     source = run_of(run)
-    changed = {"steps": steps, "sampler": sampler, "guidance_scale": guidance_scale}
+    changed = {"steps": steps, "sampler": sampler, "guidance.scale": guidance_scale}
     settings = [f"sampling.{key}={value}" for key, value in changed.items() if value is not None]
     classes = _in_turn(labels, num) if labels else None
     from_file = weights if weights and weights.endswith(".safetensors") else None
     config = load_config(source / CONFIG, settings=settings)
     experiment.try_config(config, resume=True)
-    hooks = ("prepare_model", "restore", "sample")
+    hooks = ("prepare_model", "restore", "sample", "offer_weights")
     loop = experiment.build_loop(config, source, resume=run, hooks=hooks)
     out = out or source / "samples" / f"seed-{seed}.png"
     check_writable(out)

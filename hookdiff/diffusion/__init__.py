@@ -1,83 +1,98 @@
-"""Diffusion without a trainer: processes, prediction types, loss weights, the objective and the samplers."""
+"""Diffusion without a trainer: processes, predictions, weightings, the objective and the samplers, as parts."""
 
-from hookdiff.diffusion.objective import LOSSES, SCHEDULES, Diffusion
-from hookdiff.diffusion.parametrization import (
-    EDM,
-    PREDICTION_TYPES,
+from hookdiff.diffusion.chain import Chain
+from hookdiff.diffusion.clipping import Clamp, Clipping, DynamicThreshold, NoClipping
+from hookdiff.diffusion.guidance import ClassifierFree, Guidance
+from hookdiff.diffusion.losses import L1, MSE, Huber, Loss
+from hookdiff.diffusion.objective import Diffusion
+from hookdiff.diffusion.prediction import (
+    EDMPrediction,
     Epsilon,
     FlowPrediction,
-    Parametrization,
+    Prediction,
     Sample,
     VPrediction,
-    make_parametrization,
     noise_from_x0,
     q_sample,
 )
-from hookdiff.diffusion.process import (
-    IMAGE,
-    SPACINGS,
-    Discrete,
-    Flow,
-    Point,
-    Process,
-    VarianceExploding,
-    karras_sigmas,
-    sampling_timesteps,
-)
-from hookdiff.diffusion.samplers import SAMPLERS, Sampling, thresholded
+from hookdiff.diffusion.process import EDM, IMAGE, VP, Flow, Point, Process
+from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.schedules import (
-    BETAS,
+    Cosine,
+    Linear,
     NoiseSchedule,
-    cosine_betas,
-    linear_betas,
-    make_schedule,
+    ScaledLinear,
+    Schedule,
+    Sigmoid,
     rescale_betas_zero_snr,
-    scaled_linear_betas,
-    sigmoid_betas,
 )
+from hookdiff.diffusion.solvers import DDIM, DDPM, Churning, DPMSolver2M, Euler, Heun, Solver
+from hookdiff.diffusion.spacing import Karras, Leading, Shifted, Spacing, Trailing, karras_sigmas
 from hookdiff.diffusion.steps import ddim_step, ddpm_step, dpmpp_2m_step, heun_step
-from hookdiff.diffusion.times import TIMES
-from hookdiff.diffusion.weighting import WEIGHTINGS, loss_weights
+from hookdiff.diffusion.times import LogitNormal, LogNormal, Times, UniformTimes
+from hookdiff.diffusion.weighting import P2, Debiased, EDMWeighting, MinSNR, UniformWeighting, Weighting, X0Weighting
 
 __all__ = [
-    "BETAS",
+    "DDIM",
+    "DDPM",
     "EDM",
     "IMAGE",
-    "LOSSES",
-    "PREDICTION_TYPES",
-    "SAMPLERS",
-    "SCHEDULES",
-    "SPACINGS",
-    "TIMES",
-    "WEIGHTINGS",
+    "L1",
+    "MSE",
+    "P2",
+    "VP",
+    "Chain",
+    "Churning",
+    "Clamp",
+    "ClassifierFree",
+    "Clipping",
+    "Cosine",
+    "DPMSolver2M",
+    "Debiased",
     "Diffusion",
-    "Discrete",
+    "DynamicThreshold",
+    "EDMPrediction",
+    "EDMWeighting",
     "Epsilon",
+    "Euler",
     "Flow",
     "FlowPrediction",
+    "Guidance",
+    "Heun",
+    "Huber",
+    "Karras",
+    "Leading",
+    "Linear",
+    "LogNormal",
+    "LogitNormal",
+    "Loss",
+    "MinSNR",
+    "NoClipping",
     "NoiseSchedule",
-    "Parametrization",
     "Point",
+    "Prediction",
     "Process",
     "Sample",
     "Sampling",
+    "ScaledLinear",
+    "Schedule",
+    "Shifted",
+    "Sigmoid",
+    "Solver",
+    "Spacing",
+    "Times",
+    "Trailing",
+    "UniformTimes",
+    "UniformWeighting",
     "VPrediction",
-    "VarianceExploding",
-    "cosine_betas",
+    "Weighting",
+    "X0Weighting",
     "ddim_step",
     "ddpm_step",
     "dpmpp_2m_step",
     "heun_step",
     "karras_sigmas",
-    "linear_betas",
-    "loss_weights",
-    "make_parametrization",
-    "make_schedule",
     "noise_from_x0",
     "q_sample",
     "rescale_betas_zero_snr",
-    "sampling_timesteps",
-    "scaled_linear_betas",
-    "sigmoid_betas",
-    "thresholded",
 ]

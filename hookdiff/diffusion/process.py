@@ -1,23 +1,26 @@
 """How images turn into noise: x_t = alpha * x0 + sigma * noise, in discrete timesteps or in continuous time.
 
-A process says what its times are, the rates at each, what the network is told of it, and which times a sampler visits.
+A process says what its times are, the rates at each, what the network gets for a time, and what goes well with it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar
 
 import torch
-from attrs import define
+from attrs import define, field
+from attrs.validators import and_, ge, gt, le
 from torch import Tensor
 
-from hookdiff.diffusion.schedules import NoiseSchedule
+from hookdiff.choices import Choice
+from hookdiff.diffusion.schedules import Linear, NoiseSchedule, Schedule, rescale_betas_zero_snr, to_schedule
 
 _TABLES = "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod", "log_snr"
 _TINY = 2.0**-25  # half of the least distance of two float32 from [0, 1) that torch draws
+_MOST_LEFT = 0.05  # of the image's variance at the last timestep; sampling starts there with none
 
 
 @define(frozen=True)
@@ -26,7 +29,7 @@ class Point:
 
     alpha: float
     sigma: float
-    time: float = 0.0  # what the network is told; an int where the process has timesteps
+    time: float = 0.0  # what the network gets; an int where the process has timesteps
 
     @property
     def ratio(self) -> float:
@@ -37,112 +40,110 @@ class Point:
 IMAGE = Point(1.0, 0.0)
 
 
-class Process(Protocol):
+class Process(Choice, ABC):
     """What turns images into noise."""
 
-    @property
-    def spacings(self) -> tuple[str, ...]:
-        """The names that `points` knows, the usual one first."""
+    kind = "process"
+    default = "vp"
+
+    # The names of what the field uses with it, where nothing else is chosen.
+    default_prediction: ClassVar[str] = "epsilon"
+    default_times: ClassVar[str] = "uniform"
+    default_sampler: ClassVar[str] = "ddim"
+    default_spacing: ClassVar[str] = "trailing"
+    default_clipping: ClassVar[str] = "none"
+
+    has_timesteps: ClassVar[bool] = False  # times are int64, 0 to T - 1; else float32
+    knows_image: ClassVar[bool] = False  # the network may be asked about the image itself, where sigma is 0
+    # alpha and sigma are linear in time as they stand; else they are once alpha is divided out
+    straight: ClassVar[bool] = True
 
     @property
     def initial_scale(self) -> float:
         """Standard deviation of the noise that a chain begins with."""
+        return 1.0
+
+    @property
+    @abstractmethod
+    def ratio_range(self) -> tuple[float, float]:
+        """The least and the largest sigma / alpha; infinite where nothing of the image is left at the end."""
 
     @property
     def ends_in_noise(self) -> bool:
         """Whether nothing of the image is left at the end: alpha is 0."""
+        return math.isinf(self.ratio_range[1])
 
-    @property
-    def knows_image(self) -> bool:
-        """Whether the network may be asked about the image itself, where sigma is 0."""
-
-    @property
-    def straight(self) -> bool:
-        """Whether alpha and sigma are linear in time as they stand; else they are once alpha is divided out."""
-
+    @abstractmethod
     def from_fraction(self, fraction: Tensor) -> Tensor:
         """Return the times at a `fraction`, in (0, 1), of the way from image to noise."""
 
+    @abstractmethod
     def from_log_ratio(self, log_ratio: Tensor) -> Tensor:
         """Return the times at which ln(sigma / alpha) is `log_ratio`, as near as the process comes to it."""
 
+    @abstractmethod
     def rates(self, times: Tensor, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return alpha, sigma and the log-SNR at `times` (n), each float32 of shape n 1 1 ... (`ndim` axes)."""
 
+    @abstractmethod
     def network_time(self, times: Tensor) -> Tensor:
-        """Return what the network is told of `times` (n): n, int64 or float32."""
+        """Return what the network gets for `times` (n): n, int64 or float32."""
 
-    def points(self, steps: int, spacing: str, rho: float) -> list[Point]:
-        """Return the `steps` moments that a sampler visits, noisiest first, without the image itself."""
-
+    @abstractmethod
     def at(self, ratio: float) -> Point:
         """Return the moment at which sigma / alpha is `ratio`, above 0 and finite."""
 
+    def trailing(self, steps: int) -> list[Point]:
+        """Return `steps` moments at equal distances in time, noisiest first, without the image itself.
 
-def _trailing(timesteps: int, steps: int) -> list[int]:
-    return [round(timesteps - i * timesteps / steps) - 1 for i in range(steps)]
-
-
-def _leading(timesteps: int, steps: int) -> list[int]:
-    return [i * timesteps // steps for i in reversed(range(steps))]
-
-
-_TIMESTEPS: dict[str, Callable[[int, int], list[int]]] = {"trailing": _trailing, "leading": _leading}
-SPACINGS = (*_TIMESTEPS, "karras")
+        Raises ValueError, naming `spacing`, where the process has no such moments.
+        """
+        raise ValueError(f"'spacing' cannot be 'trailing' for process {self.use!r}: use 'karras'")
 
 
-def sampling_timesteps(timesteps: int, steps: int, spacing: str = "trailing") -> list[int]:
-    """Return the `steps` timesteps to visit of a process that has `timesteps`, noisiest first.
+@define(frozen=True, slots=False)
+class VP(Process):
+    """Timesteps 0..T-1 with the tables of a noise schedule: variance-preserving, alpha² + sigma² = 1.
 
-    "trailing" is round(T - i T / N) - 1 for i = 0..N-1: it starts at the last timestep, where the images
-    really are noise. "leading" is floor(i T / N): it ends at timestep 0 but starts up to T / N short of the
-    last one, where the network expects traces of an image that pure noise has not (Lin et al. 2023, arXiv
-    2305.08891, section 3.3).
-
-    Raises:
-        ValueError: if there are more steps than timesteps, or the spacing is unknown.
+    Ho et al. 2020 (arXiv 2006.11239). The network gets the timestep as int64.
     """
-    if spacing not in _TIMESTEPS:
-        raise ValueError(f"no spacing named {spacing!r}; known: {', '.join(_TIMESTEPS)}")
-    if steps > timesteps:
-        numbers = f"sampling.steps = {steps} is more than diffusion.timesteps = {timesteps}"
-        raise ValueError(f"{numbers}: lower the first or raise the second")
-    return _TIMESTEPS[spacing](timesteps, steps)
 
+    schedule: Schedule = field(default=Linear(), converter=to_schedule)
+    timesteps: int = field(default=1000, validator=and_(ge(1), le(1_000_000)))
+    rescale_betas_zero_snr: bool = False  # leave nothing of the image at the last timestep
 
-def karras_sigmas(steps: int, sigma_min: float, sigma_max: float, rho: float = 7.0) -> list[float]:
-    """Return `steps` noise levels from `sigma_max` to `sigma_min`, dense where the noise is low.
+    default_clipping = "clamp"
+    has_timesteps = True
+    straight = False
 
-    Karras et al. 2022 (arXiv 2206.00364), eq. 5, without the final 0. A single step is at `sigma_max`.
-    """
-    if steps == 1:
-        return [sigma_max]
-    high, low = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
-    inner = [(high + i / (steps - 1) * (low - high)) ** rho for i in range(1, steps - 1)]
-    return [sigma_max, *inner, sigma_min]  # the ends exactly
+    def __attrs_post_init__(self) -> None:
+        left = float(self.tables.alphas_cumprod[-1])
+        if left > _MOST_LEFT:
+            raise ValueError(
+                f"'timesteps' = {self.timesteps} is too short for the schedule {self.schedule.use!r}: {left:.0%} of "
+                "the image's variance is left at the end, where sampling starts with none; use schedule = 'cosine', "
+                "rescale_betas_zero_snr = true, or a larger beta_end"
+            )
 
-
-@define(eq=False, frozen=True)
-class Discrete:
-    """Timesteps 0..T-1 with the tables of a schedule: variance-preserving, alpha² + sigma² = 1."""
-
-    schedule: NoiseSchedule
-    spacings = ("trailing", "leading", "karras")
-    initial_scale = 1.0
-    knows_image = straight = False
-
-    @property
-    def ends_in_noise(self) -> bool:
-        """Whether the schedule has a zero terminal SNR."""
-        return float(self.schedule.alphas_cumprod[-1]) == 0
+    @cached_property
+    def tables(self) -> NoiseSchedule:
+        """The tables of the schedule."""
+        betas = self.schedule.betas(self.timesteps)
+        return NoiseSchedule(rescale_betas_zero_snr(betas) if self.rescale_betas_zero_snr else betas)
 
     @cached_property
     def _log_ratios(self) -> Tensor:
-        return self.schedule.log_snr / -2  # float64, rising
+        return self.tables.log_snr / -2  # float64, rising
+
+    @cached_property
+    def ratio_range(self) -> tuple[float, float]:
+        """Those of the first and the last timestep."""
+        low, high = self._log_ratios[[0, -1]].exp().tolist()
+        return low, high
 
     def from_fraction(self, fraction: Tensor) -> Tensor:
         """Return floor(fraction * T): timesteps, int64."""
-        return (fraction * len(self.schedule.betas)).long()  # a float32 below 1 times T is never rounded up to T
+        return (fraction * self.timesteps).long()  # a float32 below 1 times T is never rounded up to T
 
     def from_log_ratio(self, log_ratio: Tensor) -> Tensor:
         """Return the timesteps, int64, whose noise level is nearest on the log scale."""
@@ -152,22 +153,31 @@ class Discrete:
 
     def rates(self, times: Tensor, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
         """Look up the tables at the timesteps, int64."""
-        alpha, sigma, log_snr = self.schedule.gather(_TABLES, times, ndim)
+        alpha, sigma, log_snr = self.tables.gather(_TABLES, times, ndim)
         return alpha, sigma, log_snr
 
     def network_time(self, times: Tensor) -> Tensor:
         """Return the timesteps as they are: bfloat16 would take 999 for 1000."""
         return times
 
-    def points(self, steps: int, spacing: str, rho: float) -> list[Point]:
-        """Visit timesteps ("trailing", "leading"), or noise levels between them ("karras")."""
-        if spacing == "karras":
-            low, high = self._log_ratios[[0, -1]].exp().tolist()
-            return [self.at(sigma) for sigma in karras_sigmas(steps, low, high, rho)]
-        visited = sampling_timesteps(len(self.schedule.betas), steps, spacing)
+    def at_timesteps(self, timesteps: list[int]) -> list[Point]:
+        """Return the moments of `timesteps`."""
         # Floats from the float64 table: exact for every dtype, and nothing to fetch from a device.
-        levels = self.schedule.alphas_cumprod[visited].tolist()
-        return [Point(math.sqrt(a), math.sqrt(1 - a), t) for t, a in zip(visited, levels, strict=True)]
+        levels = self.tables.alphas_cumprod[timesteps].tolist()
+        return [Point(math.sqrt(a), math.sqrt(1 - a), t) for t, a in zip(timesteps, levels, strict=True)]
+
+    def trailing(self, steps: int) -> list[Point]:
+        """Return the timesteps round(T - i T / N) - 1 for i = 0..N-1: it starts where the images really are noise."""
+        self.check_steps(steps)
+        return self.at_timesteps([round(self.timesteps - i * self.timesteps / steps) - 1 for i in range(steps)])
+
+    def check_steps(self, steps: int) -> None:
+        """Raise ValueError when there are more steps than timesteps."""
+        if steps > self.timesteps:
+            raise ValueError(
+                f"'steps' = {steps} is more than diffusion.process.timesteps = {self.timesteps}: lower the first or "
+                "raise the second"
+            )
 
     def at(self, ratio: float) -> Point:
         """Return the rates for `ratio`, and a time between two timesteps, linear in the logarithm of the ratio."""
@@ -181,23 +191,29 @@ class Discrete:
         return Point(alpha, ratio * alpha, nearest if at_timestep else time)
 
 
-@define(eq=False, frozen=True)
-class Flow:
+@define(frozen=True)
+class Flow(Process):
     """x_t = (1 - t) * x0 + t * noise for t from 0, the image, to 1 (Liu et al. 2022, arXiv 2209.03003).
 
-    The network is told t * `time_scale`. A `time_shift` k moves times towards the noise, to k t / (1 + (k - 1) t):
-    large images need it, as their neighbouring pixels tell of each other (Esser et al. 2024, arXiv 2403.03206).
+    The network gets t * `time_scale`. A `shift` k moves times towards the noise, to k t / (1 + (k - 1) t): large images
+    need it, as their neighbouring pixels tell of each other (Esser et al. 2024, arXiv 2403.03206).
     """
 
-    time_shift: float = 1.0
-    time_scale: float = 1000.0
-    spacings = ("trailing",)
-    initial_scale = 1.0
-    ends_in_noise = knows_image = straight = True
+    shift: float = field(default=1.0, validator=gt(0))
+    time_scale: float = field(default=1000.0, validator=gt(0))
+
+    default_prediction = "flow_prediction"
+    default_sampler = "euler"
+    knows_image = True
+
+    @property
+    def ratio_range(self) -> tuple[float, float]:
+        """From the image itself to pure noise."""
+        return 0.0, math.inf
 
     def shifted(self, time: Tensor) -> Tensor:
         """Return k t / (1 + (k - 1) t)."""
-        return self.time_shift * time / (1 + (self.time_shift - 1) * time)
+        return self.shift * time / (1 + (self.shift - 1) * time)
 
     def from_fraction(self, fraction: Tensor) -> Tensor:
         """Return the shifted times, in (0, 1)."""
@@ -217,37 +233,48 @@ class Flow:
         """Return t * `time_scale`."""
         return times * self.time_scale
 
-    def points(self, steps: int, spacing: str, rho: float) -> list[Point]:
-        """Visit `steps` times of equal distance, t = 1 first, and shift them."""
-        times = torch.tensor([1 - i / steps for i in range(steps)], dtype=torch.float64)
-        return [self._point(t) for t in self.shifted(times).tolist()]
-
     def at(self, ratio: float) -> Point:
         """Return the moment t = ratio / (1 + ratio)."""
         return self._point(ratio / (1 + ratio))
+
+    def trailing(self, steps: int) -> list[Point]:
+        """Return `steps` times of equal distance, t = 1 first, shifted."""
+        times = torch.tensor([1 - i / steps for i in range(steps)], dtype=torch.float64)
+        return [self._point(t) for t in self.shifted(times).tolist()]
 
     def _point(self, time: float) -> Point:
         return Point(1 - time, time, time * self.time_scale)
 
 
-@define(eq=False, frozen=True)
-class VarianceExploding:
+@define(frozen=True)
+class EDM(Process):
     """x_sigma = x0 + sigma * noise; times are the noise levels sigma (Karras et al. 2022, arXiv 2206.00364).
 
-    The network is told c_noise = ln(sigma) / 4, times `time_scale`.
+    The network gets c_noise = ln(sigma) / 4, times `time_scale`.
     """
 
-    sigma_min: float = 0.002
-    sigma_max: float = 80.0
-    time_scale: float = 1000.0
-    spacings = ("karras",)
-    ends_in_noise = knows_image = False
-    straight = True
+    sigma_min: float = field(default=0.002, validator=gt(0))
+    sigma_max: float = field(default=80.0, validator=gt(0))
+    time_scale: float = field(default=1000.0, validator=gt(0))
+
+    default_prediction = "edm"
+    default_times = "log_normal"
+    default_sampler = "heun"
+    default_spacing = "karras"
+
+    def __attrs_post_init__(self) -> None:
+        if self.sigma_min >= self.sigma_max:
+            raise ValueError(f"'sigma_min' must be below sigma_max = {self.sigma_max:g}: {self.sigma_min:g}")
 
     @property
     def initial_scale(self) -> float:
         """`sigma_max`: next to it the image is nothing."""
         return self.sigma_max
+
+    @property
+    def ratio_range(self) -> tuple[float, float]:
+        """`sigma_min` and `sigma_max`."""
+        return self.sigma_min, self.sigma_max
 
     def from_fraction(self, fraction: Tensor) -> Tensor:
         """Return noise levels that are equally distant on the log scale, `sigma_min` to `sigma_max`."""
@@ -267,10 +294,14 @@ class VarianceExploding:
         """Return ln(sigma) / 4 * `time_scale`."""
         return times.log() * (self.time_scale / 4)
 
-    def points(self, steps: int, spacing: str, rho: float) -> list[Point]:
-        """Visit `karras_sigmas`."""
-        return [self.at(sigma) for sigma in karras_sigmas(steps, self.sigma_min, self.sigma_max, rho)]
-
     def at(self, ratio: float) -> Point:
         """Return the moment of noise level `ratio`."""
         return Point(1.0, ratio, math.log(ratio) * self.time_scale / 4)
+
+
+Process.known = {"vp": VP, "flow": Flow, "edm": EDM}
+
+
+def to_process(value: Process | str) -> Process:
+    """Return the process that `value` is, or names."""
+    return Process.of(value)

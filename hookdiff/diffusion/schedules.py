@@ -2,62 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from attrs import Attribute, define, field
 from torch import Tensor
 
+from hookdiff.choices import Choice
+from hookdiff.options import between
 
-def linear_betas(timesteps: int, beta_start: float = 1e-4, beta_end: float = 0.02) -> Tensor:
-    """Betas that grow linearly, as in Ho et al. 2020 (arXiv 2006.11239), section 4.
+_BETA = between(0, 1, open_ends=True)
 
-    The ends are the same for every number of `timesteps`, as in diffusers; guided-diffusion scales them
-    by 1000 / timesteps instead. So with far fewer than 1000 timesteps the last one is far from pure noise:
-    use the cosine schedule there.
 
-    Returns:
-        float64 of shape `timesteps`, on the CPU.
+class Schedule(Choice, ABC):
+    """The variance of the noise that each timestep adds."""
+
+    kind = "schedule"
+    default = "linear"
+
+    @abstractmethod
+    def betas(self, timesteps: int) -> Tensor:
+        """Return beta at each of `timesteps` (1 or more), between 0 and 1: float64 of shape `timesteps`, on the CPU."""
+
+
+@define(frozen=True)
+class Linear(Schedule):
+    """Betas that grow linearly: Ho et al. 2020 (arXiv 2006.11239), section 4.
+
+    The ends are the same for every number of timesteps, as in diffusers; guided-diffusion scales them by 1000 / T.
     """
-    return torch.linspace(beta_start, beta_end, timesteps, dtype=torch.float64, device="cpu")
+
+    beta_start: float = field(default=1e-4, validator=_BETA)  # the first
+    beta_end: float = field(default=0.02, validator=_BETA)  # the last
+
+    def betas(self, timesteps: int) -> Tensor:
+        """Return a straight line."""
+        return torch.linspace(self.beta_start, self.beta_end, timesteps, dtype=torch.float64, device="cpu")
 
 
-def scaled_linear_betas(timesteps: int, beta_start: float = 0.00085, beta_end: float = 0.012) -> Tensor:
+@define(frozen=True)
+class ScaledLinear(Schedule):
     """Betas whose square roots grow linearly, as in Stable Diffusion (Rombach et al. 2022, arXiv 2112.10752).
 
     The default ends are those of its releases.
-
-    Returns:
-        float64 of shape `timesteps`, on the CPU.
     """
-    return torch.linspace(beta_start**0.5, beta_end**0.5, timesteps, dtype=torch.float64, device="cpu").square()
+
+    beta_start: float = field(default=0.00085, validator=_BETA)  # the first
+    beta_end: float = field(default=0.012, validator=_BETA)  # the last
+
+    def betas(self, timesteps: int) -> Tensor:
+        """Return the squares of a straight line."""
+        ends = self.beta_start**0.5, self.beta_end**0.5
+        return torch.linspace(*ends, timesteps, dtype=torch.float64, device="cpu").square()
 
 
-def sigmoid_betas(timesteps: int, beta_start: float = 1e-4, beta_end: float = 0.02) -> Tensor:
-    """Betas that rise from one end to the other as a sigmoid over [-6, 6] does.
+@define(frozen=True)
+class Sigmoid(Schedule):
+    """Betas that rise as a sigmoid over [-6, 6]: GeoDiff (Xu et al. 2022, arXiv 2203.02923), as in diffusers."""
 
-    That of GeoDiff (Xu et al. 2022, arXiv 2203.02923), as in diffusers.
+    beta_start: float = field(default=1e-4, validator=_BETA)  # the first
+    beta_end: float = field(default=0.02, validator=_BETA)  # the last
 
-    Returns:
-        float64 of shape `timesteps`, on the CPU.
-    """
-    rise = torch.linspace(-6, 6, timesteps, dtype=torch.float64, device="cpu").sigmoid()
-    return beta_start + (beta_end - beta_start) * rise
+    def betas(self, timesteps: int) -> Tensor:
+        """Return the sigmoid, scaled to the two ends."""
+        rise = torch.linspace(-6, 6, timesteps, dtype=torch.float64, device="cpu").sigmoid()
+        return self.beta_start + (self.beta_end - self.beta_start) * rise
 
 
-def cosine_betas(timesteps: int, offset: float = 0.008, max_beta: float = 0.999) -> Tensor:
-    """Betas whose alphas_cumprod follow a squared cosine.
+@define(frozen=True)
+class Cosine(Schedule):
+    """Betas whose alphas_cumprod follow a squared cosine: Nichol & Dhariwal 2021 (arXiv 2102.09672), eq. 17."""
 
-    Nichol & Dhariwal 2021 (arXiv 2102.09672), eq. 17. `max_beta` keeps the last timestep, where the cosine
-    is zero, from losing the image altogether.
+    offset: float = field(default=0.008, validator=between(0, 1))  # keeps the first betas from being tiny
+    max_beta: float = field(default=0.999, validator=_BETA)  # the last one would be 1 and lose the image altogether
 
-    Returns:
-        float64 of shape `timesteps`, on the CPU.
-    """
-    time = torch.arange(timesteps + 1, dtype=torch.float64, device="cpu") / timesteps
-    remaining = torch.cos((time + offset) / (1 + offset) * torch.pi / 2).square()
-    return (1 - remaining[1:] / remaining[:-1]).clamp(max=max_beta)
+    def betas(self, timesteps: int) -> Tensor:
+        """Return what the ratio of neighbouring squared cosines takes away."""
+        time = torch.arange(timesteps + 1, dtype=torch.float64, device="cpu") / timesteps
+        remaining = torch.cos((time + self.offset) / (1 + self.offset) * torch.pi / 2).square()
+        return (1 - remaining[1:] / remaining[:-1]).clamp(max=self.max_beta)
+
+
+Schedule.known = {"linear": Linear, "scaled_linear": ScaledLinear, "cosine": Cosine, "sigmoid": Sigmoid}
+
+
+def to_schedule(value: Schedule | str) -> Schedule:
+    """Return the schedule that `value` is, or names."""
+    return Schedule.of(value)
 
 
 def rescale_betas_zero_snr(betas: Tensor) -> Tensor:
@@ -175,40 +208,3 @@ class NoiseSchedule:
             tables: list[Tensor] = [getattr(self, name) for name in names]
             self._float32[key] = torch.stack(tables).float().to(timesteps.device)
         return self._float32[key][:, timesteps].reshape(len(names), -1, *[1] * (ndim - 1)).unbind()
-
-
-BETAS: dict[str, Callable[..., Tensor]] = {
-    "linear": linear_betas,
-    "scaled_linear": scaled_linear_betas,
-    "cosine": cosine_betas,
-    "sigmoid": sigmoid_betas,
-}
-
-
-def make_schedule(
-    name: str,
-    timesteps: int,
-    beta_start: float | None = None,
-    beta_end: float | None = None,
-    *,
-    zero_snr: bool = False,
-) -> NoiseSchedule:
-    """Return the schedule called `name` in BETAS, with `timesteps` (1 or more) timesteps.
-
-    Args:
-        name: "linear", "scaled_linear", "cosine" or "sigmoid".
-        timesteps: their number.
-        beta_start: the first beta, between 0 and 1; None is the schedule's own. The cosine has none.
-        beta_end: the last beta, in the same way.
-        zero_snr: apply `rescale_betas_zero_snr`.
-
-    Raises:
-        ValueError: if the name is unknown, `timesteps` is below 1 (2 with `zero_snr`), or a beta leaves its range.
-    """
-    if name not in BETAS:
-        raise ValueError(f"no noise schedule named {name!r}; known: {', '.join(BETAS)}")
-    if timesteps < 1:
-        raise ValueError(f"a noise schedule needs at least 1 timestep, got {timesteps}")
-    ends = {"beta_start": beta_start, "beta_end": beta_end}
-    betas = BETAS[name](timesteps, **{end: beta for end, beta in ends.items() if beta is not None})
-    return NoiseSchedule(rescale_betas_zero_snr(betas) if zero_snr else betas)

@@ -1,4 +1,4 @@
-"""Files, folders and locks: what a run writes, whole or not at all."""
+"""Files, folders and locks: a run writes each file whole or not at all."""
 
 from hookdiff.disk.files import (
     Written,
@@ -13,7 +13,7 @@ from hookdiff.disk.files import (
 )
 from hookdiff.disk.images import as_pictures, check_writable, save_grid, to_uint8
 from hookdiff.disk.lock import lock_run_dir
-from hookdiff.disk.paths import CONFIG, check_run_dir, is_empty, no_such_folder, run_of, same_place
+from hookdiff.disk.paths import CONFIG, check_run_dir, is_empty, no_such_folder, run_of
 from hookdiff.disk.tree import State, flatten, plain, unflatten
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "no_such_folder",
     "plain",
     "run_of",
-    "same_place",
     "save_grid",
     "sync_folder",
     "to_uint8",

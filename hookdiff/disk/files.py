@@ -47,7 +47,7 @@ _DTYPES = {
 
 @define(frozen=True)
 class Written:
-    """What a file holds."""
+    """The size and the digest of a written file."""
 
     bytes: int
     sha256: str

@@ -16,7 +16,7 @@ from hookdiff.errors import UserError
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Return images n c h w from [-1, 1] as uint8 on the CPU, rounded; what is outside the range is clipped."""
+    """Return images n c h w from [-1, 1] as uint8 on the CPU, rounded; values outside the range are clipped."""
     return images.detach().float().add(1).mul(127.5).round().clamp(0, 255).to("cpu", torch.uint8)
 
 

@@ -8,7 +8,7 @@ from hookdiff.disk.lock import LOCK
 from hookdiff.errors import UserError, nearest
 
 CONFIG = "config.toml"
-_NOTHING = {LOCK, f".{CONFIG}.partial"}  # what a run leaves that was killed before it began
+_NOTHING = {LOCK, f".{CONFIG}.partial"}  # the files that a run leaves when it is killed before its first step
 
 
 def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> None:
@@ -18,7 +18,7 @@ def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> 
     if not overwrite:
         raise UserError(f"{path} exists; go on with --resume, start over with --overwrite, or choose --out DIR")
     if path.is_symlink():
-        raise UserError(f"{path} is a symbolic link, so what it leads to is not removed")
+        raise UserError(f"{path} is a symbolic link, so its target is not removed")
     if not (path / CONFIG).is_file():
         raise UserError(f"{path} is no run directory (it has no {CONFIG}), so it is not overwritten")
 
@@ -46,8 +46,3 @@ def no_such_folder(path: Path) -> UserError:
     """Return the error of a folder that is not there, with the nearest name beside it."""
     near = nearest(path.name, [other.name for other in path.parent.iterdir()]) if path.parent.is_dir() else ""
     return UserError(f"{path}: no such folder{near}")
-
-
-def same_place(one: Path, other: Path | None) -> bool:
-    """Whether two paths lead to one place; a place that is not given is every place."""
-    return other is None or one.resolve() == other.resolve()

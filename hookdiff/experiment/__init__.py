@@ -2,17 +2,14 @@
 
 from hookdiff.experiment.build import build_feed, build_loop, make_model, pick_device
 from hookdiff.experiment.config import Config, load_config
-from hookdiff.experiment.memory import MemoryEstimate, estimate_memory
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.probe import try_config, try_optimizers
 
 __all__ = [
     "Config",
-    "MemoryEstimate",
     "Part",
     "build_feed",
     "build_loop",
-    "estimate_memory",
     "load_config",
     "make_model",
     "pick_device",

@@ -64,10 +64,6 @@ def build_loop(
         defaults=config.defaults() if resume else None,
         **config.start,
     )
-    if config.initial.spectral_norm:
-        from hookdiff.builtin.spectral import SpectralNorm
-
-        own["spectral_norm"] = SpectralNorm()
     plugins = {**(plugins or {}), **own}
     if clash := plugins.keys() & config.plugins.keys():
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
@@ -160,7 +156,7 @@ def build_model(part: Part) -> nn.Module:
 
 
 def initialise(config: Config, model: nn.Module, output: str | None) -> None:
-    """Draw and normalise the weights of `model` as the config says; `output` is the name of its last layer."""
+    """Draw the weights of `model` as the config says; `output` is the name of its last layer."""
     try:
         config.initial.apply(model, output)
     except ValueError as error:
@@ -197,7 +193,7 @@ def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
     if objective.conditional and feed.labels is None:
         raise ConfigError(f"diffusion.conditional: the network is told of classes, and {config.data.use} has no labels")
     try:
-        objective.standardised(torch.zeros(1, *feed.shape))
+        objective.normalize(torch.zeros(1, *feed.shape))
     except ValueError as error:
         raise ConfigError(f"diffusion: {error}") from None
     try:

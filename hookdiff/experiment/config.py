@@ -5,6 +5,7 @@ Nothing is built here: a table with a `use` (or `source`) key names what it conf
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,14 +16,15 @@ from attrs.validators import ge
 
 from hookdiff.builtin.start import KEYS as START_KEYS
 from hookdiff.builtin.start import Start
+from hookdiff.choices import import_object
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest
-from hookdiff.experiment.discovery import import_object, installed, plugin_class, plugin_name
+from hookdiff.experiment.discovery import installed, plugin_class, plugin_name
 from hookdiff.experiment.optimizers import OPTIMIZERS, UNFIT, Groups, unfit
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.structure import Problems, Text, arguments, missing, parameters, resolved
+from hookdiff.experiment.structure import Problems, Text, arguments, as_toml, missing, parameters, resolved
 from hookdiff.models.adapters import checkpointable
 from hookdiff.models.init import Initialisation
 from hookdiff.plugins import check_partners
@@ -55,6 +57,7 @@ class RunConfig(LoopConfig):
     device: str = "auto"  # "cpu", "cuda", "cuda:1", "mps"; auto takes the first that is there
     channels_last: bool = True  # memory layout of convolutions: a sixth faster on a CPU, more on a GPU under amp
     plugins: tuple[str, ...] = ()
+    import_from: str | None = None  # a folder to import modules from, relative to that of the config, its default
 
 
 @define(frozen=True, eq=False)
@@ -76,9 +79,9 @@ class Config:
 
     def resolved(self) -> dict[str, Any]:
         """Return the config with every default written out; running it again gives the same run."""
-        run = resolved(RunConfig, {name: getattr(self.run, name) for name in parameters(RunConfig)})
+        diffusion = self.diffusion.build()  # what is left out follows from the process
         return {
-            "run": run,
+            "run": as_toml(self.run),
             "data": {"source": self.data.use, **self.data.resolved(), **_feed_table(self.feed, self.data)},
             "model": {
                 "use": self.model.use,
@@ -86,13 +89,13 @@ class Config:
                 **_start_table(self.start),
                 **resolved(Initialisation, asdict(self.initial)),
             },
-            "diffusion": self.diffusion.resolved(),
+            "diffusion": as_toml(diffusion),
             "optimizer": {
                 "use": self.optimizer.use,
                 **resolved(Groups, asdict(self.groups)),
                 **self.optimizer.resolved(),
             },
-            "sampling": self.sampling.resolved(),
+            "sampling": as_toml(self.sampling.build().fit(diffusion)),
             "plugins": {name: part.resolved() for name, part in self.plugins.items()},
         }
 
@@ -119,12 +122,22 @@ def load_config(path: Path, plugins: Iterable[str] = (), settings: Iterable[str]
     """
     table = read_toml(path)
     problems = Problems()
-    for setting in settings:
+    for setting in sorted(settings, key=_set_order):
         _set(table, setting, problems)
+    _make_importable(table, path)
     config = _check(table, path, plugins, problems)
     if problems.found or config is None:
         raise refusal(path, problems.found)
     return config
+
+
+def _make_importable(table: dict[str, Any], path: Path) -> None:
+    """Let `module:Name` find modules beside the config; the folder is recorded, so that a run's own config does too."""
+    run = table.get("run")
+    if isinstance(run, dict) and isinstance(run.setdefault("import_from", ""), str):
+        folder = run["import_from"] = str((path.parent / run["import_from"]).resolve())
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def refusal(path: Path, found: Sequence[str]) -> ConfigError:
@@ -148,17 +161,29 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def _set_order(setting: str) -> tuple[bool, int]:
+    """Sort a new `use` first, since it drops the options of the old one, and the outer before the inner."""
+    key = setting.partition("=")[0].strip()
+    return (False, key.count(".")) if key.endswith(".use") else (True, 0)
+
+
 def _set(table: dict[str, Any], setting: str, problems: Problems) -> None:
     key, equals, value = setting.partition("=")
     *path, last = key.strip().split(".")
     if not equals or not path or not all((*path, last)):
         problems.add(f"--set {setting}", "expected table.key=value")
         return
-    for name in path:
-        table = table.setdefault(name, {})
-        if not isinstance(table, dict):
+    for depth, name in enumerate(path):
+        inner = table.setdefault(name, {})
+        if isinstance(inner, str) and depth:
+            inner = table[name] = {"use": str(inner)}  # a bare name, which gets an option
+        if not isinstance(inner, dict):
             problems.add(f"--set {setting}", f"{name} is no table")
             return
+        table = inner
+    is_part = len(path) > (2 if path[0] == "plugins" else 1)
+    if last == "use" and is_part and table.get("use") != value.strip():
+        table.clear()  # the options were those of another
     table[last] = Text(value.strip())
 
 

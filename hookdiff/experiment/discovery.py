@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from hookdiff.choices import import_object
 from hookdiff.errors import PluginError, nearest
 
 GROUP = "hookdiff.plugins"
@@ -52,18 +52,6 @@ def plugin_class(given: str) -> type:
         if not _is_there(module):
             raise PluginError(f"the plugin {given!r} needs the package {module}: pip install '{requirement}'")
     return kind
-
-
-def import_object(path: str, what: str) -> Any:
-    """Import `package.module:Name`; raises PluginError that says `what` it was for."""
-    module, _, name = path.partition(":")
-    try:
-        found = importlib.import_module(module)
-    except (ImportError, TypeError, ValueError) as error:  # the last two where `module` starts with a dot, or is empty
-        raise PluginError(f"{what}: cannot import {module}: {error}") from error
-    if not hasattr(found, name):
-        raise PluginError(f"{what}: {module} has no {name!r}{nearest(name, dir(found))}")
-    return getattr(found, name)
 
 
 def _is_there(module: str) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hookdiff.loop import Loop
 
 # Plugins that have a part in forward and backward, or keep something; those that write files or make images do not.
-HOOKS = ("prepare_model", "micro_step", "compute_loss", "backward", "state_dict")
+HOOKS = ("prepare_model", "wrap_net", "micro_step", "compute_loss", "backward", "state_dict")
 
 
 @define(frozen=True, kw_only=True)

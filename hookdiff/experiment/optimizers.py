@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hookdiff.errors import ConfigError, nearest
 from hookdiff.experiment.structure import parameters as arguments_of
-from hookdiff.models.spectral import plain_name
+from hookdiff.models.names import plain_name
 from hookdiff.state import as_tuple
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Groups:
 class Weight:
     """A parameter that is trained, and what it is for."""
 
-    name: str  # as users know it: with spectral norm too, it ends in "weight"
+    name: str  # as users know it: of a parametrised weight too, it ends in "weight"
     parameter: Tensor
     role: Literal["embedding", "norm", "vector", "matrix", "kernel"]  # vector: a bias, or any other of 1 dimension
     decays: bool = True

@@ -16,7 +16,6 @@ from hookdiff.experiment.optimizers import build_small, check_patterns
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.structure import missing
 from hookdiff.models.load import check_file
-from hookdiff.models.spectral import choose_layers
 from hookdiff.plugins import Plugins
 
 
@@ -55,7 +54,8 @@ def _probe_model(config: Config, side: int | None) -> None:
     errors = []
     for guess in sides:
         try:
-            _probe_names(config, _probe_one_model(part.given(**dict.fromkeys(names, guess))))
+            model = _probe_one_model(part.given(**dict.fromkeys(names, guess)))
+            check_patterns(config.optimizer, model, config.groups)
         except ConfigError as error:
             errors.append(str(error))
     # Where the data has the say, only what is wrong in the same way for any size is wrong.
@@ -69,15 +69,6 @@ def _probe_one_model(part: Part) -> nn.Module:
             return build_model(part)
     except ConfigError:
         return build_model(part)  # many models look at a value while they are made, which fails on meta alone
-
-
-def _probe_names(config: Config, model: nn.Module) -> None:
-    """Raise ConfigError for a pattern that names nothing in `model`."""
-    try:
-        choose_layers(model, config.initial.spectral_norm)
-    except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
-    check_patterns(config.optimizer, model, config.groups)
 
 
 def try_optimizers(config: Config) -> tuple[Optimizer, ...]:

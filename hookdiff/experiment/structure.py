@@ -21,12 +21,21 @@ import cattrs
 import tomli
 from cattrs.errors import BaseValidationError, StructureHandlerNotFoundError
 
-from hookdiff.errors import nearest
+from hookdiff.choices import Choice, find
+from hookdiff.errors import PluginError, nearest
 from hookdiff.progress import Every, parse_every
 
 
 class Text(str):
     """A value from the command line: read as whatever its key expects."""
+
+
+class Invalid(ValueError):
+    """A table that does not fit; `problems` are the places inside of it, as ".shift", with their messages."""
+
+    def __init__(self, problems: list[tuple[str, str]]) -> None:
+        super().__init__("; ".join(f"{place.lstrip('.')}: {message}" for place, message in problems))
+        self.problems = problems
 
 
 class Problems:
@@ -38,6 +47,11 @@ class Problems:
     def add(self, where: str, message: str) -> None:
         """Note a problem at `where`, as "run.steps"."""
         self.found.append(f"{where}: {message}")
+
+    def add_error(self, where: str, error: BaseException) -> None:
+        """Note all that `error` says of the value at `where`."""
+        for place, message in _problems(error):
+            self.add(f"{where}{place}", message)
 
 
 def arguments(
@@ -53,21 +67,23 @@ def arguments(
     requires and the table lacks are not looked for here: whoever builds may add some (`missing` tells).
     """
     known = parameters(target)
-    hints = _hints(target)
+    hints = hints_of(target)
     result = {}
     for key, value in table.items():
         if key not in known:
             keys = (*known, *beside)
-            problems.add(f"{where}.{key}", f"unknown key{nearest(key, keys)}; known: {', '.join(keys) or 'none'}")
+            moved: Mapping[str, str] = getattr(target, "moved_keys", {})
+            way_out = f"; write {moved[key]}" if key in moved else nearest(key, keys)
+            problems.add(f"{where}.{key}", f"unknown key{way_out}; known: {', '.join(keys) or 'none'}")
             continue
         try:
             result[key] = _value(value, hints.get(key, Any))
-        except (ValueError, TypeError) as error:
-            problems.add(f"{where}.{key}", _message(error))
+        except (ValueError, TypeError, PluginError) as error:
+            problems.add_error(f"{where}.{key}", error)
     # attrs runs no validator once one field has failed. Here each sees an instance of what is known so far.
     defaults = {name: parameter.default for name, parameter in known.items()}
     so_far = types.SimpleNamespace(**{**defaults, **result})
-    for key, field in _fields(target).items():
+    for key, field in fields_of(target).items():
         if key in result and field.validator is not None:
             try:
                 field.validator(so_far, field, result[key])
@@ -97,9 +113,9 @@ def resolved(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, 
 
     What TOML cannot say (None) is left out, and so is a default that would not come back as it is.
     """
-    table, hints = {}, _hints(target)
+    table, hints = {}, hints_of(target)
     for name, parameter in parameters(target).items():
-        value = _as_toml(given.get(name, parameter.default))
+        value = as_toml(given.get(name, parameter.default))
         if value is not None and (name in given or _comes_back(parameter.default, value, hints.get(name, Any))):
             table[name] = value
     return table
@@ -112,36 +128,48 @@ def _comes_back(default: Any, said: Any, kind: Any) -> bool:
         return False
 
 
-def _as_toml(value: Any) -> Any:
+def as_toml(value: Any) -> Any:
     """Return `value` as TOML says it; None where it cannot say all of it."""
     if isinstance(value, Every):
         return int(value.amount) if value.unit == "steps" else str(value)
     if isinstance(value, enum.Enum):
-        return _as_toml(value.value)
+        return as_toml(value.value)
     if isinstance(value, PurePath):
         return str(value)
-    if fields := _fields(type(value)):
-        return resolved(type(value), {alias: getattr(value, field.name) for alias, field in fields.items()})
+    if isinstance(value, Choice):
+        return {"use": value.use, **_fields_as_toml(value)}
+    if fields_of(type(value)):
+        return _fields_as_toml(value)
     if isinstance(value, (tuple, list, set, frozenset)):
-        items = [_as_toml(item) for item in value]
+        items = [as_toml(item) for item in value]
         return None if None in items else items
     if isinstance(value, Mapping):
-        table = {str(key): _as_toml(item) for key, item in value.items()}
+        table = {str(key): as_toml(item) for key, item in value.items()}
         return None if None in table.values() else table
     plain = (bool, int, float, str, datetime.date, datetime.time)
     return value if isinstance(value, plain) else None
 
 
-def _fields(target: Any) -> dict[str, attrs.Attribute[Any]]:
+def _fields_as_toml(value: Any) -> dict[str, Any]:
+    return resolved(type(value), _options(value))
+
+
+def _options(value: Any) -> dict[str, Any]:
+    """Return the arguments that make `value`, which keeps each under its own name."""
+    fields = fields_of(type(value))
+    return {name: getattr(value, fields[name].name if name in fields else name) for name in parameters(type(value))}
+
+
+def fields_of(target: Any) -> dict[str, attrs.Attribute[Any]]:
     """Return the fields of an attrs class by the names of its arguments; of anything else, none."""
     if not (inspect.isclass(target) and attrs.has(target)):
         return {}
     return {field.alias: field for field in cast(Any, target).__attrs_attrs__ if field.init}
 
 
-def _hints(target: Any) -> dict[str, Any]:
+def hints_of(target: Any) -> dict[str, Any]:
     """Return the types of the arguments that have one."""
-    if fields := _fields(target):
+    if fields := fields_of(target):
         return {alias: _hint(field.type, _scope(target, field.name)) for alias, field in fields.items() if field.type}
     scope = getattr(inspect.unwrap(target.__init__ if inspect.isclass(target) else target), "__globals__", {})
     typed = {name: parameter.annotation for name, parameter in parameters(target).items()}
@@ -165,7 +193,8 @@ def _hint(annotation: Any, scope: dict[str, Any]) -> Any:
 def _value(value: Any, kind: Any) -> Any:
     if not isinstance(value, Text):
         return _structure(value, kind)
-    if value == "none" and types.NoneType in typing.get_args(kind):
+    members = typing.get_args(kind)
+    if value == "none" and types.NoneType in members and not any("none" in getattr(m, "known", ()) for m in members):
         return None
     first: Exception | None = None
     for reading in _readings(value):
@@ -193,7 +222,7 @@ def _structure(value: Any, kind: Any) -> Any:
     except StructureHandlerNotFoundError:
         raise ValueError(f"cannot be set in a config: it takes {_named(kind)}") from None
     except (BaseValidationError, OverflowError) as error:
-        raise ValueError(_message(error)) from None
+        raise Invalid(_problems(error)) from None
 
 
 def _exactly(wanted: type | tuple[type, ...], described: str) -> Callable[[Any, Any], Any]:
@@ -215,9 +244,9 @@ def _union(value: Any, kind: Any) -> Any:
             return _converter.structure(value, member)
         except StructureHandlerNotFoundError:
             continue
-        except (ValueError, TypeError, OverflowError, BaseValidationError) as error:
-            errors.append(_message(error))
-    raise ValueError(errors[0] if len(errors) == 1 else f"expected {_named(kind)}, got {value!r}")
+        except (ValueError, TypeError, OverflowError, BaseValidationError, PluginError) as error:
+            errors.append(error)
+    raise errors[0] if len(errors) == 1 else ValueError(f"expected {_named(kind)}, got {value!r}")
 
 
 def _sequence(value: Any, kind: Any) -> Any:
@@ -254,8 +283,23 @@ def _attrs_class(value: Any, kind: Any) -> Any:
     if lacking := missing(kind, value):
         problems.add("", f"needs {', '.join(lacking)}")
     if problems.found:
-        raise ValueError("; ".join(line.lstrip(".: ") for line in problems.found))
+        raise Invalid([(place, message) for place, _, message in (line.partition(": ") for line in problems.found)])
     return kind(**given)
+
+
+def _choice(value: Any, kind: type[Choice]) -> Choice:
+    """Read a name, or a table whose `use` is a name and whose other keys are options of what it names."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, (str, dict)):
+        raise ValueError(f"expected a name or a table with `use`, got {value!r}")
+    table = {"use": value} if isinstance(value, str) else {"use": kind.default, **value}
+    chosen: Choice = _attrs_class(table, find(kind, _value(table.pop("use"), Any)))
+    try:
+        _options(chosen)
+    except AttributeError as error:
+        raise ValueError(f"{error}; make it an attrs class, which keeps its options") from None
+    return chosen
 
 
 def _inside(place: str, value: Any, kind: Any) -> Any:
@@ -307,10 +351,17 @@ def _named(kind: Any) -> str:
     return " or ".join(name for name in told if name)
 
 
-def _message(error: BaseException) -> str:
-    """Return the message for a user: cattrs' groups and attrs' tuples of arguments are unpacked."""
+def _problems(error: BaseException) -> list[tuple[str, str]]:
+    """Return what `error` says, with the places inside the value that it says it of."""
     if isinstance(error, BaseValidationError):
-        return "; ".join(_message(inner) for inner in error.exceptions)
+        return [problem for inner in error.exceptions for problem in _problems(inner)]
+    return error.problems if isinstance(error, Invalid) else [("", _message(error))]
+
+
+def _message(error: BaseException) -> str:
+    """Return the message for a user: attrs' validators raise tuples of arguments."""
+    if isinstance(error, Invalid):
+        return str(error)
     return str(error.args[0]) if error.args else type(error).__name__
 
 
@@ -323,5 +374,6 @@ _converter.register_structure_hook(Every, _every)
 _converter.register_structure_hook_func(_is_union, _union)
 _converter.register_structure_hook_func(_is_sequence, _sequence)
 _converter.register_structure_hook_func(_is_mapping, _mapping)
-_converter.register_structure_hook_func(lambda kind: bool(_fields(kind)), _attrs_class)
+_converter.register_structure_hook_func(lambda kind: bool(fields_of(kind)), _attrs_class)
+_converter.register_structure_hook_func(lambda kind: isinstance(kind, type) and issubclass(kind, Choice), _choice)
 _converter.register_structure_hook_func(_is_literal, _literal)

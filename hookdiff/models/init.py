@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from attrs import define
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from hookdiff.models.spectral import LAYERS, add_spectral_norm, is_zero
-
+LAYERS = (nn.Linear, _ConvNd)
 log = logging.getLogger("hookdiff")
 
 _DRAWS: dict[str, Callable[[Tensor], Any]] = {
@@ -31,12 +31,10 @@ class Initialisation:
         layers and convolutions afresh, and set their biases to zero. What the class starts at zero stays there: it
         means to.
     zero_output: the last layer starts at zero, weight and bias, so that a fresh model predicts nothing.
-    spectral_norm: patterns of modules whose linear layers and convolutions are divided by their largest singular value.
     """
 
     init: Literal["default", "xavier", "kaiming", "orthogonal"] = "default"
     zero_output: bool = False
-    spectral_norm: tuple[str, ...] = ()
 
     def apply(self, model: nn.Module, output: str | None) -> None:
         """Change `model` in place; `output` is the name of its last layer. Raises ValueError for what cannot be."""
@@ -44,8 +42,14 @@ class Initialisation:
             draw_weights(model, self.init)
         if self.zero_output:
             zero_layer(model, output)
-        if self.spectral_norm:
-            add_spectral_norm(model, self.spectral_norm, output)
+
+
+def is_zero(weight: Tensor) -> bool | None:
+    """Whether all of `weight` is zero; None if it has no values, on the meta device or as a fake."""
+    try:
+        return not weight.any()
+    except RuntimeError:
+        return None
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff.errors import ConfigError, nearest
-from hookdiff.models.spectral import is_estimate, plain_name
+from hookdiff.models.names import is_inside, plain_name
 
 KEY = "model.start_from"
 _TOLD = 5  # problems that are spelt out
@@ -24,7 +24,7 @@ log = logging.getLogger("hookdiff")
 def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str = KEY) -> None:
     """Copy the tensors of the safetensors file at `path` into those of `model` that have their names.
 
-    A weight with spectral norm also takes the tensor that has its name without. Raises ConfigError for a file that
+    A parametrised weight also takes the tensor that has its plain name. Raises ConfigError for a file that
     cannot be used, for one that has other names or shapes unless `partial`, and for one of which nothing fits. The
     model is then as it was.
     """
@@ -32,7 +32,7 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
     own = {
         name if name in given else plain_name(name): value
         for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and (name in given or not is_estimate(name))
+        if isinstance(value, Tensor) and (name in given or not is_inside(name))
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     fitting = [name for name in own if given.get(name) == shapes[name]]

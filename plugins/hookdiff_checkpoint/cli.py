@@ -10,7 +10,7 @@ import click
 if TYPE_CHECKING:
     from torch import nn
 
-_HOOKS = ("prepare_model", "restore", "sample")
+_HOOKS = ("prepare_model", "restore", "sample", "offer_weights")
 
 
 @click.command()

@@ -45,7 +45,7 @@ def about(loop: Loop, origin: str | None) -> dict[str, str]:
 
 
 def plain_tensors(net: nn.Module) -> dict[str, Tensor]:
-    """Return the state of `net` as one without parametrisations has it: spectral norm leaves the weight it makes."""
+    """Return the state of `net` as a plain one has it: of a parametrised weight, the value that it computes."""
     tensors = {name: value for name, value in net.state_dict().items() if ".parametrizations." not in f".{name}"}
     for path, module in net.named_modules():
         if parametrize.is_parametrized(module):

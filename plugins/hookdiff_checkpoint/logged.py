@@ -1,4 +1,4 @@
-"""What was logged, as far as checkpoints are chosen by it."""
+"""The logged values by which checkpoints are chosen."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Mapping
 
 from attrs import define, field
 
-from hookdiff import nearest
+from hookdiff import Finding, nearest
+from hookdiff.findings import listed
 
-_MOST = 8  # names that are told
+_MOST = 8  # names that are listed
 
 
 @define(eq=False)
 class Logged:
-    """The values of the newest step, and whether the one that tells the best is ever logged where one saves."""
+    """The values of the newest step, and whether the one that decides on the best is logged at steps that are saved."""
 
     best: str | None  # its name
     is_found: bool = False  # at a step that was saved
@@ -22,10 +23,9 @@ class Logged:
     _values: dict[str, float] = field(factory=dict, init=False)
     _names: set[str] = field(factory=set, init=False)  # of all that was logged
     _elsewhere: int | None = field(default=None, init=False)  # the newest step at which the best was logged
-    _is_told: bool = field(default=False, init=False)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Take what is logged at `step`, which may be told in parts."""
+        """Take what is logged at `step`, which may come in parts."""
         self._values = {**(self._values if step == self._step else {}), **values}
         self._step = step
         self._names.update(values)
@@ -39,21 +39,19 @@ class Logged:
         self.is_found |= self.best in self._values
         return {name: value for name, value in self._values.items() if math.isfinite(value)}
 
-    def problem(self, is_over: bool) -> str | None:
-        """Return why no checkpoint is the best, only once, and while the run goes on where that is likely to stay."""
-        if self.best is None or self.is_found or self._is_told:
+    def problem(self, is_over: bool) -> Finding | None:
+        """Return why no checkpoint is the best; while the run goes on, only where that is likely to stay."""
+        if self.best is None or self.is_found:
             return None
-        near = nearest(self.best, self._names)
-        if not (is_over or near or self._elsewhere):
-            return None
-        self._is_told = True
-        so_far = "" if is_over else "so far "
+        near, so_far = nearest(self.best, self._names), "" if is_over else "so far "
         if self._elsewhere:
-            return (
-                f"keep_best: {self.best!r} was logged at step {self._elsewhere} and {so_far}at no step that was saved, "
-                "so no checkpoint is kept for it; save where it is logged (plugins.checkpoint.every)"
+            what = (
+                f"keep_best: {self.best!r} was logged at step {self._elsewhere} and {so_far}at no step that was saved"
             )
-        names = sorted(self._names)
-        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-        known = near or f"; logged are: {', '.join(names[:_MOST]) or 'no values'}{more}"
-        return f"keep_best: {self.best!r} has {so_far}not been logged, so no checkpoint is kept for it{known}"
+            remedy = "to save where it is logged (plugins.checkpoint.every)"
+            return Finding("warning", what, "no checkpoint is kept for it", remedy)
+        if not (is_over or near):
+            return None
+        what = f"keep_best: {self.best!r} has {so_far}not been logged, so no checkpoint is kept for it"
+        names = listed(sorted(self._names), _MOST) or "no values"
+        return Finding("warning", what + near, "" if near else f"logged are: {names}")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff import Due, Every, Loop, Reason, StorageError, UserError, hookimpl, parse_every
+from hookdiff import Alarms, Due, Every, Loop, Reason, StorageError, UserError, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff_checkpoint.folder import FOLDER, STEP, NewerFormat, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.keep import Keep, settle
@@ -43,6 +43,7 @@ class Checkpoint:
     disk_full: Literal["continue", "stop"] = "continue"  # the last good checkpoint is kept either way
     _due: Due = field(init=False)
     _logged: Logged = field(init=False)
+    _alarms: Alarms = field(init=False)
     _origin: dict[str, Any] = field(factory=dict, init=False)  # versions and revision
     _passed_over: set[Path] = field(factory=set, init=False)  # checkpoints that are damaged
     _saved: tuple[int, ...] | None = field(default=None, init=False)  # the place of the newest one
@@ -56,7 +57,7 @@ class Checkpoint:
     @hookimpl
     def prepare_model(self) -> None:
         """Begin anew: a script may run the same plugin twice."""
-        self._logged, self._passed_over = Logged(self.keep_best), set()
+        self._logged, self._alarms, self._passed_over = Logged(self.keep_best), Alarms(), set()
         self._saved, self._number, self._wanted, self._problem = None, 0, False, None
         self._is_open, self._is_storable, self._writer = False, False, None
 
@@ -130,7 +131,7 @@ class Checkpoint:
         if self._writer:
             if self._writer.is_busy and not self._finish(loop):
                 raise StorageError(f"the end of the run is not saved: {self._problem}\n  {self._writer.last_good()}")
-            self._say(self._logged.problem(is_over=True))
+            self._alarms.check(loop.progress.step, "best", self._logged.problem(is_over=True), over=False)
 
     def _open(self, loop: Loop) -> None:
         """Make ready before the first step: who only samples makes none, and an earlier run is still as it was.
@@ -172,7 +173,7 @@ class Checkpoint:
         if self._writer:
             metrics = self._logged.at(step)
             if len(self._writer.known) >= self.keep_last:  # one will go, and perhaps the best
-                self._say(self._logged.problem(is_over=False))
+                self._alarms.check(step, "best", self._logged.problem(is_over=False), over=False)
             facts = {**self._origin, "number": self._number, "metrics": metrics}
             self._writer.start(f"step-{step:08d}", parts, facts)
 
@@ -189,7 +190,8 @@ class Checkpoint:
             if error.errno not in _FULL or self.disk_full == "stop":
                 raise StorageError(f"{self._problem}\n  {self._writer.last_good()}") from error
             if before is None:
-                self._say(f"{self._problem}\n  {self._writer.last_good()}; the run goes on, and tries at each save")
+                where = self._writer.last_good()
+                log.warning("%s\n  %s; the run goes on, and tries at each save", self._problem, where)
             return False
         if self._problem:
             log.info("%s can be written again", path.parent)
@@ -199,10 +201,6 @@ class Checkpoint:
 
     def _told(self, loop: Loop, error: OSError) -> str:
         return f"no checkpoint could be written in {self._folder(loop)}: {error.strerror or error}"
-
-    def _say(self, problem: str | None) -> None:
-        if problem:
-            log.warning("%s", problem)
 
     def _goes_on(self, loop: Loop) -> bool:
         """Whether this is the run that is in the run directory already."""

@@ -14,11 +14,12 @@ from typing import Any
 from attrs import define, field
 from torch import nn
 
+import hookdiff.diffusion as parts
 from hookdiff import Loop, UserError
+from hookdiff.choices import Choice, name_of
 from hookdiff.disk import new_folder, write_file, write_tensors
 from hookdiff_checkpoint.export import plain_tensors
 
-_PREDICTIONS = ("epsilon", "sample", "v_prediction")  # as both libraries call them
 _UNBOUNDED = 1e9  # dynamic thresholding has no largest range here
 _OTHERWISE = "--to safetensors"
 
@@ -43,14 +44,16 @@ def recipe_of(loop: Loop) -> Recipe:
     if kind.__module__.partition(".")[0] != "diffusers":
         raise UserError(f"--to diffusers: model.use: {kind.__name__} is no class of diffusers; use {_OTHERWISE}")
     objective: Any = loop.objective
+    sampling: Any = loop.sampler
     for key, neutral in (("data_mean", 0), ("data_std", 1)):
         given = getattr(objective, key)
         if any(value != neutral for value in given):
             raise _refusal(
                 f"diffusion.{key}", given, "its pipelines would show images as the network sees them", _OTHERWISE
             )
-    make = {"flow": _flow, "edm": _edm}.get(objective.schedule, _with_timesteps)
-    return make(objective, loop.sampler)
+    _check("diffusion.process", objective.process, (parts.VP, parts.Flow, parts.EDM))
+    make = {parts.VP: _with_timesteps, parts.Flow: _flow, parts.EDM: _edm}[type(objective.process)]
+    return make(objective, sampling.fit(objective))
 
 
 def write_folder(out: Path, net: nn.Module, recipe: Recipe, shape: Sequence[int], about: Mapping[str, str]) -> str:
@@ -72,7 +75,7 @@ def write_folder(out: Path, net: nn.Module, recipe: Recipe, shape: Sequence[int]
         if recipe.pipeline and kind == "UNet2DModel" and not has_classes:
             _write_config(folder, getattr(diffusers, recipe.pipeline)(unet=model, scheduler=scheduler))
             return f"{recipe.pipeline}.from_pretrained({str(out)!r})({recipe.times}{step})"
-    why = "models that are told of classes" if has_classes else f"{kind} with {recipe.scheduler}"
+    why = "models with classes" if has_classes else f"{kind} with {recipe.scheduler}"
     return (
         f"diffusers has no pipeline for {why}; in a loop of your own:\n"
         f"  model = {kind}.from_pretrained({str(out)!r}, subfolder={name!r})\n"
@@ -82,108 +85,103 @@ def write_folder(out: Path, net: nn.Module, recipe: Recipe, shape: Sequence[int]
     )
 
 
-def _with_timesteps(objective: Any, sampler: Any) -> Recipe:
-    prediction, spacing = objective.prediction_type or "epsilon", sampler.spacing or "trailing"
-    steps, timesteps = sampler.steps, objective.timesteps
-    if prediction not in _PREDICTIONS:
-        why = f"its schedulers know {', '.join(_PREDICTIONS)} here"
-        raise _refusal("diffusion.prediction_type", prediction, why, _OTHERWISE)
-    if spacing == "karras":
-        raise _refusal("sampling.spacing", spacing, "its schedulers round the times", "--set sampling.spacing=trailing")
+def _with_timesteps(objective: Any, sampling: Any) -> Recipe:
+    process, sampler, spacing, clipping = objective.process, sampling.sampler, sampling.spacing, sampling.clipping
+    steps, timesteps = sampling.steps, process.timesteps
+    _check("diffusion.prediction", objective.prediction, (parts.Epsilon, parts.Sample, parts.VPrediction))
+    _check("sampling.spacing", spacing, (parts.Trailing, parts.Leading))
+    _check("sampling.clipping", clipping, (parts.NoClipping, parts.Clamp, parts.DynamicThreshold))
     if timesteps % steps:
         near = min((n for n in range(1, timesteps + 1) if timesteps % n == 0), key=lambda n: abs(n - steps))
-        why = f"its schedulers visit other timesteps unless this divides diffusion.timesteps = {timesteps}"
+        why = f"its schedulers visit other timesteps unless this divides diffusion.process.timesteps = {timesteps}"
         raise _refusal("sampling.steps", steps, why, f"--set sampling.steps={near}")
     options = {
         "num_train_timesteps": timesteps,
         # Whatever the schedule: it may not know it, and has another way to leave nothing of the image at the end.
-        "trained_betas": objective.process.schedule.betas.tolist(),
-        "prediction_type": prediction,
-        "timestep_spacing": spacing,
-        "thresholding": sampler.thresholding,
-        "dynamic_thresholding_ratio": sampler.dynamic_thresholding_ratio,
-        "sample_max_value": _UNBOUNDED,
+        "trained_betas": process.tables.betas.tolist(),
+        "prediction_type": objective.prediction.use,  # both libraries have the same names
+        "timestep_spacing": spacing.use,
     }
-    times = f"num_inference_steps={steps}"
-    if _is_euler(sampler):
-        options |= {"clip_sample": sampler.clip_sample, "set_alpha_to_one": True}
-        # Unless told, it goes on with a noise that does not belong to the clipped image.
-        step = {"eta": sampler.eta, "use_clipped_model_output": sampler.clips}
-        return Recipe("DDIMScheduler", options, times, step, "DDIMPipeline")
-    if sampler.sampler == "ddpm":
-        if sampler.variance == "fixed_large" and spacing == "trailing" and steps < timesteps:
+    if type(clipping) is parts.DynamicThreshold:
+        options |= {"thresholding": True, "dynamic_thresholding_ratio": clipping.ratio, "sample_max_value": _UNBOUNDED}
+    times, clamps = f"num_inference_steps={steps}", {"clip_sample": type(clipping) is parts.Clamp}
+    _check("sampling.sampler", sampler, (parts.DDIM, parts.DDPM, parts.Euler, parts.DPMSolver2M))
+    _check_noise(sampler, "churn")
+    if type(sampler) in (parts.DDIM, parts.Euler):
+        # By default it goes on with a noise that does not belong to the clipped image.
+        step = {"eta": getattr(sampler, "eta", 0.0), "use_clipped_model_output": type(clipping) is not parts.NoClipping}
+        return Recipe("DDIMScheduler", {**options, **clamps, "set_alpha_to_one": True}, times, step, "DDIMPipeline")
+    if type(sampler) is parts.DDPM:
+        if sampler.variance == "fixed_large" and type(spacing) is parts.Trailing and steps < timesteps:
             why = "with spacing 'trailing' its DDPMScheduler adds this noise to the image itself"
-            raise _refusal("sampling.variance", sampler.variance, why, "--set sampling.variance=fixed_small")
-        options |= {"clip_sample": sampler.clip_sample, "variance_type": sampler.variance}
+            way_out = "--set sampling.sampler.variance=fixed_small"
+            raise _refusal("sampling.sampler.variance", sampler.variance, why, way_out)
+        options |= {**clamps, "variance_type": sampler.variance}
         return Recipe("DDPMScheduler", options, times, pipeline="DDPMPipeline")
-    if sampler.sampler == "dpmpp_2m":
-        if spacing != "trailing":
-            why = "its DPMSolverMultistepScheduler visits other timesteps"
-            raise _refusal("sampling.spacing", spacing, why, "--set sampling.spacing=trailing")
-        if objective.process.ends_in_noise:
-            why = "its DPMSolverMultistepScheduler cannot begin where nothing of the image is left"
-            raise _refusal("diffusion.rescale_betas_zero_snr", True, why, "--set sampling.sampler=ddim")
-        if sampler.clip_sample and not sampler.thresholding:
-            options |= {"thresholding": True, "sample_max_value": 1.0}  # a range of 1 at most: images are clamped
-        return Recipe("DPMSolverMultistepScheduler", options, times, pipeline="DDPMPipeline")
-    raise _unknown_sampler(sampler, "ddim")
+    _check("sampling.spacing", spacing, (parts.Trailing,))
+    if process.ends_in_noise:
+        why = "its DPMSolverMultistepScheduler cannot begin where nothing of the image is left"
+        raise _refusal("diffusion.process.rescale_betas_zero_snr", True, why, "--set sampling.sampler=ddim")
+    if type(clipping) is parts.Clamp:
+        options |= {"thresholding": True, "sample_max_value": 1.0}  # a range of 1 at most: images are clamped
+    return Recipe("DPMSolverMultistepScheduler", options, times, pipeline="DDPMPipeline")
 
 
-def _flow(objective: Any, sampler: Any) -> Recipe:
-    scheduler, scale = "FlowMatchEulerDiscreteScheduler", objective.time_scale
-    _check_free(objective, sampler, scheduler, "flow_prediction")
+def _flow(objective: Any, sampling: Any) -> Recipe:
+    scale, spacing = objective.process.time_scale, sampling.spacing
+    _check_free(objective, sampling, parts.FlowPrediction, (parts.Trailing, parts.Shifted))
     if scale != int(scale):
-        raise _refusal("diffusion.time_scale", scale, f"its {scheduler} takes whole numbers", _OTHERWISE)
-    options = {"num_train_timesteps": int(scale), "shift": sampler.time_shift or objective.time_shift}
+        raise _refusal("diffusion.process.time_scale", scale, "its flow scheduler takes whole numbers", _OTHERWISE)
+    shift = spacing.shift if type(spacing) is parts.Shifted else objective.process.shift
     # Its own times would end at 1 / time_scale, and not at 1 / steps.
-    return Recipe(scheduler, options, f"sigmas=[1 - i / {sampler.steps} for i in range({sampler.steps})]")
+    times = f"sigmas=[1 - i / {sampling.steps} for i in range({sampling.steps})]"
+    return Recipe("FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": int(scale), "shift": shift}, times)
 
 
-def _edm(objective: Any, sampler: Any) -> Recipe:
-    scheduler = "EDMEulerScheduler"
-    _check_free(objective, sampler, scheduler, "edm")
-    if objective.time_scale != 1:
-        why = f"its {scheduler} tells the network ln(sigma) / 4"
-        raise _refusal("diffusion.time_scale", objective.time_scale, why, _OTHERWISE)
+def _edm(objective: Any, sampling: Any) -> Recipe:
+    process = objective.process
+    _check_free(objective, sampling, parts.EDMPrediction, (parts.Karras,))
+    if process.time_scale != 1:
+        why = "its EDMEulerScheduler gives the network ln(sigma) / 4"
+        raise _refusal("diffusion.process.time_scale", process.time_scale, why, _OTHERWISE)
     options = {
-        **{key: getattr(objective, key) for key in ("sigma_min", "sigma_max", "sigma_data")},
-        "rho": sampler.rho,
+        "sigma_min": process.sigma_min,
+        "sigma_max": process.sigma_max,
+        "sigma_data": objective.prediction.sigma_data,
+        "rho": sampling.spacing.rho,
         "prediction_type": "epsilon",  # as it calls the output of a preconditioned network
     }
-    return Recipe(scheduler, options, f"num_inference_steps={sampler.steps}")
+    return Recipe("EDMEulerScheduler", options, f"num_inference_steps={sampling.steps}")
 
 
-def _check_free(objective: Any, sampler: Any, scheduler: str, prediction: str) -> None:
-    """Refuse all but Euler's method for what `prediction` means, with images that nothing holds."""
-    if (given := objective.prediction_type or prediction) != prediction:
-        raise _refusal("diffusion.prediction_type", given, f"its {scheduler} knows {prediction}", _OTHERWISE)
-    if not _is_euler(sampler):
-        raise _unknown_sampler(sampler, "euler")
-    if sampler.eta:
-        raise _refusal("sampling.eta", sampler.eta, f"its {scheduler} adds no such noise", "--set sampling.eta=0")
-    for key in ("clip_sample", "thresholding"):
-        if getattr(sampler, key):
-            raise _refusal(
-                f"sampling.{key}", True, f"its {scheduler} has no such option", f"--set sampling.{key}=false"
-            )
+def _check_free(objective: Any, sampling: Any, prediction: type[Choice], spacings: tuple[type[Choice], ...]) -> None:
+    """Refuse all but Euler's method for `prediction`, without noise and without clipping."""
+    _check("diffusion.prediction", objective.prediction, (prediction,))
+    _check("sampling.sampler", sampling.sampler, (parts.Euler, parts.DDIM))
+    _check_noise(sampling.sampler, "churn", "eta")
+    _check("sampling.spacing", sampling.spacing, spacings)
+    _check("sampling.clipping", sampling.clipping, (parts.NoClipping,))
 
 
-def _is_euler(sampler: Any) -> bool:
-    """Whether a step is one of Euler's method: DDIM's, which may add noise, is the same one otherwise."""
-    if sampler.sampler == "euler" and sampler.s_churn:
-        why = "its schedulers add this noise only after the network has seen the image"
-        raise _refusal("sampling.s_churn", sampler.s_churn, why, "--set sampling.s_churn=0")
-    return sampler.sampler in ("ddim", "euler")
+def _check_noise(sampler: Any, *options: str) -> None:
+    for option in options:
+        if value := getattr(sampler, option, 0):
+            key = f"sampling.sampler.{option}"
+            why = "its schedulers add no noise, or only after the network has seen the image"
+            raise _refusal(key, value, why, f"--set {key}=0")
 
 
-def _unknown_sampler(sampler: Any, nearest: str) -> UserError:
-    why = "no scheduler of its makes the same steps"
-    return _refusal("sampling.sampler", sampler.sampler, why, f"--set sampling.sampler={nearest}")
+def _check(key: str, part: Choice, known: tuple[type[Choice], ...]) -> None:
+    """Refuse a part that is of none of the classes `known`; a class derived from one of them may do otherwise."""
+    if type(part) not in known:
+        names = [name_of(kind) for kind in known]
+        way_out = f"--set {key}={names[0]}" if key.startswith("sampling.") else _OTHERWISE
+        raise _refusal(key, part.use, f"with the other options its schedulers know only {', '.join(names)}", way_out)
 
 
 def _refusal(key: str, value: object, why: str, way_out: str) -> UserError:
-    said = str(value).lower() if isinstance(value, bool) else repr(value)
-    return UserError(f"--to diffusers: {key} = {said}: {why}; use {way_out}")
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    return UserError(f"--to diffusers: {key} = {shown}: {why}; use {way_out}")
 
 
 def _write_config(folder: Path, part: Any) -> None:

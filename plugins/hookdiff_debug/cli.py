@@ -1,4 +1,4 @@
-"""`hookdiff doctor`: check a config or a run as a person would, and say in words what is broken."""
+"""`hookdiff doctor`: check a config or a run, and print what was found, the cause first."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def command(
     """Say what is wrong with CONFIG, with the newest checkpoint of RUN, a run directory, or with one CHECKPOINT in it.
 
     Trains for some steps in a temporary directory, half a minute at most, and looks at data, network and optimisation.
-    The first line names the cause when something is broken; then a line for each check: OK, look (it is unusual, and
-    may be meant) or broken. The picture shows four images with more and more noise and, below, what the network sees in
-    them. Exit code 1 when something is broken.
+    The first line names the cause when there is an error; then comes each check: ok, warning (it is unusual, and may be
+    meant) or error. The picture shows four images with more and more noise and, below, what the network sees in them.
+    Exit code 1 when there is an error.
     """
     import json
     import math
@@ -47,7 +47,7 @@ def command(
     from hookdiff import UserError, load_config
     from hookdiff.disk import check_writable, run_of
     from hookdiff_debug.checks import cause
-    from hookdiff_debug.doctor import examine, told
+    from hookdiff_debug.doctor import as_text, examine
 
     run = path if path.is_dir() else None
     config = load_config(run_of(run) / "config.toml" if run else path, plugins, settings)
@@ -60,14 +60,14 @@ def command(
             report = examine(config, run, steps, Path(folder), out)
         except OSError as error:
             raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
-    found = cause(report.findings)
+    first = cause(report.findings)
     if as_json:
         per_step = report.trial.seconds / report.trial.steps_timed
         click.echo(
             json.dumps(
                 {
-                    "cause": found and found.name,
-                    "findings": [asdict(finding) for finding in report.findings],
+                    "cause": first,
+                    "findings": [{"name": name, **asdict(finding)} for name, finding in report.findings.items()],
                     "step": report.step,
                     "steps_asked": report.trial.asked,
                     "steps_made": len(report.trial.rates),
@@ -82,10 +82,10 @@ def command(
             )
         )
     else:
-        click.echo(told(report.findings))
+        click.echo(as_text(report.findings))
         if report.strip:
             click.echo(
-                f"{'':<7} {'picture':<14} {report.strip}: more noise from left to right, below what is seen in it"
+                f"{'':<8} picture        {report.strip}: more noise from left to right, below what is seen in it"
             )
-    if found:
+    if first:
         sys.exit(1)

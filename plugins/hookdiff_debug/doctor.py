@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,19 @@ import torch
 from attrs import define, evolve, field
 from torch import Generator, Tensor, nn
 
-from hookdiff import Batch, Config, Loop, SampleRequest, UserError, build_loop, evaluating
+from hookdiff import Batch, Config, Finding, Loop, SampleRequest, UserError, build_loop, evaluating
 from hookdiff.disk import run_of, save_grid
-from hookdiff.experiment import estimate_memory
+from hookdiff.experiment.memory import estimate_memory
 from hookdiff_debug import checks, measure
-from hookdiff_debug.checks import Finding
 from hookdiff_debug.measure import LEVELS, Level, Outputs
 from hookdiff_debug.trial import SETTLED, Trial, train
 
 # Plugins that have a part in a step or in sampling; those that write files, or measure now and then, have none.
 _IN_A_STEP = (
     *("prepare_model", "before_step", "micro_step", "compute_loss", "backward", "unscale", "after_backward"),
-    *("optimizer_step", "sample"),
+    *("optimizer_step", "sample", "offer_weights", "wrap_net"),
 )
-_IN_SAMPLING = ("prepare_model", "restore", "sample")
+_IN_SAMPLING = ("prepare_model", "restore", "sample", "offer_weights")
 _PARTS = {"compute_loss": "forward", "backward": "backward", "optimizer_step": "optimizer"}
 _TRAINED = 500  # updates, after which a network has to know something
 _IMAGES = 64  # that the network is asked about
@@ -41,7 +40,7 @@ _SAMPLER_STEPS = 30  # at most
 class Report:
     """All that was found, the most basic first."""
 
-    findings: list[Finding]
+    findings: dict[str, Finding]  # by the name of the check
     trial: Trial
     step: int  # updates that the network had before the trial
     strip: Path | None = None
@@ -93,32 +92,26 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         trial = train(loop, steps, whole_rate=run is None)
         portrait = portrait or _portray(loop)
     trained = before >= _TRAINED
-    basic = _of_data(loop, trial)
-    behaviour = _of_network(trial, start, portrait, trained)
-    behaviour.append(checks.check_samples(portrait.samples, trial.inputs, trained))
-    if portrait.average:
-        behaviour.append(checks.check_average(portrait.average, portrait.averaged, portrait.levels, trained))
-    findings = [*basic, *checks.following(behaviour, checks.cause([*basic, *behaviour]))]
+    findings, network = _of_data(loop, trial), _of_network(trial, start, portrait, trained)
+    findings |= checks.following(network, checks.cause(findings | network))
     report = Report(findings, trial, before)
-    report.findings += [_of_length(loop, config), checks.check_trial(trial)]
-    report.findings.append(checks.check_time(report.parts, trial.seconds / trial.steps_timed))
+    findings |= {"length": _of_length(loop, config), "trial": checks.check_trial(trial)}
+    findings["time"] = checks.check_time(report.parts, trial.seconds / trial.steps_timed)
     # What "auto" found is what was measured.
-    report.findings += _of_memory(evolve(config, run=evolve(config.run, micro_batch=loop.config.micro_batch)), trial)
-    report.findings += [Finding("look", "a plugin said", message) for message in said]
-    report.findings += _of_plugins([name for name in config.plugins if type(loop.plugins[name]) is object], own)
+    findings |= _of_memory(evolve(config, run=evolve(config.run, micro_batch=loop.config.micro_batch)), trial)
+    findings |= {f"logged {number}": Finding("warning", text) for number, text in enumerate(said, 1)}
+    findings |= _of_plugins([name for name in config.plugins if type(loop.plugins[name]) is object], own)
     if strip is not None and portrait.strip is not None:
         save_grid(portrait.strip, strip, columns=len(LEVELS) + 1)
         report.strip = strip
     return report
 
 
-def _of_data(loop: Loop, trial: Trial) -> list[Finding]:
+def _of_data(loop: Loop, trial: Trial) -> dict[str, Finding]:
     objective: Any = loop.objective
-    standardised = (objective.data_mean, objective.data_std) != ((0.0,), (1.0,))
-    reads_sigma = objective.prediction_type == "edm" or "edm" in (objective.schedule, objective.weighting)
-    inputs = checks.check_inputs(
-        trial.inputs, standardised, objective.sigma_data if reads_sigma else None, trial.spoiled
-    )
+    parts = (objective.prediction, objective.weighting)
+    sigma_data = next((part.sigma_data for part in parts if hasattr(part, "sigma_data")), None)
+    inputs = checks.check_inputs(trial.inputs, objective.is_normalized, sigma_data, trial.spoiled)
     counts, unknown = None, 0
     if loop.feed.labels is not None:
         labels = loop.feed.labels[loop.feed.training]
@@ -126,27 +119,29 @@ def _of_data(loop: Loop, trial: Trial) -> list[Finding]:
         counts = torch.bincount(labels[labels >= 0], minlength=loop.feed.num_classes or 0).tolist()
     fractions = torch.linspace(1e-6, 1 - 1e-6, 101)
     *_, log_snr = objective.process.rates(objective.process.from_fraction(fractions), 1)
-    return [
-        inputs,
-        checks.check_labels(counts, unknown, bool(objective.conditional)),
-        # Images of the wrong scale are no fault of the schedule's.
-        checks.check_schedule(log_snr.tolist(), trial.inputs.told_std if inputs.level == "OK" else 1.0),
-    ]
+    # Images of the wrong scale are no fault of the schedule.
+    std = trial.inputs.scaled_std if inputs.severity == "ok" else 1.0
+    return {
+        "inputs": inputs,
+        "labels": checks.check_labels(counts, unknown, bool(objective.conditional)),
+        "schedule": checks.check_schedule(log_snr.tolist(), std),
+    }
 
 
-def _of_network(trial: Trial, start: Outputs | None, portrait: _Portrait, trained: bool) -> list[Finding]:
-    # What a rate that is too high does to a network looks like a fault of the network, so it is named before.
-    findings = [checks.check_start(start)] if start else []
-    findings.append(checks.check_learning(trial, trained))
+def _of_network(trial: Trial, start: Outputs | None, portrait: _Portrait, trained: bool) -> dict[str, Finding]:
+    # A learning rate that is too high makes the network look broken, so it comes first.
+    findings = {"first output": checks.check_outputs(start, settled=False, is_first=True)} if start else {}
+    findings |= {"loss": checks.check_loss(trial), "learning rate": checks.check_learning(trial, trained)}
     silent = [name for name, layer in trial.layers.items() if layer.norm == 0]
     settled = trained or len(trial.rates) > SETTLED
-    findings += [
-        checks.check_gradients(trial.layers, silent, portrait.outputs),
-        checks.check_outputs(portrait.outputs, settled),
-        checks.check_response(portrait.outputs, settled),
-    ]
+    findings["gradients"] = checks.check_gradients(trial.layers, silent, portrait.outputs)
+    findings["output"] = checks.check_outputs(portrait.outputs, settled)
+    findings["response"] = checks.check_response(portrait.outputs, settled)
     if portrait.levels:
-        findings.append(checks.check_levels(portrait.levels, trained))
+        findings["error by time"] = checks.check_levels(portrait.levels, trained)
+    findings["samples"] = checks.check_samples(portrait.samples, trial.inputs, trained)
+    if name := portrait.average:
+        findings[name] = checks.check_average(name, portrait.averaged, portrait.levels, trained)
     return findings
 
 
@@ -158,22 +153,22 @@ def _of_length(loop: Loop, config: Config) -> Finding:
     return checks.check_length(parameters, images, values, run.batch_size, steps)
 
 
-def _of_plugins(passive: Sequence[str], own: Sequence[str]) -> list[Finding]:
-    """Tell which plugins of the config had no part in the trial."""
-    told = [f"{', '.join(passive)}: no part in what a step computes, or in sampling"] if passive else []
-    told += [f"{name}: these are its checks" for name in own]
-    return [Finding("OK", "left out", "; ".join(told))] if told else []
+def _of_plugins(passive: Sequence[str], own: Sequence[str]) -> dict[str, Finding]:
+    """Return which plugins of the config have no part in the trial."""
+    parts = [f"{', '.join(passive)}: no part in what a step computes, or in sampling"] if passive else []
+    parts += [f"{name}: these are its checks" for name in own]
+    return {"left out": Finding("ok", "; ".join(parts))} if parts else {}
 
 
-def _of_memory(config: Config, trial: Trial) -> list[Finding]:
+def _of_memory(config: Config, trial: Trial) -> dict[str, Finding]:
     if trial.peak_memory is None:
-        return []
+        return {}
     try:
         estimate = estimate_memory(config)
     except UserError:  # a model that cannot be run without values
-        return []
+        return {}
     how = "measured" if estimate.available else "counted"
-    return [checks.check_memory(estimate.peak, trial.peak_memory, estimate.available, how)]
+    return {"memory": checks.check_memory(estimate.peak, trial.peak_memory, estimate.available, how)}
 
 
 def _plain_batch(loop: Loop) -> Batch:
@@ -221,14 +216,13 @@ def _take_over(loop: Loop, saved: Loop) -> None:
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """Keep what is logged and printed on the way from the terminal; give the first lines of the warnings."""
+    """Keep what is logged and printed in the `with` from the terminal; give the warnings, each once."""
     said: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            line = record.getMessage().partition("\n")[0]
-            if record.levelno == logging.WARNING and line not in said:
-                said.append(line)
+            if record.levelno == logging.WARNING and record.getMessage() not in said:
+                said.append(record.getMessage())
 
     log, handler = logging.getLogger("hookdiff"), Keep()
     propagate, log.propagate = log.propagate, False
@@ -241,13 +235,10 @@ def _listening() -> Iterator[list[str]]:
         log.propagate = propagate
 
 
-def told(findings: Sequence[Finding]) -> str:
-    """Return the findings as a person reads them: the cause first, if something is broken."""
-    found, looks = checks.cause(findings), sum(finding.level == "look" for finding in findings)
-    first = f"broken: {found.name}: {found.seen}" if found else "nothing is broken"
-    lines = [first + (f"; {looks} to look at" if looks and not found else ""), ""]
-    for finding in findings:
-        lines.append(f"{finding.level:<7} {finding.name:<14} {finding.seen}")
-        if finding.advice:
-            lines.append(f"{'':<23}{finding.advice}")
+def as_text(findings: Mapping[str, Finding]) -> str:
+    """Return the findings as lines for people: the cause first, if there is an error."""
+    cause, warnings = checks.cause(findings), sum(finding.severity == "warning" for finding in findings.values())
+    lines = [f"error: {findings[cause]}" if cause else f"no errors, {warnings} warning" + "s" * (warnings != 1), ""]
+    for name, finding in findings.items():
+        lines.append(f"{finding.severity:<8} {name:<14} {finding}".replace("\n", "\n" + " " * 22))
     return "\n".join(lines)

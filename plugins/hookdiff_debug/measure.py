@@ -27,11 +27,14 @@ class Inputs:
     high: float
     mean: float
     std: float  # of all values
-    told_mean: float  # of the same as the process has them: less data_mean, over data_std
-    told_std: float
+    scaled_mean: float  # of the values as the process has them: minus data_mean, over data_std
+    scaled_std: float
     nonfinite: float  # share of the values
     constant: float  # share of the images that have one value in all pixels
     same: float  # share of the images that are the first one again
+
+    def __str__(self) -> str:
+        return f"values from {self.low:.3g} to {self.high:.3g}, mean {self.mean:.2g}, std {self.std:.2g}"
 
 
 @define(frozen=True)
@@ -45,6 +48,9 @@ class Outputs:
     by_image: float  # change when each gets the noisy image of another, over the size of the output (both RMS)
     by_time: float  # the same with the time of another
     by_label: float  # the same without its label
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.2g}, std {self.std:.2g}"
 
 
 @define(frozen=True)
@@ -100,16 +106,16 @@ def measure_inputs(inputs: Tensor, standardised: Callable[[Tensor], Tensor] = la
     finite = flat.isfinite()
     low, high = torch.where(finite, flat, math.inf).min(), torch.where(finite, flat, -math.inf).max()
     mean, std = _moments(flat, finite)
-    told_mean, told_std = _moments(standardised(inputs.detach().float()).flatten(1), finite)
+    scaled_mean, scaled_std = _moments(standardised(inputs.detach().float()).flatten(1), finite)
     constant = (flat.amax(1) == flat.amin(1)).float().mean()
     same = (flat[1:] == flat[:1]).all(1).float().mean() if len(flat) > 1 else flat.new_zeros(())
     by_channel = inputs.detach().float().transpose(0, 1).flatten(1) if inputs.dim() > 2 else flat.new_zeros(0, 1)
     flags = (by_channel.amax(1) == by_channel.amin(1)).float()
     nonfinite = (~finite).float().mean()
-    numbers = torch.stack((low, high, mean, std, told_mean, told_std, nonfinite, constant, same))
-    told: list[float] = torch.cat((numbers, flags)).tolist()
-    channels = tuple(index for index, flag in enumerate(told[9:]) if flag)
-    return Inputs(len(flat), channels, *told[:9])
+    numbers = torch.stack((low, high, mean, std, scaled_mean, scaled_std, nonfinite, constant, same))
+    values: list[float] = torch.cat((numbers, flags)).tolist()
+    channels = tuple(index for index, flag in enumerate(values[9:]) if flag)
+    return Inputs(len(flat), channels, *values[:9])
 
 
 def _moments(values: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,14 +193,14 @@ def measure_levels(
     net: Any, diffusion: Any, images: Tensor, labels: Tensor | None, fractions: Sequence[float] = LEVELS
 ) -> list[Level]:
     """Return the network's error on `images` (n c h w, n above 1) at noise levels, always with the same noise."""
-    x0 = diffusion.standardised(images)
+    x0 = diffusion.normalize(images)
     noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
     rows = []
     for fraction in fractions:
         times = times_at(diffusion, fraction, x0)
         x_t, told, alpha, sigma = noised(diffusion, x0, noise, times)
         output = diffusion.predict(net, x_t, told, labels, alpha, sigma).float()
-        target = diffusion.parametrization.target(x0, noise, alpha, sigma)
+        target = diffusion.prediction.target(x0, noise, alpha, sigma)
         error, mean_error = (output - target).square().mean(), target.var(0).mean()
         floor = diffusion.floor(times, x0.var(0).mean()).mean()
         rows.append(torch.stack((told[0].float(), error, mean_error, floor)))
@@ -218,16 +224,16 @@ def draw_strip(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) 
 
     The image and its noisy versions; the image again and, below each noisy version, what the network sees in it.
     """
-    x0 = diffusion.standardised(images)
+    x0 = diffusion.normalize(images)
     noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
     upper, lower = [images], [images]
     for fraction in LEVELS:
         x_t, told, alpha, sigma = noised(diffusion, x0, noise, times_at(diffusion, fraction, x0))
         output = diffusion.predict(net, x_t, told, labels, alpha, sigma).float()
-        seen, _ = diffusion.parametrization.x0_and_noise(output, x_t, alpha, sigma)
+        seen, _ = diffusion.prediction.x0_and_noise(output, x_t, alpha, sigma)
         # In a process whose noise has no bounds, the noisy image is shown as bright as the others.
-        upper.append(diffusion.restored(x_t / (alpha.square() + sigma.square()).sqrt()))
-        lower.append(diffusion.restored(seen))
+        upper.append(diffusion.denormalize(x_t / (alpha.square() + sigma.square()).sqrt()))
+        lower.append(diffusion.denormalize(seen))
     rows = torch.stack((torch.stack(upper, 1), torch.stack(lower, 1)), 1).flatten(0, 2)
     shown = rows if rows.shape[1] in (1, 3) else rows[:, :1]  # of latents, the first channel
     return shown.nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)

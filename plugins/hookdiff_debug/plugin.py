@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff import Batch, Due, Every, Loop, NonFinite, hookimpl, parse_every
-from hookdiff_debug.checks import Finding, check_gradients, check_inputs, check_outputs, check_response
+from hookdiff import Alarms, Batch, Due, Every, Finding, Loop, NonFinite, hookimpl, parse_every
+from hookdiff_debug.checks import check_gradients, check_inputs, check_outputs, check_response
 from hookdiff_debug.measure import Layer, Outputs, measure_inputs, measure_layers, measure_outputs, untouched
-
-log = logging.getLogger("hookdiff")
 
 _EARLY = 64  # the last update of those that are looked at in any case: most mistakes show at once
 _SETTLED = 4  # updates, after which a network whose layers start as zero has a gradient everywhere
@@ -23,18 +20,18 @@ _SILENT = 2  # looks in a row in which a layer has no gradient
 
 @define(eq=False)
 class Debug:
-    """Warns of what is wrong with data and layers: range, dead layers, a network that does not listen.
+    """Warns of data out of range, dead layers, and a network that ignores its inputs.
 
-    At updates 1, 2, 4 and so on to 64, and then every so often, it looks at the batch, at the gradients and
-    at what the network answers when images and times are exchanged. What is not as it should be is said once, and
-    again after it has changed. A look costs four calls of the network without gradients and three transfers from the
-    device; the steps between cost nothing.
+    At updates 1, 2, 4 and so on to 64, and then every so often, it looks at the batch, at the gradients and at the
+    output of the network when images and times are exchanged. It reports each finding once, and again after it was
+    over. A look costs four calls of the network without gradients and three transfers from the device; the steps
+    between cost nothing.
     """
 
     every: Every = field(default=Every(500), converter=parse_every)  # 0: only the first updates
     num: int = field(default=32, validator=ge(2))  # images of the batch that the network is asked about
     _due: Due = field(init=False)
-    _told: dict[str, str] = field(init=False, factory=dict)  # level of what was said, by the name of the check
+    _alarms: Alarms = field(init=False, factory=Alarms)  # by the name of the check
     _silent: dict[str, int] = field(init=False, factory=dict)  # looks without a gradient, by layer
     _batch: Batch | None = field(init=False, default=None)  # of the step under way, if it is looked at
     _numbers: dict[str, float] = field(init=False, factory=dict)  # of the look under way
@@ -55,8 +52,8 @@ class Debug:
         if self._batch is None:
             self._look_at_inputs(loop, report.batch)
         self._batch = None
-        if self._inputs.level != "OK":
-            report.notes["debug"] = str(self._inputs)  # who has to learn of a NaN learns that it was in the data
+        if self._inputs.severity != "ok":
+            report.notes["debug"] = str(self._inputs)  # the NaN may come from the data
 
     @hookimpl
     def after_backward(self, loop: Loop) -> None:
@@ -70,12 +67,15 @@ class Debug:
         for name, layer in layers.items():
             self._silent[name] = self._silent.get(name, 0) + 1 if settled and layer.norm == 0 else 0
         silent = [name for name, looks in self._silent.items() if looks >= _SILENT]
-        findings = [check_gradients(layers, silent, outputs)] if settled else []
-        findings += [check_outputs(outputs, settled), check_response(outputs, settled)]
-        self._say(loop, [self._inputs])
-        if self._inputs.level != "broken":  # the network cannot but suffer from it
-            self._say(loop, findings)
-        self._numbers |= _told_of(outputs, layers)
+        findings = {"inputs": self._inputs}
+        if settled:
+            findings["gradients"] = check_gradients(layers, silent, outputs)
+        findings |= {"output": check_outputs(outputs, settled), "response": check_response(outputs, settled)}
+        for name, finding in findings.items():
+            self._alarms.check(step + 1, name, finding)
+            if finding.severity == "error":
+                break  # the others follow from it, or can wait
+        self._numbers |= _numbers_of(outputs, layers)
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -92,34 +92,24 @@ class Debug:
 
     def _look_at_inputs(self, loop: Loop, batch: Batch) -> None:
         objective: Any = loop.objective
-        standardised = getattr(objective, "standardised", lambda images: images)
+        standardised = getattr(objective, "normalize", lambda images: images)
         inputs = measure_inputs(batch.inputs, standardised)
-        moved = getattr(objective, "data_mean", (0.0,)), getattr(objective, "data_std", (1.0,))
-        self._inputs = check_inputs(inputs, moved != ((0.0,), (1.0,)))
-        told = {"min": inputs.low, "max": inputs.high, "mean": inputs.mean, "std": inputs.std}
-        self._numbers = {f"debug/input_{name}": value for name, value in told.items()}
-
-    def _say(self, loop: Loop, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            if finding.level == "OK":
-                self._told.pop(finding.name, None)
-            elif self._told.get(finding.name) != finding.level:
-                self._told[finding.name] = finding.level
-                if loop.is_main:
-                    log.warning("step %d: %s", loop.progress.step + 1, finding)
-            if finding.level == "broken":
-                break  # the others follow from it, or can wait
+        self._inputs = check_inputs(inputs, getattr(objective, "is_normalized", False))
+        numbers = {"min": inputs.low, "max": inputs.high, "mean": inputs.mean, "std": inputs.std}
+        self._numbers = {f"debug/input_{name}": value for name, value in numbers.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was said, and the layers without a gradient."""
-        return {"told": dict(self._told), "silent": {name: looks for name, looks in self._silent.items() if looks}}
+        """Return what was reported, and the layers without a gradient."""
+        silent = {name: looks for name, looks in self._silent.items() if looks}
+        return {"alarms": self._alarms.state_dict(), "silent": silent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what was said, so that a resumed run does not say it again."""
-        self._told, self._silent = dict(state["told"]), dict(state["silent"])
+        """Restore a saved state, so that a resumed run repeats nothing."""
+        self._alarms.load_state_dict(state["alarms"])
+        self._silent = dict(state["silent"])
 
 
-def _told_of(outputs: Outputs | None, layers: Mapping[str, Layer]) -> dict[str, float]:
+def _numbers_of(outputs: Outputs | None, layers: Mapping[str, Layer]) -> dict[str, float]:
     numbers = {"silent_layers": float(sum(not layer.norm for layer in layers.values()))}
     if outputs is not None:
         numbers |= {"output_mean": outputs.mean, "output_std": outputs.std, "by_image": outputs.by_image}

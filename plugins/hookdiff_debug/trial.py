@@ -41,9 +41,14 @@ class Trial:
     spoiled: list[str] = field(factory=list)  # samples of `inputs` that are not finite, where they made the loss so
 
     @property
-    def settled(self) -> bool:
-        """Whether there were enough updates to judge the layers by their gradients."""
-        return bool(self.layers)
+    def first_bad(self) -> int | None:
+        """The first step, counted from 1, whose loss is not finite."""
+        return next((step for step, loss in enumerate(self.losses, 1) if not math.isfinite(loss)), None)
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the learning rate still rises at the end."""
+        return len(self.rates) > 1 and self.rates[-1] > self.rates[-2]
 
     def mean_loss(self, part: slice) -> float:
         """Return the mean loss of the steps in `part`; NaN for none."""
@@ -91,7 +96,7 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
     loop.plugins.instrument(clock)
     began = time.monotonic()
     for number, batch in enumerate(_batches(loop, clock)):
-        trial = trial or Trial(steps, measure_inputs(batch.inputs, getattr(loop.objective, "standardised", _same)))
+        trial = trial or Trial(steps, measure_inputs(batch.inputs, getattr(loop.objective, "normalize", _same)))
         if number == settled:
             clock.seconds.clear()
             trial.steps_timed, trial.seconds = 0, 0.0
@@ -115,7 +120,7 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
             if before is not None:
                 trial.changes.append(_change(before, _matrices(loop)))
                 looks.append(measure_layers(loop))
-        if whole_rate and len(trial.rates) >= steps and trial.rates[-1] > trial.rates[-2]:
+        if whole_rate and len(trial.rates) >= steps and trial.is_warming_up:
             loop.progress.step += int(stride)
             goal, stride = len(trial.rates) + _AT_WHOLE_RATE, 1.25 * stride
         over = len(trial.rates) >= goal or len(trial.losses) >= 10 * steps  # of which some made no update
@@ -153,7 +158,7 @@ def _blame(trial: Trial, loop: Loop, batch: Batch) -> None:
     """Name the samples of a `batch` that are not finite, if there are some."""
     rows = (~batch.inputs.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
     if rows:
-        trial.inputs = measure_inputs(batch.inputs, getattr(loop.objective, "standardised", _same))
+        trial.inputs = measure_inputs(batch.inputs, getattr(loop.objective, "normalize", _same))
         trial.spoiled = [loop.feed.describe(int(batch.indices[row])) for row in rows if batch.indices is not None]
 
 

@@ -13,8 +13,8 @@ from attrs import define, field
 from attrs.validators import ge, gt, le, lt
 from torch import Tensor
 
-from hookdiff import Due, Every, Loop, Reason, UserError, hookimpl, parse_every
-from hookdiff_ema.alarms import Alarms
+from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hookimpl, parse_every
+from hookdiff.findings import judge, listed, warning
 from hookdiff_ema.average import Average
 from hookdiff_ema.lengths import Length, each, make_averages
 from hookdiff_ema.profiles import MAX_STD, power_warmup, ratio_warmup
@@ -23,10 +23,12 @@ from hookdiff_ema.weights import Weights
 
 NAME = "ema"  # of the first average, in a SampleRequest
 # In the state, beside the model's keys.
-NUM_UPDATES, LABELS, FURTHER, LOOKS = "ema.num_updates", "ema.labels", "ema.averages", "ema.looks"
+NUM_UPDATES, LABELS, FURTHER = "ema.num_updates", "ema.labels", "ema.averages"
+LOOKS, ALARMS = "ema.looks", "ema.alarms"
 POWER = 0.75  # of that warm-up
 STILL = "ema/still"  # in the log: updates for which an average has not moved, the most of all
-MANY = 200  # updates without a change that are worth a word
+MANY = 200  # updates without a change that are reported
+BACK = 0.8  # of max_distance: below, the average has found the weights again
 
 log = logging.getLogger("hookdiff")
 
@@ -121,26 +123,27 @@ class EMA:
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        if STILL not in values or not loop.is_main:
+        if STILL not in values:
             return
-        self._alarms.tell("replaced", _told_of(lost := self._weights.replaced()), bool(lost))
+        lost = self._weights.replaced()
+        what = f"ema: parameters were replaced, and the average follows the old ones: {listed(lost, 3)}"
+        remedy = "to change them in place (copy_), or in the hook prepare_model, before the average begins"
+        self._alarms.check(step, "replaced", Finding("warning", what, "", remedy) if lost else None)
         for average in self._averages:
             distance = values[f"{average.prefix}/distance"]
-            self._alarms.tell(
-                f"{average.prefix}/distance",
-                f"ema: the average {average.label} has lost the weights: distance {distance:.2g} at step {step}\n"
-                "  if the loss is fine, it remembers too long: shorten it, or begin with a warmup",
-                distance > self.max_distance,
-                over=distance < 0.8 * self.max_distance,
+            is_lost, over = distance > self.max_distance, distance < BACK * self.max_distance
+            what = f"ema: the average {average.label} has lost the weights"
+            far = judge(
+                f"distance {distance:.2g}", warning(is_lost, what, "a shorter average or a warmup, if the loss is fine")
             )
-            # Only when one of them stands still it is asked which.
+            self._alarms.check(step, f"{average.prefix}/distance", far, over=over)
+            # Which one stands still is only asked when one does.
             is_still = values[STILL] >= MANY and float(average.still) >= MANY
-            cause = "its decay is too near to 1" if distance else "nor have the weights: is the learning rate 0?"
-            self._alarms.tell(
-                f"{average.prefix}/still",
-                f"ema: the average {average.label} has not moved for {values[STILL]:.0f} updates\n  {cause}",
-                is_still,
-            )
+            what = f"ema: the average {average.label} has not moved for {values[STILL]:.0f} updates"
+            why, remedy = "nor have the weights", "a learning rate above 0"
+            if distance:
+                why, remedy = "the weights have: its decay is too near to 1", "a lower decay"
+            self._alarms.check(step, f"{average.prefix}/still", judge(why, warning(is_still, what, remedy)))
 
     @hookimpl
     def offer_weights(self) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
@@ -200,6 +203,7 @@ class EMA:
             LABELS: labels,
             FURTHER: dict(zip(labels[1:], others, strict=True)),
             LOOKS: [average.looks for average in self._averages],
+            ALARMS: self._alarms.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,17 +224,9 @@ class EMA:
                 value.copy_(values[name])
         for average, looks in zip(self._averages, state.get(LOOKS, []), strict=False):  # older checkpoints have none
             average.looks = looks
+        self._alarms.load_state_dict(state[ALARMS])
         self.num_updates = state[NUM_UPDATES]
         self._snapped, self._cleared = None, False
-
-
-def _told_of(lost: Sequence[str]) -> str:
-    """Return what to say of parameters that were replaced."""
-    named = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-    return (
-        f"ema: the model's parameters were replaced, and the average follows the old ones: {named}\n"
-        "  change them in place (copy_), or in the hook prepare_model, before the average begins"
-    )
 
 
 def _goes_on(saved: Sequence[str], own: Sequence[str]) -> bool:

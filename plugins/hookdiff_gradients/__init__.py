@@ -1,6 +1,6 @@
-"""Statistics of gradients and updates, and what is wrong with them in words."""
+"""Measures gradients and updates, and finds what is wrong with them."""
 
-from hookdiff_gradients.diagnosis import Finding, Limits, Numbers, diagnose, diagnose_nan
+from hookdiff_gradients.diagnosis import Limits, Numbers, diagnose, diagnose_nan
 from hookdiff_gradients.plugin import GradientMonitor
 
-__all__ = ["Finding", "GradientMonitor", "Limits", "Numbers", "diagnose", "diagnose_nan"]
+__all__ = ["GradientMonitor", "Limits", "Numbers", "diagnose", "diagnose_nan"]

@@ -1,4 +1,4 @@
-"""What the numbers of gradients and updates say, in words: numbers in, findings out."""
+"""From the numbers of gradients and updates to findings."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from typing import Literal
 
 from attrs import define
 
+from hookdiff import Finding
+from hookdiff.findings import LOWER_RATE, dead_layers, error, judge, rate_too_high
+
 Cause = Literal["rate", "exploding", "vanishing", "fading", "dead"]
 
-ADVICE: dict[Cause, str] = {
-    "rate": "try a tenth of optimizer.lr, or a warm-up (plugins.lr.warmup)",
-    "exploding": "try a lower learning rate or a longer warm-up, and the plugin clip (with it, a lower max_norm)",
-    "vanishing": "try norms or residual connections, activations that do not saturate, or another model.init",
-    "fading": "has the loss become zero? If not, look for saturated activations and a learning rate that was too high",
-    "dead": "are they part of the loss? If so, look for an activation that is off for every input, a factor that stays "
-    "zero, or an underflow in fp16 (precision = 'bf16')",
-}
-IN_SHORT: dict[Cause, str] = {
+NAMES: dict[Cause, str] = {
     "rate": "learning rate too high",
-    "exploding": "exploding",
-    "vanishing": "vanishing",
-    "fading": "vanishing over time",
+    "exploding": "exploding gradients",
+    "vanishing": "vanishing gradients",
+    "fading": "fading gradients",
     "dead": "dead layers",
 }
+BETTER_DEPTH = "norms or residual connections, activations that do not saturate, or another model.init"
+SATURATED = "a lower learning rate, or activations that do not saturate; a loss of zero has no gradient either"
+IN_BACKWARD = "no root, logarithm or division at zero, and no half precision"
 
 EARLY = 20  # steps: the first are like no others
 RISING = 1.2  # recent over usual: from here on a number is getting better by itself
@@ -55,79 +53,59 @@ class Numbers:
     dead: int = 0  # tensors whose gradient was exactly zero in each step of a full window
 
 
-@define(frozen=True)
-class Finding:
-    """One thing that is wrong."""
-
-    cause: Cause
-    what: str  # with its numbers
-    naming: str  # how tensors are brought in, as "largest in"
-
-    def told(self, step: int, names: Sequence[str], more: int = 0) -> str:
-        """Return the text for people: the first line says what and in which tensors, the second what to try."""
-        rest = f" and {more} more" if more else ""
-        tensors = f"; {self.naming} {', '.join(names)}{rest}" if names else ""
-        return f"step {step}: {self.what}{tensors}\n  {ADVICE[self.cause]}"
-
-
 def num_recent(steps: int) -> int:
     """Return how many of the last `steps` are the recent ones."""
     return max(1, steps // 10)
 
 
-def diagnose(numbers: Numbers, limits: Limits) -> list[Finding]:
-    """Return what is wrong, the likeliest cause of the rest first; an empty list means healthy."""
-    found = []
-    recent, usual = numbers.recent, numbers.usual
-    span = f"the median of the {numbers.steps - num_recent(numbers.steps)} steps before"
-    if numbers.growth > limits.max_growth:
-        changed = f"the weights grew to {numbers.growth:.3g} times their norm in a few steps"
-        found.append(Finding("rate", f"learning rate too high: {changed}", "now most in"))
-    elif numbers.update > limits.max_update and numbers.steps >= EARLY:
-        changed = f"one update changed the weights by {numbers.update:.2g} of their norm"
-        found.append(Finding("rate", f"learning rate too high: {changed}", "most in"))
-    if numbers.steps < EARLY:
-        return found
-    if recent > limits.explode * usual > 0:
-        grown = f"norm {recent:.3g} is {recent / usual:.3g} times {span}"
-        found.append(Finding("exploding", f"exploding gradients: {grown}", "largest in"))
+def diagnose(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]:
+    """Return what is wrong, the likeliest cause of the rest first; nothing means healthy."""
+    recent, usual, depth, settled = numbers.recent, numbers.usual, numbers.depth, numbers.steps >= EARLY
+    grows = numbers.growth > limits.max_growth
+    jumps = settled and numbers.update > limits.max_update
+    explodes = settled and recent > limits.explode * usual > 0
     # Behind an output layer that starts at zero gradients are tiny at first, but they grow from step to step.
-    if 0 < numbers.depth < min(limits.vanish, RISING * numbers.usual_depth):
-        weak = f"in the first third of the model they are {numbers.depth:.1e} of those in the last third"
-        found.append(Finding("vanishing", f"vanishing gradients: {weak}", "smallest in"))
-    if 0 < recent < limits.vanish * usual:
-        fallen = f"norm {recent:.3g} is {recent / usual:.1e} of {span}"
-        found.append(Finding("fading", f"vanishing gradients: {fallen}", ""))
-    if numbers.dead:
-        zero = f"the gradient was zero in each of the last {numbers.steps} steps"
-        found.append(Finding("dead", f"dead layers: {zero}", "in"))
-    return found
+    vanishes = settled and 0 < depth < min(limits.vanish, RISING * numbers.usual_depth)
+    fades = settled and 0 < recent < limits.vanish * usual
+    changed = f"one update changed the weights by {numbers.update:.2g} of their norm"
+    if grows:
+        changed = f"the weights grew to {numbers.growth:.3g} times their norm in a few steps"
+    ratio, span = recent / (usual or math.nan), numbers.steps - num_recent(numbers.steps)
+    norm = f"norm {recent:.3g} is {ratio:.3g} times the median of the {span} steps before"
+    weak = f"in the first third of the model they are {depth:.1e} of those in the last third"
+    zero = f"in each of the last {numbers.steps} steps"
+    rules: list[tuple[Cause, object, Finding]] = [
+        ("rate", grows or jumps, rate_too_high(changed)),
+        ("exploding", explodes, Finding("warning", NAMES["exploding"], norm, LOWER_RATE)),
+        ("vanishing", vanishes, Finding("warning", NAMES["vanishing"], weak, BETTER_DEPTH)),
+        ("fading", fades, Finding("warning", NAMES["fading"], norm, SATURATED)),
+        ("dead", settled and numbers.dead, dead_layers(zero)),
+    ]
+    return {cause: finding for cause, holds, finding in rules if holds}
 
 
-def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors: int, limits: Limits) -> str:
-    """Say where a value that is not finite came from.
+def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors: int, limits: Limits) -> Finding:
+    """Return where a value that is not finite came from.
 
     norms: total norms of the steps before, oldest first. num_bad: tensors whose gradient is not finite.
     """
-    where = f"loss {loss:.3g}, gradients of {num_bad} of {num_tensors} tensors"
     recent = num_recent(len(norms))
     usual = statistics.median(norms[:-recent]) if len(norms) > recent else math.nan
-    if norms and max(norms[-recent:]) > limits.explode * usual:
-        grown = f"norm {norms[-1]:.3g} in the step before, {norms[-1] / usual:.3g} times the median"
-        before = f"after exploding gradients ({grown}): the learning rate is too high, or clipping too late"
-    elif math.isfinite(loss):
-        before = "in the backward pass of a finite loss: a root, logarithm or division at zero, or half precision"
-    elif norms:
-        before = f"all at once (norm {norms[-1]:.3g} in the step before): look at this batch first"
-    else:
-        before = "in the first step: look at the data and the initial weights"
-    return f"NaN {before}; {where}"
+    last = norms[-1] if norms else math.nan
+    exploded = max(norms[-recent:], default=0.0) > limits.explode * usual
+    before = f"; norm {last:.3g} in the step before, {last / (usual or math.nan):.3g} times the median" if norms else ""
+    return judge(
+        f"loss {loss:.3g}, gradients of {num_bad} of {num_tensors} tensors{before}",
+        error(exploded, "NaN after exploding gradients", LOWER_RATE),
+        error(math.isfinite(loss), "NaN in the backward pass of a finite loss", IN_BACKWARD),
+        error(norms, "NaN all at once", "a look at this batch first"),
+        error(True, "NaN in the first step", "a look at the data and the initial weights"),
+    )
 
 
 def conclude(looks: int, found: Mapping[str, int], num_nan: int) -> str:
     """Return the last word on a run: of `looks` diagnoses, `found` counts those of each cause."""
-    told = [f"{short} at {found[cause]}" for cause, short in IN_SHORT.items() if found.get(cause)]
-    parts = [f"{', '.join(told)} of {looks} logged steps" if told else f"healthy at {looks} of {looks} logged steps"]
-    parts = parts if looks else []
+    causes = [f"{name} at {found[cause]}" for cause, name in NAMES.items() if found.get(cause)]
+    parts = [f"{', '.join(causes) or f'healthy at {looks}'} of {looks} logged steps"] if looks else []
     parts += [f"not finite at {num_nan} step" + "s" * (num_nan > 1)] if num_nan else []
     return "; ".join(parts)

@@ -10,12 +10,13 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from attrs.validators import ge, gt, lt
 from torch import Tensor
 
-from hookdiff import Batch, Loop, LossOutput, NonFinite, hookimpl
-from hookdiff_gradients.diagnosis import EARLY, Finding, Limits, Numbers, conclude, diagnose, diagnose_nan, num_recent
+from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookimpl
+from hookdiff.findings import listed
+from hookdiff_gradients.diagnosis import EARLY, Cause, Limits, Numbers, conclude, diagnose, diagnose_nan, num_recent
 from hookdiff_gradients.measures import NoiseScale, OwnNorms, entry_sizes
 
 if TYPE_CHECKING:
@@ -26,14 +27,13 @@ log = logging.getLogger("hookdiff")
 
 TINY = torch.finfo(torch.float32).tiny
 MIN_RMS = 0.01  # that weights count for at least
-NAMED = 3  # tensors that a message names; of dead ones NAMED_DEAD
-NAMED_DEAD = 5
-SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # to people as well; the rest is a diagnosis' business
+NAMED, NAMED_DEAD = 3, 5  # tensors that a message names; dead tensors that it names
+SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # to people as well; the others are for the diagnosis
 
 
 @define(eq=False)
 class GradientMonitor:
-    """Measures gradients and updates, and says in words when they explode, vanish, or stay zero.
+    """Measures gradients and updates, and reports when they explode, vanish, or stay zero.
 
     Norms are those of the loop's one pass, kept on the device for every step of the window. On steps that are logged it
     takes more: sizes of entries, the change of the weights, the noise scale when a step has several micro-batches or
@@ -42,13 +42,13 @@ class GradientMonitor:
 
     window: int = field(default=100, validator=ge(20))  # steps of the history
     per_tensor: bool = False  # log the norm of each tensor
-    explode: float = field(default=10.0, validator=gt(1))  # norm of late over the median of the window: above is told
-    # first third of the tensors over the last third, or norm of late over the median of the window: below is told
+    explode: float = field(default=10.0, validator=gt(1))  # largest recent norm over the median of the window
+    # smallest norm of the first third of the tensors over the last third, and recent norm over the window's median
     vanish: float = field(default=1e-5, validator=[gt(0), lt(1)])
-    max_update: float = field(default=0.05, validator=gt(0))  # |change| / |weights| of one update: above is told
-    max_growth: float = field(default=2.0, validator=gt(1))  # of |weights| within a window: above is told
+    max_update: float = field(default=0.05, validator=gt(0))  # largest |change| / |weights| of one update
+    max_growth: float = field(default=2.0, validator=gt(1))  # largest factor of |weights| within a window
     noise_decay: float = field(default=0.9, validator=[ge(0), lt(1)])  # of the noise scale, per logged step
-    findings: list[Finding] = field(factory=list, init=False)  # of the last logged step; none: healthy
+    findings: dict[Cause, Finding] = field(factory=dict, init=False)  # of the last logged step; none: healthy
     _limits: Limits = field(init=False)
     _names: list[str] = field(init=False)  # of the trained parameters
     _weights: list[Tensor] = field(init=False)
@@ -61,7 +61,7 @@ class GradientMonitor:
     _size: Tensor = field(init=False)  # |weights| when the step was last a multiple of the window
     _growth: Tensor = field(init=False)  # largest ratio of two such sizes in a row, since the last logged step
     _noise: NoiseScale = field(init=False)
-    _seen: dict[str, int] = field(factory=dict, init=False)  # step at which a finding was last made
+    _alarms: Alarms = field(factory=Alarms, init=False)
     _looks: int = field(default=0, init=False)  # diagnoses made
     _found: Counter[str] = field(factory=Counter, init=False)  # of them, those with each cause
     _num_nan: int = field(default=0, init=False)  # steps that were not finite
@@ -198,26 +198,30 @@ class GradientMonitor:
         self.findings = diagnose(numbers, self._limits)
         if steps >= EARLY or self.findings:
             self._looks += 1
-            self._found.update({finding.cause for finding in self.findings})
-        for finding in self.findings:
-            names, more = self._guilty(finding)
-            self._say(loop, step, finding, names, more)
+            self._found.update(self.findings.keys())
+        for cause, finding in self.findings.items():
+            names = self._tensors(cause)
+            place = f"; most in {listed(names, len(names))}" if names else ""
+            key: str = cause
+            if cause == "dead":
+                place, key = f": {listed(names, NAMED_DEAD)}", " ".join([cause, *names[:NAMED_DEAD]])
+            self.findings[cause] = finding = evolve(finding, why=finding.why + place)
+            self._alarms.check(step, key, finding, quiet=max(self.window, loop.config.log_every))
 
-    def _guilty(self, finding: Finding) -> tuple[list[str], int]:
-        """Return the tensors to name, and how many more there are: the second look."""
-        rows = self._rows()
-        if finding.cause == "dead":
-            names = [self._names[column] for column in self._dead().nonzero().flatten().tolist()]
-            return names[:NAMED_DEAD], len(names[NAMED_DEAD:])
-        if finding.cause == "rate":
-            blame = self._changes
-        elif finding.cause == "exploding":
-            blame = rows[-num_recent(len(rows)) :].mean(0)
-        elif finding.cause == "vanishing":
-            blame = -rows[:, : max(1, len(self._names) // 3)].mean(0)
+    def _tensors(self, cause: Cause) -> list[str]:
+        """Return the names of the tensors in which it shows most: the second look. All of the dead ones."""
+        rows, third = self._rows(), max(1, len(self._names) // 3)
+        if cause == "dead":
+            return [self._names[column] for column in self._dead().nonzero().flatten().tolist()]
+        if cause == "rate":
+            sizes = self._changes
+        elif cause == "exploding":
+            sizes = rows[-num_recent(len(rows)) :].mean(0)
+        elif cause == "vanishing":
+            sizes = -rows[:, :third].mean(0)
         else:
-            return [], 0
-        return [self._names[column] for column in blame.topk(min(NAMED, len(blame))).indices.tolist()], 0
+            return []
+        return [self._names[column] for column in sizes.topk(min(NAMED, len(sizes))).indices.tolist()]
 
     @hookimpl
     def on_nan(self, loop: Loop, report: NonFinite) -> None:
@@ -226,23 +230,17 @@ class GradientMonitor:
         loop.log({"gradients/nonfinite_share": bad / max(1, known)}, detail=True)
         # Backward, it spreads from the output: the last in the model's order was hit first.
         nearest = f"; nearest to the output {report.parameters[-1]}" if bad else ""
-        report.notes["gradients"] = diagnose_nan(norms, report.loss, bad, known, self._limits) + nearest
+        found = diagnose_nan(norms, report.loss, bad, known, self._limits)
+        report.notes["gradients"] = str(evolve(found, why=found.why + nearest))
         self._num_nan += 1
 
     @hookimpl
     def on_stop(self, loop: Loop) -> None:
-        is_new = loop.reason != "done" or loop.progress.step > loop.first_step  # else it was told when the run was done
-        if loop.is_main and is_new and (told := conclude(self._looks, self._found, self._num_nan)):
-            log.info("gradients: %s", told)
-
-    def _say(self, loop: Loop, step: int, finding: Finding, names: list[str], more: int) -> None:
-        """Tell people, unless the same was found a short while ago."""
-        key = " ".join([finding.cause, *(names if finding.cause == "dead" else ())])
-        before = self._seen.get(key)
-        lately = before is not None and step - before <= max(self.window, loop.config.log_every)
-        if loop.is_main and not lately:
-            log.warning("%s", finding.told(step, names, more))
-        self._seen[key] = step
+        is_new = (
+            loop.reason != "done" or loop.progress.step > loop.first_step
+        )  # else it was logged when the run was done
+        if loop.is_main and is_new and (conclusion := conclude(self._looks, self._found, self._num_nan)):
+            log.info("gradients: %s", conclusion)
 
     def history(self) -> dict[str, NDArray[np.floating[Any]]]:
         """Return the norms of the last `window` steps, oldest first, by tensor, and their total as "grad_norm".
@@ -254,11 +252,11 @@ class GradientMonitor:
         return {**columns, "grad_norm": torch.linalg.vector_norm(rows, dim=1).numpy()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history, the noise scale, and what has been said."""
+        """Return the history, the noise scale, and what was reported."""
         noise = self._noise.state if self._noise.known else None
         growth = {"size": self._size, "growth": self._growth}
-        told = {"looks": self._looks, "found": dict(self._found), "num_nan": self._num_nan}
-        return {"history": self._rows(), **growth, "noise": noise, "seen": dict(self._seen), **told}
+        counts = {"looks": self._looks, "found": dict(self._found), "num_nan": self._num_nan}
+        return {"history": self._rows(), **growth, "noise": noise, "alarms": self._alarms.state_dict(), **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the history; where other parameters are trained now it begins anew."""
@@ -270,5 +268,5 @@ class GradientMonitor:
             self._growth.copy_(state["growth"])
         if state["noise"] is not None:
             self._noise.load(state["noise"])
-        self._seen = dict(state["seen"])
+        self._alarms.load_state_dict(state["alarms"])
         self._looks, self._found, self._num_nan = state["looks"], Counter(state["found"]), state["num_nan"]

@@ -1,4 +1,4 @@
-"""What a loss curve says: spike, drop, divergence, oscillation, plateau. Numbers go in, findings come out.
+"""Reads a loss curve: spike, drop, divergence, oscillation, plateau. Numbers go in, findings come out.
 
 All is measured in logarithms, so that the scale of the loss means nothing, by medians and median deviations, so that a
 few wild losses mean nothing, and against the noise of the curve itself, so that a noisy curve has no more findings
@@ -17,15 +17,19 @@ from typing import Any, Literal
 
 from attrs import asdict, define, field
 
+from hookdiff import Alarms, Finding
+from hookdiff.findings import rate_too_high
+
 Kind = Literal["spike", "drop", "divergence", "recovery", "oscillation", "plateau"]
 
 GROUP = 10  # updates of the short levels; an event that lasts twice as long is a new level
-LEAST = math.log(1.5)  # of a spike or a drop that is worth a word
+LEAST = math.log(1.5)  # of a spike or a drop that is reported
 RISE = math.log(1.25)  # of a level
 NARROWEST = 0.01  # deviation of a curve without noise: a percent
 IN_A_ROW = 3  # levels above their limit before it is a divergence
 START = math.log(1.2)  # above the first loss of all: by then a network has learnt something, or is being ruined
 STARTING = 30  # short levels for which the first loss is remembered
+MUCH_WORSE = 4.0  # times the level of a divergence that was reported: it is reported again
 MARGIN = 4.0  # deviations of a level, beyond what the lowest of many is below their mean
 FLAT = math.log(1.05)  # change within which a curve is flat
 
@@ -34,13 +38,7 @@ FLAT = math.log(1.05)  # change within which a curve is flat
 OF_MAD, OF_DIFFERENCE, OF_MEDIAN = 1.4826, 1.4826 / math.sqrt(2), math.sqrt(math.pi / 2)
 
 
-@define(frozen=True)
-class Finding:
-    """One thing that a curve shows."""
-
-    kind: Kind
-    step: int  # the update at which it began, as far as can be told
-    text: str  # in a line
+Findings = dict[Kind, Finding]  # `what` or `why` has the update at which it began
 
 
 @define(eq=False)
@@ -95,11 +93,12 @@ class Levels:
 
 @define(eq=False)
 class Diagnosis:
-    """Reads a loss curve one update at a time. A loss that is not above 0 has no ratios, and ends it."""
+    """Reads a loss curve one update at a time. A loss that is not above 0 has no logarithm, and ends it."""
 
     window: int = 100  # updates that tell what is usual
     spike: float = 10.0  # robust deviations from the median of the window
     plateau: int = 2000  # updates without a change; 0: never
+    alarms: Alarms = field(factory=Alarms)  # with a state of its own
     num_spikes: int = field(init=False, default=0)  # that have ended
     _recent: list[float] = field(init=False, factory=list)  # logarithms of the window, without events
     _level: float = field(init=False, default=0.0)  # median of it
@@ -108,69 +107,67 @@ class Diagnosis:
     _event_from: int = field(init=False, default=0)
     _short: Levels = field(init=False)
     _long: Levels = field(init=False)
-    _diverged: float | None = field(init=False, default=None)  # the level that was told
-    _by_long: bool = field(init=False, default=False)  # by which levels
-    _back_below: float = field(init=False, default=0.0)  # where it is over
+    _by_long: bool = field(init=False, default=False)  # the levels by which it diverged
+    _back_below: float = field(init=False, default=0.0)  # where a divergence is over
     _first: float | None = field(init=False, default=None)  # of all
     _above_first: int = field(init=False, default=0)  # short levels in a row
-    _flat: float | None = field(init=False, default=None)  # the same
-    _swings: bool = field(init=False, default=False)  # told
+    _flat: float = field(init=False, default=math.inf)  # level of the plateau that was reported
     _ended: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         self._short, self._long = Levels(GROUP, 20), Levels(self.window, max(10, self.plateau // self.window))
 
-    def observe(self, step: int, loss: float, worse_than_nothing: bool = False) -> list[Finding]:
-        """Take in the loss of update `step`; return what is to be told now.
+    def observe(self, step: int, loss: float, worse_than_nothing: bool = False) -> Findings:
+        """Take in the loss of update `step`; return what is news.
 
-        `worse_than_nothing`: it is known from elsewhere that predicting nothing at all would do better.
+        `worse_than_nothing`: the error is larger than that of predicting nothing at all.
         """
         self._ended = self._ended or loss <= 0
         if self._ended:
-            return []
+            return {}
         value = math.log(loss)
         if self._first is None:
             self._first = value
-        found = [self._watch(step, value)]
+        found = self._watch(step, value)
         for levels in (self._short, self._long):
             if group := levels.add(value):
                 levels.close(step, group, self._noise)
-                found.append(self._rising(step, levels))
+                found |= self._rising(step, levels)
                 if levels is self._short:
-                    found.append(self._ruined(step, worse_than_nothing))
+                    found |= self._ruined(step, worse_than_nothing)
                     self._look_back()
                 else:
-                    found += [self._swinging(step, group), self._resting(step)]
-        return [finding for finding in found if finding]
+                    found |= self._swinging(step, group) | self._resting(step)
+        return found
 
-    def conclude(self, step: int) -> list[Finding]:
+    def conclude(self, step: int) -> Findings:
         """Return what was under way when the run ended before its time."""
-        if self._diverged is not None:
-            return []
+        if "divergence" in self.alarms:
+            return {}
         if self._event and self._event[0] > self._level:
-            return [self._divergence(step, max(self._event), self._level, self._event_from - 1, LEAST)]
+            return self._divergence(step, max(self._event), self._level, self._event_from - 1, LEAST)
         short = self._short
         level = median(short.group) if short.group else short.values[-1] if short.values else None
         if level is None or level - short.lowest < LEAST:
-            return []
-        return [self._divergence(step, level, short.lowest, short.lowest_at, LEAST)]
+            return {}
+        return self._divergence(step, level, short.lowest, short.lowest_at, LEAST)
 
     # Spikes and drops
 
-    def _watch(self, step: int, value: float) -> Finding | None:
-        finding = None
+    def _watch(self, step: int, value: float) -> Findings:
+        found: Findings = {}
         if self._event:
             if self._is_off(value, self.spike / 2) and (value > self._level) == (self._event[0] > self._level):
                 self._event.append(value)
-                return self._event_stays() if len(self._event) == 2 * GROUP else None
-            finding = self._event_over()
+                return self._event_stays() if len(self._event) == 2 * GROUP else {}
+            found = self._event_over()
         elif self._is_off(value, self.spike) and self._is_abrupt(value):
             self._event, self._event_from = [value], step
-            return None
+            return {}
         self._recent.append(value)
         if len(self._recent) > self.window:
             del self._recent[0]
-        return finding
+        return found
 
     def _is_off(self, value: float, deviations: float) -> bool:
         return self._spread is not None and abs(value - self._level) > max(LEAST, deviations * self._spread)
@@ -181,37 +178,36 @@ class Diagnosis:
             return False
         return min(abs(value - before) for before in self._recent[-5:]) > abs(value - self._level) / 2
 
-    def _event_over(self) -> Finding | None:
+    def _event_over(self) -> Findings:
         event, self._event = self._event, []
-        # The window has seen it now: another that is no higher is not told.
+        # The window has seen it now: another that is no higher is not reported.
         self._recent = [*self._recent, *event][-self.window :]
         if event[0] < self._level:
-            return None  # a batch that was easy
+            return {}  # a batch that was easy
         self.num_spikes += 1
+        if self.num_spikes & (self.num_spikes - 1):
+            return {}  # a run may have hundreds: only the first, second, fourth, eighth are reported
         assert self._spread is not None
         peak, lasted = max(event), len(event)
-        times, far = math.exp(peak - self._level), (peak - self._level) / self._spread
-        text = f"the loss spikes at step {self._event_from}: {math.exp(peak):.3g}, {times:.3g} times its median"
-        text += f" and {far:.0f} deviations above it"
-        if lasted > 1:
-            text += f", for {lasted} updates"
-        if self.num_spikes > 2:
-            text += f"; {self.num_spikes} of them so far"
-        # Told are the first, second, fourth, eighth: a run may have hundreds.
-        return None if self.num_spikes & (self.num_spikes - 1) else Finding("spike", self._event_from, text)
+        why = f"{math.exp(peak):.3g}, {math.exp(peak - self._level):.3g} times its median and "
+        why += f"{(peak - self._level) / self._spread:.0f} deviations above it, for {lasted} update" + "s" * (
+            lasted > 1
+        )
+        why += f"; spike {self.num_spikes} of this run, from odd samples or a learning rate near its limit"
+        what = f"the loss spikes at step {self._event_from} and comes back"
+        return {"spike": Finding("warning", what, why, "the plugin clip, which makes spikes smaller")}
 
-    def _event_stays(self) -> Finding | None:
+    def _event_stays(self) -> Findings:
         event, self._event = self._event, []
         before, now = self._level, median(event)
         self._recent, self._spread = event, None  # a new level; a window of it is to be seen first
-        if now > before or self._diverged is not None:
-            return None  # the levels tell of it
+        if now > before or "divergence" in self.alarms:
+            return {}  # the levels show it
         if event[0] - before > 0.7 * (now - before):
-            return None  # it did not fall at once: the network learns fast
-        text = (
-            f"the loss drops at step {self._event_from} and stays: {math.exp(now):.3g}, {math.exp(before):.3g} before"
-        )
-        return Finding("drop", self._event_from, text)
+            return {}  # it did not fall at once: the network learns fast
+        what = f"the loss drops at step {self._event_from} and stays"
+        why = f"{math.exp(now):.3g}, {math.exp(before):.3g} before; that is seldom learning"
+        return {"drop": Finding("warning", what, why, "a look at the data from that step on: repeated, or blank?")}
 
     def _look_back(self) -> None:
         if len(self._recent) == self.window:
@@ -226,62 +222,67 @@ class Diagnosis:
             return math.inf
         return max(NARROWEST, OF_DIFFERENCE * median([abs(b - a) for a, b in pairwise(self._recent)]))
 
-    def _rising(self, step: int, levels: Levels) -> Finding | None:
+    def _rising(self, step: int, levels: Levels) -> Findings:
         level, by_long = levels.values[-1], levels is self._long
-        if levels.risen >= IN_A_ROW and (self._diverged is None or level > self._diverged + math.log(4)):
-            return self._divergence(step, level, levels.lowest, levels.lowest_at, levels.limit / 2, by_long)
+        if levels.risen >= IN_A_ROW and (
+            found := self._divergence(step, level, levels.lowest, levels.lowest_at, levels.limit / 2, by_long)
+        ):
+            return found
         calm = max(levels.values[-IN_A_ROW:]) < self._back_below
-        if self._diverged is not None and by_long == self._by_long and calm:
-            self._diverged, self._long.risen = None, 0
-            return Finding("recovery", step, f"the loss is back at {math.exp(level):.3g} at step {step}")
-        return None
+        if "divergence" in self.alarms and by_long == self._by_long and calm:
+            self.alarms.news(step, "divergence", None)
+            self._long.risen = 0
+            return {"recovery": Finding("info", "the loss has come back", f"{math.exp(level):.3g} at step {step}")}
+        return {}
 
-    def _ruined(self, step: int, worse_than_nothing: bool) -> Finding | None:
+    def _ruined(self, step: int, worse_than_nothing: bool) -> Findings:
         # A rate that is much too high may spoil a network before there is a level to rise from.
         level, num = self._short.values[-1], self._short.num
         assert self._first is not None
         self._above_first = self._above_first + 1 if level - self._first > START else 0
-        if self._diverged is not None or num > STARTING or self._above_first < IN_A_ROW:
-            return None
+        if "divergence" in self.alarms or num > STARTING or self._above_first < IN_A_ROW:
+            return {}
         rise = min(self._short.values[-IN_A_ROW:]) - self._first
         # One loss is little to go by: it must be the lowest of all, and far from them.
         alone = min(self._recent[1:]) > self._first and rise > max(math.log(2), MARGIN * self._noise())
         if not worse_than_nothing and not alone:
-            return None
+            return {}
         return self._divergence(step, level, self._first, 1, START)
 
     def _divergence(
         self, step: int, level: float, before: float, before_at: int, slack: float, by_long: bool = False
-    ) -> Finding:
-        self._diverged, self._back_below, self._by_long = level, before + slack, by_long
-        ratio = f"{math.exp(level - before):.3g} times the {math.exp(before):.3g} of step {before_at}"
-        return Finding("divergence", before_at, f"the loss diverges: {math.exp(level):.3g} at step {step}, {ratio}")
-
-    def _resting(self, step: int) -> Finding | None:
-        levels = self._long.values
-        if self._flat is not None and levels[-1] < self._flat - FLAT:
-            self._flat = None
-        num = self.plateau // self.window
-        if not self.plateau or self._flat is not None or self._diverged is not None or len(levels) < num:
-            return None
-        change, error = trend(levels[-num:])
-        if abs(change) + 2 * error > FLAT:
-            return None
-        self._flat = median(levels[-num:])
-        since = step - num * self.window
-        text = (
-            f"the loss is flat since step {since}: {math.exp(self._flat):.3g}, {change:+.1%} ± {2 * error:.1%} in all"
+    ) -> Findings:
+        now, ratio = math.exp(level), math.exp(level - before)
+        finding = rate_too_high(
+            f"the loss diverges: {now:.3g} at step {step}, {ratio:.3g} times the {math.exp(before):.3g} of step "
+            f"{before_at}, which was still good"
         )
-        return Finding("plateau", since, text)
+        if not self.alarms.news(step, "divergence", finding, size=now, growth=MUCH_WORSE):
+            return {}
+        self._back_below, self._by_long = before + slack, by_long
+        return {"divergence": finding}
 
-    def _swinging(self, step: int, group: Sequence[float]) -> Finding | None:
+    def _resting(self, step: int) -> Findings:
+        levels, num = self._long.values, self.plateau // self.window
+        may_rest = self.plateau and "divergence" not in self.alarms and len(levels) >= num
+        change, spread = trend(levels[-num:]) if may_rest else (math.inf, 0.0)
+        level, over = median(levels[-num:]), levels[-1] < self._flat - FLAT
+        what = f"the loss is flat since step {step - num * self.window}"
+        why = f"{math.exp(level):.3g}, {change:+.1%} ± {2 * spread:.1%} in all: converged at this learning rate"
+        finding = Finding("info", what, why, "to judge by samples or a distance, which get better long after")
+        is_flat = abs(change) + 2 * spread <= FLAT
+        if not self.alarms.news(step, "plateau", finding if is_flat else None, over=over):
+            return {}
+        self._flat = level
+        return {"plateau": finding}
+
+    def _swinging(self, step: int, group: Sequence[float]) -> Findings:
         found = period(group)
-        told, self._swings = self._swings, found is not None
-        if found is None or told:
-            return None
-        updates, swing = found
-        text = f"the loss oscillates at step {step}: by ±{swing:.0%}, once in {updates} updates"
-        return Finding("oscillation", step - len(group), text)
+        updates, swing = found or (0, 0.0)
+        why = f"by ±{swing:.0%}, once in {updates} updates: at the edge of stability, or data that repeats"
+        what = f"the loss oscillates since step {step - len(group)}"
+        finding = Finding("warning", what, why, "a third of the learning rate")
+        return {"oscillation": finding} if self.alarms.news(step, "oscillation", finding if found else None) else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that was seen, as plain values."""

@@ -8,11 +8,12 @@ import torch
 from attrs import asdict, define, field
 from torch import Generator, Tensor
 
-from hookdiff import Loop, evaluating
+from hookdiff import Alarms, Finding, Loop, evaluating
 from hookdiff.randomness import derive_seed
 
 RISE = 1.03  # over the lowest held-out loss
 IN_A_ROW = 3  # measurements
+MUCH_WORSE = 1.25  # times the held-out loss that was reported: it is reported again
 
 
 def fixed_loss(loop: Loop, indices: Tensor) -> Tensor:
@@ -45,32 +46,34 @@ def some_of(indices: Tensor, num: int) -> Tensor:
 
 @define(eq=False)
 class Overfitting:
-    """Tells when the held-out loss rises while that of samples trained on falls."""
+    """Finds that the held-out loss rises while that of samples trained on falls."""
 
+    alarms: Alarms = field(factory=Alarms)  # with a state of its own
     _best: float | None = field(init=False, default=None)  # lowest held-out loss
     _trained: float = field(init=False, default=0.0)  # the other loss then
     _step: int = field(init=False, default=0)
     _worse: int = field(init=False, default=0)  # measurements in a row
-    _told: float | None = field(init=False, default=None)  # held-out loss that was told
 
-    def observe(self, step: int, held_out: float, trained_on: float) -> str | None:
-        """Take in a measurement; return what is to be told now."""
-        if self._best is None or held_out < self._best:
-            self._best, self._trained, self._step, self._worse, self._told = held_out, trained_on, step, 0, None
-            return None
+    def observe(self, step: int, held_out: float, trained_on: float) -> Finding | None:
+        """Take in a measurement; return a finding that is news."""
+        is_best = self._best is None or held_out < self._best
+        if self._best is None or is_best:
+            self._best, self._trained, self._step, self._worse = held_out, trained_on, step, 0
         worse = held_out > RISE * self._best and trained_on < self._trained
         self._worse = self._worse + 1 if worse else 0
-        if self._worse < IN_A_ROW or (self._told is not None and held_out < 1.25 * self._told):
-            return None
-        self._told = held_out
-        return (
-            f"the network overfits since step {self._step}: the held-out loss rose from {self._best:.4g} to "
-            f"{held_out:.4g}, that of samples trained on fell from {self._trained:.4g} to {trained_on:.4g}"
+        finding = Finding(
+            "warning",
+            f"the network overfits since step {self._step}",
+            f"the held-out loss rose from {self._best:.4g} to {held_out:.4g}, that of samples trained on fell from "
+            f"{self._trained:.4g} to {trained_on:.4g}",
+            "to stop there, more data, augmentation, dropout, or a smaller network",
         )
+        holds = finding if self._worse >= IN_A_ROW else None
+        return self.alarms.news(step, "overfitting", holds, over=is_best, size=held_out, growth=MUCH_WORSE)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that was seen."""
-        return asdict(self)
+        return asdict(self, filter=lambda attribute, _: not attribute.init)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what was saved."""

@@ -48,7 +48,8 @@ class NoiseLevels:
     @property
     def has_floor(self) -> bool:
         """Whether the objective tells what knowing mean and variance would give: of a squared error, it can."""
-        return hasattr(self.objective, "floor") and getattr(self.objective, "loss", "mse") == "mse"
+        loss = getattr(self.objective, "loss", None)
+        return hasattr(self.objective, "floor") and getattr(loss, "use", "mse") == "mse"
 
     @property
     def names(self) -> list[str]:
@@ -59,7 +60,7 @@ class NoiseLevels:
     def measure(self, inputs: Tensor) -> None:
         """Take in the images of a step, n c h w, for the variance of the data: the first batches tell it."""
         if self.has_floor and self.num_measured < MEASURED:
-            x0 = self.objective.standardised(inputs)
+            x0 = self.objective.normalize(inputs)
             self.moments += torch.stack((x0.mean(), x0.square().mean()))
             self.num_measured += 1
 

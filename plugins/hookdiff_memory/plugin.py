@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import sys
 from pathlib import Path
@@ -12,12 +11,11 @@ import torch
 from attrs import define, field
 from attrs.validators import gt, le
 
-from hookdiff import Due, Every, Loop, hookimpl, parse_every
+from hookdiff import Alarms, Due, Every, Loop, hookimpl, parse_every
+from hookdiff.findings import memory_short
 
 MIB = 1 << 20
 STATM = Path("/proc/self/statm")
-
-log = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
@@ -32,11 +30,11 @@ class Memory:
     empty_cache_every: Every = field(default=Every(0), converter=parse_every)  # frees cycles, gives back what is kept
     warn_above: float = field(default=0.95, validator=[gt(0), le(1)])  # share of the device's memory
     _due: Due = field(init=False)
-    _has_warned: bool = field(default=False, init=False)
+    _alarms: Alarms = field(factory=Alarms, init=False)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self._due, self._has_warned = Due(self.empty_cache_every), False
+        self._due, self._alarms = Due(self.empty_cache_every), Alarms()
         if loop.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(loop.device)
 
@@ -46,7 +44,10 @@ class Memory:
             values, total = measure(loop.device)
             for name, size in values.items():
                 loop.log({f"memory/{name}": size / MIB}, detail=name != "peak")
-            self._warn(loop, values, total)
+            most = values.get("peak", 0)
+            if total is not None and most >= self.warn_above * total:
+                short = memory_short(most, total, f"the peak on {loop.device}")
+                self._alarms.check(loop.progress.step, "memory", short)
         if self._due.after_step(loop.progress.step):
             empty_cache(loop.device)
 
@@ -54,19 +55,6 @@ class Memory:
     def on_epoch_end(self, loop: Loop) -> None:
         if self._due.after_epoch(loop.progress.epoch):
             empty_cache(loop.device)
-
-    def _warn(self, loop: Loop, values: dict[str, int], total: int | None) -> None:
-        most = values.get("peak", 0)
-        if total is None or self._has_warned or most < self.warn_above * total:
-            return
-        self._has_warned = True
-        log.warning(
-            "memory: %.0f of the %.0f MiB of %s were in use at one time\n"
-            "  a smaller run.micro_batch, gradient_checkpointing or half precision take less",
-            most / MIB,
-            total / MIB,
-            loop.device,
-        )
 
 
 def measure(device: torch.device) -> tuple[dict[str, int], int | None]:

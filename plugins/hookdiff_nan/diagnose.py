@@ -31,7 +31,7 @@ ADVICE: dict[Cause, str] = {
 }
 
 # Hooks in which a plugin can take part in a step before on_nan.
-STEP_HOOKS = ("prepare_model", "before_step", "micro_step", "compute_loss", "backward", "unscale")
+STEP_HOOKS = ("prepare_model", "wrap_net", "before_step", "micro_step", "compute_loss", "backward", "unscale")
 _RERUN = ("micro_step", "compute_loss", "backward")
 _SHOWN = 8  # samples, names
 

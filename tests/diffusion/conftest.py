@@ -1,45 +1,142 @@
-"""The best possible network for data whose pixels are independent and Gaussian: everything it does is closed form."""
+"""What these tests share: processes, parts to try, and the best possible network for Gaussian images."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
-from attrs import define
+from attrs import define, field
+from hypothesis import strategies as st
 from torch import Tensor
 
-from hookdiff.diffusion import Diffusion, Discrete, Flow
+from hookdiff.diffusion import (
+    DDIM,
+    DDPM,
+    EDM,
+    VP,
+    Diffusion,
+    DPMSolver2M,
+    EDMPrediction,
+    Euler,
+    Flow,
+    Heun,
+    Linear,
+    Prediction,
+    Process,
+    ScaledLinear,
+    Schedule,
+    Sigmoid,
+    Solver,
+)
+
+PREDICTIONS = list(Prediction.known)
+PROCESSES: dict[str, Process] = {name: VP(name) for name in Schedule.known} | {"flow": Flow(), "edm": EDM()}
+# All processes with all predictions that they can be read with.
+PAIRS = [pair for pair in product(PROCESSES, PREDICTIONS) if pair != ("flow", "epsilon")]
+# Schedules that end in noise after 20 timesteps.
+SHORT = [Linear(beta_end=0.5), ScaledLinear(beta_end=0.5), Sigmoid(beta_end=0.5), "cosine"]
+
+random_betas = st.lists(st.floats(1e-4, 0.3), max_size=60).map(lambda betas: [*betas, 0.97])  # they end in noise
+
+
+@define(frozen=True)
+class Given(Schedule):
+    """Betas as they are given."""
+
+    values: tuple[float, ...] = field(converter=tuple)
+
+    def betas(self, timesteps: int) -> Tensor:
+        return torch.tensor(self.values, dtype=torch.float64)
+
+
+def vp(betas: Sequence[float]) -> VP:
+    """Return the process with these betas."""
+    return VP(Given(betas), len(betas))
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def generators(*seeds: int) -> list[torch.Generator]:
+    return [seeded(seed) for seed in seeds]
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def pointwise(x: Tensor, timesteps: Tensor, labels: Tensor | None = None) -> Tensor:
+    """A network whose result for an image does not depend on the others, to the bit."""
+    shift = timesteps.view(-1, 1, 1, 1) / 1000
+    return 0.9 * x / (1 + 0.1 * x * x) + (shift if labels is None else shift * (labels.view(-1, 1, 1, 1) + 2))
+
+
+churns: dict[str, Any] = {
+    "churn": st.sampled_from([0.0, 3.0]),
+    "churn_max": st.sampled_from([2.0, float("inf")]),
+    "churn_noise": st.sampled_from([1.0, 1.003]),
+}
+solvers = st.one_of(
+    st.builds(DDIM, st.floats(0, 1)),
+    st.builds(DDPM, st.sampled_from(["fixed_small", "fixed_large"])),
+    st.just(DPMSolver2M()),
+    st.builds(Euler, **churns),
+    st.builds(Heun, **churns),
+)
+
+
+@st.composite
+def objectives(draw: st.DrawFn, /, **options: Any) -> Diffusion:
+    """Any process, of 20 timesteps if it has them, with any prediction that goes with it."""
+    prediction = draw(st.sampled_from(PREDICTIONS))
+    zero_snr = prediction != "epsilon" and draw(st.booleans())
+    vp = st.builds(VP, st.sampled_from(SHORT), st.just(20), st.just(zero_snr))
+    process = draw(st.one_of(vp, st.just(EDM()), st.just(EDM() if prediction == "epsilon" else Flow())))
+    if prediction == "edm" and "data_std" in options:
+        prediction = EDMPrediction(1.0)  # for images of this deviation
+    return Diffusion(process, prediction, **options)
+
+
+def readable(sampler: Solver, diffusion: Diffusion) -> Solver:
+    """Heun's last step of a flow asks about the image itself, of which a network for constant data knows no noise."""
+    return Euler() if isinstance(diffusion.process, Flow) and isinstance(sampler, Heun) else sampler
 
 
 @define(eq=False)
 class Gaussian:
-    """Sees in x_t what N(mu, s²) data leaves to be seen, and says it as the objective's prediction type wants it.
+    """Sees in x_t what N(mu, s²) data leaves to be seen, and says it as the objective's prediction wants it.
 
-    It gets only what a network gets, and finds alpha and sigma from the time that it is told: so what is told is
-    under test too.
+    It gets only what a network gets, and finds alpha and sigma from the time that it gets: so that time is under test
+    too.
     """
 
     diffusion: Diffusion
     mu: float = 0.0
     s: float = 1.0
 
-    def rates(self, told: Tensor) -> tuple[Tensor, Tensor]:
+    def rates(self, time: Tensor) -> tuple[Tensor, Tensor]:
         """Return alpha and sigma, n 1 1 1 in float64."""
-        process, told = self.diffusion.process, told.view(-1, 1, 1, 1)
+        process, time = self.diffusion.process, time.view(-1, 1, 1, 1)
         if isinstance(process, Flow):
-            sigma = told.double() / process.time_scale
+            sigma = time.double() / process.time_scale
             return 1 - sigma, sigma
-        if not isinstance(process, Discrete):
-            sigma = (told.double() * (4 / self.diffusion.time_scale)).exp()
+        if isinstance(process, EDM):
+            sigma = (time.double() * (4 / process.time_scale)).exp()
             return torch.ones_like(sigma), sigma
-        table = process.schedule
-        if told.dtype == torch.int64:
-            return table.sqrt_alphas_cumprod[told], table.sqrt_one_minus_alphas_cumprod[told]
-        below = told.floor().long().clamp(max=len(table.betas) - 2)
-        log_ratio = torch.lerp(table.log_snr[below], table.log_snr[below + 1], told.double() - below) / -2
+        assert isinstance(process, VP)
+        table = process.tables
+        if time.dtype == torch.int64:
+            return table.sqrt_alphas_cumprod[time], table.sqrt_one_minus_alphas_cumprod[time]
+        below = time.floor().long().clamp(max=len(table.betas) - 2)
+        log_ratio = torch.lerp(table.log_snr[below], table.log_snr[below + 1], time.double() - below) / -2
         return (1 + (2 * log_ratio).exp()).rsqrt(), (1 + (-2 * log_ratio).exp()).rsqrt()
 
-    def __call__(self, shown: Tensor, told: Tensor, labels: Tensor | None = None) -> Tensor:
-        (alpha, sigma), kind = self.rates(told), self.diffusion.parametrization
+    def __call__(self, shown: Tensor, time: Tensor, labels: Tensor | None = None) -> Tensor:
+        (alpha, sigma), kind = self.rates(time), self.diffusion.prediction
         x = shown.double() / kind.network_input(torch.ones_like(alpha), alpha, sigma)
         y = (x - alpha * self.mu) / ((alpha * self.s) ** 2 + sigma**2)
         return kind.target(self.mu + alpha * self.s**2 * y, sigma * y, alpha, sigma).to(shown.dtype)

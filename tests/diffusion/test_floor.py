@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from itertools import product
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,10 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hookdiff.data.batch import Batch
-from hookdiff.diffusion import PREDICTION_TYPES, SCHEDULES, Diffusion
-from hookdiff.selftest.gaussian import CASES, STD, Case, exact_loss, training_levels
-
-PAIRS = [pair for pair in product(SCHEDULES, PREDICTION_TYPES) if pair != ("flow", "epsilon")]
+from hookdiff.diffusion import VP, Diffusion, EDMPrediction
+from hookdiff_selftest.gaussian import CASES, STD, Case, exact_loss, training_levels
+from tests.diffusion.conftest import PAIRS, PREDICTIONS, PROCESSES
 
 
 def times_of(diffusion: Diffusion, num: int) -> Tensor:
@@ -25,40 +21,57 @@ def times_of(diffusion: Diffusion, num: int) -> Tensor:
 def test_its_mean_is_the_least_loss_in_closed_form(case: Case) -> None:
     # `selftest gaussian` trains networks down to these numbers, which it derives without hookdiff.diffusion.
     diffusion, (_, sigma) = case.diffusion("uniform"), training_levels(case)
-    levels = {"linear": torch.arange(1000), "flow": torch.from_numpy(sigma), "edm": torch.from_numpy(sigma)}
+    levels = {"linear": torch.arange(1000), "flow": sigma, "edm": sigma}
     floor = diffusion.floor(levels[case.schedule], STD**2)
     assert float(floor.double().mean()) == pytest.approx(exact_loss(case, "uniform"), rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("options", "timestep", "variance", "expected"),
+    ("diffusion", "time", "variance", "expected"),
     [
-        ({"schedule": "flow"}, 0.3, 0.25, 1.17647058824),
-        ({"schedule": "flow"}, 0.5, 1.0, 2.0),
-        ({"schedule": "linear"}, 499, 1.0, 0.0785872428818),  # alphas_cumprod: v = 1 leaves alpha² of the noise
-        ({"schedule": "linear", "prediction_type": "v_prediction"}, 499, 1.0, 1.0),
-        (
-            {"schedule": "edm", "sigma_data": 0.5},
-            3.0,
-            0.25,
-            1.0,
-        ),  # its target has no more to it than the data's variance
+        (Diffusion("flow"), 0.3, 0.25, 1.17647058824),
+        (Diffusion("flow"), 0.5, 1.0, 2.0),
+        (Diffusion(), 499, 1.0, 0.0785872428818),  # alphas_cumprod: v = 1 leaves alpha² of the noise
+        (Diffusion(prediction="v_prediction"), 499, 1.0, 1.0),
+        (Diffusion("edm", EDMPrediction(0.5)), 3.0, 0.25, 1.0),  # its target has no more to it than the data's variance
     ],
 )
-def test_known_answers(options: dict[str, Any], timestep: float, variance: float, expected: float) -> None:
-    floor = Diffusion(**options).floor(torch.tensor([timestep]), variance)
+def test_known_answers(diffusion: Diffusion, time: float, variance: float, expected: float) -> None:
+    floor = diffusion.floor(torch.tensor([time]), variance)
     assert floor.tolist() == pytest.approx([expected], rel=1e-4)
 
 
-@pytest.mark.parametrize(("schedule", "prediction_type"), PAIRS)
-def test_it_is_what_the_best_line_through_noised_gaussians_leaves(schedule: str, prediction_type: str) -> None:
-    diffusion = Diffusion(schedule=schedule, prediction_type=prediction_type)
+@pytest.mark.parametrize(
+    ("prediction", "s", "mean"),
+    [
+        ("epsilon", 1, 0.275513233397),
+        ("epsilon", 0.5, 0.173053406084),
+        ("v_prediction", 0.5, 0.379790054563),
+        ("v_prediction", 1, 1),
+        ("sample", 1, 0.724486766603),
+    ],
+)
+def test_its_mean_over_the_timesteps(prediction: str, s: float, mean: float) -> None:
+    floor = Diffusion(prediction=prediction).floor(torch.arange(1000), s**2)
+    assert float(floor.double().mean()) == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.parametrize(("s", "mean"), [(0.5, 0.785398163397), (1, 1.57079632679), (2, 3.14159265359)])
+def test_its_mean_over_the_flow(s: float, mean: float) -> None:
+    times = (torch.arange(10_000) + 0.5) / 10_000
+    floor = Diffusion("flow").floor(times, s**2)
+    assert float(floor.double().mean()) == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.parametrize(("process", "prediction"), PAIRS)
+def test_it_is_what_the_best_line_through_noised_gaussians_leaves(process: str, prediction: str) -> None:
+    diffusion = Diffusion(PROCESSES[process], prediction)
     generator, variance = torch.Generator().manual_seed(0), 0.3
     for time in times_of(diffusion, 3):
         alpha, sigma, _ = diffusion.process.rates(time[None], 1)
         x0, noise = torch.randn(2, 100_000, generator=generator).double()
         x0 = 0.2 + variance**0.5 * x0
-        x_t, target = alpha * x0 + sigma * noise, diffusion.parametrization.target(x0, noise, alpha, sigma)
+        x_t, target = alpha * x0 + sigma * noise, diffusion.prediction.target(x0, noise, alpha, sigma)
         left = target.var() - torch.cov(torch.stack((x_t, target)))[0, 1] ** 2 / x_t.var()
         # Monte Carlo, of a difference that may be small beside what it is taken from
         tolerance = 0.01 * float(left) + 1e-3 * float(target.var())
@@ -71,7 +84,7 @@ def test_it_is_what_the_best_line_through_noised_gaussians_leaves(schedule: str,
 def test_it_grows_with_the_variance_and_never_passes_that_of_the_target(
     pair: tuple[str, str], variance: float, factor: float
 ) -> None:
-    diffusion = Diffusion(schedule=pair[0], prediction_type=pair[1])
+    diffusion = Diffusion(PROCESSES[pair[0]], pair[1])
     times = times_of(diffusion, 50)
     floor = diffusion.floor(times, variance)
     assert floor.shape == (50,)
@@ -81,24 +94,24 @@ def test_it_grows_with_the_variance_and_never_passes_that_of_the_target(
     assert (floor <= diffusion.target_variance(times, variance) * (1 + 1e-4)).all()
 
 
-@pytest.mark.parametrize("prediction_type", PREDICTION_TYPES[1:])
-def test_where_nothing_is_left_of_the_image(prediction_type: str) -> None:
-    diffusion = Diffusion(rescale_betas_zero_snr=True, prediction_type=prediction_type)
+@pytest.mark.parametrize("prediction", PREDICTIONS[1:])
+def test_where_nothing_is_left_of_the_image(prediction: str) -> None:
+    diffusion = Diffusion(VP(rescale_betas_zero_snr=True), prediction)
     last = torch.tensor([999])
     floor, whole = diffusion.floor(last, 0.3), diffusion.target_variance(last, 0.3)
-    left = whole - 1 if prediction_type == "flow_prediction" else whole  # the noise is seen, and can be left out
+    left = whole - 1 if prediction == "flow_prediction" else whole  # the noise is seen, and can be left out
     torch.testing.assert_close(floor, left)
 
 
 def test_it_is_on_the_scale_of_the_loss() -> None:
     # The network that predicts the mean of what is left has that loss, on white Gaussian images.
-    diffusion = Diffusion(schedule="flow")
+    diffusion = Diffusion("flow")
     images = torch.randn(400, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.5
     batch = diffusion.draw(Batch(images), torch.Generator().manual_seed(2))
     times = batch.draws["timesteps"]
 
-    def best(x_t: Tensor, told: Tensor) -> Tensor:
-        t = (told / 1000).view(-1, 1, 1, 1)
+    def best(x_t: Tensor, time: Tensor) -> Tensor:
+        t = (time / 1000).view(-1, 1, 1, 1)
         return x_t * (t - 0.25 * (1 - t)) / (0.25 * (1 - t) ** 2 + t**2)
 
     output = diffusion(best, batch)

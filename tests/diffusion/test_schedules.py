@@ -11,19 +11,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import (
-    BETAS,
+    VP,
+    Cosine,
+    Linear,
     NoiseSchedule,
-    cosine_betas,
-    linear_betas,
-    make_schedule,
+    ScaledLinear,
+    Schedule,
+    Sigmoid,
     rescale_betas_zero_snr,
-    sigmoid_betas,
 )
+from tests.conftest import refused
 
-LINEAR = make_schedule("linear", 1000)
-COSINE = make_schedule("cosine", 1000)
-ZERO = make_schedule("linear", 1000, zero_snr=True)
-SCALED = make_schedule("scaled_linear", 1000)
+LINEAR = VP().tables
+COSINE = VP("cosine").tables
+ZERO = VP(rescale_betas_zero_snr=True).tables
+SCALED = VP("scaled_linear").tables
 
 random_betas = st.lists(st.floats(1e-5, 0.3), min_size=1, max_size=60)
 
@@ -96,7 +98,7 @@ def test_float32_tables_are_rounded_once() -> None:
 
 
 def test_linear_keeps_its_ends_for_any_number_of_timesteps() -> None:
-    betas = linear_betas(10)
+    betas = Linear().betas(10)
     assert betas[0] == 1e-4
     assert betas[-1] == 0.02
 
@@ -113,15 +115,15 @@ def test_scaled_linear() -> None:
 
 
 def test_sigmoid() -> None:
-    betas = sigmoid_betas(13)  # one a unit from -6 to 6
+    betas = Sigmoid().betas(13)  # one a unit from -6 to 6
     for k, beta in enumerate(betas):
         assert close(beta, 1e-4 + (0.02 - 1e-4) / (1 + math.exp(6 - k)))
 
 
-@pytest.mark.parametrize("name", ["linear", "scaled_linear", "sigmoid"])
-def test_ends_can_be_given(name: str) -> None:
-    betas = make_schedule(name, 50, beta_start=0.001, beta_end=0.03).betas
-    rel = 0.08 if name == "sigmoid" else 1e-12  # which only tends to its ends: to a 400th of the range
+@pytest.mark.parametrize("kind", [Linear, ScaledLinear, Sigmoid])
+def test_ends_can_be_given(kind: type[Linear]) -> None:
+    betas = kind(beta_start=0.001, beta_end=0.03).betas(50)
+    rel = 0.08 if kind is Sigmoid else 1e-12  # which only tends to its ends: to a 400th of the range
     assert float(betas[0]) == pytest.approx(0.001, rel=rel)
     assert float(betas[-1]) == pytest.approx(0.03, rel=rel)
     assert (betas.diff() > 0).all()
@@ -150,8 +152,9 @@ def test_cosine(table: str, timestep: int, expected: float) -> None:
 
 def test_cosine_as_a_whole() -> None:
     assert int((COSINE.alphas_cumprod < 0.5).nonzero()[0]) == 496
-    assert (cosine_betas(1000) == 0.999).nonzero().flatten().tolist() == [999]
-    assert cosine_betas(1000, max_beta=1.0)[-1] == 1
+    assert (COSINE.betas == 0.999).nonzero().flatten().tolist() == [999]
+    assert float(Cosine(max_beta=0.9).betas(1000)[-1]) == 0.9
+    assert Cosine(offset=0.0).betas(1000)[0] < COSINE.betas[0] / 10  # about (pi / 2T)², which is tiny
     f_0 = math.cos(0.008 / 1.008 * math.pi / 2) ** 2
     assert f_0 == pytest.approx(0.999844591, abs=5e-10)
     halfway = math.cos((0.5 + 0.008) / 1.008 * math.pi / 2) ** 2
@@ -164,7 +167,7 @@ def test_cosine_telescopes(timesteps: int, data: st.DataObject) -> None:
         return math.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
 
     t = data.draw(st.integers(0, timesteps - 2))  # the last beta is clipped
-    assert close(make_schedule("cosine", timesteps).alphas_cumprod[t], f((t + 1) / timesteps) / f(0))
+    assert close(VP("cosine", timesteps).tables.alphas_cumprod[t], f((t + 1) / timesteps) / f(0))
 
 
 @pytest.mark.parametrize(
@@ -208,9 +211,9 @@ def test_rescaling_shifts_and_scales_the_square_root(betas: list[float]) -> None
     torch.testing.assert_close(rescale_betas_zero_snr(rescaled), rescaled, rtol=1e-8, atol=1e-12)
 
 
-@given(st.sampled_from(sorted(BETAS)), st.integers(1, 3000))
+@given(st.sampled_from(sorted(Schedule.known)), st.integers(1, 3000))
 def test_the_image_fades_and_never_quite(name: str, timesteps: int) -> None:
-    schedule = make_schedule(name, timesteps)
+    schedule = NoiseSchedule(Schedule.of(name).betas(timesteps))
     remaining = schedule.alphas_cumprod
     assert remaining.shape == (timesteps,)
     assert remaining.dtype == torch.float64
@@ -260,26 +263,41 @@ def test_gather_reads_on_the_device_of_the_timesteps() -> None:
 
 
 def test_copies_and_pickles() -> None:
-    schedule = make_schedule("cosine", 10)
+    schedule = NoiseSchedule(Cosine().betas(10))
     schedule.gather(("snr",), torch.tensor([3]))
     for other in (copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
         assert torch.equal(other.snr, schedule.snr)
 
 
-def test_bad_schedules_say_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match=r"'square'; known: linear, scaled_linear, cosine, sigmoid"):
-        make_schedule("square", 1000)
-    with pytest.raises(ValueError, match="at least 1 timestep, got 0"):
-        make_schedule("linear", 0)
-    with pytest.raises(ValueError, match="a zero terminal SNR takes at least 2 timesteps"):
-        make_schedule("linear", 1, zero_snr=True)
-    with pytest.raises(ValueError, match=r"between 0 and 1, got 0\.5 to 1"):
-        NoiseSchedule([0.5, 1.0, 0.5])
-    with pytest.raises(ValueError, match=r"between 0 and 1, got 0\.5 to 1\.5"):
-        NoiseSchedule([0.5, 1.5])
-    with pytest.raises(ValueError, match="between 0 and 1, got 0 to 0"):
-        NoiseSchedule([0.0])
-    with pytest.raises(ValueError, match=r"shape \(1, 1\)"):
-        NoiseSchedule(torch.tensor([[0.5]]))
-    with pytest.raises(ValueError, match=r"shape \(0,\)"):
-        NoiseSchedule([])
+@pytest.mark.parametrize(
+    ("betas", "facts"),
+    [
+        ([0.5, 1.0, 0.5], [0.5, 1]),
+        ([0.5, 1.5], [0.5, 1.5]),
+        ([0.0], [0]),
+        (torch.tensor([[0.5]]), ["(1, 1)"]),
+        ([], ["(0,)"]),
+    ],
+)
+def test_betas_that_cannot_be_are_named(betas: Tensor | list[float], facts: list[object]) -> None:
+    with refused(ValueError, "betas", *facts):
+        NoiseSchedule(betas)
+
+
+def test_one_timestep_cannot_be_both_ends() -> None:
+    with refused(ValueError, "zero terminal SNR", 2):
+        rescale_betas_zero_snr(torch.tensor([0.5]))
+
+
+@pytest.mark.parametrize("kind", [Linear, ScaledLinear, Sigmoid])
+@pytest.mark.parametrize("option", ["beta_start", "beta_end"])
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.1, math.nan])
+def test_ends_outside_of_their_range_are_named(kind: type[Linear], option: str, value: float) -> None:
+    with refused(ValueError, f"'{option}'", "(0, 1)"):
+        kind(**{option: value})
+
+
+@pytest.mark.parametrize(("option", "value"), [("offset", -0.1), ("offset", 1.1), ("max_beta", 0.0), ("max_beta", 1.0)])
+def test_options_of_the_cosine_outside_of_their_range_are_named(option: str, value: float) -> None:
+    with refused(ValueError, f"'{option}'", f"{value:g}"):
+        Cosine(**{option: value})

@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import (
+    EDM,
     IMAGE,
+    VP,
     Epsilon,
-    NoiseSchedule,
+    Karras,
     Point,
-    VarianceExploding,
     ddim_step,
     ddpm_step,
     dpmpp_2m_step,
     heun_step,
-    make_schedule,
     q_sample,
 )
-from hookdiff.diffusion.process import Discrete
 from hookdiff.diffusion.steps import churned
+from tests.diffusion.conftest import vp
 
-SCHEDULE = make_schedule("linear", 1000)
-POINTS = Discrete(SCHEDULE).points(1000, "leading", 7.0)[::-1]  # by timestep
+SCHEDULE = VP().tables
+POINTS = VP().at_timesteps(list(range(1000)))
 pixels = st.floats(-3, 3)
 variances = st.sampled_from(["fixed_small", "fixed_large"])
 
@@ -136,10 +136,9 @@ def test_ddpm_variance(variance: str, expected: float) -> None:
     assert total == approx(expected)
 
 
-@given(st.lists(st.floats(1e-4, 0.5), min_size=2, max_size=30), st.data())
+@given(st.lists(st.floats(1e-4, 0.5), min_size=1, max_size=29).map(lambda betas: [*betas, 0.97]), st.data())
 def test_ddpm_steps_are_the_posterior(betas: list[float], data: st.DataObject) -> None:
-    schedule = NoiseSchedule(betas)
-    points = Discrete(schedule).points(len(betas), "leading", 7.0)[::-1]
+    schedule, points = vp(betas).tables, vp(betas).at_timesteps(list(range(len(betas))))
     t = data.draw(st.integers(1, len(betas) - 1))
     coef1, std = ddpm_step(scalar(0), scalar(1), points[t], points[t - 1])
     coef2, large = ddpm_step(scalar(1), scalar(0), points[t], points[t - 1], "fixed_large")
@@ -168,7 +167,7 @@ def test_ddpm_is_bayes_rule_for_any_process(points: list[Point]) -> None:
 
 
 def test_one_step_of_edm() -> None:
-    now, after = VarianceExploding().points(18, "karras", 7.0)[:2]
+    now, after = Karras().points(EDM(), 18)[:2]
     x = scalar(1)
     end = q_sample(*seen(x, now, 0, 0.5), after.alpha, after.sigma)
     assert float(end) == approx(0.719835752928)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from itertools import product
 from math import sqrt
 
@@ -9,28 +10,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hookdiff.data.batch import Batch
 from hookdiff.diffusion import (
-    PREDICTION_TYPES,
-    WEIGHTINGS,
+    EDM,
+    P2,
+    VP,
+    Debiased,
     Diffusion,
+    EDMPrediction,
+    EDMWeighting,
+    MinSNR,
     NoiseSchedule,
-    Parametrization,
-    loss_weights,
-    make_parametrization,
-    make_schedule,
+    Prediction,
+    UniformWeighting,
+    Weighting,
     noise_from_x0,
 )
+from hookdiff.testing import toy_loop
+from tests.conftest import check_facts, refused
+from tests.diffusion.conftest import PREDICTIONS, seeded
 
-SCHEDULE = make_schedule("linear", 1000)
+SCHEDULE = VP().tables
 ALPHA, SIGMA = SCHEDULE.sqrt_alphas_cumprod, SCHEDULE.sqrt_one_minus_alphas_cumprod
-OPTIONS = {"snr_gamma": 5.0, "p2_k": 1.0, "p2_gamma": 1.0, "sigma_data": 0.5}
 rates = st.floats(0.01, 3)
-weightings = st.sampled_from([name for name in WEIGHTINGS if name != "uniform"])
+weightings = st.sampled_from([name for name in Weighting.known if name != "uniform"])
 
 
-def linear(name: str, prediction_type: str, **options: float) -> Tensor:
+def linear(weighting: Weighting, prediction: str) -> Tensor:
     """The weights at all timesteps of the linear schedule, float64."""
-    return loss_weights(name, make_parametrization(prediction_type), ALPHA, SIGMA, **{**OPTIONS, **options})
+    return weighting.weights(Prediction.of(prediction), ALPHA, SIGMA)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +53,7 @@ def linear(name: str, prediction_type: str, **options: float) -> Tensor:
 )
 def test_min_snr(timestep: int, epsilon: float, v_prediction: float, sample: float) -> None:
     for name, expected in (("epsilon", epsilon), ("v_prediction", v_prediction), ("sample", sample)):
-        assert float(linear("min_snr", name)[timestep]) == pytest.approx(expected, rel=1e-9)
+        assert float(linear(MinSNR(), name)[timestep]) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +61,7 @@ def test_min_snr(timestep: int, epsilon: float, v_prediction: float, sample: flo
     [("epsilon", 0.913073050764), ("v_prediction", 0.191863132274), ("sample", 1.04971115958)],
 )
 def test_min_snr_on_average(name: str, mean: float) -> None:
-    assert float(linear("min_snr", name).mean()) == pytest.approx(mean, rel=1e-9)
+    assert float(linear(MinSNR(), name).mean()) == pytest.approx(mean, rel=1e-9)
 
 
 @given(st.floats(0.1, 50))
@@ -61,18 +69,16 @@ def test_min_snr_is_the_formula_of_the_paper(gamma: float) -> None:
     snr = SCHEDULE.snr
     least = snr.clamp(max=gamma)
     for name, expected in (("sample", least), ("epsilon", least / snr), ("v_prediction", least / (snr + 1))):
-        torch.testing.assert_close(linear("min_snr", name, snr_gamma=gamma), expected, rtol=1e-9, atol=0)
+        torch.testing.assert_close(linear(MinSNR(gamma), name), expected, rtol=1e-9, atol=0)
 
 
 def test_min_snr_for_v_is_alphas_cumprod_below_the_knee() -> None:
-    torch.testing.assert_close(
-        linear("min_snr", "v_prediction")[130:], SCHEDULE.alphas_cumprod[130:], rtol=1e-9, atol=0
-    )
-    assert not torch.isclose(linear("min_snr", "v_prediction")[129], SCHEDULE.alphas_cumprod[129], rtol=1e-3)
+    torch.testing.assert_close(linear(MinSNR(), "v_prediction")[130:], SCHEDULE.alphas_cumprod[130:], rtol=1e-9, atol=0)
+    assert not torch.isclose(linear(MinSNR(), "v_prediction")[129], SCHEDULE.alphas_cumprod[129], rtol=1e-3)
 
 
 def test_min_snr_is_not_what_others_made_of_it() -> None:
-    snr, weights = SCHEDULE.snr, linear("min_snr", "v_prediction")
+    snr, weights = SCHEDULE.snr, linear(MinSNR(), "v_prediction")
     shifted = (snr + 1).clamp(max=5) / (snr + 1)
     assert shifted[999] == 1  # for every small SNR
     assert weights[999] < 1e-4
@@ -83,24 +89,24 @@ def test_min_snr_is_not_what_others_made_of_it() -> None:
 
 
 def test_debiased() -> None:
-    weights = linear("debiased", "epsilon")[[0, 499, 999]].tolist()
+    weights = linear(Debiased(), "epsilon")[[0, 499, 999]].tolist()
     assert weights == pytest.approx([0.0316227766, 3.424136619, 157.4072808], rel=1e-9)
     expected = SCHEDULE.snr.clamp(max=1000).rsqrt()
-    torch.testing.assert_close(linear("debiased", "epsilon"), expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(linear(Debiased(), "epsilon"), expected, rtol=1e-9, atol=0)
 
 
 def test_p2() -> None:
-    weights = linear("p2", "epsilon")[[0, 499, 999]].tolist()
+    weights = linear(P2(), "epsilon")[[0, 499, 999]].tolist()
     assert weights == pytest.approx([0.0001, 0.9214127571, 0.9999596417], rel=1e-9)
     expected = (0.5 + SCHEDULE.snr) ** -0.7
-    torch.testing.assert_close(linear("p2", "epsilon", p2_k=0.5, p2_gamma=0.7), expected, rtol=1e-9, atol=0)
-    assert torch.equal(linear("p2", "epsilon", p2_gamma=0.0), torch.ones(1000, dtype=torch.float64))
+    torch.testing.assert_close(linear(P2(k=0.5, gamma=0.7), "epsilon"), expected, rtol=1e-9, atol=0)
+    assert torch.equal(linear(P2(gamma=0.0), "epsilon"), torch.ones(1000, dtype=torch.float64))
 
 
 @given(rates, st.sampled_from([0.2, 0.5, 1.0]))
 def test_edm_makes_the_networks_own_error_count_alike(sigma: float, sigma_data: float) -> None:
     rates = torch.tensor([1, sigma], dtype=torch.float64)
-    of_network = loss_weights("edm", make_parametrization("edm", sigma_data), *rates, sigma_data=sigma_data)
+    of_network = EDMWeighting(sigma_data).weights(EDMPrediction(sigma_data), *rates)
     assert float(of_network) == pytest.approx(1, rel=1e-9)
 
 
@@ -110,13 +116,12 @@ def test_a_weighting_is_the_same_loss_whatever_the_network_predicts(
 ) -> None:
     one = torch.ones((), dtype=torch.float64)
     losses = []
-    for prediction_type in PREDICTION_TYPES:
-        kind = make_parametrization(prediction_type)
+    for kind in map(Prediction.of, PREDICTIONS):
 
-        def output(image: float, kind: Parametrization = kind) -> Tensor:
+        def output(image: float, kind: Prediction = kind) -> Tensor:
             return kind.target(image * one, noise_from_x0(x_t * one, image * one, alpha, sigma), alpha, sigma)
 
-        weight = loss_weights(name, kind, alpha * one, sigma * one, **OPTIONS)
+        weight = Weighting.of(name).weights(kind, alpha * one, sigma * one)
         losses.append(float(weight * (output(x0) - output(guess)) ** 2))
     snr = (alpha / sigma) ** 2
     on_x0 = {
@@ -129,37 +134,112 @@ def test_a_weighting_is_the_same_loss_whatever_the_network_predicts(
     assert losses[1] == pytest.approx(on_x0[name] * (x0 - guess) ** 2, rel=1e-6, abs=1e-9)
 
 
-@given(st.lists(st.floats(1e-5, 0.3), min_size=1, max_size=30), weightings, st.sampled_from(PREDICTION_TYPES[1:]))
-def test_weights_are_finite_on_random_tables(betas: list[float], name: str, prediction_type: str) -> None:
+@given(st.lists(st.floats(1e-5, 0.3), min_size=1, max_size=30), weightings, st.sampled_from(PREDICTIONS[1:]))
+def test_weights_are_finite_on_random_tables(betas: list[float], name: str, prediction: str) -> None:
     table = NoiseSchedule([*betas, 1.0])  # which leaves nothing of the image
     for dtype in (torch.float32, torch.float64):
         alpha = table.sqrt_alphas_cumprod.to(dtype)
-        weights = loss_weights(
-            name, make_parametrization(prediction_type), alpha, table.sqrt_one_minus_alphas_cumprod.to(dtype), **OPTIONS
-        )
+        sigma = table.sqrt_one_minus_alphas_cumprod.to(dtype)
+        weights = Weighting.of(name).weights(Prediction.of(prediction), alpha, sigma)
         assert weights.dtype == dtype
         assert weights.shape == alpha.shape
         assert weights.isfinite().all()
         assert (weights >= 0).all()
 
 
-@pytest.mark.parametrize(("name", "prediction_type"), list(product(WEIGHTINGS, PREDICTION_TYPES)))
-def test_weights_where_nothing_is_left_of_the_image(name: str, prediction_type: str) -> None:
+@pytest.mark.parametrize(("name", "prediction"), list(product(Weighting.known, PREDICTIONS)))
+def test_weights_where_nothing_is_left_of_the_image(name: str, prediction: str) -> None:
     zero, one = torch.zeros(1), torch.ones(1)
-    weight = float(loss_weights(name, make_parametrization(prediction_type), zero, one, **OPTIONS))
+    weight = float(Weighting.of(name).weights(Prediction.of(prediction), zero, one))
     # sigma_data is 0.5: the edm weight on x0 is 4 there, and the network's own error counts a quarter of that
     of_x0 = {"min_snr": 0.0, "debiased": 0.0, "p2": 0.0, "edm": 4.0}
-    if name == "uniform" or (prediction_type == "epsilon" and name != "edm"):
+    if name == "uniform" or (prediction == "epsilon" and name != "edm"):
         assert weight == 1  # the formula is 0 / 0 for the noise
-    elif prediction_type == "epsilon":
+    elif prediction == "epsilon":
         assert weight == torch.inf  # as it must: an error of the noise is one of x0 without end
     else:
-        assert weight == (of_x0[name] / 4 if prediction_type == "edm" else of_x0[name])
+        assert weight == (of_x0[name] / 4 if prediction == "edm" else of_x0[name])
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
+def test_options() -> None:
+    alpha, sigma = torch.tensor([0.9]), torch.tensor([0.435889894])  # a SNR of 4.263
+    snr = float((alpha / sigma) ** 2)
+    assert float(Diffusion(weighting=MinSNR(2.0)).weights(alpha, sigma)) == pytest.approx(2 / snr)
+    p2 = Diffusion(weighting=P2(k=2.0, gamma=0.5))
+    assert float(p2.weights(alpha, sigma)) == pytest.approx((2 + snr) ** -0.5)
+    edm = Diffusion("edm", "sample", EDMWeighting(0.25))
+    expected = (0.3**2 + 0.25**2) / (0.3 * 0.25) ** 2
+    assert float(edm.weights(torch.ones(1), torch.tensor([0.3]))) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", Weighting.known)
 def test_the_objective_weighs_its_samples(name: str) -> None:
-    diffusion = Diffusion(prediction_type="v_prediction", weighting=name)
+    diffusion = Diffusion(prediction="v_prediction", weighting=name)
     alpha, sigma = ALPHA.float(), SIGMA.float()
-    expected = loss_weights(name, make_parametrization("v_prediction"), alpha, sigma, **OPTIONS)
+    expected = Weighting.of(name).weights(Prediction.of("v_prediction"), alpha, sigma)
     assert torch.equal(diffusion.weights(alpha, sigma), expected)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "weighting", "expected"),
+    [
+        ("sample", EDMWeighting(), 0.5),
+        (EDMPrediction(0.2), EDMWeighting(), 0.2),
+        (EDMPrediction(0.2), EDMWeighting(0.3), 0.3),
+        ("sample", EDMWeighting(0.3), 0.3),
+    ],
+)
+def test_the_edm_weighting_takes_up_the_spread_of_the_prediction(
+    prediction: Prediction | str, weighting: EDMWeighting, expected: float
+) -> None:
+    assert Diffusion("edm", prediction, weighting).weighting == EDMWeighting(expected)
+
+
+def test_a_weighting_of_0_where_sampling_starts_is_remarked_on() -> None:
+    """Exactly where nothing of the image is left, sampling starts there, and the weight is 0."""
+    vanishing = {"min_snr", "p2", "debiased"}
+    zero_snr = [VP(rescale_betas_zero_snr=True), VP("cosine", 20, True), "flow"]
+    for process, name, prediction in product([*zero_snr, VP(), EDM()], Weighting.known, PREDICTIONS[1:]):
+        remarks = Diffusion(process, prediction, name).remarks()
+        assert len(remarks) == (name in vanishing and process in zero_snr), (process, name, prediction)
+        for remark in remarks:
+            check_facts(remark, "diffusion.weighting", f"'{name}'", "'uniform'", "'edm'")
+    assert Diffusion("flow", "sample", MinSNR(1e6)).remarks()  # whatever its gamma
+
+
+def test_the_remark_of_an_objective_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for weighting, expected in (("p2", ["p2"]), ("uniform", [])):
+        caplog.clear()
+        toy_loop(objective=Diffusion("flow", weighting=weighting))
+        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert [weighting for warning in warnings if f"{weighting!r}" in warning] == expected
+
+
+class OwnWeighting(UniformWeighting):
+    """Made from the uniform one."""
+
+    def weights(self, prediction: Prediction, alpha: Tensor, sigma: Tensor) -> Tensor:
+        return 3 * super().weights(prediction, alpha, sigma)
+
+
+def test_a_weighting_made_from_the_uniform_one_weighs() -> None:
+    batch = Diffusion().draw(Batch(torch.zeros(4, 1, 2, 2)), seeded())
+    one, three = (
+        Diffusion(weighting=weighting)(lambda x, t: torch.zeros_like(x), batch).loss
+        for weighting in ("uniform", OwnWeighting())
+    )
+    assert float(three) == pytest.approx(3 * float(one), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "value"),
+    [
+        (MinSNR, "gamma", 0.0),
+        (P2, "k", 0.0),
+        (P2, "gamma", -1.0),
+        (EDMWeighting, "sigma_data", 0.0),
+    ],
+)
+def test_options_outside_of_their_range_are_named(make: type[Weighting], option: str, value: float) -> None:
+    with refused(ValueError, f"'{option}'", value):
+        make(**{option: value})

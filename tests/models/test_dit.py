@@ -1,7 +1,6 @@
 import copy
 import inspect
 import math
-import re
 from typing import Any, get_type_hints
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from hookdiff.models import DiT
 from hookdiff.models.dit import DiTBlock, positions
 from hookdiff.models.embedding import sinusoids
+from tests.conftest import refused
 
 TINY: dict[str, Any] = {"hidden_size": 16, "depth": 2, "num_heads": 2}
 SIZES = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}
@@ -157,7 +157,7 @@ def test_every_parameter_is_trained() -> None:
 def test_overfits_a_batch_and_learns_to_read_time_and_class() -> None:
     model = tiny(hidden_size=32, patch_size=4, num_classes=2)
     x, target = images(1, 1, 8, 8).expand(4, 1, 8, 8), images(4, 1, 8, 8)
-    t, labels = torch.tensor([0, 0, 999, 999]), torch.tensor([0, 1, 1, -1])  # all that tells the four apart
+    t, labels = torch.tensor([0, 0, 999, 999]), torch.tensor([0, 1, 1, -1])  # the four differ in nothing else
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(150):
         optimizer.zero_grad()
@@ -180,11 +180,11 @@ def test_minus_one_is_the_last_row() -> None:
 
 def test_labels_without_classes_and_classes_without_labels() -> None:
     x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
-    with pytest.raises(ValueError, match=r"num_classes=3 and got no labels: call it as model\(x, timesteps, labels\)"):
+    with refused(ValueError, "num_classes=3", "model(x, timesteps, labels)"):
         tiny(num_classes=3)(x, t)
-    with pytest.raises(ValueError, match=r"got labels and was built without classes: set num_classes, or"):
+    with refused(ValueError, "num_classes"):
         tiny()(x, t, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"^labels has 3, expected -1 \(no class\) to 2: "):
+    with refused(ValueError, "labels", 3, -1, 2):
         tiny(num_classes=3)(x, t, torch.tensor([0, 3]))
 
 
@@ -320,7 +320,7 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model.eval()(x, t), dry(x, t))
 
 
-def test_bf16_autocast_keeps_the_dtype_and_tells_999_from_1000() -> None:
+def test_bf16_autocast_keeps_the_dtype_and_999_apart_from_1000() -> None:
     model = awake(tiny(num_classes=2))
     x, t, labels = images(1, 1, 8, 8).expand(2, 1, 8, 8), torch.tensor([999, 1000]), torch.tensor([1, 1])
     expected = model(x, t, labels)
@@ -394,49 +394,34 @@ def test_compiles_in_place_to_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),  # the last fact is the nearest that fits
     [
-        ({"in_channels": 0}, "in_channels=0 is less than 1; nearest: 1"),
-        ({"patch_size": 0}, "patch_size=0 is less than 1; nearest: 1"),
-        ({"depth": -1}, "depth=-1 is less than 1; nearest: 1"),
-        ({"num_heads": 0}, "num_heads=0 is less than 1; nearest: 1"),
-        ({"num_classes": -1}, "num_classes=-1 is less than 0; nearest: 0"),
-        (
-            {"image_size": 28, "patch_size": 8},
-            "image_size=28 is no multiple of patch_size=8; nearest: 24 or 32, or patch_size=7",
-        ),
-        (
-            {"hidden_size": 30},
-            "hidden_size=30 is no multiple of 4, as positions need: sines and cosines of row and column; "
-            "nearest: 28 or 32",
-        ),
-        ({"hidden_size": 64, "num_heads": 6}, "num_heads=6 does not divide hidden_size=64; nearest: 4"),
-        ({"mlp_ratio": 0.0}, "mlp_ratio=0.0 leaves no features inside the MLP; usual: 4.0"),
-        ({"mlp_ratio": float("nan")}, "mlp_ratio=nan leaves no features inside the MLP; usual: 4.0"),
-        ({"dropout": 1.5}, "dropout=1.5 is not in [0, 1); nearest: 0.99"),
+        ({"in_channels": 0}, ("in_channels=0", 1)),
+        ({"patch_size": 0}, ("patch_size=0", 1)),
+        ({"depth": -1}, ("depth=-1", 1)),
+        ({"num_heads": 0}, ("num_heads=0", 1)),
+        ({"num_classes": -1}, ("num_classes=-1", 0)),
+        ({"image_size": 28, "patch_size": 8}, ("image_size=28", "patch_size=8", 24, 32, "patch_size=7")),
+        ({"hidden_size": 30}, ("hidden_size=30", 4, 28, 32)),
+        ({"hidden_size": 64, "num_heads": 6}, ("num_heads=6", "hidden_size=64", 4)),
+        ({"mlp_ratio": 0.0}, ("mlp_ratio=0.0", 4.0)),
+        ({"mlp_ratio": float("nan")}, ("mlp_ratio=nan", 4.0)),
+        ({"dropout": 1.5}, ("dropout=1.5", 0.99)),
     ],
 )
-def test_refuses_what_does_not_fit(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+def test_refuses_what_does_not_fit(options: dict[str, Any], facts: tuple[object, ...]) -> None:
+    with refused(ValueError, *facts):
         DiT(**options)
 
 
 @pytest.mark.parametrize(
-    ("shape", "timesteps", "message"),
+    ("shape", "timesteps", "facts"),
     [
-        (
-            (2, 3, 8, 8),
-            torch.tensor([1, 2]),
-            "x has shape (2, 3, 8, 8), expected (n, 1, h, w): the model was built with in_channels=1",
-        ),
-        (
-            (1, 1, 30, 44),
-            torch.tensor([1]),
-            "images of 30x44 do not fit, expected multiples of 4 for patch_size; nearest: 28x44 or 32x44",
-        ),
-        ((2, 1, 8, 8), torch.tensor([1]), "timesteps has shape (1,), expected (2,): one an image"),
+        ((2, 3, 8, 8), torch.tensor([1, 2]), ("(2, 3, 8, 8)", "(n, 1, h, w)", "in_channels=1")),
+        ((1, 1, 30, 44), torch.tensor([1]), ("30x44", 4, "patch_size", "28x44", "32x44")),
+        ((2, 1, 8, 8), torch.tensor([1]), ("timesteps", "(1,)", "(2,)")),
     ],
 )
-def test_refuses_inputs_that_do_not_fit(shape: tuple[int, ...], timesteps: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+def test_refuses_inputs_that_do_not_fit(shape: tuple[int, ...], timesteps: Tensor, facts: tuple[object, ...]) -> None:
+    with refused(ValueError, *facts):
         tiny(patch_size=4)(torch.zeros(shape), timesteps)

@@ -1,12 +1,8 @@
-import re
-
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookdiff.models.checks import check_labels
 from hookdiff.models.embedding import LabelEmbedding, TimeEmbedding, sinusoids
 
 
@@ -46,39 +42,3 @@ def test_a_label_is_its_row_and_minus_one_the_last(num_classes: int, drawn: list
     assert embed.weight.shape == (num_classes + 1, 5)
     expected = torch.stack([embed.weight[label] for label in labels]) if labels else torch.empty(0, 5)
     assert torch.equal(embed(torch.tensor(labels, dtype=dtype)), expected)  # python's own -1 is the last, too
-
-
-def labels(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("given", "num_classes", "message"),
-    [
-        (
-            None,
-            10,
-            "the model was built with num_classes=10 and got no labels: call it as model(x, timesteps, labels), "
-            "with -1 where there is no class",
-        ),
-        (labels(0, 1), 0, "the model got labels and was built without classes: set num_classes, or give no labels"),
-        (labels(0), 10, "labels has shape (1,) of torch.int64, expected (2,) of int64: one an image"),
-        (torch.zeros(2), 10, "labels has shape (2,) of torch.float32, expected (2,) of int64: one an image"),
-        (
-            labels(0, 10),
-            10,
-            "labels has 10, expected -1 (no class) to 9: the model was built with num_classes=10",
-        ),
-        (labels(-2, 0), 10, "labels has -2, expected -1 (no class) to 9: the model was built with num_classes=10"),
-    ],
-)
-def test_labels_that_do_not_fit_are_refused(given: torch.Tensor | None, num_classes: int, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_labels(given, 2, num_classes)
-
-
-def test_labels_that_fit() -> None:
-    check_labels(None, 2, 0)
-    check_labels(labels(-1, 9), 2, 10)
-    check_labels(labels(), 0, 10)
-    check_labels(labels(5, 50).to("meta"), 2, 10)  # their values would be waited for

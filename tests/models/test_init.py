@@ -16,6 +16,7 @@ from hookdiff import ConfigError, build_loop, load_config
 from hookdiff.models import DiT, UNet
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.testing import assert_same, weights
+from tests.conftest import check_facts, refused
 
 
 def initialised(model: Any, init: Any, seed: int = 0) -> Any:
@@ -151,14 +152,15 @@ def test_zero_output_makes_a_model_that_predicts_nothing(
     caplog.set_level(logging.INFO, "hookdiff")
     loop = build_loop(load(tmp_path, monkeypatch, init="xavier", zero_output=True, **model), tmp_path / "run")
     assert not loop.model(torch.randn(2, 1, 8, 8), torch.tensor([0, 9])).any()
-    assert f"zero_output: {found} starts at zero" in caplog.messages
+    (message,) = [message for message in caplog.messages if "zero_output" in message]
+    check_facts(message, found)
     assert loop.run() == "done"
     assert loop.model(torch.randn(2, 1, 8, 8), torch.tensor([0, 9])).any()
 
 
 def test_without_a_layer_there_is_no_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(tmp_path, monkeypatch, zero_output=True, use="hd_init:NoLayers")
-    with pytest.raises(ConfigError, match=r"^model\.zero_output: no linear layer or convolution was called"):
+    with refused(ConfigError, "model.zero_output"):
         build_loop(config, tmp_path / "run")
 
 
@@ -183,10 +185,8 @@ def test_given_weights_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert_same(weights(loop), given)
 
 
-def test_the_config_tells_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.init: expected one of .*, got 'orthogonl'; did you mean 'orthogonal'"
-    ):
+def test_the_config_gives_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(ConfigError, "model.init", "'orthogonl'", "'orthogonal'"):
         load(tmp_path, monkeypatch, **DIT, init="orthogonl")
-    with pytest.raises(ConfigError, match=r"model\.zero_outptu: unknown key; did you mean 'zero_output'\?"):
+    with refused(ConfigError, "model.zero_outptu", "'zero_output'"):
         load(tmp_path, monkeypatch, **DIT, zero_outptu=True)

@@ -1,6 +1,5 @@
 import copy
 import inspect
-import re
 from typing import Any, get_type_hints
 
 import pytest
@@ -13,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdiff.models import UNet
 from hookdiff.models.unet import Attention, ResBlock
+from tests.conftest import refused
 
-MISFIT = "images of {} do not fit, expected multiples of 4 for the 3 levels of channel_mults; nearest: {}"
 TINY: dict[str, Any] = {"channels": 8, "num_res_blocks": 1, "head_dim": 8}
 
 
@@ -114,7 +113,7 @@ def test_every_parameter_is_trained(mults: tuple[int, ...]) -> None:
 def test_overfits_a_batch_and_learns_to_read_the_time() -> None:
     model = tiny(channels=16)
     x, target = images(1, 1, 8, 8).expand(4, 1, 8, 8), images(4, 1, 8, 8)
-    t = torch.tensor([0, 1, 500, 999])  # the only thing that tells the four apart
+    t = torch.tensor([0, 1, 500, 999])  # the four differ in nothing else
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(60):
         optimizer.zero_grad()
@@ -124,7 +123,7 @@ def test_overfits_a_batch_and_learns_to_read_the_time() -> None:
     assert F.mse_loss(model(x, t.flip(0)), target) > 0.5
 
 
-def test_bf16_autocast_tells_999_from_1000() -> None:
+def test_bf16_autocast_keeps_999_apart_from_1000() -> None:
     model = awake(tiny())
     x, t = images(1, 1, 8, 8).expand(2, 1, 8, 8), torch.tensor([999, 1000])
     expected = model.time(t)
@@ -138,7 +137,7 @@ def test_bf16_autocast_tells_999_from_1000() -> None:
     assert (step - expected_step).norm() < 0.1 * expected_step.norm()
 
 
-def test_a_model_cast_whole_tells_999_from_1000() -> None:
+def test_a_model_cast_whole_keeps_999_apart_from_1000() -> None:
     model = awake(tiny()).bfloat16()
     x = images(1, 1, 8, 8).bfloat16().expand(2, 1, 8, 8)
     out = model(x, torch.tensor([999, 1000]))
@@ -273,11 +272,11 @@ def test_the_class_is_added_to_the_time_before_any_block_reads_it() -> None:
 
 def test_labels_without_classes_and_classes_without_labels() -> None:
     x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
-    with pytest.raises(ValueError, match=r"num_classes=3 and got no labels: call it as model\(x, timesteps, labels\)"):
+    with refused(ValueError, "num_classes=3", "model(x, timesteps, labels)"):
         tiny(num_classes=3)(x, t)
-    with pytest.raises(ValueError, match=r"got labels and was built without classes: set num_classes, or"):
+    with refused(ValueError, "num_classes"):
         tiny()(x, t, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"^labels has 3, expected -1 \(no class\) to 2: "):
+    with refused(ValueError, "labels", 3, -1, 2):
         tiny(num_classes=3)(x, t, torch.tensor([0, 3]))
 
 
@@ -412,50 +411,32 @@ def test_can_be_built_on_the_meta_device_and_drawn_later() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),  # the last fact is the nearest that fits
     [
-        ({"in_channels": 0}, "in_channels=0 is less than 1; nearest: 1"),
-        ({"channels": -8}, "channels=-8 is less than 1; nearest: 1"),
-        ({"num_res_blocks": 0}, "num_res_blocks=0 is less than 1; nearest: 1"),
-        ({"head_dim": 0}, "head_dim=0 is less than 1; nearest: 1"),
-        ({"channel_mults": ()}, "channel_mults is empty, expected one number a level; nearest: (1,)"),
-        ({"channel_mults": (1, 0)}, "channel_mults=(1, 0) has a number less than 1; nearest: (1, 1)"),
-        (
-            {"image_size": 30, "channel_mults": (1, 2, 2)},
-            "image_size=30 does not fit, expected at least 8 and a multiple of 4 "
-            "for the 3 levels of channel_mults; nearest: 28 or 32",
-        ),
-        (
-            {"image_size": 4},
-            "image_size=4 does not fit, expected at least 8 and a multiple of 2 "
-            "for the 2 levels of channel_mults; nearest: 8",
-        ),
-        (
-            {"image_size": 9, "channel_mults": (1, 1, 1, 1, 1)},
-            "image_size=9 does not fit, expected at least 8 and a multiple of 16 "
-            "for the 5 levels of channel_mults; nearest: 16",
-        ),
-        (
-            {"attention_resolutions": (8, 16)},
-            "attention_resolutions=(8, 16) has 16, but the levels have sides 8, 4; nearest: 8",
-        ),
-        (
-            {"channels": 48, "attention_resolutions": (4, 8)},
-            "head_dim=32 does not divide the channels of each level with attention (48, 96); nearest: 24",
-        ),
-        ({"num_classes": -1}, "num_classes=-1 is less than 0; nearest: 0"),
-        ({"dropout": 1.0}, "dropout=1.0 is not in [0, 1); nearest: 0.99"),
-        ({"dropout": -0.1}, "dropout=-0.1 is not in [0, 1); nearest: 0.0"),
-        ({"dropout": float("nan")}, "dropout=nan is not in [0, 1); nearest: 0.0"),
+        ({"in_channels": 0}, ("in_channels=0", 1)),
+        ({"channels": -8}, ("channels=-8", 1)),
+        ({"num_res_blocks": 0}, ("num_res_blocks=0", 1)),
+        ({"head_dim": 0}, ("head_dim=0", 1)),
+        ({"channel_mults": ()}, ("channel_mults", (1,))),
+        ({"channel_mults": (1, 0)}, ("channel_mults=(1, 0)", (1, 1))),
+        ({"image_size": 30, "channel_mults": (1, 2, 2)}, ("image_size=30", 8, 4, 3, "channel_mults", 28, 32)),
+        ({"image_size": 4}, ("image_size=4", 2, "channel_mults", 8)),
+        ({"image_size": 9, "channel_mults": (1, 1, 1, 1, 1)}, ("image_size=9", 8, 5, "channel_mults", 16)),
+        ({"attention_resolutions": (8, 16)}, ("attention_resolutions=(8, 16)", 16, 4, 8)),
+        ({"channels": 48, "attention_resolutions": (4, 8)}, ("head_dim=32", 48, 96, 24)),
+        ({"num_classes": -1}, ("num_classes=-1", 0)),
+        ({"dropout": 1.0}, ("dropout=1.0", 0.99)),
+        ({"dropout": -0.1}, ("dropout=-0.1", 0.0)),
+        ({"dropout": float("nan")}, ("dropout=nan", 0.0)),
     ],
 )
-def test_refuses_what_does_not_fit(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+def test_refuses_what_does_not_fit(options: dict[str, Any], facts: tuple[object, ...]) -> None:
+    with refused(ValueError, *facts):
         UNet(**options)
 
 
 def test_the_nearest_head_dim_is_found_among_a_great_many_channels() -> None:
-    with pytest.raises(ValueError, match=r"nearest: 32$"), torch.device("meta"):
+    with refused(ValueError, "head_dim=33", 32), torch.device("meta"):
         UNet(channels=2**40, head_dim=33)
 
 
@@ -464,34 +445,21 @@ def test_head_dim_matters_only_where_there_is_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "timesteps", "message"),
+    ("shape", "timesteps", "facts"),
     [
-        (
-            (2, 3, 8, 8),
-            torch.tensor([1, 2]),
-            "x has shape (2, 3, 8, 8), expected (n, 1, h, w): the model was built with in_channels=1",
-        ),
-        (
-            (1, 8, 8),
-            torch.tensor([1]),
-            "x has shape (1, 8, 8), expected (n, 1, h, w): the model was built with in_channels=1",
-        ),
-        ((1, 1, 30, 45), torch.tensor([1]), MISFIT.format("30x45", "28x44 or 32x48")),
-        ((1, 1, 8, 2), torch.tensor([1]), MISFIT.format("8x2", "8x4")),
-        ((1, 1, 0, 8), torch.tensor([1]), MISFIT.format("0x8", "4x8")),
-        ((2, 1, 8, 8), torch.tensor([1]), "timesteps has shape (1,), expected (2,): one an image"),
-        ((1, 1, 8, 8), torch.tensor(1), "timesteps has shape (), expected (1,): one an image"),
-        (
-            (1, 1, 8, 8),
-            torch.tensor([999]).bfloat16(),
-            "timesteps is torch.bfloat16, which has rounded them (bfloat16 turns 999 into 1000), "
-            "expected integers or float32",
-        ),
+        ((2, 3, 8, 8), torch.tensor([1, 2]), ("(2, 3, 8, 8)", "(n, 1, h, w)", "in_channels=1")),
+        ((1, 8, 8), torch.tensor([1]), ("(1, 8, 8)", "(n, 1, h, w)", "in_channels=1")),
+        ((1, 1, 30, 45), torch.tensor([1]), ("30x45", 4, 3, "channel_mults", "28x44", "32x48")),
+        ((1, 1, 8, 2), torch.tensor([1]), ("8x2", 4, 3, "channel_mults", "8x4")),
+        ((1, 1, 0, 8), torch.tensor([1]), ("0x8", 4, 3, "channel_mults", "4x8")),
+        ((2, 1, 8, 8), torch.tensor([1]), ("timesteps", "(1,)", "(2,)")),
+        ((1, 1, 8, 8), torch.tensor(1), ("timesteps", "()", "(1,)")),
+        ((1, 1, 8, 8), torch.tensor([999]).bfloat16(), ("timesteps", "torch.bfloat16", "float32")),
     ],
 )
-def test_refuses_inputs_that_do_not_fit(shape: tuple[int, ...], timesteps: Tensor, message: str) -> None:
+def test_refuses_inputs_that_do_not_fit(shape: tuple[int, ...], timesteps: Tensor, facts: tuple[str, ...]) -> None:
     model = tiny(channel_mults=(1, 1, 1))
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with refused(ValueError, *facts):
         model(torch.zeros(shape), timesteps)
 
 
@@ -499,7 +467,7 @@ def test_refuses_inputs_that_do_not_fit(shape: tuple[int, ...], timesteps: Tenso
     ("size", "mults", "attends"),
     [(8, (1, 2), 4), (28, (1, 2, 2), 7), (64, (1, 2), 32), (128, (1, 2), None), (8, (2,), 8)],
 )
-def test_attention_is_on_the_last_level_unless_told(size: int, mults: tuple[int, ...], attends: int | None) -> None:
+def test_attention_is_on_the_last_level_by_default(size: int, mults: tuple[int, ...], attends: int | None) -> None:
     with torch.device("meta"):
-        told = UNet(image_size=size, channel_mults=mults, attention_resolutions=() if attends is None else (attends,))
-        assert UNet(image_size=size, channel_mults=mults).state_dict().keys() == told.state_dict().keys()
+        asked = UNet(image_size=size, channel_mults=mults, attention_resolutions=() if attends is None else (attends,))
+        assert UNet(image_size=size, channel_mults=mults).state_dict().keys() == asked.state_dict().keys()

@@ -63,14 +63,16 @@ def test_nobody_waits_for_the_device():
     assert counts[0] == counts[1] > 0
 
 
-def test_short_memory_is_told_once(caplog):
-    toy_loop({"memory": Memory(warn_above=1e-6)}).run()
+def test_short_memory_is_reported_once(caplog):
+    told = Told()
+    toy_loop({"memory": Memory(warn_above=1e-6), "told": told}).run()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    cause, way_out = record.getMessage().splitlines()
-    assert cause.startswith("memory: ")
-    assert cause.endswith("MiB of cpu were in use at one time")
-    assert "run.micro_batch" in way_out
+    what, why, remedy = record.getMessage().splitlines()
+    assert what.startswith("step 5: ")
+    assert f" {told.values[5]['memory/peak']:.0f} of " in what
+    assert "cpu" in why
+    assert "run.micro_batch" in remedy
 
 
 def test_enough_memory_is_not_worth_a_word(caplog):

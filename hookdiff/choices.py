@@ -1,0 +1,102 @@
+"""One of several classes, chosen by name, each with only its own options.
+
+A config writes `weighting = { use = "min_snr", gamma = 3.0 }`, or `weighting = "min_snr"` where it sets no option; a
+script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"` takes a class of the user's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from operator import attrgetter
+from typing import Any, ClassVar, Self, TypeVar
+
+from hookdiff.errors import PluginError, nearest
+
+GROUP = "hookdiff.parts"  # of entry points; "weighting.mine" is the weighting `mine`
+Chosen = TypeVar("Chosen", bound="Choice")
+
+
+class Choice:
+    """The base of every kind of choice: noise schedules, loss weightings, samplers, ...
+
+    A kind is a subclass with a name, `kind`, and the classes to choose from, `known`. Each of these inherits from the
+    kind and is an attrs class (`@define(frozen=True)`); its fields are the options.
+    """
+
+    kind: ClassVar[str]  # "weighting": in messages, and in the names of entry points
+    known: ClassVar[Mapping[str, type]] = {}  # by name
+    default: ClassVar[str | None] = None  # of a table that has no `use`
+
+    @classmethod
+    def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
+        """Return `value` if it is of this kind; else make what it names: a string, or a mapping of `use` and options.
+
+        Raises PluginError for an unknown name.
+        """
+        if isinstance(value, cls):
+            return value
+        options = dict(value) if isinstance(value, Mapping) else {"use": value}
+        return find(cls, options.pop("use", cls.default))(**options)
+
+    @property
+    def use(self) -> str:
+        """The name of this choice in a config."""
+        return name_of(type(self))
+
+
+def find(kind: type[Chosen], use: object) -> type[Chosen]:
+    """Return the class of `kind` called `use`: a known name, one of an entry point, or `module:Name`.
+
+    Raises PluginError when there is none or several of that name, or when it is of another kind.
+    """
+    found = kind.known.get(str(use)) or import_object(_path(kind, use), f"the {kind.kind} {use!r}")
+    if isinstance(found, type) and issubclass(found, kind):
+        return found
+    raise PluginError(f"{use} is no {kind.kind}: it does not inherit from {kind.__module__}.{kind.__qualname__}")
+
+
+def _path(kind: type[Choice], use: object) -> str:
+    name, published = str(use), _published(kind)
+    if name not in published and ":" not in name:
+        names = [*kind.known, *published]
+        unknown = "needs a `use`" if use is None else f"unknown {use!r}{nearest(name, names)}"
+        raise PluginError(f"{unknown}; known: {', '.join(names)}, or module:Name")
+    path, *others = published.get(name, [name])
+    if others:
+        claims = " and ".join((path, *others))
+        raise PluginError(f"the {kind.kind} {name!r} is claimed by {claims}; uninstall one, or use module:Name")
+    return path
+
+
+def _published(kind: type[Choice]) -> dict[str, list[str]]:
+    """Return the paths of the classes that entry points offer for `kind`, by name: one, unless several claim it."""
+    found: dict[str, list[str]] = {}
+    for entry in entry_points(group=GROUP):
+        group, _, name = entry.name.partition(".")
+        if group == kind.kind and entry.value not in found.setdefault(name, []):
+            found[name].append(entry.value)
+    return found
+
+
+def name_of(chosen: type[Choice]) -> str:
+    """Return the name under which a config finds the class."""
+    for name, known in chosen.known.items():
+        if known is chosen:
+            return name
+    path = f"{chosen.__module__}:{chosen.__qualname__}"
+    return next((name for name, paths in _published(chosen).items() if paths == [path]), path)
+
+
+def import_object(path: str, what: str) -> Any:
+    """Import `package.module:Name`; raises PluginError that says `what` it was for."""
+    module, _, name = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except (ImportError, TypeError, ValueError) as error:  # the last two where `module` starts with a dot, or is empty
+        raise PluginError(f"{what}: cannot import {module}: {error}") from error
+    try:
+        return attrgetter(name)(found)
+    except AttributeError:
+        raise PluginError(f"{what}: {module} has no {name!r}{nearest(name, dir(found))}") from None

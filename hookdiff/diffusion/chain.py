@@ -1,0 +1,55 @@
+"""The state of images that are on their way from noise, and what the network sees in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import define
+from torch import Generator, Tensor
+
+from hookdiff.diffusion.clipping import Clipping
+from hookdiff.diffusion.guidance import Guidance
+from hookdiff.diffusion.objective import Diffusion, Net, to_device
+from hookdiff.diffusion.prediction import noise_from_x0
+from hookdiff.diffusion.process import Point
+
+
+def standard_normal(shape: Sequence[int], generators: Sequence[Generator], device: torch.device) -> Tensor:
+    """Return noise of `shape` for each of `generators`, drawn by it: float32 on `device`."""
+    drawn = [torch.randn(*shape, generator=g, device=g.device, dtype=torch.float32) for g in generators]
+    return to_device(torch.stack(drawn), device)
+
+
+@define(eq=False)
+class Chain:
+    """The images of one call of the network, on their way from noise; what a solver works with."""
+
+    net: Net
+    diffusion: Diffusion
+    clipping: Clipping
+    guidance: Guidance
+    steps: int  # of the whole way
+    labels: Tensor | None
+    generators: Sequence[Generator]
+    before: tuple[Tensor, Point] | None = None  # x0 and the moment of the step before, for solvers that want it
+
+    def look(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
+        """Return the image, clipped as the options say, and the noise that the network sees in `x`."""
+        diffusion = self.diffusion
+
+        def ask(noisy: Tensor, labels: Tensor | None) -> Tensor:
+            dtype = torch.int64 if isinstance(at.time, int) else noisy.dtype
+            times = torch.full((len(noisy),), at.time, device=noisy.device, dtype=dtype)
+            return diffusion.predict(self.net, noisy, times, labels, at.alpha, at.sigma)
+
+        output = self.guidance.output(ask, x, at, self.labels).to(x.dtype)
+        x0, noise = diffusion.prediction.x0_and_noise(output, x, at.alpha, at.sigma)
+        if not self.clipping.clips:
+            return x0, noise
+        x0 = diffusion.normalize(self.clipping.clip(diffusion.denormalize(x0)))
+        return x0, noise_from_x0(x, x0, at.alpha, at.sigma)
+
+    def noised(self, mean: Tensor, std: float) -> Tensor:
+        """Return `mean` with fresh noise; without noise to add none is drawn, so the chain is a function of x_T."""
+        return mean + std * standard_normal(mean.shape[1:], self.generators, mean.device) if std else mean

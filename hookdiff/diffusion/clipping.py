@@ -1,0 +1,66 @@
+"""Clippings: how predicted images are kept in the range of images while sampling."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff.choices import Choice
+from hookdiff.options import between
+
+
+class Clipping(Choice, ABC):
+    """Keeps predicted images in [-1, 1]."""
+
+    kind = "clipping"
+    clips: ClassVar[bool] = True  # whether `clip` changes anything
+
+    @abstractmethod
+    def clip(self, images: Tensor) -> Tensor:
+        """Return `images` (n c h w) in [-1, 1]."""
+
+
+@define(frozen=True)
+class NoClipping(Clipping):
+    """Predicted images stay as they are; a step is then an affine map of x_t and the output."""
+
+    clips = False
+
+    def clip(self, images: Tensor) -> Tensor:
+        """Return `images`."""
+        return images
+
+
+@define(frozen=True)
+class Clamp(Clipping):
+    """Every predicted image is clamped to [-1, 1]."""
+
+    def clip(self, images: Tensor) -> Tensor:
+        """Return the clamped images."""
+        return images.clamp(-1, 1)
+
+
+@define(frozen=True)
+class DynamicThreshold(Clipping):
+    """Scales each image down to [-1, 1] where its range is wider.
+
+    Dynamic thresholding: Saharia et al. 2022 (arXiv 2205.11487), section 2.3.
+    """
+
+    ratio: float = field(default=0.995, validator=between(0, 1))  # quantile of |x0| that is the range
+
+    def clip(self, images: Tensor) -> Tensor:
+        """Return the scaled images, with what is beyond the quantile clamped."""
+        bound = images.abs().flatten(1).quantile(self.ratio, dim=1).clamp(min=1).view(-1, 1, 1, 1)
+        return (images / bound).clamp(-1, 1)
+
+
+Clipping.known = {"none": NoClipping, "clamp": Clamp, "dynamic": DynamicThreshold}
+
+
+def to_clipping(value: Clipping | str) -> Clipping:
+    """Return the clipping that `value` is, or names."""
+    return Clipping.of(value)

@@ -1,0 +1,60 @@
+"""The error of a prediction, pixel by pixel."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from attrs import define, field
+from attrs.validators import gt
+from torch import Tensor
+from torch.nn import functional
+
+from hookdiff.choices import Choice
+
+
+class Loss(Choice, ABC):
+    """How far an output is from its target."""
+
+    kind = "loss"
+    default = "mse"
+
+    @abstractmethod
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the error of each pixel; all of shape n c h w, float32."""
+
+
+@define(frozen=True)
+class MSE(Loss):
+    """The squared error."""
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return (output - target)²."""
+        return functional.mse_loss(output, target, reduction="none")
+
+
+@define(frozen=True)
+class L1(Loss):
+    """The absolute error."""
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return |output - target|."""
+        return functional.l1_loss(output, target, reduction="none")
+
+
+@define(frozen=True)
+class Huber(Loss):
+    """Half the squared error up to `delta`, linear beyond."""
+
+    delta: float = field(default=1.0, validator=gt(0))
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return Huber's loss."""
+        return functional.huber_loss(output, target, reduction="none", delta=self.delta)
+
+
+Loss.known = {"mse": MSE, "l1": L1, "huber": Huber}
+
+
+def to_loss(value: Loss | str) -> Loss:
+    """Return the loss that `value` is, or names."""
+    return Loss.of(value)

@@ -1,0 +1,146 @@
+"""Sampling: from noise back to images, with a trained network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from attrs import define, evolve, field
+from attrs.converters import optional
+from attrs.validators import ge
+from torch import Generator, Tensor
+
+from hookdiff.diffusion.chain import Chain, standard_normal
+from hookdiff.diffusion.clipping import Clipping, to_clipping
+from hookdiff.diffusion.guidance import ClassifierFree, Guidance, to_guidance
+from hookdiff.diffusion.objective import Diffusion, Net
+from hookdiff.diffusion.prediction import q_sample
+from hookdiff.diffusion.process import IMAGE, Point, Process
+from hookdiff.diffusion.solvers import Solver, to_sampler
+from hookdiff.diffusion.spacing import Spacing, to_spacing
+
+
+@define(eq=False, frozen=True)
+class Sampling:
+    """Makes images. Its arguments are the section `[sampling]`.
+
+    What is left out is what the field uses with the process: DDIM with VP, Euler with flow, Heun with EDM.
+    """
+
+    sampler: Solver | None = field(default=None, converter=optional(to_sampler))
+    steps: int = field(default=50, validator=ge(1))  # of the sampler; heun calls the network twice in each
+    spacing: Spacing | None = field(default=None, converter=optional(to_spacing))
+    clipping: Clipping | None = field(default=None, converter=optional(to_clipping))
+    guidance: Guidance = field(default=ClassifierFree(), converter=to_guidance)
+    batch_size: int = field(default=256, validator=ge(1))  # images a call of the network
+    moved_keys: ClassVar[Mapping[str, str]] = {
+        "rho": "spacing = { use = 'karras', rho = 7.0 }",
+        "time_shift": "spacing = { use = 'shifted', shift = 3.0 }",
+        "eta": "sampler = { use = 'ddim', eta = 1.0 }",
+        "variance": "sampler = { use = 'ddpm', variance = 'fixed_large' }",
+        "s_churn": "sampler = { use = 'heun', churn = 40.0 }",
+        "s_tmin": "sampler = { use = 'heun', churn_min = 0.05 }",
+        "s_tmax": "sampler = { use = 'heun', churn_max = 50.0 }",
+        "s_noise": "sampler = { use = 'heun', churn_noise = 1.003 }",
+        "clip_sample": "clipping = 'clamp' or 'none'",
+        "thresholding": "clipping = 'dynamic'",
+        "dynamic_thresholding_ratio": "clipping = { use = 'dynamic', ratio = 0.995 }",
+        "guidance_scale": "guidance = { scale = 4.0 }",
+        "guidance_interval": "guidance = { interval = [0.2, 5.0] }",
+    }
+
+    def fit(self, diffusion: Diffusion) -> Sampling:
+        """Return these options with all that follows from the process of `diffusion` written out."""
+        sampler, spacing, clipping = self._parts(diffusion.process)
+        return evolve(self, sampler=sampler, spacing=spacing, clipping=clipping)
+
+    def _parts(self, process: Process) -> tuple[Solver, Spacing, Clipping]:
+        sampler = self.sampler or to_sampler(process.default_sampler)
+        spacing = self.spacing or to_spacing(process.default_spacing)
+        return sampler, spacing, self.clipping or to_clipping(process.default_clipping)
+
+    def sample(
+        self,
+        net: Net,
+        diffusion: Diffusion,
+        shape: Sequence[int],
+        generators: Sequence[Generator],
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+        noise: Tensor | None = None,
+        labels: Tensor | None = None,
+        images: Tensor | None = None,
+        strength: float = 0.8,
+    ) -> Tensor:
+        """Return one image for each generator.
+
+        All noise of image k comes from `generators[k]`, so it does not matter which other images are made, or
+        how many at a time: image k is the same to the bit wherever the network's result for it is. Matrix
+        products and convolutions choose their algorithm by batch size; with them it is the same to rounding.
+
+        Where images are clipped the noise is recomputed from the clipped image, so that the two still make up x_t;
+        else a step is an affine map of x_t and the network's output. Eval mode is the caller's to set.
+
+        Args:
+            net: the network, called as `Diffusion` calls it, with images of `dtype`.
+            diffusion: the objective that the network was trained with.
+            shape: of one image, c h w.
+            generators: one an image; on the CPU, so that the noise is the same on every device.
+            device: where the network is.
+            dtype: of x_t, float32 or float64. The noise is drawn in float32 whatever it is.
+            noise: standard normal noise to start from, n c h w; the generators then only give that of the steps.
+            labels: n, int64; -1 is no class. Needed if the objective is conditional.
+            images: n c h w in [-1, 1]: start from these, noised, rather than from pure noise.
+            strength: with `images`, the share of the steps that are made, in (0, 1]: 1 leaves little of the image.
+
+        Returns:
+            `dtype` of shape n c h w on `device`; in [-1, 1] unless `clipping` is "none".
+
+        Raises:
+            ValueError: if the options do not fit the objective, `dtype` is another one, or a tensor has another shape.
+        """
+        solver, _, clipping = self._parts(diffusion.process)
+        points = self.points(diffusion)
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{dtype} would round small steps away: use float32, and autocast in the net")
+        made = torch.empty(len(generators), *shape, device=device, dtype=dtype)
+        for name, given in (("noise", noise), ("images", images)):
+            if given is not None and given.shape != made.shape:
+                raise ValueError(f"{name} has shape {tuple(given.shape)}, expected {tuple(made.shape)}")
+        if labels is not None and labels.shape != made.shape[:1]:
+            raise ValueError(f"labels has shape {tuple(labels.shape)}, expected ({len(made)},)")
+        if diffusion.conditional and labels is None and len(made):
+            raise ValueError("the network was trained with labels: give one for each image, or -1 for none")
+        if images is not None:
+            if not 0 < strength <= 1:
+                raise ValueError(f"strength must be in (0, 1]: {strength:g}")
+            points = points[len(points) - max(1, int(self.steps * strength + 1e-9)) :]
+        # Not inference_mode: a tensor that the network makes in it and keeps, such as a table of positions,
+        # could never take part in a backward pass.
+        with torch.no_grad():
+            for start in range(0, len(made), self.batch_size):
+                rows = slice(start, start + self.batch_size)
+                x = standard_normal(shape, generators[rows], made.device) if noise is None else noise[rows]
+                x = x.to(made)
+                if images is None:
+                    x = x * diffusion.process.initial_scale
+                else:
+                    x = q_sample(diffusion.normalize(images[rows].to(made)), x, points[0].alpha, points[0].sigma)
+                given = labels[rows].to(made.device) if labels is not None and diffusion.conditional else None
+                chain = Chain(net, diffusion, clipping, self.guidance, self.steps, given, generators[rows])
+                for now, after in pairwise((*points, IMAGE)):
+                    x = solver.step(chain, x, now, after)
+                shown = diffusion.denormalize(x)
+                made[rows] = shown.clamp(-1, 1) if clipping.clips else shown  # data_std and data_mean have rounded
+        return made
+
+    def points(self, diffusion: Diffusion) -> list[Point]:
+        """Return the moments that a chain visits, noisiest first, without the image itself.
+
+        Raises ValueError, naming the key, for options that do not fit `diffusion`.
+        """
+        _, spacing, _ = self._parts(diffusion.process)
+        self.guidance.check(diffusion)
+        return spacing.points(diffusion.process, self.steps)

@@ -1,0 +1,95 @@
+"""Spacings: which moments of a process a sampler visits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from attrs import define, evolve, field
+from attrs.validators import gt
+
+from hookdiff.choices import Choice
+from hookdiff.diffusion.process import VP, Flow, Point, Process
+
+
+class Spacing(Choice, ABC):
+    """Chooses the moments that a sampler visits."""
+
+    kind = "spacing"
+
+    @abstractmethod
+    def points(self, process: Process, steps: int) -> list[Point]:
+        """Return the `steps` moments, noisiest first, without the image itself.
+
+        Raises ValueError, naming `spacing`, for a process that it does not fit.
+        """
+
+
+@define(frozen=True)
+class Trailing(Spacing):
+    """Equal distances in time, from the noisiest moment on."""
+
+    def points(self, process: Process, steps: int) -> list[Point]:
+        """Return those of `Process.trailing`."""
+        return process.trailing(steps)
+
+
+@define(frozen=True)
+class Leading(Spacing):
+    """Timesteps floor(i T / N), so that the last one visited is 0.
+
+    The first is up to T / N short of the noisiest, where the network expects traces of an image that pure noise has not
+    (Lin et al. 2023, arXiv 2305.08891, section 3.3).
+    """
+
+    def points(self, process: Process, steps: int) -> list[Point]:
+        """Return the timesteps' moments."""
+        if not isinstance(process, VP):
+            raise ValueError(f"'spacing' cannot be 'leading' for process {process.use!r}, which has no timesteps")
+        process.check_steps(steps)
+        return process.at_timesteps([i * process.timesteps // steps for i in reversed(range(steps))])
+
+
+@define(frozen=True)
+class Karras(Spacing):
+    """Noise levels that are dense where the noise is low: Karras et al. 2022 (arXiv 2206.00364), eq. 5."""
+
+    rho: float = field(default=7.0, validator=gt(0))  # how dense
+
+    def points(self, process: Process, steps: int) -> list[Point]:
+        """Return `karras_sigmas` over the range of the process."""
+        if process.ends_in_noise:
+            raise ValueError(
+                "'spacing' cannot be 'karras', which needs a largest sigma / alpha: this process ends in pure noise; "
+                "use 'trailing'"
+            )
+        return [process.at(sigma) for sigma in karras_sigmas(steps, *process.ratio_range, self.rho)]
+
+
+@define(frozen=True)
+class Shifted(Spacing):
+    """The times of a flow, shifted by another number than in training: k t / (1 + (k - 1) t)."""
+
+    shift: float = field(validator=gt(0))
+
+    def points(self, process: Process, steps: int) -> list[Point]:
+        """Return equal distances in time, shifted."""
+        if not isinstance(process, Flow):
+            raise ValueError(f"'spacing' cannot be 'shifted' for process {process.use!r}: it is for 'flow'")
+        return evolve(process, shift=self.shift).trailing(steps)
+
+
+def karras_sigmas(steps: int, sigma_min: float, sigma_max: float, rho: float = 7.0) -> list[float]:
+    """Return `steps` noise levels from `sigma_max` to `sigma_min`; a single one is `sigma_max`."""
+    if steps == 1:
+        return [sigma_max]
+    high, low = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
+    inner = [(high + i / (steps - 1) * (low - high)) ** rho for i in range(1, steps - 1)]
+    return [sigma_max, *inner, sigma_min]  # the ends exactly
+
+
+Spacing.known = {"trailing": Trailing, "leading": Leading, "karras": Karras, "shifted": Shifted}
+
+
+def to_spacing(value: Spacing | str) -> Spacing:
+    """Return the spacing that `value` is, or names."""
+    return Spacing.of(value)

@@ -1,0 +1,120 @@
+"""The keys of a config as tables, made from the classes and functions that take them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from hookdiff.choices import Choice, import_object
+from hookdiff.experiment.structure import as_toml, fields_of, hints_of, parameters
+
+_BLOCK = re.compile(r"(<!-- keys of (\S+?)(?: without ([\w, ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_NO_DEFAULT = (inspect.Parameter.empty, attrs.NOTHING)  # the latter of a default that follows from another key
+_ARGUMENT = re.compile(r"^    +(\w+): (.*(?:\n     +.*)*)", re.MULTILINE)
+
+
+@attrs.define(frozen=True)
+class Key:
+    """One key of a config."""
+
+    name: str
+    default: str  # as TOML; an empty string where there is none
+    help: str
+    kind: type[Choice] | None = None  # where the key chooses a part
+
+
+def keys(target: Callable[..., Any]) -> list[Key]:
+    """Return the keys that `target`, a class or a function, takes.
+
+    Their help is the metadata of an attrs field, or the text of the argument in the docstring.
+    """
+    fields, hints, texts = fields_of(target), hints_of(target), _arguments(target)
+    found = []
+    for name, parameter in parameters(target).items():
+        metadata = fields[name].metadata if name in fields else {}
+        text = metadata.get("help") or texts.get(name, "")
+        unit = f" ({metadata['unit']})" if "unit" in metadata else ""
+        kind = _kind(hints.get(name))
+        default = None if parameter.default in _NO_DEFAULT else as_toml(parameter.default)
+        if isinstance(default, dict) and kind:
+            default = default["use"]
+        found.append(Key(name, _said(default), text + unit, kind))
+    return found
+
+
+def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) -> str:
+    """Return the table of the keys of `target`, and one of each choice that has options."""
+    lines = ["| key | default | |", "|---|---|---|"]
+    chosen: list[type[Choice]] = []
+    for key in keys(target):
+        if key.name not in without:
+            lines.append(f"| `{key.name}` | {f'`{key.default}`' if key.default else ''} | {key.help} |")
+            chosen += [key.kind] if key.kind else []
+    for kind in chosen:
+        lines += ["", f"`{kind.kind}` is one of these, or `module:Name`:", "", "| use | option | default | |"]
+        lines += ["|---|---|---|---|", *_choices(kind)]
+    return "\n".join(lines) + "\n"
+
+
+def _choices(kind: type[Choice]) -> Iterator[str]:
+    for use, part in kind.known.items():
+        yield f"| `{use}` | | | {summary(part)} |"
+        for key in keys(part):
+            yield f"| | `{key.name}` | {f'`{key.default}`' if key.default else ''} | {key.help} |"
+
+
+def plain(target: Callable[..., Any]) -> Iterator[str]:
+    """Yield the lines of the same for a terminal."""
+    for key in keys(target):
+        yield f"  {key.name} = {key.default}".rstrip(" =").ljust(28) + f"  {key.help}"
+        for use, part in key.kind.known.items() if key.kind else ():
+            options = ", ".join(f"{option.name} = {option.default}".rstrip(" =") for option in keys(part))
+            yield f"    {use:<24}  {summary(part)}{f' ({options})' if options else ''}"
+
+
+def refresh(text: str) -> str:
+    """Return Markdown `text` with its tables made anew.
+
+    A table stands between `<!-- keys of module:Name -->`, which may go on with ` without a, b`, and `<!-- end -->`.
+    """
+
+    def made(block: re.Match[str]) -> str:
+        begin, path, without, end = block.groups()
+        names = frozenset(name.strip() for name in (without or "").split(","))
+        return f"{begin}\n{markdown(import_object(path, 'the reference'), names)}\n{end}"
+
+    return _BLOCK.sub(made, text)
+
+
+def summary(target: object) -> str:
+    """Return the first sentence of the docstring, without its full stop."""
+    return (inspect.getdoc(target) or "").partition("\n")[0].removesuffix(".")
+
+
+def _kind(hint: Any) -> type[Choice] | None:
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return next((m for m in members if isinstance(m, type) and issubclass(m, Choice)), None)
+
+
+def _said(default: Any) -> str:
+    """Return a default as TOML."""
+    if default is None:
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, str):
+        return f'"{default}"'
+    return f"[{', '.join(map(_said, default))}]" if isinstance(default, list) else str(default)
+
+
+def _arguments(target: Callable[..., Any]) -> dict[str, str]:
+    """Return the texts of the arguments in a docstring that has a section "Args:"."""
+    _, _, section = (inspect.getdoc(target) or "").partition("\nArgs:\n")
+    section = re.split(r"\n\n(?=\w+:\n)", section)[0]
+    return {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(section)}

@@ -1,0 +1,171 @@
+"""Findings about a training: one form for them, one wording for what several plugins find, each reported once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from attrs import define, evolve, field
+
+from hookdiff.ranks import rank
+
+Severity = Literal["ok", "info", "warning", "error"]
+
+log = logging.getLogger("hookdiff")
+
+
+@define(frozen=True)
+class Finding:
+    """One thing that was found about a training. Its text has the lines `what`, `why` and "try `remedy`"."""
+
+    severity: Severity  # ok: as usual; info: news; warning: unusual, and may be meant; error: training cannot succeed
+    what: str  # one line
+    why: str = ""  # the numbers that show it, or its cause
+    remedy: str = ""  # continues the word "try"
+
+    def __str__(self) -> str:
+        lines = (self.what, self.why, self.remedy and f"try {self.remedy}")
+        return "\n  ".join(line for line in lines if line)
+
+
+Rule = tuple[object, Finding]  # a condition, and what is found where it is true
+
+
+def error(holds: object, what: str, remedy: str = "", why: str = "") -> Rule:
+    """Return the rule that finds an error where `holds` is true."""
+    return holds, Finding("error", what, why, remedy)
+
+
+def warning(holds: object, what: str, remedy: str = "", why: str = "") -> Rule:
+    """Return the rule that finds a warning where `holds` is true."""
+    return holds, Finding("warning", what, why, remedy)
+
+
+def judge(numbers: str, *rules: Rule) -> Finding:
+    """Return the finding of the first rule whose condition is true, and "ok" if there is none.
+
+    The measured `numbers` are the reason for a finding that gives no other, and what is "ok".
+    """
+    finding = next((finding for holds, finding in rules if holds), Finding("ok", numbers))
+    return finding if finding.why or finding.severity == "ok" else evolve(finding, why=numbers)
+
+
+def report(step: int, finding: Finding | None) -> None:
+    """Log `finding`, if there is one, on the main rank: an error as a warning too, because the run goes on."""
+    if finding and rank() == 0:
+        log.log(logging.INFO if finding.severity == "info" else logging.WARNING, "step %d: %s", step, finding)
+
+
+@define(eq=False)
+class Alarms:
+    """Remembers which findings were reported, by a key of the plugin's choice, so that each is reported once.
+
+    A finding is news when it appears, when its severity changes, and when it comes back after it was over.
+    """
+
+    _raised: dict[str, tuple[Severity, int, float]] = field(factory=dict, init=False)  # severity, last step, size
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._raised
+
+    def check(
+        self, step: int, key: str, finding: Finding | None, *, over: bool | None = None, quiet: float = math.inf
+    ) -> None:
+        """Report what holds at `step`, if it is news."""
+        report(step, self.news(step, key, finding, over=over, quiet=quiet))
+
+    def news(
+        self,
+        step: int,
+        key: str,
+        finding: Finding | None,
+        *,
+        over: bool | None = None,
+        quiet: float = math.inf,
+        size: float = 0.0,
+        growth: float = math.inf,
+    ) -> Finding | None:
+        """Return what holds at `step` if it is news, for the caller to report. None and "ok" mean that nothing holds.
+
+        over: whether an earlier finding is over. By default it is when nothing holds; a plugin that wants a distance
+            between the two (hysteresis) decides for itself.
+        quiet: a finding is also over when it has not held for more than this many steps.
+        size, growth: a finding is also news when its size is `growth` times the size that was reported.
+        """
+        holds = finding is not None and finding.severity != "ok"
+        if over or (over is None and not holds):
+            self._raised.pop(key, None)
+        if finding is None or not holds:
+            return None
+        severity, last, reported = self._raised.get(key, ("ok", step, 0.0))
+        is_news = severity != finding.severity or step - last > quiet or size >= growth * reported
+        self._raised[key] = finding.severity, step, size if is_news else reported
+        return finding if is_news else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return severity, last step and size of the findings that are not over, by key."""
+        return {key: list(alarm) for key, alarm in self._raised.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state, so that a resumed run repeats nothing."""
+        self._raised = {key: (severity, step, size) for key, (severity, step, size) in state.items()}
+
+
+# What several plugins find.
+
+_GENTLER = "a longer warm-up (plugins.lr.warmup), or the plugin clip"
+LOWER_RATE = f"a tenth of the learning rate, {_GENTLER}"
+
+
+def rate_too_high(why: str, rate: float | None = None, severity: Severity = "warning") -> Finding:
+    """Return that the learning rate is too high; a warning says "probably". `rate` is the rate that was too high."""
+    remedy = f"optimizer.lr = {rate / 10:.1g}, then {rate / 100:.1g}, {_GENTLER}" if rate else LOWER_RATE
+    what = "learning rate too high" if severity == "error" else "learning rate probably too high"
+    return Finding(severity, what, why, remedy)
+
+
+def not_finite(subject: str, share: float, remedy: str, where: Sequence[str] = ()) -> Finding:
+    """Return that a `share` (0 to 1) of the values of `subject` is NaN or infinite, in the samples `where`."""
+    why = f"{percent(share)} of the values are NaN or infinite" + (f", in {listed(where, 4)}" if where else "")
+    return Finding("error", f"{subject} not finite", why, remedy)
+
+
+def dead_layers(why: str, severity: Severity = "warning") -> Finding:
+    """Return that layers get no gradient; `why` names them."""
+    return Finding(
+        severity,
+        "dead layers: their gradient is exactly zero, so they never learn",
+        why,
+        "another activation where one is off for every input (a ReLU below 0), no factor that stays zero, and a loss "
+        "that all layers are part of; in fp16 it may be an underflow (precision = 'bf16')",
+    )
+
+
+def little_learned(where: str, why: str) -> Finding:
+    """Return that a network has learned little at the noise levels `where`."""
+    return Finding(
+        "warning",
+        f"the network has learned little at {where}",
+        why,
+        "a longer training, another learning rate, a diffusion.weighting or diffusion.times that count these levels "
+        "more, or a network that uses its timestep",
+    )
+
+
+def memory_short(used: float, available: float, why: str = "") -> Finding:
+    """Return that `used` of the `available` bytes are needed at one time."""
+    what = f"memory nearly full: {used / 2**20:.0f} of {available / 2**20:.0f} MiB"
+    return Finding("warning", what, why, "a smaller run.micro_batch, model.gradient_checkpointing, or the plugin amp")
+
+
+def percent(share: float) -> str:
+    """Return a share, from 0 to 1, as text with three digits."""
+    return "an unknown share" if math.isnan(share) else f"{100 * share:.3g}%"
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """Return the first `most` of `names` with commas, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

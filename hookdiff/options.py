@@ -1,0 +1,30 @@
+"""Help texts and range checks of options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attrs import Attribute
+
+
+def about(help: str, unit: str = "") -> dict[str, str]:
+    """Return the metadata of an option: `field(default=1000, metadata=about("how often", "steps"))`.
+
+    docs/config.md and `hookdiff plugins NAME` print it beside the name and the default.
+    """
+    return {"help": help, "unit": unit} if unit else {"help": help}
+
+
+def between(low: float, high: float, *, open_ends: bool = False) -> Callable[[Any, Attribute[Any], Any], None]:
+    """Return a validator: a number, or each of a list, lies between `low` and `high`; None passes."""
+
+    def check(instance: object, option: Attribute[Any], value: Any) -> None:
+        numbers = () if value is None else value if isinstance(value, (tuple, list)) else (value,)
+        for number in numbers:
+            inside = low < number < high if open_ends else low <= number <= high
+            if not inside:  # a NaN is not
+                brackets = "()" if open_ends else "[]"
+                raise ValueError(f"'{option.name}' must be in {brackets[0]}{low:g}, {high:g}{brackets[1]}: {number:g}")
+
+    return check

@@ -1,1 +1,0 @@
-"""Proofs that a user can run on their own machine."""

@@ -1,0 +1,1 @@
+"""Proofs that a user can run on their own machine: `hookdiff selftest`."""

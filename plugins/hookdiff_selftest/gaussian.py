@@ -1,0 +1,346 @@
+"""Trains and samples where the optimum is known: images whose pixels are independent draws of N(MEAN, STD²).
+
+The best prediction at every noise level, its loss under every weighting, and the mean and the deviation of what a
+sampler makes with it are closed forms. They are written out here once more, in another form than in
+`hookdiff.diffusion`, which is what they check: the exact side calls nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Generator, Tensor, nn
+
+from hookdiff import Batch, InMemory, Loop, LoopConfig, hookimpl
+from hookdiff.diffusion import (
+    DDIM,
+    DDPM,
+    EDM,
+    VP,
+    Diffusion,
+    DPMSolver2M,
+    Euler,
+    Flow,
+    Heun,
+    Sampling,
+    Solver,
+    Times,
+)
+
+MEAN, STD = 1.0, 0.5  # of the data
+TOLERANCE = 0.02  # of loss and deviations, relative; of means, in units of STD
+STEPS = 10  # of the samplers: so few that each leaves its own error, which is part of what is compared
+SHAPE = (1, 4, 4)
+
+Level = tuple[float, float]  # alpha, sigma
+
+
+@define(frozen=True)
+class Case:
+    """A schedule, and what the network predicts."""
+
+    schedule: str
+    prediction_type: str
+    zero_snr: bool = False
+
+    def diffusion(self, weighting: str) -> Diffusion:
+        """Return the objective under test."""
+        processes = {"linear": VP(rescale_betas_zero_snr=self.zero_snr), "flow": Flow(), "edm": EDM()}
+        process = processes[self.schedule]
+        times = Times.of({"use": process.times, "stratified": True})
+        return Diffusion(process, self.prediction_type, weighting, times)
+
+    def __str__(self) -> str:
+        rescaled = ", zero terminal SNR" if self.zero_snr else ""
+        return f"{self.prediction_type} (schedule {self.schedule}{rescaled})"
+
+
+CASES = (
+    Case("linear", "epsilon"),
+    Case("linear", "sample"),
+    Case("linear", "v_prediction"),
+    Case("linear", "v_prediction", zero_snr=True),
+    Case("flow", "flow_prediction"),
+    Case("edm", "edm"),
+)
+WEIGHTINGS = ("uniform", "min_snr", "debiased", "p2", "edm")
+SAMPLERS: dict[str, Solver] = {
+    "ddim": DDIM(),
+    "ddpm": DDPM(),
+    "ddpm large": DDPM(variance="fixed_large"),
+    "euler": Euler(),
+    "heun": Heun(),
+    "dpmpp_2m": DPMSolver2M(),
+}
+
+
+@define(frozen=True)
+class Check:
+    """One number, measured and exact."""
+
+    case: Case
+    weighting: str
+    name: str  # "loss", "mean", "std", or "SAMPLER mean", "SAMPLER std"
+    measured: float
+    exact: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the two agree."""
+        scale = STD if self.name.endswith("mean") else abs(self.exact)
+        return abs(self.measured - self.exact) <= TOLERANCE * scale  # False for a NaN
+
+    def __str__(self) -> str:
+        return f"{self.case}, weighting {self.weighting}: {self.name} is {self.measured:.5g}, exact {self.exact:.5g}"
+
+
+def run(cases: Sequence[Case] = CASES, weightings: Sequence[str] = WEIGHTINGS) -> Iterator[list[Check]]:
+    """Train and sample every case with every weighting; yields the checks of one training after the other."""
+    for case in cases:
+        for weighting in weightings:
+            diffusion = case.diffusion(weighting)
+            net = train(case, diffusion)
+            found = [
+                ("loss", measured_loss(net, diffusion), exact_loss(case, weighting)),
+                ("mean", float(net.mean.detach()), MEAN),
+                ("std", float(net.log_std.detach().exp()), STD),
+            ]
+            for name, sampler in SAMPLERS.items():
+                both = zip(measured_samples(net, diffusion, sampler), exact_samples(case, name), strict=True)
+                found += [(f"{name} {what}", *values) for what, values in zip(("mean", "std"), both, strict=True)]
+            yield [Check(case, weighting, *numbers) for numbers in found]
+
+
+# What is measured: with the real objective, the real loop and the real samplers.
+
+
+class GaussianNet(nn.Module):
+    """The best network for data of some mean and deviation, which are all that it has to learn."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.mean = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.log_std = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, shown: Tensor, times: Tensor) -> Tensor:
+        """Return the best prediction, n c h w in float32, for what the objective gives a network."""
+        times = times.view(-1, 1, 1, 1)
+        where = {"linear": times, "flow": times.double() / 1000, "edm": (times.double() / 250).exp()}
+        alpha, sigma = levels(self.case, where[self.case.schedule])
+        x = shown.double()
+        if self.case.prediction_type == "edm":
+            x = x * (sigma**2 + 0.25).sqrt()  # 1 / c_in
+        x0, noise = seen(x, (alpha, sigma), self.mean, self.log_std.exp())
+        of_x0, of_noise = parts_of_output(self.case.prediction_type, alpha, sigma)
+        out: Tensor = of_x0 * x0 + of_noise * noise
+        return out.to(shown.dtype)
+
+
+@define(eq=False)
+class _Anneal:
+    """Lets the learning rate fall to nothing, so that the last step's noise does not stay."""
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        done = loop.progress.step / (loop.config.steps or 1)
+        for group in loop.optimizers[0].param_groups:
+            group.update(lr=0.1 * (1 - done) ** 2)
+
+
+def train(case: Case, diffusion: Diffusion, steps: int = 200) -> GaussianNet:
+    """Return a net that `diffusion` has trained."""
+    net = GaussianNet(case)
+    config = LoopConfig(steps=steps, batch_size=1000, log_every=steps)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1, betas=(0.9, 0.99))
+    Loop(net, optimizer, diffusion, InMemory(gaussian(4000, MEAN, STD)), config, {"anneal": _Anneal()}).run()
+    return net
+
+
+def gaussian(num: int, mean: float, std: float) -> Tensor:
+    """Return `num` images of `SHAPE`, float32: quantiles of N(mean, std²) in random order, which have its moments."""
+    pixels = num * math.prod(SHAPE)
+    ranks = torch.randperm(pixels, generator=Generator().manual_seed(0))
+    return (mean + std * normal_quantiles(pixels)[ranks]).float().view(num, *SHAPE)
+
+
+@torch.no_grad()
+def measured_loss(net: GaussianNet, diffusion: Diffusion, batches: int = 40) -> float:
+    """Return the mean loss of `net` over fresh noise."""
+    data, generator = gaussian(2000, MEAN, STD), Generator().manual_seed(1)
+    losses = [diffusion(net, diffusion.draw(Batch(data), generator)).loss for _ in range(batches)]
+    return float(torch.stack(losses).double().mean())
+
+
+def measured_samples(net: GaussianNet, diffusion: Diffusion, sampler: Solver) -> tuple[float, float]:
+    """Return mean and deviation of the pixels of 2000 samples."""
+    sampling = Sampling(sampler, STEPS, clipping="none", batch_size=2000)
+    generators = [Generator().manual_seed(k) for k in range(2000)]
+    images = sampling.sample(net, diffusion, SHAPE, generators, "cpu", noise=gaussian(2000, 0, 1)).double()
+    return float(images.mean()), float(images.std(correction=0))
+
+
+# What is exact: all in float64.
+
+
+def middles(num: int) -> Tensor:
+    """Return the middles of `num` equal parts of [0, 1]."""
+    return (torch.arange(num, dtype=torch.float64) + 0.5) / num
+
+
+def normal_quantiles(num: int) -> Tensor:
+    """Return `num` equally likely values of N(0, 1), in rising order."""
+    quantiles: Tensor = torch.special.ndtri(middles(num))
+    return quantiles
+
+
+def levels(case: Case, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Return alpha and sigma at timesteps of the linear schedule, times of the flow, or sigmas of EDM."""
+    if case.schedule != "linear":
+        return (1 - where if case.schedule == "flow" else torch.ones_like(where)), where
+    alpha, sigma = discrete_levels(case.zero_snr)
+    return alpha[where], sigma[where]
+
+
+@cache
+def discrete_levels(zero_snr: bool) -> tuple[Tensor, Tensor]:
+    """Return alpha and sigma of the linear schedule at its 1000 timesteps (Ho et al. 2020, arXiv 2006.11239)."""
+    remaining = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
+    if zero_snr:  # Lin et al. 2023 (arXiv 2305.08891), algorithm 1
+        first, last = remaining[0].sqrt(), remaining[-1].sqrt()
+        remaining = ((remaining.sqrt() - last) * first / (first - last)) ** 2
+    return remaining.sqrt(), (1 - remaining).sqrt()
+
+
+def training_levels(case: Case) -> tuple[Tensor, Tensor]:
+    """Return alpha and sigma at many equally likely noise levels of training."""
+    if case.schedule == "linear":
+        return levels(case, torch.arange(1000))
+    num = 200_000
+    return levels(case, middles(num) if case.schedule == "flow" else (-1.2 + 1.2 * normal_quantiles(num)).exp())
+
+
+def seen(x: Any, level: tuple[Any, Any], mean: Any = MEAN, std: Any = STD) -> tuple[Any, Any]:
+    """Return the image and the noise that the best network for N(mean, std²) sees in `x`."""
+    alpha, sigma = level
+    y = (x - alpha * mean) / (alpha**2 * std**2 + sigma**2)
+    return mean + alpha * std**2 * y, sigma * y
+
+
+def parts_of_output(prediction_type: str, alpha: Any, sigma: Any) -> tuple[Any, Any]:
+    """Return p and q: what the network predicts is p * image + q * noise. For "edm" alpha is 1, sigma_data 0.5."""
+    root = (sigma**2 + 0.25) ** 0.5
+    return {
+        "epsilon": (0, 1),
+        "sample": (1, 0),
+        "v_prediction": (-sigma, alpha),
+        "flow_prediction": (-1, 1),
+        "edm": (2 * sigma / root, -0.5 / root),
+    }[prediction_type]
+
+
+def exact_loss(case: Case, weighting: str) -> float:
+    """Return the least loss that any network can have."""
+    alpha, sigma = training_levels(case)
+    error = STD**2 * sigma**2 / (alpha**2 * STD**2 + sigma**2)  # of x0, squared: the variance of x0 given x_t
+    snr = (alpha / sigma) ** 2
+    if weighting == "uniform":
+        of_x0, of_noise = parts_of_output(case.prediction_type, alpha, sigma)
+        on_x0 = (of_x0 - of_noise * alpha / sigma) ** 2  # an error of x0 is one of the noise too: x_t is given
+    else:
+        on_x0 = {
+            "min_snr": snr.clamp(max=5),
+            "debiased": snr / snr.clamp(max=1000).sqrt(),
+            "p2": snr / (1 + snr),
+            "edm": 4 + snr,  # (s² + sd²) / (s sd)² of s = sigma / alpha
+        }[weighting]
+    return float((on_x0.nan_to_num(0.0) * error).mean())  # where the SNR is 0, "debiased" is 0 / 0: its limit is 0
+
+
+def sampling_levels(case: Case) -> list[Level]:
+    """Return alpha and sigma at the moments that a sampler visits, the image last."""
+    i = torch.arange(STEPS, dtype=torch.float64)
+    high, low = 80 ** (1 / 7), 0.002 ** (1 / 7)
+    where = {
+        "linear": (1000 - i * 1000 / STEPS).round().long() - 1,
+        "flow": 1 - i / STEPS,
+        "edm": (high + i / (STEPS - 1) * (low - high)) ** 7,
+    }
+    alpha, sigma = levels(case, where[case.schedule])
+    return [*zip(alpha.tolist(), sigma.tolist(), strict=True), (1.0, 0.0)]
+
+
+def exact_samples(case: Case, sampler: str) -> tuple[float, float]:
+    """Return mean and deviation of the samples of the best network.
+
+    A step is an affine map of what it starts from, so what it makes of two points says all; some steps add noise.
+    """
+    unit = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    x = unit  # the first point is the mean of the noise, and stays the mean
+    variance = 80.0**2 if case.schedule == "edm" else 1.0
+    before = None
+    for now, after in pairwise(sampling_levels(case)):
+        moved, added = _STEPS[sampler](case, x, now, after, before)
+        variance *= float((moved[1] - moved[0]) / (x[1] - x[0])) ** 2
+        variance += added
+        before, x = (now, x), moved[0] + unit if added else moved  # from pure noise the points may fall together
+    return float(x[0]), math.sqrt(variance)
+
+
+# Each returns the points after a step, and the variance of the noise that the step adds. `before` is where the last
+# step began.
+
+
+def _ancestral(case: Case, x: Tensor, now: Level, after: Level, before: Any, large: bool = False) -> Any:
+    (a, s), (a_next, s_next) = now, after
+    beta = s**2 - (a / a_next) ** 2 * s_next**2
+    moved = a_next * beta / s**2 * seen(x, now)[0] + a / a_next * s_next**2 / s**2 * x
+    return moved, (beta if large and s_next else beta * s_next**2 / s**2)
+
+
+def _straight(case: Case, x: Tensor, now: Level, after: Level, before: Any) -> Any:
+    """DDIM, which is Euler's step of x / alpha by sigma / alpha, and in the flow of x by t."""
+    (a, s), (a_next, s_next) = now, after
+    slope = (a * a_next * STD**2 + s * s_next) / (a**2 * STD**2 + s**2)
+    return a_next * MEAN + slope * (x - a * MEAN), 0.0
+
+
+def _heun(case: Case, x: Tensor, now: Level, after: Level, before: Any) -> Any:
+    (a, s), (a_next, s_next) = now, after
+    end, _ = _straight(case, x, now, after, before)
+    (x0, noise), (x0_end, noise_end) = seen(x, now), seen(end, after)
+    if case.schedule == "flow":
+        return x + (s_next - s) * (noise - x0 + noise_end - x0_end) / 2, 0.0
+    if a and s_next:  # not where sigma / alpha is infinite, nor to the image itself
+        return a_next * (x / a + (s_next / a_next - s / a) * (noise + noise_end) / 2), 0.0
+    return end, 0.0
+
+
+def _dpmpp_2m(case: Case, x: Tensor, now: Level, after: Level, before: tuple[Level, Tensor] | None) -> Any:
+    used = seen(x, now)[0]
+    h = _half_log_snr(after) - _half_log_snr(now)
+    if before is not None and math.isfinite(_half_log_snr(before[0])) and math.isfinite(h):
+        r = (_half_log_snr(now) - _half_log_snr(before[0])) / h
+        used = (1 + 1 / (2 * r)) * used - seen(before[1], before[0])[0] / (2 * r)
+    return after[1] / now[1] * x - after[0] * math.expm1(-h) * used, 0.0
+
+
+def _half_log_snr(level: Level) -> float:
+    alpha, sigma = level
+    return math.inf if not sigma else -math.inf if not alpha else math.log(alpha / sigma)
+
+
+_STEPS: dict[str, Callable[[Case, Tensor, Level, Level, Any], Any]] = {
+    "ddim": _straight,
+    "ddpm": _ancestral,
+    "ddpm large": partial(_ancestral, large=True),
+    "euler": _straight,
+    "heun": _heun,
+    "dpmpp_2m": _dpmpp_2m,
+}

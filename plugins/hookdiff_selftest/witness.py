@@ -1,0 +1,243 @@
+"""The plugin with which a tested run writes down its own state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from attrs import define, field
+from attrs.validators import ge
+from torch import Tensor, nn
+
+from hookdiff import Batch, Loop, Reason, hookimpl
+from hookdiff.disk import check_tensors, flatten
+from hookdiff_selftest.compare import DIGEST
+
+SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the files about them
+_NOTHING: Any = object()
+# The hooks in which weights, gradients and hyper-parameters may change, or do although they must not.
+_CHANGING = (
+    *("before_step", "micro_step", "backward", "unscale", "after_backward", "optimizer_step", "after_optimizer_step"),
+    *("on_epoch_end", "between_steps"),
+)
+_MOST = 10_000  # entries of a list, and characters of a string, that are looked at
+_DEPTH = 4
+
+
+@define
+class _Call:
+    """A plugin's part of a hook, while it runs."""
+
+    plugin: str
+    generators: tuple[Any, ...]  # the states of the global generators when they were last looked at
+    drew: bool = False
+
+
+@define(eq=False)
+class Witness:
+    """Writes down the state of a run where it is saved, where it is resumed, and at its end.
+
+    It is to be listed last, so that all others have had their turn. With `kill` it kills its own process, as a power
+    cut would, some steps after a checkpoint was complete.
+    """
+
+    out: Path  # the folder for what it saw
+    at: int = field(validator=ge(1))  # the step at which the run is saved
+    stop: int = field(validator=ge(1))  # the step at which the run is taken to be done
+    kill: bool = False
+    _complete: int | None = field(default=None, init=False)  # the step at which `on_checkpoint` fired
+    _waited: int = field(default=0, init=False)  # times
+    _folders: set[str] = field(factory=set, init=False)  # in the run directory that hold checkpoints
+    _owners: dict[str, str] = field(factory=dict, init=False)  # plugin by name of what is logged
+    _drew: dict[str, set[str]] = field(factory=dict, init=False)  # by plugin: hooks in which it drew globally
+    _trace: list[tuple[int, str, str, int]] = field(factory=list, init=False)  # position, hook, plugin, fingerprint
+    _calls: list[_Call] = field(factory=list, init=False)  # under way: hooks call hooks
+    _batch: Batch | None = field(default=None, init=False)  # during before_step
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        """Begin to note which plugin logs what, changes weights, and draws from generators that no checkpoint holds."""
+
+        @contextmanager
+        def watch(plugin: str, hook: str) -> Iterator[None]:
+            begun = self._look(loop)
+            self._calls.append(_Call(plugin, begun))
+            try:
+                yield
+            finally:
+                generators = self._look(loop)
+                call = self._calls.pop()
+                if call.drew and generators != begun:  # a plugin that puts them back has drawn for itself
+                    self._drew.setdefault(plugin, set()).add(hook)
+                if hook in _CHANGING and loop.progress.step >= self.at:
+                    self._trace.append((loop.progress.position, hook, plugin, _fingerprint(loop, hook, self._batch)))
+                if self._calls:
+                    self._calls[-1].generators = generators
+
+        self.out.mkdir(parents=True, exist_ok=True)
+        loop.plugins.instrument(watch)
+
+    def _look(self, loop: Loop) -> tuple[Any, ...]:
+        """Note what the call under way has logged and drawn since the last look; return the generators' states."""
+        call, generators = self._calls[-1] if self._calls else None, _global_generators(loop.device)
+        for name in loop.log.names:
+            self._owners.setdefault(name, call.plugin if call else "")
+        if call and call.generators != generators:
+            call.drew = True
+        return generators
+
+    @hookimpl(wrapper=True)
+    def before_step(self, loop: Loop, batch: Batch) -> Generator[None, None, None]:
+        """Note the state of a resumed run as it was loaded: before any plugin hears of the first step."""
+        if loop.resume and not (self.out / f"{RESUMED}.json").exists():
+            self._write(RESUMED, loop)
+        self._batch = batch
+        yield
+        self._batch = None
+
+    @hookimpl(trylast=True)
+    def between_steps(self, loop: Loop) -> None:
+        """Note the state at the save, wait for the checkpoint, and kill the process when lines were logged after it.
+
+        The run also ends here, and not by its config: learning rates that follow its length would be others.
+        """
+        step = loop.progress.step
+        if step >= self.stop:
+            loop.stop("done")
+        if not loop.resume and step == self.at and not (self.out / f"{SAVED}.json").exists():
+            self._write(SAVED, loop)
+        if not self.kill or not self.at <= step < self.stop:
+            return
+        if self._complete is None:
+            time.sleep(min(5.0, 0.05 * 2**self._waited))  # a large one takes its time; so the run does not end before
+            self._waited += 1
+        elif step > self._complete and (loop.log.due or step + 1 == self.stop):
+            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has only the latter, as hard
+
+    @hookimpl
+    def on_checkpoint(self, loop: Loop, path: Path) -> None:
+        """Note that a checkpoint is complete."""
+        if self._complete is None and loop.progress.step >= self.at:
+            self._complete = loop.progress.step
+        self._folders.add(path.name if path.parent == loop.run_dir else path.parent.name)
+
+    @hookimpl(trylast=True)
+    def on_stop(self, loop: Loop, reason: Reason) -> None:
+        """Write down what the run has become, unless it broke off."""
+        if reason in ("done", "plugin"):
+            self._write(END, loop)
+
+    def _write(self, moment: str, loop: Loop) -> None:
+        seen = {
+            "checkpoints": sorted(self._folders),
+            "owners": self._owners,
+            "trace": self._trace,
+            "drew": {plugin: sorted(hooks) for plugin, hooks in self._drew.items()},
+        }
+        (self.out / f"{moment}.json").write_text(json.dumps({**snapshot(loop), **seen}), "utf-8")
+
+
+def snapshot(loop: Loop) -> dict[str, Any]:
+    """Return the state of a run and, by plugin, all plain fields, with a digest in place of each tensor."""
+    fields = {}
+    for name, plugin in loop.plugins.items():
+        held = {key: _plain(value, loop) for key, value in _fields(plugin).items()}
+        fields[name] = digests({key: value for key, value in held.items() if value is not _NOTHING})
+    return {"step": loop.progress.step, "state": digests(loop.state_dict()), "fields": fields}
+
+
+def digests(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a nested state by flat names; of a tensor its type, shape, first entries and SHA-256."""
+    tensors, tree = flatten(state)
+    return _leaves(tree) | {name: _digest(tensor) for name, tensor in tensors.items()}
+
+
+def _leaves(tree: Any, where: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {where: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        escaped = key.replace("~", "~0").replace("/", "~1")
+        found |= _leaves(value, f"{where}/{escaped}" if where else escaped)
+    return found
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1)
+    shape = f"{DIGEST}{str(data.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if len(data) == 1:
+        return f"{shape} {data.item()!r}"
+    digest = hashlib.sha256(data.view(torch.uint8).numpy().data).hexdigest()[:16]
+    return f"{shape} {', '.join(map(repr, data[:2].tolist()))}, ... {digest}"
+
+
+def _fields(plugin: object) -> dict[str, Any]:
+    kind = type(plugin)
+    names = [each.name for each in attrs.fields(kind)] if attrs.has(kind) else []
+    found = {name: getattr(plugin, name, _NOTHING) for name in names}
+    return found | getattr(plugin, "__dict__", {})
+
+
+def _plain(value: Any, loop: Loop, depth: int = 0) -> Any:
+    """Return `value` as `flatten` takes it, or _NOTHING for what is no plain value and has no state of its own."""
+    if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < _MOST):
+        return value
+    if isinstance(value, Tensor):
+        try:
+            check_tensors({"": value})
+        except TypeError:
+            return _NOTHING
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(torch.from_numpy(np.array(value)), loop) if value.dtype.kind in "biuf" else _NOTHING
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return hashlib.sha256(repr(value.getstate()).encode()).hexdigest()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, list | tuple | deque):
+        value = {str(index): each for index, each in enumerate(value)}
+    elif hasattr(value, "state_dict") and not isinstance(value, nn.Module):  # the loop's own model, most likely
+        value = value.state_dict()
+    if not isinstance(value, Mapping) or len(value) > _MOST or depth == _DEPTH:
+        return _NOTHING
+    inner = {str(key): _plain(each, loop, depth + 1) for key, each in value.items() if isinstance(key, str | int)}
+    return {key: each for key, each in inner.items() if each is not _NOTHING}
+
+
+def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
+    """Return a hash of the weights, buffers, gradients, learning rates and `batch`."""
+    held = [*loop.model.parameters(), *loop.model.buffers()]
+    if batch is not None:
+        held += [value for value in (batch.inputs, *batch.draws.values()) if isinstance(value, Tensor)]
+    if hook not in ("before_step", "on_epoch_end"):  # where those of the step before may be left, or not
+        held += [weight.grad for weight in loop.model.parameters() if weight.grad is not None]
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    plain = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
+    sums = [each.detach().view(whole[each.itemsize]).sum() for each in plain if each.layout == torch.strided]
+    groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
+    # Not while they are set: a resumed run still has those of its config, the other run those of the step before.
+    rates = [float(group.get("lr", 0.0)) for group in groups if hook != "before_step"]
+    return hash((int(torch.stack(sums).sum()), *rates))
+
+
+def _global_generators(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the global generators of torch, Python and numpy."""
+    _, keys, *rest = np.random.get_state(legacy=True)
+    states = [torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), rest]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device.type).get_rng_state().numpy().tobytes())
+    return tuple(states)

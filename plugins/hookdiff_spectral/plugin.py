@@ -1,0 +1,127 @@
+"""The plugin `spectral`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from attrs import define, field
+from attrs.validators import min_len
+from torch import Generator, Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.utils import parametrize
+
+from hookdiff import Batch, ConfigError, Loop, evaluating, hookimpl, nearest
+from hookdiff.models.init import LAYERS, is_zero, layers_called
+from hookdiff.randomness import derive_seed
+from hookdiff_spectral.sigma import SETTLING, DividedBySigma, normalised
+
+log = logging.getLogger("hookdiff")
+KEY = "plugins.spectral.layers"
+
+
+@define(eq=False)
+class Spectral:
+    """Divides the weights of layers by their largest singular value, which bounds what a layer can amplify.
+
+    The layers are the linear layers and convolutions that `layers` choose; a pattern that matches a module takes in all
+    that is inside. Two kinds of them stay as they are: the layer that the network calls last, because the output must
+    be free to answer as large as the loss asks, and layers that start at zero, which have no singular value to divide
+    by. The singular vectors are buffers of the model and follow the weights by one iteration of the power method an
+    update (Miyato et al. 2018, arXiv 1802.05957).
+    """
+
+    layers: tuple[str, ...] = field(default=("*",), validator=min_len(1))  # patterns of module names
+    _layers: list[tuple[DividedBySigma, Tensor]] = field(factory=list, init=False)  # with the weight to divide
+
+    @hookimpl
+    def prepare_model(self, loop: Loop) -> None:
+        """Normalise the layers; raises ConfigError for a choice that cannot be."""
+        if not normalised(loop.model):  # a loop can be entered again
+            seed = derive_seed(loop.config.seed, "model", position=-1)  # no update has this position
+            normalise(loop.model, self.layers, _output_layer(loop), Generator().manual_seed(seed))
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        """Find the vectors of given weights, which a file need not have; a run that resumes has its own."""
+        self._layers = normalised(loop.model)
+        if loop.progress.position == 0:
+            self._follow(SETTLING)
+
+    @hookimpl(trylast=True)
+    def before_step(self) -> None:
+        """Follow the weights; last, so that a plugin that keeps the state before a step has the vectors of then."""
+        self._follow(1)
+
+    def _follow(self, times: int) -> None:
+        for divided, weight in self._layers:
+            divided.iterate(weight, times)
+
+
+def _output_layer(loop: Loop) -> str | None:
+    """Return the name of the linear layer or convolution that is called last; None if none is called."""
+    inputs = torch.zeros(1, *loop.feed.shape, device=loop.device)
+    index = torch.zeros(1, dtype=torch.int64)
+    batch = Batch(inputs, None if loop.feed.labels is None else index.to(loop.device), index)
+    batch = loop.objective.draw(batch, Generator(loop.device).manual_seed(0))
+    with layers_called(loop.model) as called, evaluating(loop.model):
+        loop.objective(loop.model, batch)
+    return called[-1] if called else None
+
+
+def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, generator: Generator) -> list[str]:
+    """Normalise the layers of `model` that `patterns` choose but the one called `output`; return their names.
+
+    Layers that start at zero stay as they are. Raises ConfigError when no layer is left, and for weights that are
+    shared or parametrised.
+    """
+    chosen = choose_layers(model, patterns)
+    at_zero = [name for name, layer in chosen.items() if is_zero(layer.weight)]
+    layers = {name: layer for name, layer in chosen.items() if name != output and name not in at_zero}
+    if not layers:
+        raise ConfigError(
+            f"{KEY}: no layer is left of {', '.join(chosen)}: the output and what starts at zero stay free"
+        )
+    _refuse_shared(model, layers)
+    for layer in layers.values():
+        transposed = isinstance(layer, _ConvTransposeNd)
+        divided = DividedBySigma(layer.weight, transposed, generator)
+        parametrize.register_parametrization(layer, "weight", divided)
+    log.info(
+        "spectral: %d layers are normalised%s; %d more start at zero and stay as they are",
+        len(layers),
+        f"; the output layer {output} is not" if output in chosen else "",
+        len(at_zero) - (output in at_zero),
+    )
+    return list(layers)
+
+
+def choose_layers(model: nn.Module, patterns: Iterable[str]) -> dict[str, Any]:
+    """Return the linear layers and convolutions that `patterns` choose, by name, in the model's order.
+
+    Raises ConfigError for a pattern that chooses none.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        roots = tuple(f"{name}." for name in modules if fnmatchcase(name, pattern))
+        if not roots:
+            known = dict.fromkeys([*modules, *(part for name in modules for part in name.split("."))])
+            raise ConfigError(f"{KEY}: no module matches {pattern!r}{nearest(pattern.strip('*.'), known)}")
+        inside = {n for n, module in modules.items() if isinstance(module, LAYERS) and f"{n}.".startswith(roots)}
+        if not inside:
+            raise ConfigError(f"{KEY}: no module that matches {pattern!r} has a linear layer or convolution in it")
+        chosen |= inside
+    return {name: module for name, module in modules.items() if name in chosen}
+
+
+def _refuse_shared(model: nn.Module, layers: Mapping[str, Any]) -> None:
+    for name, layer in layers.items():
+        if parametrize.is_parametrized(layer, "weight"):
+            raise ConfigError(f"{KEY}: the weight of {name} is parametrised already")
+        names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
+        if len(names) > 1:
+            raise ConfigError(f"{KEY}: {' and '.join(names)} are one weight, which cannot be divided for one of them")

@@ -1,0 +1,215 @@
+"""`micro_batch = "auto"`: with memory that really runs out, and what the trial leaves behind."""
+
+import sys
+
+import pytest
+import tomli
+import torch
+from torch import nn
+
+from hookdiff import ConfigError, LoopConfig, UserError, hookimpl, load_config
+from hookdiff.builtin.micro_batch import FitMicroBatch, is_out_of_memory
+from hookdiff.disk import flatten
+from hookdiff.testing import assert_same, toy_loop, weights
+from hookdiff_amp import AMP
+from hookdiff_ema import EMA
+from tests.conftest import check_facts, finish, refused
+
+WIDE = """
+import resource
+from pathlib import Path
+
+import torch
+from attrs import define
+from torch import nn
+
+from hookdiff import hookimpl
+
+@define(eq=False)
+class Limit:
+    "Cuts the memory off a little above what is used when the run starts."
+    mib: int = 120
+
+    @hookimpl(tryfirst=True)
+    def on_start(self):
+        x = torch.ones(1000, 1000, requires_grad=True)
+        (x @ x).sum().backward()  # what the library wants for itself it has by now
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + self.mib * 2**20, resource.RLIM_INFINITY))
+
+class Wide(nn.Module):
+    "Keeps several times 4 MiB of each sample for the backward pass."
+    def __init__(self, in_channels: int, side: int = 2**10):
+        super().__init__()
+        self.side = side
+        self.first, self.last = nn.Linear(64, 2**10), nn.Linear(2**10, 64)
+
+    def forward(self, x, timesteps):
+        h = self.first(x.flatten(1))[:, None] * torch.ones(self.side, 1)
+        return self.last(h.sin().cos().mean(1)).reshape(x.shape)
+"""
+
+
+@pytest.fixture
+def wide(tmp_path, user_module, write_config, monkeypatch):
+    """Return a folder with a config whose micro_batch is "auto"."""
+    user_module("hd_wide", WIDE)
+    run = {"steps": 1, "micro_batch": "auto", "plugins": ["ema", "hd_wide:Limit"]}
+    write_config("wide.toml", run=run, model={"use": "hd_wide:Wide"})
+    # Each tensor is given back to the system when it dies, so that what fits once fits again.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    return tmp_path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_what_fits_is_found_and_written_down(wide, start):
+    code, _, err = finish(start(wide, "run", "wide.toml", "--out", "run"))
+    assert code == 0, err[-2000:]
+    found = tomli.loads((wide / "run" / "config.toml").read_text())["run"]["micro_batch"]
+    assert found in (8, 4, 2)
+    (line,) = [line for line in err.splitlines() if "micro_batch" in line]
+    check_facts(line, found, 16)
+    assert load_config(wide / "run" / "config.toml").run.micro_batch == found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_golden_message_of_a_model_of_which_not_one_sample_fits(wide, start):
+    code, _, err = finish(start(wide, "run", "wide.toml", "--out", "run", "--set", "model.side=32768"))
+    assert code == 2
+    assert err.splitlines()[-1].startswith(
+        "hookdiff: run.micro_batch: not even one sample fits into the memory of cpu, which takes a smaller model"
+    )
+    assert not (wide / "run").exists()
+
+
+class Full:
+    """Says that memory is short as torch does, for more than `most` samples at a time."""
+
+    def __init__(self, most, kind=torch.OutOfMemoryError):
+        self.most, self.kind, self.tried = most, kind, []
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, batch):
+        output = yield
+        self.tried.append(len(batch))
+        if len(batch) > self.most:
+            raise self.kind("DefaultCPUAllocator: can't allocate memory")
+        return output
+
+
+@pytest.mark.parametrize(("batch_size", "most"), [(1, 1), (8, 8), (9, 8), (40, 5), (39, 1), (7, 50)])
+def test_it_is_the_first_half_of_a_half_that_fits(batch_size, most):
+    full = Full(most)
+    loop = toy_loop({"full": full, "micro_batch": FitMicroBatch()}, batch_size=batch_size, steps=1)
+    with loop:
+        found = loop.config.micro_batch
+        expected = batch_size
+        while expected > most:
+            expected = (expected + 1) // 2
+        assert found == expected
+        # Tried as it will be used: a second part beside the gradients of the first.
+        assert full.tried[-2:] == ([found] * 2 if batch_size >= 2 * found else full.tried[-2:])
+        assert all(parameter.grad is None for parameter in loop.model.parameters())
+
+
+def noisy_model():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.SiLU(), nn.Dropout(0.5), nn.Linear(8, 4))
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) * (index + 1) / 6)
+    return model
+
+
+class Mean:
+    """Keeps the mean of what it hears of, and logs it."""
+
+    def __init__(self):
+        self.count, self.sum, self.logged = 0, torch.zeros(()), {}
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop):
+        output = yield
+        self.count += 1
+        self.sum += output.loss.detach()
+        loop.log.average({"mean": self.sum / self.count})
+        return output
+
+    @hookimpl
+    def on_log(self, step, values):
+        self.logged[step] = dict(values)
+
+    def state_dict(self):
+        return {"count": self.count, "sum": self.sum}
+
+    def load_state_dict(self, state):
+        self.count, self.sum = state["count"], state["sum"]
+
+
+def test_nothing_of_the_trial_stays():
+    def run(**given):
+        torch.manual_seed(0)
+        mean = Mean()
+        plugins = {"amp": AMP(precision="fp16", growth_interval=2), "ema": EMA(), "mean": mean, **given.pop("plugins")}
+        loop = toy_loop(plugins, model=noisy_model(), steps=6, log_every=2, **given)
+        with loop:
+            state = torch.get_rng_state()
+            for _ in loop.steps():
+                pass
+        return loop, mean.logged, state
+
+    tried, logged, state = run(plugins={"full": Full(3), "micro_batch": FitMicroBatch()})
+    plain, expected, plain_state = run(plugins={}, micro_batch=tried.config.micro_batch)
+    assert tried.config.micro_batch == 2
+    assert_same(weights(tried), weights(plain))
+    (tensors, tree), (expected_tensors, expected_tree) = (flatten(loop.state_dict()) for loop in (tried, plain))
+    assert_same(tensors, expected_tensors)
+    assert tree == expected_tree
+    assert logged == expected
+    assert torch.equal(state, plain_state)
+
+
+def test_only_short_memory_is_an_error_of_the_user():
+    loop = toy_loop({"full": Full(0, RuntimeError), "micro_batch": FitMicroBatch()})
+    with refused(UserError, "run.micro_batch", "cpu"), loop:
+        pass
+
+    class Wrong:
+        @hookimpl
+        def compute_loss(self):
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with refused(RuntimeError, "mat1 and mat2"), toy_loop({"w": Wrong(), "fit": FitMicroBatch()}):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("[enforce fail] . DefaultCPUAllocator: not enough memory: you tried to allocate"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 17.93 GB)"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (MemoryError(), True),
+        (RuntimeError("expected scalar type Float but found Half"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_short_memory_is_known_from_other_errors(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_a_script_that_asks_for_it_gets_the_way_out():
+    with refused(ValueError, "micro_batch", "'auto'", "FitMicroBatch()"):
+        LoopConfig(micro_batch="auto")
+
+
+@pytest.mark.parametrize(("given", "facts"), [("aut", ("'aut'", "'auto'")), ("0", (0, 1)), ("1.5", (1.5, "'auto'"))])
+def test_any_other_value_is_refused(wide, given, facts):
+    with refused(ConfigError, "run.micro_batch", *facts):
+        load_config(wide / "wide.toml", settings=[f"run.micro_batch={given}"])
+
+
+def test_the_config_keeps_the_word_until_the_run_starts(wide):
+    assert load_config(wide / "wide.toml").resolved()["run"]["micro_batch"] == "auto"

@@ -1,0 +1,196 @@
+"""Signals: what the first and the second do, whose they are, and what workers and forks make of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hookdiff import hookimpl
+from hookdiff.builtin import Signals
+from hookdiff.testing import assert_same, toy_loop, weights
+from tests.conftest import PATIENCE
+
+INT, TERM = signal.SIGINT, signal.SIGTERM
+
+
+def levels(caplog):
+    return [record.levelname for record in caplog.records]
+
+
+class Sends:
+    """Sends `number` to this process in the hook `where`, at step `at`, and writes down what came after it."""
+
+    def __init__(self, where, number=INT, at=3):
+        self.where, self.number, self.at, self.after = where, number, at, []
+
+    def send(self, hook, loop):
+        if hook == self.where and loop.progress.step == self.at:
+            os.kill(os.getpid(), self.number)
+            self.after.append(loop.progress.step)
+
+    @hookimpl
+    def on_start(self, loop):
+        self.send("on_start", loop)
+
+    @hookimpl
+    def after_backward(self, loop):
+        self.send("after_backward", loop)
+
+    @hookimpl
+    def between_steps(self, loop):
+        self.send("between_steps", loop)
+
+    @hookimpl
+    def on_stop(self, loop):
+        self.send("on_stop", loop)
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """See to it that the handlers of this process are what they were, and that a test cannot end it."""
+    numbers = (INT, TERM, signal.SIGUSR1)
+    before = {
+        number: signal.signal(number, lambda *_: pytest.fail("the run let a signal through")) for number in numbers
+    }
+    guards = [signal.getsignal(number) for number in numbers]
+    yield
+    now = [signal.getsignal(number) for number in numbers]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert now == guards
+
+
+def stopped(sends, **options):
+    signals = Signals(**options)
+    loop = toy_loop({"signals": signals, "sends": sends})
+    return loop, signals, loop.run()
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_the_first_ends_the_run_after_the_step_under_way(number, caplog):
+    loop, signals, reason = stopped(Sends("after_backward", number))
+    assert (reason, loop.progress.step, signals.caught) == ("signal", 4, number)
+    assert levels(caplog) == ["WARNING"]
+    assert_same(weights(loop), weights(whole(4)))
+
+
+def whole(steps):
+    loop = toy_loop(steps=steps)
+    loop.run()
+    return loop
+
+
+def test_a_save_that_is_under_way_is_finished():
+    sends = Sends("between_steps")
+    loop, _, reason = stopped(sends)
+    assert (reason, loop.progress.step, sends.after) == ("signal", 3, [3])
+
+
+def test_one_during_the_start_ends_the_run_before_its_first_step():
+    loop, signals, reason = stopped(Sends("on_start", at=0))
+    assert (reason, loop.progress.step, signals.caught) == ("signal", 0, INT)
+
+
+def test_one_at_the_end_lets_a_run_finish_that_is_done(caplog):
+    sends = Sends("on_stop", at=20)
+    loop, signals, reason = stopped(sends)
+    assert (reason, loop.reason, sends.after, signals.caught) == ("done", "done", [20], INT)
+    assert levels(caplog) == ["WARNING"]
+
+
+def test_one_that_comes_while_all_is_closed_does_not_cut_it_off():
+    class Opens:
+        @hookimpl
+        def on_start(self, loop):
+            loop.resources.callback(lambda: os.kill(os.getpid(), INT))
+
+    signals = Signals()
+    assert toy_loop({"opens": Opens(), "signals": signals}).run() == "done"
+    assert signals.caught == INT
+
+
+def test_an_error_puts_the_handlers_back():
+    class Fails:
+        @hookimpl
+        def after_backward(self):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        toy_loop({"signals": Signals(), "fails": Fails()}).run()
+
+
+def test_usr1_is_out_of_time_where_it_was_asked_for(caplog):
+    loop, signals, reason = stopped(Sends("after_backward", signal.SIGUSR1), usr1=True)
+    assert (reason, loop.progress.step, signals.caught) == ("time", 4, None)
+    assert levels(caplog) == ["WARNING"]
+
+
+def test_golden_messages_of_usr1_and_of_what_a_scheduler_sends_after_it(caplog):
+    class Again(Sends):
+        @hookimpl
+        def on_stop(self):
+            for number in (signal.SIGUSR1, TERM, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+
+    _, signals, reason = stopped(Again("after_backward", signal.SIGUSR1), usr1=True)
+    assert (reason, signals.caught) == ("time", TERM)
+    assert caplog.messages == [
+        "the time is nearly up: stopping after this step",
+        "the run is ending already; once more leaves at once",
+    ]
+
+
+def test_two_runs_one_after_the_other_have_one_signal_each():
+    signals, sends = Signals(), Sends("after_backward")
+    for step in (4, 4):
+        loop = toy_loop({"signals": signals, "sends": sends})
+        assert (loop.run(), loop.progress.step, signals.caught) == ("signal", step, INT)
+    assert toy_loop({"signals": signals}).run() == "done"
+    assert signals.caught is None
+
+
+FORKS = """
+import os, signal
+from hookdiff.builtin import Signals
+from hookdiff import hookimpl
+from hookdiff.testing import toy_loop
+
+class Forks:
+    @hookimpl
+    def after_backward(self, loop):
+        if loop.progress.step == 2:
+            if (child := os.fork()) == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(7)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+signals = Signals()
+print(toy_loop({"signals": signals, "forks": Forks()}).run(), signals.caught)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
+def test_a_process_that_the_run_forked_dies_as_ever():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS], text=True, capture_output=True, timeout=PATIENCE
+    )
+    assert (done.stdout, done.stderr) == (f"{-TERM}\ndone None\n", "")
+
+
+def test_in_another_thread_there_are_no_handlers():
+    reasons, before = [], signal.getsignal(INT)
+
+    class Looks:
+        @hookimpl
+        def between_steps(self):
+            assert signal.getsignal(INT) is before
+
+    thread = threading.Thread(
+        target=lambda: reasons.append(toy_loop({"signals": Signals(usr1=True), "looks": Looks()}).run())
+    )
+    thread.start()
+    thread.join()
+    assert reasons == ["done"]

@@ -1,0 +1,229 @@
+"""`hookdiff data`, and training on pictures from a config alone."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+from hookdiff.experiment.build import build_feed
+from hookdiff.experiment.config import load_config
+from hookdiff.testing import assert_same
+from tests.conftest import check_facts
+
+CONFIG = """
+[run]
+steps = 2
+batch_size = 8
+device = "cpu"
+log_every = 1
+[data]
+source = "folder"
+path = "pictures"
+image_size = 8
+flip = true
+held_out = 4
+[model]
+use = "unet"
+channels = 8
+num_res_blocks = 1
+head_dim = 8
+"""
+
+
+def pixels(seed: int, side: int = 10) -> Any:
+    return numpy.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=numpy.uint8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.toml").write_text(CONFIG)
+    for k in range(24):
+        path = tmp_path / "pictures" / ("ant", "bee")[k % 4 == 3] / f"{k:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(k % 20, 10 if k % 20 else 12)).save(path)  # the last four are the first again
+    return tmp_path
+
+
+def table(out: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in out.splitlines():
+        name = line[:13].strip() or name
+        found.setdefault(name, []).append(line[13:])
+    return found
+
+
+def test_golden_report_of_a_set(hookdiff: Any, folder: Path) -> None:
+    code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--out", "sheets/first.png")
+    report = table(out)
+    assert code == 0
+    assert report["source"] == ["folder"]
+    assert report["samples"] == ["24, 4 of them held out"]
+    assert report["sizes"] == ["10 x 10: 22, 12 x 12: 2"]
+    assert report["modes"] == ["RGB: 24"]
+    assert report["classes"] == ["2: ant 18, bee 6"]
+    assert report["balance"] == ["6 to 18 samples a class, 3.0 times"]
+    assert report["store"] == ["memory: 0.0 MiB in cpu"]
+    assert report["unreadable"] == ["0"]
+    assert report["duplicates"][0] == "4 have the pixels of another"
+    assert report["duplicates"][1] == "pictures/ant/00.png = pictures/ant/20.png"
+    assert re.fullmatch(r"[\d,]+ images/s", report["speed"][0])
+    assert report["sheet"][0] == "sheets/first.png: the first 8 images of epoch 0"
+    assert [len(row.split()) for row in report["sheet"][1:]] == [3, 3, 2]
+    with Image.open("sheets/first.png") as sheet:
+        assert sheet.mode == "RGB"
+        assert sheet.size == (3 * 64 + 4 * 4, 3 * 64 + 4 * 4)
+
+
+def test_its_numbers_are_those_of_the_pixels(hookdiff: Any, folder: Path) -> None:
+    code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--json", "--set", "data.image_size=10")
+    found = json.loads(out)
+    assert (code, found["samples"], found["training"], found["held_out"]) == (0, 24, 20, 4)
+    assert (found["shape"], found["sizes"], found["modes"]) == ([3, 10, 10], [[10, 10, 22], [12, 12, 2]], {"RGB": 24})
+    assert found["classes"] == {"ant": 18, "bee": 6}
+    assert found["store"] == {"place": "memory", "bytes": 24 * 300, "device": "cpu", "path": None, "workers": 0}
+    assert found["duplicates"]["count"] == 4
+    whole = numpy.stack([pixels(k % 20) for k in range(24) if k % 20])
+    means = (found["values"]["mean"], found["values"]["std"])
+    scaled = whole / 127.5 - 1
+    assert means[0] == pytest.approx(scaled.mean((0, 1, 2)), abs=0.01)  # two of 24 are resized
+    assert means[1] == pytest.approx(scaled.std((0, 1, 2)), abs=0.03)
+    assert (found["values"]["min"], found["values"]["max"]) == (-1, 1)
+
+
+def test_what_is_not_finite_is_listed(hookdiff: Any, folder: Path, user_module: Any) -> None:
+    lines = ["import torch", "def images():", "    x = torch.rand(20, 1, 8, 8)", "    x[7, 0, 3, 3] = torch.nan"]
+    user_module("hd_data_user", "\n".join([*lines, "    x[9] = torch.inf", "    return x", ""]))
+    text = '[run]\nsteps = 1\nbatch_size = 4\n[data]\nsource = "hd_data_user:images"\n[model]\nuse = "unet"\n'
+    (folder / "spoiled.toml").write_text(text)
+    code, out, _ = hookdiff("data", "spoiled.toml", "--seconds", "0")
+    count, *samples = table(out)["not finite"]
+    assert (code, samples) == (0, ["sample 7", "sample 9"])
+    check_facts(count, 2)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk", "none"])
+def test_what_cannot_be_read_is_listed(hookdiff: Any, folder: Path, store: str) -> None:
+    (folder / "pictures" / "ant" / "01.png").write_bytes(b"nothing")
+    whole = (folder / "pictures" / "ant" / "05.png").read_bytes()
+    (folder / "pictures" / "ant" / "05.png").write_bytes(whole[:-80])
+    options = ["--set", f"data.store={store}", "--set", "data.cache_dir=cache", "--seconds", "0"]
+    code, out, err = hookdiff("data", "config.toml", *options)
+    assert code == 2
+    assert "pictures/ant/0" in err
+    assert "Traceback" not in err + out
+    code, out, _ = hookdiff("data", "config.toml", *options, "--set", "data.unreadable=skip")
+    report = table(out)
+    count, *files = report["unreadable"]
+    assert (code, count) == (0, "2")
+    assert [file.split(": ")[0] for file in files] == ["pictures/ant/01.png", "pictures/ant/05.png"]
+    check_facts(report["duplicates"][0], 3)  # one of the four pairs is broken
+    check_facts(report["store"][0], store)
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        (["data.path=picture"], ("data", "'picture'", "'pictures'")),
+        (["data.image_size=11"], ("data", 22, 24, "image_size", 11, "upscale")),
+        (["run.batch_size=21"], (20, "batch_size", 21, "drop_last")),
+        (["data.held_out=24"], ("data", "held_out", 24)),
+        (["data.labels=none", "data.balanced=true"], ("data", "balanced")),
+        (["data.labels=l.csv"], ("data", "labels", "'folder'", "'none'", "'l.csv'", "pictures")),
+        (["data.store=disk", "data.cache_dir=config.toml"], ("data", "config.toml")),
+    ],
+)
+def test_a_set_that_cannot_be_used_is_one_message(hookdiff: Any, settings: list[str], facts: Any) -> None:
+    code, out, err = hookdiff("data", "config.toml", *(word for each in settings for word in ("--set", each)))
+    assert (code, out) == (2, "")
+    check_facts(err, "hookdiff", *facts)
+
+
+def test_a_sheet_that_cannot_be_written(hookdiff: Any) -> None:
+    code, _, err = hookdiff("data", "config.toml", "--seconds", "0", "--out", "config.toml/a.png")
+    assert code == 2
+    check_facts(err, "config.toml/a.png")
+
+
+def test_sources_that_are_no_files(hookdiff: Any, folder: Path) -> None:
+    for source, key, sizes in (
+        ("digits", "image_size = 8", "8 x 8: 1,797"),
+        ("torchvision:FakeData", "size = 20\nimage_size = [3, 10, 12]", "12 x 10: 20"),  # its own image_size
+    ):
+        text = CONFIG.replace('"folder"', f'"{source}"').replace('path = "pictures"', "")
+        (folder / "other.toml").write_text(text.replace("image_size = 8", key))
+        code, out, err = hookdiff("data", "other.toml", "--seconds", "0")
+        assert code == 0, err
+        assert table(out)["sizes"] == [sizes]
+        assert table(out)["classes"][0].startswith("10: 0 ")
+
+
+def test_latents_have_no_mode(hookdiff: Any, folder: Path, user_module: Any) -> None:
+    user_module("hd_latents", "import torch\n\n\ndef latents():\n    return torch.zeros(9, 5, 4, 4)\n")
+    text = CONFIG.replace('"folder"', '"hd_latents:latents"').replace('path = "pictures"', "")
+    (folder / "latents.toml").write_text(text.replace("image_size = 8", "").replace("held_out = 4", ""))
+    code, out, err = hookdiff("data", "latents.toml", "--seconds", "0", "--out", "a.png")
+    assert code == 0, err
+    assert "sizes" not in table(out)
+    check_facts(table(out)["trained on"][0], "5 x 4 x 4", 0)
+
+
+def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
+    code, _, err = hookdiff("run", "config.toml")
+    assert code == 0, err
+    kept = load_config(folder / "runs" / "config" / "config.toml")
+    given = load_config(folder / "config.toml")
+    assert (kept.data.use, kept.data.arguments["path"], kept.feed) == (
+        "folder",
+        "pictures",
+        {**kept.feed, **given.feed},
+    )
+
+
+def test_a_key_that_the_source_takes_is_its_own(hookdiff: Any, folder: Path, user_module: Any) -> None:
+    user_module(
+        "hd_flags",
+        "import torch\nfrom hookdiff import InMemory\n\n\ndef flags(flip: int, image_size: int = 4):\n"
+        "    return InMemory(torch.full((9, 1, image_size, image_size), flip, dtype=torch.uint8))\n",
+    )
+    text = CONFIG.replace('"folder"', '"hd_flags:flags"').replace('path = "pictures"', "").replace("true", "7")
+    (folder / "flags.toml").write_text(text)
+    config = load_config(folder / "flags.toml")
+    assert config.data.arguments == {"flip": 7, "image_size": 8}
+    assert config.feed["transforms"].image_size is None
+    resolved = config.resolved()["data"]
+    assert (resolved["flip"], resolved["image_size"]) == (7, 8)
+    _, out, _ = hookdiff("data", "flags.toml", "--seconds", "0", "--set", "run.batch_size=5")
+    (line,) = table(out)["trained on"]
+    check_facts(line, "1 x 8 x 8", -0.945)
+
+
+def test_a_feed_for_its_facts_alone_decodes_no_pixels(folder: Path) -> None:
+    config = load_config(folder / "config.toml")
+    feed = build_feed(config, decode=False)
+    assert (feed.source.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
+    assert build_feed(config).source.place == "memory"
+
+
+def test_a_run_goes_on_with_the_same_pixels_wherever_they_live(hookdiff: Any, folder: Path) -> None:
+    random = ["resize=9", "color_jitter=0.3,0.3,0.3,0.1", "balanced=true", "drop_last=false"]
+    common = [word for each in random for word in ("--set", f"data.{each}")]
+    common += ["--plugins", "checkpoint"]
+    whole = ["--out", "whole", "--set", "run.steps=7"]
+    code, _, err = hookdiff("run", "config.toml", *common, *whole)
+    assert code == 0, err
+    for steps, place in ((2, ["store=disk", "cache_dir=cache"]), (4, ["store=none"]), (7, ["store=none", "workers=1"])):
+        options = [word for each in place for word in ("--set", f"data.{each}")]
+        parts = ["--out", "parts", "--resume", "--set", f"run.steps={steps}"]
+        code, _, err = hookdiff("run", "config.toml", *common, *options, *parts)
+        assert code == 0, err
+    one, other = (
+        load_file(folder / name / "checkpoints" / "step-00000007" / "model.safetensors") for name in ("whole", "parts")
+    )
+    assert_same(one, other)

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from math import sqrt
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hookdiff.diffusion import VP, Clamp, Diffusion, DynamicThreshold, NoClipping, Sampling, Solver
+from tests.conftest import refused
+from tests.diffusion.conftest import generators, solvers
+
+LINEAR = Diffusion()
+LEVELS = VP().tables.alphas_cumprod.tolist()
+
+
+def test_clipping_keeps_image_and_noise_consistent() -> None:
+    seen: list[Tensor] = []
+
+    def net(x: Tensor, timesteps: Tensor) -> Tensor:
+        seen.append(x)
+        return torch.zeros_like(x)  # says that x_t is all image: far too bright at the first step
+
+    sampling = Sampling(steps=2)
+    images = sampling.sample(net, LINEAR, (1, 4, 4), generators(0), "cpu")
+    now, after = LEVELS[999], LEVELS[499]
+    x0 = (seen[0] / sqrt(now)).clamp(-1, 1)
+    noise = (seen[0] - sqrt(now) * x0) / sqrt(1 - now)
+    torch.testing.assert_close(seen[1], sqrt(after) * x0 + sqrt(1 - after) * noise)
+    assert images.abs().max() == 1  # and not a rounding more
+    unclipped = Sampling(steps=2, clipping="none").sample(net, LINEAR, (1, 4, 4), generators(0), "cpu")
+    assert unclipped.abs().max() > 10
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1), st.floats(0.2, 5))
+def test_the_dynamic_threshold_is_a_quantile_of_each_image(seed: int, ratio: float, scale: float) -> None:
+    images = scale * torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for image, result in zip(images, DynamicThreshold(ratio).clip(images), strict=True):
+        sizes = sorted(image.abs().flatten().tolist())
+        place = ratio * (len(sizes) - 1)  # linear between two sizes
+        low = int(place)
+        bound = sizes[low] + (place - low) * (sizes[min(low + 1, len(sizes) - 1)] - sizes[low])
+        bound = max(bound, 1)
+        torch.testing.assert_close(result, (image / bound).clamp(-1, 1), rtol=1e-9, atol=1e-12)
+
+
+def test_each_clipping_of_a_predicted_image() -> None:
+    image = torch.linspace(-4, 4, 16).view(1, 1, 4, 4)
+    for clipping, expected in (
+        (NoClipping(), image),
+        (Clamp(), image.clamp(-1, 1)),
+        (DynamicThreshold(0.5), (image / image.abs().quantile(0.5)).clamp(-1, 1)),
+    ):
+        sampling, diffusion = Sampling(steps=1, clipping=clipping), Diffusion(prediction="sample")
+        made = sampling.sample(lambda x, t: image.expand_as(x), diffusion, (1, 4, 4), generators(0), "cpu")
+        torch.testing.assert_close(made, expected)
+        torch.testing.assert_close(clipping.clip(image), expected)
+        assert clipping.clips == (made.abs().max() <= 1)
+
+
+@given(
+    st.floats(-1, 1),
+    st.floats(0.05, 1),
+    solvers,
+    st.sampled_from(["clamp", "dynamic"]),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=60)
+def test_samples_are_back_in_the_range_of_images(
+    mean: float, std: float, sampler: Solver, clipping: str, dtype: torch.dtype
+) -> None:
+    def net(x: Tensor, timesteps: Tensor) -> Tensor:
+        return 100 * torch.sign(x)  # far too bright or dark, so that all pixels are clamped
+
+    diffusion = Diffusion("flow", "sample", data_mean=mean, data_std=std)
+    sampling = Sampling(sampler, 4, clipping=clipping)
+    images = sampling.sample(net, diffusion, (3, 4, 4), generators(0, 1), "cpu", dtype)
+    assert 0.999 < images.abs().max() <= 1  # and not a rounding more
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.5])
+def test_a_quantile_outside_of_its_range_is_named(ratio: float) -> None:
+    with refused(ValueError, "'ratio'", ratio):
+        DynamicThreshold(ratio)

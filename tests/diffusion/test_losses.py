@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookdiff.diffusion import L1, MSE, Huber, Loss
+from tests.conftest import refused
+from tests.diffusion.conftest import column
+
+
+@given(st.floats(-5, 5), st.floats(-5, 5), st.floats(0.1, 3))
+def test_formulas(output: float, target: float, delta: float) -> None:
+    size = abs(output - target)
+    expected = {
+        MSE(): size**2,
+        L1(): size,
+        Huber(delta): size**2 / 2 if size < delta else delta * (size - delta / 2),
+    }
+    for loss, error in expected.items():
+        found = loss(column(output), column(target))
+        assert float(found) == pytest.approx(error, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", Loss.known)
+def test_the_error_is_that_of_each_pixel(name: str) -> None:
+    output, target = torch.randn(2, 3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    error = Loss.of(name)(output, target)
+    assert error.shape == output.shape
+    assert error.dtype == torch.float32
+    assert torch.equal(error[1], Loss.of(name)(output[1], target[1]))
+    assert (error > 0).all()
+
+
+@pytest.mark.parametrize("delta", [0.0, -1.0])
+def test_delta_outside_of_its_range_is_named(delta: float) -> None:
+    with refused(ValueError, "'delta'", delta):
+        Huber(delta)

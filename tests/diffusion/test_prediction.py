@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+from math import cos, exp, log, sin, sqrt
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hookdiff.diffusion import (
+    EDM,
+    VP,
+    Diffusion,
+    EDMPrediction,
+    EDMWeighting,
+    Epsilon,
+    FlowPrediction,
+    Prediction,
+    Process,
+    Sample,
+    VPrediction,
+    noise_from_x0,
+    q_sample,
+)
+from tests.conftest import refused
+from tests.diffusion.conftest import PREDICTIONS
+
+SCHEDULE = VP().tables
+pixels = st.floats(-3, 3)
+angles = st.floats(0.01, 1.56)  # alpha = cos, sigma = sin: alphas_cumprod from 0.9999 to 0.0001
+rates = st.floats(0.01, 3)  # of any process
+spreads = st.sampled_from([0.2, 0.5, 1.0, 1.7])  # sigma_data
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def prediction(name: str, sigma_data: float = 0.5) -> Prediction:
+    return EDMPrediction(sigma_data) if name == "edm" else Prediction.of(name)
+
+
+def at(timestep: int) -> tuple[Tensor, Tensor]:
+    return SCHEDULE.sqrt_alphas_cumprod[timestep], SCHEDULE.sqrt_one_minus_alphas_cumprod[timestep]
+
+
+def approx(expected: float) -> object:
+    return pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_example() -> None:
+    x0, noise = scalar(0.3), scalar(-0.7)
+    x_t, v = q_sample(x0, noise, *at(499)), VPrediction().target(x0, noise, *at(499))
+    assert float(x_t) == approx(-0.587831482032)
+    assert float(v) == approx(-0.484204655835)
+    assert float(x_t**2 + v**2) == approx(0.58)
+    assert float(x0**2 + noise**2) == approx(0.58)
+    assert Epsilon().target(x0, noise, *at(499)) is noise
+    assert Sample().target(x0, noise, *at(499)) is x0
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_the_best_prediction_for_gaussian_data(gaussian: type, name: str) -> None:
+    diffusion, x_t = Diffusion(prediction=name), scalar(1.1).view(1, 1, 1, 1)
+    alpha, sigma = at(499)
+    kind = diffusion.prediction
+    net = gaussian(diffusion, mu=2, s=0.5)
+    output = net(kind.network_input(x_t, alpha, sigma), torch.tensor([499]))
+    x0, noise = kind.x0_and_noise(output, x_t, alpha, sigma)
+    assert float(x0) == approx(2.04016565438)
+    assert float(noise) == approx(0.550130751967)
+    assert float(VPrediction().target(x0, noise, alpha, sigma)) == approx(-1.80413961255)
+    direct = {"epsilon": 0.550130751967, "sample": 2.04016565438, "v_prediction": -1.80413961255}
+    if name in direct:
+        assert float(output) == approx(direct[name])
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_the_best_denoiser_at_sigma_1(gaussian: type, name: str) -> None:
+    diffusion = Diffusion("edm", name)
+    x, kind = scalar(1.1).view(1, 1, 1, 1), diffusion.prediction
+    output = gaussian(diffusion, mu=2, s=0.5)(kind.network_input(x, 1.0, 1.0), torch.zeros(1))
+    assert float(kind.x0_and_noise(output, x, 1.0, 1.0)[0]) == approx(1.82)
+
+
+@pytest.mark.parametrize("name", ["sample", "v_prediction", "flow_prediction", "edm"])
+def test_the_best_flow(gaussian: type, name: str) -> None:
+    diffusion = Diffusion("flow", name)
+    x, kind = scalar(1.1).view(1, 1, 1, 1), diffusion.prediction
+    output = gaussian(diffusion, mu=2, s=0.5)(kind.network_input(x, 0.7, 0.3), scalar(300.0).view(1))
+    x0, noise = kind.x0_and_noise(output, x, 0.7, 0.3)
+    assert float(FlowPrediction().target(x0, noise, 0.7, 0.3)) == approx(-2.17647058824)
+    if name == "flow_prediction":
+        assert float(output) == approx(-2.17647058824)
+
+
+@given(pixels, pixels, st.floats(0, 1))
+def test_flow_points_from_the_image_to_the_noise(x0: float, noise: float, t: float) -> None:
+    u = FlowPrediction().target(scalar(x0), scalar(noise), 1 - t, t)
+    x_t = q_sample(scalar(x0), scalar(noise), 1 - t, t)
+    assert float(u) == noise - x0
+    assert float(x_t) == approx(x0 + t * float(u))  # so d x_t / d t = u, and noise is at t = 1
+    found = FlowPrediction().x0_and_noise(u, x_t, 1 - t, t)
+    assert float(found[0]) == pytest.approx(float(x_t - t * u), abs=1e-12)
+    assert float(found[1]) == pytest.approx(float(x_t + (1 - t) * u), abs=1e-12)
+
+
+@given(pixels, pixels, angles)
+def test_v_is_a_rotation(x0: float, noise: float, angle: float) -> None:
+    alpha, sigma = cos(angle), sin(angle)
+    x_t = q_sample(scalar(x0), scalar(noise), alpha, sigma)
+    v = VPrediction().target(scalar(x0), scalar(noise), alpha, sigma)
+    assert float(x_t**2 + v**2) == approx(x0**2 + noise**2)
+    found = VPrediction().x0_and_noise(v, x_t, alpha, sigma)
+    assert float(found[0]) == approx(float(alpha * x_t - sigma * v))
+    assert float(found[1]) == approx(float(sigma * x_t + alpha * v))
+
+
+def check_there_and_back(kind: Prediction, image: Tensor, eps: Tensor, alpha: float, sigma: float, atol: float) -> None:
+    x_t = q_sample(image, eps, alpha, sigma)
+    output = kind.target(image, eps, alpha, sigma)
+    found = kind.x0_and_noise(output, x_t, alpha, sigma)
+    for actual, expected in zip(found, (image, eps), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+    torch.testing.assert_close(kind.target(*found, alpha, sigma), output, rtol=0, atol=atol)
+    torch.testing.assert_close(q_sample(*found, alpha, sigma), x_t, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(pixels, pixels, angles, spreads)
+def test_image_and_noise_come_back(
+    name: str, dtype: torch.dtype, x0: float, noise: float, angle: float, sigma_data: float
+) -> None:
+    alpha, sigma = cos(angle), sin(angle)
+    image, eps = torch.tensor([x0, noise], dtype=dtype)
+    atol = 1e-4 if dtype == torch.float32 else 1e-12  # x0 from the noise is divided by alpha, 0.01
+    check_there_and_back(prediction(name, sigma_data), image, eps, alpha, sigma, atol)
+    found = noise_from_x0(q_sample(image, eps, alpha, sigma), image, alpha, sigma)
+    torch.testing.assert_close(found, eps, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+@given(pixels, pixels, rates, rates, spreads)
+def test_they_come_back_at_any_two_rates(
+    name: str, x0: float, noise: float, alpha: float, sigma: float, sigma_data: float
+) -> None:
+    check_there_and_back(prediction(name, sigma_data), scalar(x0), scalar(noise), alpha, sigma, 1e-10)
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+@given(pixels, pixels, rates, spreads)
+def test_they_come_back_at_the_ends(name: str, x0: float, noise: float, rate: float, sigma_data: float) -> None:
+    kind, image, eps = prediction(name, sigma_data), scalar(x0), scalar(noise)
+    if not kind.needs_alpha:
+        check_there_and_back(kind, image, eps, 0.0, rate, 1e-12)
+    if not kind.needs_sigma:
+        check_there_and_back(kind, image, eps, rate, 0.0, 1e-12)
+
+
+def test_what_cannot_be_read_off_at_the_ends() -> None:
+    one = torch.ones(1)
+    for name in PREDICTIONS:
+        kind = prediction(name)
+        assert kind.x0_and_noise(one, one, 0.0, 1.0)[0].isfinite().all() == (not kind.needs_alpha)
+        finite = kind.x0_and_noise(one, 2 * one, 1.0, 0.0)[1].isfinite().all()
+        assert finite == (not kind.needs_sigma)
+    assert [name for name in PREDICTIONS if prediction(name).needs_alpha] == ["epsilon"]
+    assert [name for name in PREDICTIONS if prediction(name).needs_sigma] == ["sample"]
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+@given(pixels, pixels, pixels, rates, rates, spreads)
+def test_error_ratios(
+    name: str, x0: float, other: float, x_t: float, alpha: float, sigma: float, sigma_data: float
+) -> None:
+    """The same mistake in x0, seen in the network's output: the weights of the losses rest on this."""
+    kind = prediction(name, sigma_data)
+
+    def output(image: float) -> Tensor:
+        return kind.target(scalar(image), noise_from_x0(scalar(x_t), scalar(image), alpha, sigma), alpha, sigma)
+
+    assume(abs(x0 - other) > 1e-3)
+    ratio = float(output(x0) - output(other)) ** 2 / (x0 - other) ** 2
+    assert float(kind.error_ratio(alpha, sigma)) / sigma**2 == pytest.approx(ratio, rel=1e-6)
+
+
+@given(angles)
+def test_error_ratios_in_the_signal_to_noise_ratio(angle: float) -> None:
+    alpha, sigma = cos(angle), sin(angle)
+    snr = (alpha / sigma) ** 2
+    expected: dict[Prediction, float] = {
+        Epsilon(): snr,
+        Sample(): 1,
+        VPrediction(): snr + 1,
+        FlowPrediction(): (sqrt(snr) + 1) ** 2,
+    }
+    for kind, ratio in expected.items():
+        assert float(kind.error_ratio(alpha, sigma)) / sigma**2 == pytest.approx(ratio, rel=1e-9)
+
+
+@given(pixels, pixels, angles)
+def test_v_is_edm_with_unit_data(x0: float, noise: float, angle: float) -> None:
+    """Karras et al. 2022, table 1, for sigma_data = 1: the network computes -v."""
+    alpha, sigma, edm = cos(angle), sin(angle), EDMPrediction(1.0)
+    image, eps = scalar(x0), scalar(noise)
+    x_t, v = q_sample(image, eps, alpha, sigma), VPrediction().target(image, eps, alpha, sigma)
+    assert float(edm.network_input(x_t / alpha, 1.0, sigma / alpha)) == approx(float(x_t))
+    assert float(edm.target(image, eps, 1.0, sigma / alpha)) == pytest.approx(float(-v), abs=1e-9)
+    assert float(edm.x0_and_noise(-v, x_t / alpha, 1.0, sigma / alpha)[0]) == pytest.approx(x0, abs=1e-9)
+
+
+@given(pixels, pixels, rates, rates, spreads)
+def test_edm_sees_any_process_as_the_same_variance_exploding_one(
+    x0: float, noise: float, alpha: float, sigma: float, sigma_data: float
+) -> None:
+    edm, image, eps, ratio = EDMPrediction(sigma_data), scalar(x0), scalar(noise), sigma / alpha
+    x_t = q_sample(image, eps, alpha, sigma)
+    assert float(edm.target(image, eps, alpha, sigma)) == approx(float(edm.target(image, eps, 1.0, ratio)))
+    assert float(edm.network_input(x_t, alpha, sigma)) == approx(float(edm.network_input(x_t / alpha, 1.0, ratio)))
+
+
+def preconditioning(sigma_data: float, sigma: float) -> tuple[float, float, float, float]:
+    """c_skip, c_out, c_in and c_noise, read off what goes into the network and comes out."""
+    edm, one, zero = EDMPrediction(sigma_data), scalar(1.0), scalar(0.0)
+    skip, out = edm.x0_and_noise(zero, one, 1.0, sigma)[0], edm.x0_and_noise(one, zero, 1.0, sigma)[0]
+    time = EDM(time_scale=1.0).network_time(scalar(sigma).view(1))
+    return float(skip), float(out), float(edm.network_input(one, 1.0, sigma)), float(time)
+
+
+@pytest.mark.parametrize(
+    ("sigma_data", "sigma", "c_skip", "c_out", "c_in", "c_noise", "weight"),
+    [
+        (0.5, 0.002, 0.9999840003, 0.001999984, 1.999984, -1.553652025, 250004),
+        (0.5, 0.5, 0.5, 0.3535533906, 1.414213562, -0.1732867951, 8),
+        (0.5, 1, 0.2, 0.4472135955, 0.894427191, 0, 5),
+        (0.5, 80, 3.906097418e-05, 0.4999902347, 0.01249975587, 1.095506659, 4.00015625),
+        (1, 1, 0.5, 0.7071067812, 0.7071067812, 0, 2),
+    ],
+)
+def test_edm_table(
+    sigma_data: float, sigma: float, c_skip: float, c_out: float, c_in: float, c_noise: float, weight: float
+) -> None:
+    assert preconditioning(sigma_data, sigma) == pytest.approx((c_skip, c_out, c_in, c_noise), rel=1e-9)
+    found = EDMWeighting(sigma_data).weights(Sample(), scalar(1.0), scalar(sigma))
+    assert float(found) == pytest.approx(weight, rel=1e-9)
+
+
+@given(st.floats(1e-3, 1e3), spreads)
+def test_edm_identities(sigma: float, sigma_data: float) -> None:
+    c_skip, c_out, c_in, c_noise = preconditioning(sigma_data, sigma)
+    weight = float(EDMWeighting(sigma_data).weights(Sample(), scalar(1.0), scalar(sigma)))
+    assert weight * c_out**2 == approx(1)
+    assert c_in**2 * (sigma**2 + sigma_data**2) == approx(1)
+    assert (1 - c_skip) ** 2 * sigma_data**2 + c_skip**2 * sigma**2 == approx(c_out**2)
+    assert c_noise == approx(log(sigma) / 4)
+    # so the weighted loss of a network that is 0 is 1 for images of that deviation, whatever sigma is
+    edm, one, zero = EDMPrediction(sigma_data), scalar(1.0), scalar(0.0)
+    of_image, of_noise = edm.target(one, zero, 1.0, sigma), edm.target(zero, one, 1.0, sigma)
+    assert float((sigma_data * of_image) ** 2 + of_noise**2) == approx(1)
+
+
+@given(pixels, pixels, spreads)
+def test_edm_limits(x: float, output: float, sigma_data: float) -> None:
+    little, _ = EDMPrediction(sigma_data).x0_and_noise(scalar(output), scalar(x), 1.0, 1e-9)
+    much, _ = EDMPrediction(sigma_data).x0_and_noise(scalar(output), scalar(x), 1.0, 1e9)
+    assert float(little) == pytest.approx(x, abs=1e-7)
+    assert float(much) == pytest.approx(sigma_data * output, abs=1e-7)
+    assert preconditioning(sigma_data, 1e9)[1] == pytest.approx(sigma_data)
+
+
+@given(pixels, angles, spreads)
+def test_a_zero_network_is_the_best_for_its_sigma_data(gaussian: type, x: float, angle: float, s: float) -> None:
+    diffusion = Diffusion("edm", EDMPrediction(s))
+    time = scalar(log(sin(angle) / cos(angle)) / 4 * 1000).view(1)
+    assert float(gaussian(diffusion, mu=0, s=s)(scalar(x).view(1, 1, 1, 1), time)) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_score_of_a_mixture(name: str) -> None:
+    """Two narrow Gaussians at -1 and 1: the score is minus the noise over sigma."""
+    std, sigma, x = 0.1, 0.7, scalar(0.3).requires_grad_()
+    variance = std**2 + sigma**2
+    density = (-((x + 1) ** 2) / (2 * variance)).exp() + (-((x - 1) ** 2) / (2 * variance)).exp()
+    (score,) = torch.autograd.grad(density.log(), x)
+    x = x.detach()
+    shares = [exp(-((0.3 - mean) ** 2) / (2 * variance)) for mean in (-1, 1)]
+    best = sum(
+        share * (mean + std**2 / variance * (0.3 - mean)) for share, mean in zip(shares, (-1, 1), strict=True)
+    ) / sum(shares)
+    kind = prediction(name)
+    output = kind.target(scalar(best), noise_from_x0(x, scalar(best), 1.0, sigma), 1.0, sigma)
+    x0, noise = kind.x0_and_noise(output, x, 1.0, sigma)
+    assert float(x0) == approx(0.532308575658)
+    assert float(-noise / sigma) == approx(0.474099133996)
+    assert float(score) == approx(0.474099133996)
+
+
+def test_rates_of_a_batch() -> None:
+    timesteps = torch.tensor([0, 500, 999])
+    alpha, sigma = SCHEDULE.gather(("sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod"), timesteps, ndim=4)
+    x0, noise = torch.randn(2, 3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    x_t = q_sample(x0, noise, alpha, sigma)
+    assert x_t.dtype == torch.float32
+    for k, t in enumerate(timesteps.tolist()):
+        expected = q_sample(x0[k].double(), noise[k].double(), *at(t))
+        torch.testing.assert_close(x_t[k], expected.float(), rtol=1e-5, atol=1e-6)
+
+
+# Expected squared error of the best network for N(mu, s²) data: no model has less.
+
+
+def floor(kind: Prediction, alpha: Tensor, sigma: Tensor, s: float) -> Tensor:
+    of_image = (s * sigma) ** 2 / ((alpha * s) ** 2 + sigma**2)  # variance of x0 given x_t
+    ratio = kind.error_ratio(alpha, sigma)
+    assert isinstance(ratio, Tensor)
+    return ratio / sigma**2 * of_image
+
+
+@pytest.mark.parametrize(
+    ("name", "s", "mean"),
+    [
+        ("epsilon", 1, 0.275513233397),
+        ("epsilon", 0.5, 0.173053406084),
+        ("v_prediction", 0.5, 0.379790054563),
+        ("v_prediction", 1, 1),
+        ("sample", 1, 0.724486766603),
+    ],
+)
+def test_floors_of_the_linear_schedule(name: str, s: float, mean: float) -> None:
+    alpha, sigma = SCHEDULE.sqrt_alphas_cumprod, SCHEDULE.sqrt_one_minus_alphas_cumprod
+    floors, remaining = floor(prediction(name), alpha, sigma, s), SCHEDULE.alphas_cumprod
+    assert float(floors.mean()) == approx(mean)
+    variance = remaining * s**2 + 1 - remaining
+    shares = {"epsilon": remaining, "v_prediction": torch.ones_like(remaining), "sample": 1 - remaining}
+    torch.testing.assert_close(floors, s**2 * shares[name] / variance, rtol=1e-9, atol=0)
+    if s == 1:
+        torch.testing.assert_close(floors, shares[name], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(("s", "mean"), [(0.5, 0.785398163397), (1, 1.57079632679), (2, 3.14159265359)])
+def test_floors_of_the_flow(s: float, mean: float) -> None:
+    nodes, shares = map(torch.from_numpy, np.polynomial.legendre.leggauss(80))  # Gauss's quadrature on [-1, 1]
+    t = (nodes + 1) / 2
+    floors = floor(FlowPrediction(), 1 - t, t, s)
+    assert float((floors * shares).sum() / 2) == approx(mean)
+    torch.testing.assert_close(floors, s**2 / ((1 - t) ** 2 * s**2 + t**2), rtol=1e-9, atol=0)
+    at_03 = floor(FlowPrediction(), scalar(0.7), scalar(0.3), 0.5)
+    assert float(at_03) == approx(1.17647058824)
+
+
+@pytest.mark.parametrize("sigma_data", [0.0, -0.5])
+def test_sigma_data_outside_of_its_range_is_named(sigma_data: float) -> None:
+    with refused(ValueError, "'sigma_data'", sigma_data):
+        EDMPrediction(sigma_data)
+
+
+@pytest.mark.parametrize("process", ["flow", VP(rescale_betas_zero_snr=True), VP("cosine", 20, True)])
+def test_the_noise_alone_does_not_show_the_image(process: Process | str) -> None:
+    with refused(ValueError, "'prediction'", "'epsilon'", "'v_prediction'", "'flow_prediction'", "'sample'", "'edm'"):
+        Diffusion(process, "epsilon")
+    for name in PREDICTIONS[1:]:
+        assert Diffusion(process, name).prediction == Prediction.of(name)

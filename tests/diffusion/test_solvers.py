@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hookdiff.diffusion import (
+    DDIM,
+    DDPM,
+    VP,
+    Diffusion,
+    DPMSolver2M,
+    Euler,
+    Heun,
+    Sampling,
+    Solver,
+    karras_sigmas,
+)
+from tests.conftest import refused
+from tests.diffusion.conftest import PREDICTIONS, PROCESSES, generators, objectives, pointwise, readable, solvers
+
+LINEAR = Diffusion()
+LEVELS = VP().tables.alphas_cumprod.tolist()
+
+
+def affine_map(sampling: Sampling, net: Any) -> tuple[float, float]:
+    """Mean and standard deviation of the samples for noise from N(0, 1): the images of 0 and 1 say it all."""
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64).view(2, 1, 1, 1)
+    out = sampling.sample(net, net.diffusion, (1, 1, 1), generators(0, 1), "cpu", torch.float64, noise=ends)
+    return float(out[0]), float(out[1] - out[0])
+
+
+# Gaussian data: the best network is known, and what each sampler makes of it
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "euler"])
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize(
+    ("steps", "spacing", "expected"),
+    [
+        (1000, "trailing", 0.998124293998),
+        (1000, "leading", 0.998124293998),
+        (100, "trailing", 0.981581786758),
+        (50, "trailing", 0.963550983718),
+        (50, "leading", 0.964079271455),
+        (10, "trailing", 0.829369234813),
+    ],
+)
+def test_ddim_std(gaussian: type, sampler: str, prediction: str, steps: int, spacing: str, expected: float) -> None:
+    sampling = Sampling(sampler, steps, spacing, clipping="none")
+    _, std = affine_map(sampling, gaussian(Diffusion(prediction=prediction)))
+    assert std == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1000, 1.9936663003), (50, 1.99401052914)])
+def test_ddim_mean(gaussian: type, steps: int, expected: float) -> None:
+    mean, _ = affine_map(Sampling(steps=steps, clipping="none"), gaussian(LINEAR, mu=2, s=0.5))
+    assert mean == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize(
+    ("steps", "euler_half", "heun_half", "euler_one", "heun_one"),
+    [
+        (10, 0.365213065063, 0.609798000799, 0.75079986263, 1.17543254599),
+        (18, 0.423031436408, 0.527624637001, 0.859455424636, 1.04472883983),
+        (256, 0.494445157634, 0.50009542468, 0.989878102251, 1.00009886615),
+    ],
+)
+def test_std_of_edm_samples(
+    gaussian: type,
+    prediction: str,
+    steps: int,
+    euler_half: float,
+    heun_half: float,
+    euler_one: float,
+    heun_one: float,
+) -> None:
+    diffusion = Diffusion("edm", prediction)
+    wanted = (("euler", 0.5, euler_half), ("heun", 0.5, heun_half), ("euler", 1, euler_one), ("heun", 1, heun_one))
+    for sampler, s, expected in wanted:
+        sampling = Sampling(sampler, steps, clipping="none")
+        assert affine_map(sampling, gaussian(diffusion, s=s))[1] == pytest.approx(expected, rel=1e-9)
+
+
+def test_order_of_the_edm_samplers(gaussian: type) -> None:
+    diffusion = Diffusion("edm")
+    for s, exact in ((0.5, 0.499990234661), (1.0, 0.999921884154)):
+        assert s * 80 / sqrt(s**2 + 80**2) == pytest.approx(exact, rel=1e-9)  # the factor of the exact ODE, times 80
+        for sampler, low, high in (("euler", 3.5, 4.5), ("heun", 15, 19)):
+            errors = [
+                affine_map(Sampling(sampler, steps, clipping="none"), gaussian(diffusion, s=s))[1] - exact
+                for steps in (64, 256)
+            ]
+            assert low < errors[0] / errors[1] < high
+
+
+@pytest.mark.parametrize("s", [0.5, 1.0, 2.0])
+def test_second_order_on_timesteps(gaussian: type, s: float) -> None:
+    """In twice the steps the result is four times as near to that of the exact probability flow."""
+    first, last = (LEVELS[t] * s**2 + 1 - LEVELS[t] for t in (999, 0))  # variances of x
+    exact = s / sqrt(first)
+    assert exact == pytest.approx({0.5: 0.500007567353, 1.0: 1.0, 2.0: 1.9998789361}[s], rel=1e-9)
+    flow = sqrt(LEVELS[0]) * s**2 / sqrt(last * first)  # the last step, from timestep 0, is of first order
+    assert flow == pytest.approx(exact, abs=2e-4)
+    for sampler in ("heun", "dpmpp_2m"):
+        runs = (Sampling(sampler, steps, "karras", "none") for steps in (100, 200, 400))
+        errors = [affine_map(sampling, gaussian(LINEAR, s=s))[1] - flow for sampling in runs]
+        assert 3.5 < errors[0] / errors[1] < 4.5
+        assert 3.7 < errors[1] / errors[2] < 4.3
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS[1:])
+@pytest.mark.parametrize(
+    ("steps", "euler_one", "heun_one", "euler_half", "heun_half"),
+    [(1, 0, 0.5, 0, 0.5), (2, 0.5, 0.9375, 0.2, 0.48), (10, 0.8789843785, 0.9993349539, 0.4307826049, 0.5017199122)],
+)
+def test_std_of_flow_samples(
+    gaussian: type,
+    prediction: str,
+    steps: int,
+    euler_one: float,
+    heun_one: float,
+    euler_half: float,
+    heun_half: float,
+) -> None:
+    diffusion = Diffusion("flow", prediction)
+    wanted = (("euler", 1, euler_one), ("heun", 1, heun_one), ("euler", 0.5, euler_half), ("heun", 0.5, heun_half))
+    for sampler, s, expected in wanted:
+        if sampler == "heun" and prediction == "sample":
+            continue  # an image tells no noise at t = 0, so that the last step is Euler's
+        mean, std = affine_map(Sampling(sampler, steps, clipping="none"), gaussian(diffusion, mu=2, s=s))
+        assert std == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert mean == pytest.approx(2, rel=1e-9)
+
+
+def test_the_flow_is_exact_in_the_limit(gaussian: type) -> None:
+    net = gaussian(Diffusion("flow"), mu=-1, s=0.3)
+    mean, std = affine_map(Sampling("heun", 1000, clipping="none"), net)
+    assert mean == pytest.approx(-1, rel=1e-9)
+    assert std == pytest.approx(0.3, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "spacing"),
+    [
+        (DDPM(), "trailing"),
+        (DDPM("fixed_large"), "trailing"),
+        (DDIM(eta=1.0), "trailing"),
+        (Heun(churn=100.0, churn_max=50.0), "karras"),
+    ],
+)
+def test_samples_with_fresh_noise_are_like_the_data(gaussian: type, sampler: Solver, spacing: str) -> None:
+    sampling = Sampling(sampler, 600, spacing, "none")
+    images = sampling.sample(gaussian(LINEAR, 2, 0.5), LINEAR, (1, 64, 64), generators(0, 1), "cpu")
+    assert float(images.mean()) == pytest.approx(2, abs=0.03)
+    assert float(images.std()) == pytest.approx(0.5, abs=0.02)
+
+
+# Properties of all samplers
+
+
+@given(objectives(), solvers, st.integers(1, 20), st.booleans(), st.floats(-1, 1))
+@settings(max_examples=60)
+def test_constant_data_is_recovered(
+    gaussian: type, diffusion: Diffusion, sampler: Solver, steps: int, clip: bool, constant: float
+) -> None:
+    """Its trajectories are straight lines: whatever the sampler, every step stays on the line."""
+    sampling = Sampling(readable(sampler, diffusion), steps, clipping="clamp" if clip else "none")
+    net = gaussian(diffusion, constant, s=0)
+    images = sampling.sample(net, diffusion, (1, 2, 2), generators(0, 1), "cpu", torch.float64)
+    torch.testing.assert_close(images, torch.full_like(images, constant), rtol=0, atol=1e-8)
+
+
+@given(objectives(), st.integers(1, 20), st.booleans(), st.sampled_from([Heun(), Euler(), DPMSolver2M()]))
+@settings(max_examples=60)
+def test_all_agree_where_the_way_is_straight(
+    gaussian: type, diffusion: Diffusion, steps: int, clip: bool, sampler: Solver
+) -> None:
+    images = [
+        Sampling(readable(one, diffusion), steps, clipping="clamp" if clip else "none").sample(
+            gaussian(diffusion, 0.3, s=0), diffusion, (1, 2, 2), generators(4), "cpu", torch.float64
+        )
+        for one in (DDIM(), sampler)
+    ]
+    torch.testing.assert_close(images[0], images[1], rtol=0, atol=1e-8)
+
+
+@given(objectives(), st.integers(1, 12), st.booleans())
+def test_ddim_is_euler(diffusion: Diffusion, steps: int, clip: bool) -> None:
+    one, other = (
+        Sampling(name, steps, clipping="clamp" if clip else "none").sample(
+            pointwise, diffusion, (1, 3, 3), generators(0, 1), "cpu", torch.float64
+        )
+        for name in ("ddim", "euler")
+    )
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@given(objectives(), st.integers(1, 12))
+def test_ddim_with_eta_1_is_ddpm(diffusion: Diffusion, steps: int) -> None:
+    one, other = (
+        Sampling(sampler, steps, clipping="clamp").sample(
+            pointwise, diffusion, (1, 3, 3), generators(0, 1), "cpu", torch.float64
+        )
+        for sampler in (DDIM(eta=1.0), DDPM())
+    )
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@given(objectives())
+def test_two_steps_of_dpmpp_are_two_of_ddim(diffusion: Diffusion) -> None:
+    """The first has no step before it, and the last leads to the image."""
+    one, other = (
+        Sampling(name, 2, clipping="none").sample(
+            pointwise, diffusion, (1, 3, 3), generators(0, 1), "cpu", torch.float64
+        )
+        for name in ("ddim", "dpmpp_2m")
+    )
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@given(solvers.filter(lambda sampler: isinstance(sampler, DDIM | DDPM)), st.booleans())
+def test_sample_is_a_few_lines_of_torch(sampler: DDIM | DDPM, clip: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(1, 4, 4, generator=generator)
+    for a, a_next in pairwise([LEVELS[999], LEVELS[666], LEVELS[332], 1.0]):
+        x0 = (x - sqrt(1 - a) * 0.9 * x) / sqrt(a)
+        x0 = x0.clamp(-1, 1) if clip else x0
+        noise = (x - sqrt(a) * x0) / sqrt(1 - a)
+        beta = 1 - a / a_next
+        small = beta * (1 - a_next) / (1 - a)
+        if isinstance(sampler, DDIM):
+            variance = small * sampler.eta**2
+            mean = sqrt(a_next) * x0 + sqrt(max(0.0, 1 - a_next - variance)) * noise
+        else:
+            mean = sqrt(a_next) * beta / (1 - a) * x0 + sqrt(1 - beta) * (1 - a_next) / (1 - a) * x
+            variance = small if sampler.variance == "fixed_small" or a_next == 1 else beta
+        x = mean + sqrt(variance) * torch.randn(1, 4, 4, generator=generator)
+    sampling = Sampling(sampler, 3, clipping="clamp" if clip else "none")
+    images = sampling.sample(lambda x, t: 0.9 * x, LINEAR, (1, 4, 4), generators(5), "cpu")
+    torch.testing.assert_close(images[0], x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Euler, Heun])
+@given(st.floats(0.1, 30), st.floats(0, 1), st.floats(2, 100), st.floats(0.9, 1.1))
+def test_churn_is_algorithm_2(kind: type[Heun], churn: float, low: float, high: float, std: float) -> None:
+    """Karras et al. 2022, with the network of `pointwise` as their D."""
+    diffusion, steps = Diffusion("edm", "sample"), 5
+
+    def denoised(x: Tensor, sigma: float) -> Tensor:
+        return pointwise(x, torch.tensor([sigma]).double().log() * 250)
+
+    generator = torch.Generator().manual_seed(5)
+    sigmas = [*karras_sigmas(steps, 0.002, 80.0), 0.0]
+    x = torch.randn(1, 1, 4, 4, generator=generator).double() * 80
+    for t, t_next in pairwise(sigmas):
+        gamma = min(churn / steps, sqrt(2) - 1) if low <= t <= high else 0
+        if gamma:
+            fresh = torch.randn(1, 1, 4, 4, generator=generator).double()
+            x = x + sqrt((t + gamma * t) ** 2 - t**2) * std * fresh
+            t += gamma * t
+        slope = (x - denoised(x, t)) / t
+        end = x + (t_next - t) * slope
+        if t_next and kind is Heun:
+            slope = (slope + (end - denoised(end, t_next)) / t_next) / 2
+        x = x + (t_next - t) * slope
+    sampling = Sampling(kind(churn, low, high, std), steps)
+    images = sampling.sample(pointwise, diffusion, (1, 4, 4), generators(5), "cpu", torch.float64)
+    torch.testing.assert_close(images, x, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("sampler", Solver.known)
+def test_samples_without_a_trace_of_the_image_at_first_are_finite(process: str, sampler: str) -> None:
+    chosen = PROCESSES[process] if process in ("flow", "edm") else VP(process, rescale_betas_zero_snr=True)
+    for prediction in PREDICTIONS[1:]:
+        for clipping in ("none", "clamp", "dynamic"):
+            sampling = Sampling(sampler, 5, clipping=clipping)
+            images = sampling.sample(pointwise, Diffusion(chosen, prediction), (1, 3, 3), generators(0, 1), "cpu")
+            assert images.isfinite().all()
+            assert clipping == "none" or images.abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [
+        (DDIM, "eta", 1.5),
+        (DDIM, "eta", -0.5),
+        (DDPM, "variance", "learned"),
+        *((kind, "churn", -1.0) for kind in (Euler, Heun)),
+        (Heun, "churn_min", -1.0),
+        (Heun, "churn_max", -1.0),
+        (Heun, "churn_noise", 0.0),
+    ],
+)
+def test_options_outside_of_their_range_are_named(kind: type[Solver], option: str, value: Any) -> None:
+    with refused(ValueError, f"'{option}'", value):
+        kind(**{option: value})

@@ -1,0 +1,293 @@
+import pytest
+import tomli
+import torch
+
+from hookdiff import ConfigError, Feed, InMemory, PluginError, UserError, hookimpl, load_config
+from hookdiff.builtin.run_dir import RunDir
+from hookdiff.disk.paths import CONFIG
+from hookdiff.experiment.build import build_loop, fit_to_data, pick_device
+from hookdiff.experiment.part import Part
+from hookdiff.experiment.probe import try_config
+from hookdiff.testing import assert_same, toy_loop, weights
+from tests.conftest import check_facts, refused
+
+USER = """
+import torch
+from torch import nn
+from hookdiff import hookimpl
+
+class Net(nn.Module):
+    def __init__(self, in_channels: int, image_size: int = 0, num_classes: int | None = None):
+        super().__init__()
+        self.facts = in_channels, image_size, num_classes
+        self.layer = nn.Conv2d(in_channels, in_channels, 1)
+
+    def forward(self, x, timesteps):
+        return self.layer(x)
+
+class Needy(Net):
+    def __init__(self, in_channels: int, must: int):
+        super().__init__(in_channels)
+
+class Theirs(Net):
+    def __init__(self, in_channels: int, num_classes: int, out_channels: int = 3, sample_size: tuple | int = 32):
+        super().__init__(in_channels, sample_size, (num_classes, out_channels))
+
+class Looks(Net):
+    def __init__(self, in_channels: int, width: int = 3):
+        super().__init__(in_channels)
+        if width < 0:
+            raise ValueError("width must not be negative")
+        self.rates = [x.item() for x in torch.linspace(0, 1, width)]
+
+class Empty(nn.Module):
+    pass
+
+def three():
+    return 3
+
+class metrics: ...
+class run_dir: ...
+
+class Unheard:
+    def on_start(self, loop): ...
+
+class Late:
+    @hookimpl
+    def on_start(self, loop):
+        from hookdiff import UserError
+        raise UserError("not today")
+"""
+
+
+@pytest.fixture
+def config(user_module, load_small):
+    """Return a function that loads a small config with settings, plugins and a model of the user's module."""
+    user_module("hd_user", USER)
+
+    def loaded(*settings, plugins=(), model=None):
+        own = {"model": {"use": f"hd_user:{model}"}} if model else {}
+        return load_small(*settings, plugins=plugins, run={"steps": 3, "log_every": 1}, **own)
+
+    return loaded
+
+
+def test_a_loop_is_built_as_the_config_says(config, tmp_path):
+    loop = build_loop(config("optimizer.lr=0.5", "run.seed=4", plugins=["ema"]), tmp_path / "run")
+    assert list(loop.plugins) == ["run_dir", "metrics", "ema"]
+    assert (loop.config.seed, loop.feed.shape, loop.objective.timesteps, loop.sampler.steps) == (4, (1, 8, 8), 20, 2)
+    assert not (tmp_path / "run").exists()  # before it starts
+    with loop:
+        assert loop.optimizers[0].param_groups[0]["lr"] == 0.5
+        assert loop.optimizers[0].param_groups[0]["fused"]
+
+
+def test_the_model_comes_from_the_seed_of_the_run_alone(config, tmp_path):
+    torch.manual_seed(1)
+    one = build_loop(config("run.seed=4"), tmp_path / "a")
+    torch.manual_seed(2)
+    assert_same(weights(one), weights(build_loop(config("run.seed=4"), tmp_path / "b")))
+    with pytest.raises(AssertionError):
+        assert_same(weights(one), weights(build_loop(config("run.seed=5"), tmp_path / "c")))
+
+
+@pytest.mark.parametrize("given", ["true", "false"])
+def test_the_memory_format_is_that_of_the_config(config, tmp_path, given):
+    loop = build_loop(config(f"run.channels_last={given}"), tmp_path / "run")
+    weight = loop.model.down[0][0].conv1.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last) == (given == "true")
+
+
+def test_the_written_config_gives_the_same_run_again(config, tmp_path):
+    loop = build_loop(config(plugins=["ema", "clip"]), tmp_path / "run")
+    loop.run()
+    again = load_config(tmp_path / "run" / CONFIG)
+    assert again.resolved() == loop.hparams == tomli.loads((tmp_path / "run" / CONFIG).read_text())
+    other = build_loop(again, tmp_path / "again")
+    other.run()
+    assert_same(weights(loop), weights(other))
+
+
+def test_hooks_leave_out_who_has_none_of_them(config, tmp_path):
+    loop = build_loop(config(plugins=["ema", "clip", "checkpoint"]), tmp_path, hooks=("restore", "sample"))
+    heard = [name for name, plugin in loop.plugins.items() if type(plugin) is not object]
+    assert heard == ["ema", "checkpoint"]
+    assert "clip" in loop.plugins  # by name alone: its saved state is no stranger's
+
+
+def test_the_data_decides_what_the_config_leaves_open(config, tmp_path):
+    loop = build_loop(config(model="Net"), tmp_path / "run")
+    assert loop.model.facts == (1, 8, None)  # whether it gets classes is up to the config
+    assert loop.hparams["model"].items() >= {"use": "hd_user:Net", "in_channels": 1, "image_size": 8}.items()
+    assert "num_classes" not in loop.hparams["model"]
+    loop = build_loop(config("model.image_size=4", "model.num_classes=12", model="Net"), tmp_path / "run")
+    assert loop.model.facts == (1, 4, 12)
+    loop = build_loop(config(model="Theirs"), tmp_path / "run")
+    assert loop.model.facts == (1, 8, (10, 1))
+
+
+def test_data_without_labels_or_sides(config):
+    given = config(model="Net")
+    flat = fit_to_data(given, Feed(InMemory(torch.zeros(5, 3))))
+    assert flat.model.arguments == {"in_channels": 3}
+    pairs = fit_to_data(given, Feed([(torch.zeros(3, 4, 6), 1)]))
+    assert pairs.model.arguments == {"in_channels": 3, "image_size": 6}
+
+
+def test_what_neither_the_config_nor_the_data_gives_is_missing(config, tmp_path):
+    with refused(ConfigError, "model", "hd_user:Needy", "must"):
+        build_loop(config(model="Needy"), tmp_path / "run")
+    assert build_loop(config("model.must=1", model="Needy"), tmp_path / "run").model.facts[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "facts"),
+    [
+        ([], "three", ("model.use", "hd_user:three", "int", "torch.nn.Module")),
+        ([], "Empty", ("model.use", "hd_user:Empty", "parameters")),
+        (["data.source=hd_user:three"], "Net", ("data.source", "hd_user:three", "int")),
+        (["model.width=-1"], "Looks", ("model", "width must not be negative")),
+    ],
+)
+def test_a_part_that_cannot_be_trained_is_refused_with_its_table(config, tmp_path, given, model, facts):
+    with refused(ConfigError, *facts):
+        build_loop(config(*given, model=model), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["metrics", "run_dir"])
+def test_names_of_the_core_are_taken(config, tmp_path, name):
+    with refused(ConfigError, "run.plugins", repr(name)):
+        build_loop(config(plugins=[f"hd_user:{name}"]), tmp_path / "run")
+
+
+def test_a_probe_lists_all_problems(config):
+    bad = config(
+        "model.image_size=7",
+        "optimizer.lr=-1",
+        "run.device=nowhere",
+        "plugins.clip.mode=adaptive",
+        "plugins.clip.min_norm=2",
+        "sampling.steps=21",
+        plugins=["clip"],
+    )
+    with pytest.raises(ConfigError) as caught:
+        try_config(bad)
+    first, *lines = str(caught.value).split("\n")
+    check_facts(first, bad.path, 5)
+    expected = (
+        ("run.device", "'nowhere'"),
+        ("model", "image_size=7"),
+        ("optimizer", -1.0),
+        ("sampling", 21, 20),
+        ("plugins.clip", "min_norm"),
+    )
+    for line, (place, *facts) in zip(lines, expected, strict=True):
+        assert line.startswith(f"  {place}: ")
+        check_facts(line, *facts)
+
+
+def test_a_probe_leaves_the_memory_alone(config):
+    try_config(config("model.channels=262144"))  # terabytes
+
+
+def test_a_probe_takes_models_that_cannot_be_made_on_the_meta_device(config):
+    try_config(config("model.in_channels=1", model="Looks"))
+    with refused(ConfigError, "model", "width must not be negative"):
+        try_config(config("model.in_channels=1", "model.width=-1", model="Looks"))
+
+
+def test_a_probe_refuses_a_plugin_that_breaks_the_contract(config):
+    with refused(PluginError, "'unheard'", "on_start", "@hookimpl"):
+        try_config(config(plugins=["hd_user:Unheard"]))
+
+
+def test_auto_is_a_device_that_is_there():
+    expected = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    assert pick_device("auto").type == expected
+    assert pick_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cpu:", "cuda:99", "hpu", "meta"])
+def test_a_device_that_is_not_there(name):
+    with refused(ConfigError, "run.device", repr(name)):
+        pick_device(name)
+
+
+def tree(path):
+    """Return the files below `path` but for the lock, which a run that is refused leaves."""
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def earlier_run(path):
+    path.mkdir(parents=True)
+    (path / CONFIG).write_text("# earlier\n")
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+    return tree(path)
+
+
+def test_a_foreign_directory_or_file_is_never_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years")
+    for path in (tmp_path, tmp_path / "thesis.tex"):
+        with refused(UserError, path):
+            toy_loop({"run_dir": RunDir(overwrite=True)}, run_dir=path).run()
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("plugins", [["hd_user:Late"], ["hd_user:Late", "ema", "checkpoint"]])
+def test_a_run_that_cannot_start_leaves_everything_as_it_was(config, tmp_path, overwrite, plugins):
+    path = tmp_path / "runs" / "mine"
+    before = earlier_run(path) if overwrite else {}
+    with refused(UserError, "not today"):
+        build_loop(config(plugins=plugins), path, overwrite=overwrite).run()
+    assert tree(tmp_path / "runs") == {
+        path.relative_to(tmp_path / "runs") / name: data for name, data in before.items()
+    }
+    assert path.exists() == overwrite
+
+
+def test_a_run_that_starts_replaces_the_earlier_one(config, tmp_path):
+    earlier_run(tmp_path / "run")
+    (tmp_path / "run" / "samples").mkdir()
+    build_loop(config(), tmp_path / "run", overwrite=True).run()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", CONFIG, "metrics.jsonl"}
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_run_directory_that_cannot_be_made_is_an_error_of_the_user(tmp_path):
+    (tmp_path / "file").write_text("")
+    with refused(UserError, tmp_path / "file" / "run"):
+        toy_loop({"run_dir": RunDir()}, run_dir=tmp_path / "file" / "run").run()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / CONFIG).write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with refused(UserError, tmp_path / "link"):
+        toy_loop({"run_dir": RunDir(overwrite=True)}, run_dir=tmp_path / "link").run()
+    assert (tmp_path / "real" / CONFIG).exists()
+
+
+def test_the_run_directory_is_made_after_all_others_have_started(tmp_path):
+    seen = []
+
+    class Looks:
+        @hookimpl(trylast=True)
+        def on_start(self):
+            seen.append((tmp_path / "run").exists())
+
+    toy_loop({"looks": Looks(), "run_dir": RunDir()}, run_dir=tmp_path / "run", steps=1).run()
+    assert seen == [False]
+    assert (tmp_path / "run" / CONFIG).is_file()
+
+
+def test_a_file_that_a_part_cannot_open_is_refused_with_its_table(tmp_path):
+    with refused(ConfigError, "data", tmp_path / "gone"):
+        Part("data", "mine", open, {"file": str(tmp_path / "gone")}).build()
+
+
+def test_who_saves_runs_has_no_part_in_single_steps(config, tmp_path):
+    checked = config(plugins=["checkpoint", "ema"])
+    loop = build_loop(checked, tmp_path / "run", hooks=("prepare_model", "before_step", "sample"))
+    assert {name: type(plugin).__name__ for name, plugin in loop.plugins.items() if name in checked.plugins} == {
+        "checkpoint": "object",
+        "ema": "EMA",
+    }

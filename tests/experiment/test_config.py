@@ -1,0 +1,475 @@
+import contextlib
+import math
+import string
+from importlib.util import find_spec
+from pathlib import Path
+
+import attrs
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hookdiff import ConfigError, Every, UserError, experiment
+from hookdiff.data import Store, Transforms
+from hookdiff.experiment.config import SOURCES, Config, load_config, read_toml
+from hookdiff.experiment.discovery import installed
+from tests.conftest import check_facts, refused
+
+GOOD = {
+    "run": {"steps": 20, "batch_size": 16, "plugins": ["ema", "lr"]},
+    "data": {"source": "digits"},
+    "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8},
+    "diffusion": {"timesteps": 100},
+    "optimizer": {"use": "adamw", "lr": 1e-3},
+    "sampling": {"steps": 5},
+    "plugins": {"ema": {"decay": 0.9}, "lr": {"warmup": 2}},
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path / "mine.toml", GOOD)
+
+
+def write(path, table):
+    path.write_text(table if isinstance(table, str) else tomli_w.dumps(table), "utf-8")
+    return path
+
+
+def change(table, dotted, value):
+    """Return a copy of `table` with the key at "table.key" set."""
+    key, _, rest = dotted.partition(".")
+    return {**table, key: change(table.get(key, {}), rest, value) if rest else value}
+
+
+def problems(path, *args, **kwargs):
+    """Return the lines of the refusal of the config at `path`, after the first, which counts them."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, *args, **kwargs)
+    first, *lines = str(caught.value).split("\n")
+    check_facts(first, path, len(lines))
+    assert all(line.startswith("  ") for line in lines)
+    return [line[2:] for line in lines]
+
+
+def place(line):
+    """Return what comes first in a line: the key."""
+    return line.split(": ")[0]
+
+
+def test_a_good_config_is_read_with_its_types(path):
+    config = load_config(path)
+    assert (config.run.steps, config.run.epochs, config.run.name) == (20, None, "mine")
+    assert config.run.plugins == ("ema", "lr")
+    assert list(config.plugins) == ["ema", "lr"]
+    assert config.plugins["ema"].arguments == {"decay": 0.9}
+    assert config.model.target.__name__ == "UNet"
+    assert config.optimizer.arguments == {"lr": 1e-3}
+
+
+def test_the_smallest_config(tmp_path):
+    text = '[run]\nsteps = 1\n[data]\nsource = "digits"\n[model]\nuse = "unet"\n'
+    config = load_config(write(tmp_path / "small.toml", text))
+    assert config.optimizer.use == "adamw"
+    assert config.plugins == {}
+
+
+def test_numbers_and_times_have_their_types(path):
+    config = load_config(path, settings=["run.max_time=1.5 h", "plugins.lr.min_ratio=1"])
+    assert config.run.max_time == Every(5400, "seconds")
+    assert type(config.plugins["lr"].arguments["min_ratio"]) is float
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "facts"),  # the facts: the value that is refused, the nearest, what is allowed
+    [
+        ("run.batchsize", 3, ("'batch_size'", "steps", "epochs")),
+        ("data.sorce", "x", ("'source'", "image_size", "resize")),
+        ("model.chanels", 8, ("'channels'", "in_channels")),
+        ("plugins.ema.decya", 0.9, ("'decay'", "half_life")),
+        ("modle", {}, ("'model'", *GOOD)),
+        ("run", 3, ("[run]", 3)),
+        ("model", ["unet"], ("[model]", "['unet']")),
+        ("plugins", 3, ("[plugins]", 3)),
+        ("plugins.ema", 3, ("[plugins.ema]", 3)),
+        ("plugins.emma", {}, ("'ema'",)),
+        ("run.plugins", ["emma"], ("'emma'", "'ema'", "aim")),
+        ("run.plugins", ["ema", "ema"], ("'ema'",)),
+        ("run.plugins", ["ema", "hookdiff_ema:EMA"], ("'ema'",)),
+        ("run.plugins", "ema", ("'ema'",)),
+        ("run.plugins", ["ema", 3], ("item 2", 3)),
+        ("run.plugins", ["ema", "nowhere:X"], ("'nowhere:X'",)),
+        ("run.plugins", ["ema", ":X"], ("':X'",)),
+        ("run.plugins", ["ema", "json:loads"], ("'json:loads'", "function")),
+        ("run.seed", -1, (0, -1)),
+        ("run.seed", 2**63, (2**63,)),
+        ("run.steps", 0, (1, 0)),
+        ("run.steps", "many", ("'many'",)),
+        ("run.max_time", "2 epochs", ("'30 min'", "'3 h'")),
+        ("run.max_time", "soon", ("500", "'2 epochs'", "'15 min'", "'soon'")),
+        ("run.device", 0, (0,)),
+        ("data.workers", -1, (0, -1)),
+        ("data.drop_last", "no", ("'no'",)),
+        ("data.source", "digit", ("'digit'", "'digits'", *SOURCES, "module:Name")),
+        ("data.source", 3, (3, *SOURCES, "module:Name")),
+        ("data.source", "torchvision:MNST", ("'MNST'", "'MNIST'")),
+        ("data.image_size", 1, (2, 1)),
+        ("data.resize", 32, ("image_size",)),
+        ("data.flip", 1.5, (0, 1, 1.5)),
+        ("data.flip", "yes", ("'yes'",)),
+        ("data.color_jitter", [1, 1], (4, 2)),
+        ("data.color_jitter", [0, 0, 0, 1], (0, 0.5, "[0.0, 0.0, 0.0, 1.0]")),
+        ("data.channels", 4, (1, 3, 4)),
+        ("data.background", "whit", ("'whit'", "'white'")),
+        ("data.store", "ram", ("'auto'", "'memory'", "'disk'", "'none'", "'ram'")),
+        ("data.held_out", 1.0, (0, 1, 1.0)),
+        ("data.root", "here", ("image_size",)),
+        ("model.use", "nowhere:Net", ("nowhere:Net",)),
+        ("model.use", "torch.nn:Lineer", ("torch.nn:Lineer", "'Lineer'", "'Linear'")),
+        ("model.use", "math:pi", ("math:pi", "float")),
+        ("model.use", ":", ()),
+        ("model.channels", 8.0, (8.0,)),
+        ("model.channel_mults", 2, (2,)),
+        ("optimizer.use", "adamww", ("'adamww'", "'adamw'", "adadelta", "adafactor")),
+        ("optimizer.lr", "1e-3", ("'1e-3'",)),
+        ("optimizer.betas", [0.9], (2, 1)),
+        (
+            "diffusion.schedule",
+            "cosin",
+            ("linear", "scaled_linear", "cosine", "sigmoid", "flow", "edm", "'cosin'", "'cosine'"),
+        ),
+        ("sampling.eta", 2, (1, 2.0)),
+        ("plugins.ema.decay", 1, (1, 1.0)),
+        ("plugins.lr.schedule", "cos", ("'constant'", "'linear'", "'cosine'", "'cos'")),
+    ],
+)
+def test_one_slip_is_one_problem_with_its_place(tmp_path, dotted, value, facts):
+    lines = problems(write(tmp_path / "bad.toml", change(GOOD, dotted, value)))
+    if dotted == "run":
+        check_facts(lines.pop(), "run", "steps", "epochs")
+    (line,) = lines
+    assert place(line) == dotted
+    check_facts(line, *facts)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "table", "facts"),
+    [
+        ("run.epochs", 2, "run", ("steps", "epochs")),
+        ("data.source", "folder", "data", ("folder", "path")),
+        ("data.source", "torchvision:MNIST", "data", ("torchvision:MNIST", "root")),
+    ],
+)
+def test_keys_that_need_or_exclude_others_are_the_tables_problem(tmp_path, dotted, value, table, facts):
+    (line,) = problems(write(tmp_path / "bad.toml", change(GOOD, dotted, value)))
+    assert place(line) == table
+    check_facts(line, *facts)
+
+
+@pytest.mark.parametrize("table", ["run", "data", "model"])
+def test_a_missing_table(tmp_path, table):
+    path = write(tmp_path / "bad.toml", {name: rest for name, rest in GOOD.items() if name != table})
+    line, *also = problems(path)
+    check_facts(line, table, f"[{table}]")
+    assert [place(other) for other in also] == ["run"] * (table == "run")  # steps or epochs
+
+
+@pytest.mark.parametrize(("data", "model"), [({}, {}), ({"drop_last": True}, {"channels": 8})])
+def test_a_missing_key(tmp_path, data, model):
+    path = write(tmp_path / "bad.toml", {**GOOD, "data": data, "model": model})
+    source, use = problems(path)
+    check_facts(source, "data.source", *SOURCES, "module:Name")
+    check_facts(use, "model.use", "unet", "dit", "module:Name")
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),  # the places, and a fact of the line at each
+    [
+        ({}, {"run": "steps"}),
+        ({"step": 5}, {"run.step": "'steps'"}),
+        ({"epoch": 5}, {"run.epoch": "'epochs'"}),
+        ({"stepps": 5, "nmae": "x"}, {"run.stepps": "'steps'", "run.nmae": "'name'"}),
+        ({"nmae": "x"}, {"run.nmae": "'name'", "run": "steps"}),
+        ({"steps": "x"}, {"run.steps": "'x'"}),
+        ({"steps": 0}, {"run.steps": 0}),
+        ({"steps": 1, "epochs": "x"}, {"run.epochs": "'x'", "run": "steps"}),
+    ],
+)
+def test_a_run_needs_one_length(tmp_path, run, expected):
+    lines = problems(write(tmp_path / "bad.toml", {**GOOD, "run": {"plugins": ["ema", "lr"], **run}}))
+    assert [place(line) for line in lines] == list(expected)
+    for line, fact in zip(lines, expected.values(), strict=True):
+        check_facts(line, fact)
+
+
+def test_golden_message_of_a_config_with_all_kinds_of_problems(tmp_path):
+    bad = GOOD
+    slips = {"run.seed": -1, "model.use": "dti", "optimizer.lr": "x", "sampling.step": 5, "plugins.ema.decay": 2}
+    for dotted, value in slips.items():
+        bad = change(bad, dotted, value)
+    path = write(tmp_path / "bad.toml", bad)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["no:amp"], ["nonsense"])
+    first, *lines = str(caught.value).split("\n")
+    assert first == f"{path}: 7 problems"
+    assert lines[:5] == [
+        "  --set nonsense: expected table.key=value",
+        "  run.seed: must be >= 0: -1",
+        "  --plugins no:amp: 'amp' is not switched on",
+        "  model.use: unknown 'dti'; did you mean 'dit'?; known: unet, dit, or module:Name",
+        "  optimizer.lr: expected a number, got 'x'",
+    ]
+    assert lines[5].startswith("  sampling.step: unknown key; did you mean 'steps'?; known: ")
+    assert lines[6:] == ["  plugins.ema.decay: must be < 1: 2.0"]
+
+
+@pytest.mark.parametrize(
+    ("content", "facts"),
+    [
+        (b"[run]\nsteps = \n", ("TOML", "line 2")),
+        (b"[run\n", ("TOML", "line 1")),
+        (b"[run]\nsteps = 1\nsteps = 2\n", ("TOML", "line 3")),
+        (b"x = " + b"[" * 3000, ("TOML",)),
+        (b"x = " + b"9" * 5000, ("TOML",)),
+        (b"[run]\nname = '\xff'\n", ("UTF-8", 14)),
+    ],
+)
+def test_a_file_that_is_no_toml_is_refused_with_the_place(tmp_path, content, facts):
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    with refused(ConfigError, path, *facts):
+        read_toml(path)
+
+
+def test_a_missing_file_gets_the_nearest(path):
+    with refused(ConfigError, path.with_name("mien.toml"), "'mine.toml'"):
+        load_config(path.with_name("mien.toml"))
+    with refused(ConfigError, path.parent / "nowhere" / "mine.toml"):
+        load_config(path.parent / "nowhere" / "mine.toml")
+
+
+def test_a_directory_is_no_config(tmp_path):
+    with refused(ConfigError, tmp_path, "directory"):
+        load_config(tmp_path)
+
+
+def test_conflicts_and_requirements_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "hd_partners.py").write_text(
+        "class Loner:\n    conflicts = ('ema',)\nclass Needy:\n    requires = ('clip',)\n"
+        "class Greedy:\n    def __init__(self, must, may=1): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write(tmp_path / "bad.toml", GOOD)
+    for plugin, *facts in (
+        ("hd_partners:Loner", "run.plugins", "'loner'", "'ema'"),
+        ("hd_partners:Needy", "run.plugins", "'needy'", "'clip'"),
+        ("hd_partners:Greedy", "plugins.greedy", "must"),
+    ):
+        (line,) = problems(path, plugins=[plugin])
+        check_facts(line, *facts)
+    greedy = load_config(path, ["hd_partners:Greedy"], ["plugins.greedy.must=3"]).plugins["greedy"]
+    assert greedy.arguments == {"must": 3}
+
+
+def test_plugins_are_added_and_taken_away(path):
+    assert load_config(path, ["clip", "no:ema", "clip"]).run.plugins == ("lr", "clip")
+    assert load_config(path, ["lr"]).run.plugins == ("ema", "lr")
+    assert list(load_config(path, ["no:ema", "ema"]).plugins) == ["lr", "ema"]
+    (line,) = problems(path, ["no:emma"])
+    check_facts(line, "--plugins no:emma", "'emma'", "'ema'")
+
+
+def test_plugins_are_added_to_those_that_are_set(path):
+    config = load_config(path, ["clip", "no:lr"], ['run.plugins=["lr", "ema"]'])
+    assert config.run.plugins == ("ema", "clip")
+
+
+def test_the_table_of_a_plugin_that_is_switched_off_may_stay(path):
+    assert list(load_config(path, ["no:ema"]).plugins) == ["lr"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "where", "expected"),
+    [
+        ("run.steps=7", ("run", "steps"), 7),
+        ("run.name=7", ("run", "name"), "7"),
+        ("run.channels_last=false", ("run", "channels_last"), False),
+        (" run.name = two words ", ("run", "name"), "two words"),
+        ("run.name=a=b", ("run", "name"), "a=b"),
+        ("run.micro_batch=none", ("run", "micro_batch"), None),
+    ],
+)
+def test_a_set_value_has_the_type_of_its_key(path, setting, where, expected):
+    value = getattr(getattr(load_config(path, settings=[setting]), where[0]), where[1])
+    assert (type(value), value) == (type(expected), expected)
+
+
+def test_set_reaches_every_table(path):
+    config = load_config(path, settings=["model.channel_mults=1,2,4", "plugins.clip.max_norm=2", "data.workers=1"])
+    assert config.model.arguments["channel_mults"] == (1, 2, 4)
+    assert config.feed == {"workers": 1, "transforms": Transforms(), "store": Store()}
+    assert load_config(path, settings=["optimizer.use=sgd"]).optimizer.target.__name__ == "SGD"
+    assert load_config(path, settings=["run.steps=none", "run.epochs=2"]).run.epochs == 2
+
+
+@pytest.mark.parametrize("setting", ["steps=3", "run.steps", "run.=3", ".steps=3", "=", "", "run..steps=3"])
+def test_a_setting_needs_a_table_a_key_and_a_value(path, setting):
+    (line,) = problems(path, settings=[setting])
+    check_facts(line, f"--set {setting}", "table.key=value")
+
+
+def test_a_setting_inside_of_a_value(path):
+    (line,) = problems(path, settings=["run.steps.x=3"])
+    check_facts(line, "--set run.steps.x=3", "steps")
+    step, decay = problems(path, settings=["plugins.ema.decay=2", "run.step=3"])
+    check_facts(step, "run.step", "'steps'", ", ".join(attrs.fields_dict(type(load_config(path).run))))
+    check_facts(decay, "plugins.ema.decay", 1, 2.0)
+
+
+def same(one, other):
+    """Whether two configs configure the same; a NaN is like a NaN."""
+    return repr(one.resolved()) == repr(other.resolved()) and one.run == other.run
+
+
+def test_resolved_is_read_as_the_same_config(tmp_path):
+    usable = [name for name, (entry, *_) in sorted(installed().items()) if name != "aim" or find_spec("aim")]
+    table = {**GOOD, "run": {**GOOD["run"], "plugins": usable, "max_time": "1000 h"}}
+    table["plugins"] = {"checkpoint": {"every": "2 epochs"}, "samples": {"every": "90 s"}, "fid": {"every": 0}}
+    config = load_config(write(tmp_path / "first.toml", table))
+    again = load_config(write(tmp_path / "second.toml", config.resolved()))
+    assert again.resolved() == config.resolved()
+    assert again.run == config.run
+    assert again.run.name == "first"
+    for name, part in config.plugins.items():
+        options = [option.name for option in attrs.fields(part.target) if option.init]
+        one, other = part.build(), again.plugins[name].build()
+        assert [getattr(one, option) for option in options] == [getattr(other, option) for option in options]
+
+
+names = st.text(string.ascii_lowercase + "_:.", max_size=12)
+scalars = (
+    st.booleans()
+    | st.integers(-5, 70)
+    | st.sampled_from([2**31, 2**63, -(2**63), 10**30, math.inf, -math.inf, math.nan, "1 h", "2 epochs", "none"])
+    | st.floats()
+    | st.text(max_size=8)
+    | st.dates()
+    | names
+)
+values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(names, v, max_size=3), max_leaves=6)
+known = [(table, key) for table, rest in GOOD.items() for key in rest]
+extra = [("run", "epochs"), ("run", "seed"), ("run", "device"), ("model", "channel_mults"), ("model", "dropout")]
+extra += [("optimizer", "betas"), ("optimizer", "weight_decay"), ("data", "workers"), ("sampling", "eta")]
+extra += [("data", key) for key in ("image_size", "resize", "flip", "color_jitter", "background", "store", "held_out")]
+mutations = st.one_of(
+    st.tuples(st.just("drop"), st.sampled_from(known)),
+    st.tuples(st.just("rename"), st.sampled_from(known), names),
+    st.tuples(st.just("replace"), st.sampled_from(known + extra), values),
+    st.tuples(st.just("replace"), st.sampled_from([(name,) for name in GOOD]), values),
+    st.tuples(st.just("replace"), st.tuples(names), values),
+    st.tuples(st.just("replace"), st.tuples(st.sampled_from(list(GOOD)), names), values),
+)
+COSTLY = [("model", key) for key in ("channels", "channel_mults", "num_res_blocks", "head_dim")] + [
+    ("sampling", "steps")
+]
+
+
+def mutated(steps):
+    table = {name: dict(rest) for name, rest in GOOD.items()}
+    for kind, place, *new in steps:
+        *outer, key = place
+        inner = table.get(outer[0]) if outer else table
+        if not isinstance(inner, dict):
+            continue
+        if kind == "replace":
+            if place in COSTLY and isinstance(new[0], int) and new[0] > 100:  # there are loops of that length
+                continue
+            inner[key] = new[0]
+        elif key in inner:
+            old = inner.pop(key)
+            if kind == "rename":
+                inner[new[0]] = old
+    return table
+
+
+QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+def load_or_refuse(path, plugins=(), given=()):
+    """Load and probe; anything but a Config or a UserError is a bug. What loads must come back as it was."""
+    config = None
+    with contextlib.suppress(UserError):
+        config = load_config(path, plugins, given)
+    if config is None:
+        return
+    assert isinstance(config, Config)
+    again = load_config(write(path.with_name("again.toml"), config.resolved()))
+    assert same(config, again)
+    with contextlib.suppress(UserError):
+        experiment.try_config(config)
+
+
+@given(steps=st.lists(mutations, min_size=1, max_size=4))
+@QUICK
+def test_a_mutated_config_loads_or_is_refused(tmp_path, steps):
+    load_or_refuse(write(tmp_path / "mutated.toml", mutated(steps)))
+
+
+@given(text=st.text() | st.text("[]=.\"'#{}\n run1ab,", max_size=40))
+@QUICK
+def test_any_text_is_refused(tmp_path, text):
+    path = tmp_path / "text.toml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with refused(UserError, path):
+        load_config(path)
+
+
+settable = st.sampled_from([f"{table}.{key}" for table, key in known + extra if (table, key) not in COSTLY])
+
+
+@given(
+    given=st.lists(
+        st.text(max_size=12) | st.builds("{}={}".format, settable | names, st.text(max_size=8) | scalars), max_size=3
+    ),
+    plugins=st.lists(st.sampled_from([*installed(), "no:ema", "no:lr", "no:clip"]) | names | st.text(max_size=5)),
+)
+@QUICK
+def test_any_setting_and_any_plugin_name_loads_or_is_refused(tmp_path, given, plugins):
+    load_or_refuse(write(tmp_path / "good.toml", GOOD), plugins, given)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.channels=9223372036854775808",
+        "model.in_channels=9223372036854775807",
+        "model.channels=8589934592",
+        "model.image_size=7",
+        "model.dropout=nan",
+        "optimizer.lr=-1",
+        "optimizer.lr=nan",
+        "optimizer.betas=2,3",
+        "optimizer.foreach=true",
+        "run.device=nowhere",
+        "run.device=cuda:99",
+        "run.device=hpu",
+        "run.device=meta",
+        "run.device=",
+        "sampling.steps=101",
+        "plugins.lr.schedule=constant",
+    ],
+)
+def test_a_problem_that_only_building_shows_is_refused_with_its_table(path, setting):
+    config = load_config(path, settings=[setting, *(["optimizer.fused=true"] if "foreach" in setting else [])])
+    table = setting.partition(".")[0]
+    if table == "plugins":
+        experiment.try_config(config)
+    else:
+        with refused(ConfigError, path, 1) as caught:
+            experiment.try_config(config)
+        assert place(str(caught.value).split("\n")[1].strip()).partition(".")[0] == table
+
+
+def test_the_name_of_a_config_without_one_is_that_of_its_file(tmp_path):
+    assert load_config(write(Path(tmp_path / "my run.toml"), GOOD)).run.name == "my run"

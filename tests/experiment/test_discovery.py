@@ -1,0 +1,140 @@
+import sys
+
+import pytest
+
+from hookdiff import PluginError
+from hookdiff.experiment.discovery import distribution, import_object, installed, plugin_class, plugin_name
+from tests.conftest import refused
+
+PLUGIN = "class Mine:\n    'Does nothing.'\n"
+
+
+def test_an_installed_plugin_is_found_by_its_name(install):
+    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=PLUGIN)
+    (entry,) = installed()["mine"]
+    assert distribution(entry) == "hookdiff-mine 1.0"
+    assert "hd_mine" not in sys.modules  # finding imports nothing
+    assert plugin_class("mine").__name__ == "Mine"
+
+
+def test_names_come_sorted(install):
+    install("hookdiff-z", {"zz": "z:Z", "a0": "z:A"})
+    names = list(installed())
+    assert names == sorted(names)
+    assert {"zz", "a0", "ema", "lr"} <= set(names)
+
+
+def test_a_group_of_its_own(install):
+    install("hookdiff-tool", {"tool": "t:main"}, group="hookdiff.commands")
+    assert "tool" in installed("hookdiff.commands")
+    assert "tool" not in installed()
+
+
+def test_an_unknown_name_gets_the_nearest_and_all_that_are_installed():
+    with refused(PluginError, "'emma'", "'ema'", *installed()):
+        plugin_class("emma")
+
+
+def test_a_name_that_is_like_none_gets_no_guess():
+    with refused(PluginError, "'zzzzzz'") as caught:
+        plugin_class("zzzzzz")
+    assert not any(repr(name) in str(caught.value) for name in installed())
+
+
+def test_two_claimants_are_both_named(install):
+    install("hookdiff-one", {"mine": "hd_one:Mine"}, hd_one=PLUGIN)
+    install("hookdiff-two", {"mine": "hd_two:Mine"}, hd_two=PLUGIN)
+    with refused(PluginError, "'mine'", "hookdiff-one 1.0", "hookdiff-two 1.0"):
+        plugin_class("mine")
+    assert plugin_class("hd_two:Mine").__module__ == "hd_two"  # the way out that the message gives
+
+
+def test_a_distribution_that_is_seen_twice_counts_once(install):
+    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=PLUGIN)
+    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, where="other", hd_mine=PLUGIN)
+    assert len(installed()["mine"]) == 1
+
+
+def test_a_broken_import_names_the_distribution_and_the_cause(install):
+    install("hookdiff-broken", {"broken": "hd_broken:Mine"}, hd_broken="import not_to_be_found\n")
+    with refused(PluginError, "'broken'", "hookdiff-broken 1.0", "'not_to_be_found'"):
+        plugin_class("broken")
+
+
+def test_a_broken_plugin_does_not_hide_the_others(install):
+    install("hookdiff-broken", {"broken": "hd_broken:Mine"}, hd_broken="1 / 0\n")
+    assert plugin_class("ema").__name__ == "EMA"
+
+
+def test_a_missing_attribute_is_named(install):
+    install("hookdiff-mine", {"mine": "hd_mine:Yours"}, hd_mine=PLUGIN)
+    with refused(PluginError, "'mine'", "hookdiff-mine 1.0", "Yours"):
+        plugin_class("mine")
+
+
+def test_an_entry_point_that_is_no_class(install):
+    install("hookdiff-mine", {"mine": "hd_mine:make", "module": "hd_mine"}, hd_mine="def make(): ...\n")
+    for name, kind in (("mine", "function"), ("module", "module")):
+        with refused(PluginError, repr(name), kind):
+            plugin_class(name)
+
+
+@pytest.mark.parametrize("module", ["not_to_be_found", "not_to_be_found.inside", "json.not_to_be_found"])
+def test_golden_message_of_a_package_that_a_plugin_needs(install, module):
+    source = f"class Mine:\n    needs = {{{module!r}: 'nowhere[all]>=2'}}\n"
+    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=source)
+    with pytest.raises(PluginError) as caught:
+        plugin_class("mine")
+    assert str(caught.value) == f"the plugin 'mine' needs the package {module}: pip install 'nowhere[all]>=2'"
+
+
+def test_what_a_plugin_needs_may_be_there(install):
+    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine="class Mine:\n    needs = {'json.decoder': 'json'}\n")
+    assert plugin_class("mine").__name__ == "Mine"
+
+
+def test_a_class_by_its_module():
+    assert plugin_class("hookdiff_ema:EMA") is plugin_class("ema")
+
+
+def test_a_module_on_the_path(install):
+    install("anything", hd_local=PLUGIN)
+    assert plugin_class("hd_local:Mine").__name__ == "Mine"
+    with refused(PluginError, "'hd_local:Mind'", "'Mind'", "'Mine'"):
+        plugin_class("hd_local:Mind")
+
+
+@pytest.mark.parametrize("given", ["not_to_be_found:Mine", ":Mine", ".relative:Mine", "..:Mine", ":", "json."])
+def test_what_cannot_be_imported_is_an_error_of_the_user(given):
+    with refused(PluginError, repr(given)):
+        plugin_class(given)
+
+
+def test_import_object_says_what_it_was_for():
+    assert import_object("json:loads", "a test")("[1]") == [1]
+    with refused(PluginError, "a test", "json", "'load_s'", "'loads'"):
+        import_object("json:load_s", "a test")
+    with refused(PluginError, "a test", "nowhere_at_all"):
+        import_object("nowhere_at_all:x", "a test")
+
+
+@pytest.mark.parametrize(("given", "name"), [("ema", "ema"), ("a.b:MyClass", "myclass"), ("EMA", "EMA")])
+def test_the_name_of_a_plugin(given, name):
+    assert plugin_name(given) == name
+
+
+def test_an_installed_plugin_runs(install):
+    from hookdiff.testing import toy_loop
+
+    source = (
+        "from hookdiff import hookimpl\n"
+        "class Mine:\n"
+        "    steps = 0\n"
+        "    @hookimpl\n"
+        "    def after_optimizer_step(self):\n"
+        "        self.steps += 1\n"
+    )
+    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=source)
+    plugin = plugin_class("mine")()
+    toy_loop({"mine": plugin}, steps=3).run()
+    assert plugin.steps == 3

@@ -1,0 +1,187 @@
+"""What is counted on tensors without values, beside what real runs hold."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from hookdiff import ConfigError, UserError
+from hookdiff.disk import flatten
+from hookdiff.experiment.build import build_loop
+from hookdiff.experiment.memory import estimate_memory
+from tests.conftest import check_facts, refused
+
+MODELS = {
+    "unet": {"use": "unet", "channels": 8, "channel_mults": [1], "num_res_blocks": 1, "head_dim": 8},
+    "dit": {"use": "dit", "hidden_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4},
+}
+USER = """
+import torch
+from torch import nn
+from hookdiff import hookimpl
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int = 100):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, hidden), nn.Linear(hidden, 64)
+
+    def forward(self, x, timesteps):
+        return self.last(torch.relu(self.first(x.flatten(1)))).reshape(x.shape)
+
+class Norms(nn.Module):
+    def __init__(self, in_channels: int):
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(in_channels, in_channels, 3, padding=1), nn.BatchNorm2d(in_channels)
+        self.tied = self.layer
+        self.register_buffer("ramp", torch.linspace(0, 1, 50))
+        self.start = float(self.ramp[0].item())  # cannot be made on the meta device
+
+    def forward(self, x, timesteps):
+        return self.tied(self.norm(self.layer(x)))
+
+class Looks(MLP):
+    def forward(self, x, timesteps):
+        return super().forward(x if self.first.weight.sum() > 0 else -x, timesteps)
+
+class Broken:
+    @hookimpl
+    def on_start(self, loop):
+        raise RuntimeError("no tape in the drive")
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+"""
+
+
+@pytest.fixture
+def config(user_module, load_small):
+    """Return a function that loads a config with one of MODELS, or a model of the user's, settings and plugins."""
+    user_module("hd_sizes", USER)
+
+    def loaded(model, *settings, plugins=()):
+        run = {"steps": 2, "batch_size": 6, "log_every": 1}
+        return load_small(*settings, plugins=plugins, run=run, model=MODELS.get(model, {"use": f"hd_sizes:{model}"}))
+
+    return loaded
+
+
+def num_bytes(tensors):
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def saved_bytes(loop, size):
+    """What the forward pass of `size` samples saves in a real run, without parameters, buffers and the batch."""
+    held = [*loop.model.parameters(), *loop.model.buffers()]
+    batch = next(loop.feed.batches(0))
+    batch = loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))
+    held += [batch.inputs, *batch.draws.values(), *([] if batch.labels is None else [batch.labels])]
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in held}
+    kept = []  # alive, so that no address comes twice
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in addresses:
+            kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loop.hook.micro_step(loop=loop, batch=batch[:size], index=0, count=1)
+    return num_bytes(kept)
+
+
+CASES = [
+    ("unet", ("model.num_classes=10", "run.micro_batch=4", "diffusion.weighting=min_snr"), ()),
+    ("dit", ("plugins.amp.precision=bf16", "model.dropout=0.1"), ("amp", "ema", "clip")),
+    ("dit", ("model.num_classes=10", "model.gradient_checkpointing=true", "optimizer.use=sgd"), ()),
+    ("Norms", ("optimizer.amsgrad=true", "run.micro_batch=3"), ("ema",)),
+    ("MLP", ("optimizer.use=sgd", "optimizer.momentum=0.9"), ()),
+]
+
+
+@pytest.mark.parametrize(("model", "settings", "plugins"), CASES)
+def test_it_is_what_a_real_run_holds(config, tmp_path, model, settings, plugins):
+    given = config(model, *settings, plugins=plugins)
+    estimate = estimate_memory(given)
+    assert list(tmp_path.glob("run*")) == []
+    loop = build_loop(given, tmp_path / "run")
+    with loop:
+        assert estimate.activations == saved_bytes(loop, estimate.micro_batch)
+        next(iter(loop.steps()))
+        parameters = list(loop.model.parameters())
+        assert estimate.parameters == num_bytes(parameters)
+        assert estimate.buffers == num_bytes(loop.model.buffers())
+        assert estimate.gradients == num_bytes(p.grad for p in parameters)
+        states = [entry.values() for optimizer in loop.optimizers for entry in optimizer.state.values()]
+        assert estimate.optimizer == num_bytes(value for values in states for value in values)
+        kept = {n: flatten(p.state_dict())[0] for n, p in loop.plugins.items() if hasattr(p, "state_dict")}
+        live = {id(t.untyped_storage()) for t in (*parameters, *loop.model.buffers())}
+        own = {name: [t for t in state.values() if id(t.untyped_storage()) not in live] for name, state in kept.items()}
+        assert estimate.plugins == {name: num_bytes(tensors) for name, tensors in own.items() if tensors}
+    assert estimate.notes == ()
+
+
+def test_it_is_the_sum_that_one_can_write_down_for_an_mlp(config):
+    n, size, hidden, number = 6, 64, 100, 4
+    estimate = estimate_memory(config("MLP", "model.hidden=100"))
+    weights = number * (2 * size * hidden + hidden + size)
+    assert (estimate.parameters, estimate.gradients, estimate.buffers) == (weights, weights, 0)
+    assert estimate.optimizer == 2 * weights + 4 * number  # Adam: two numbers a weight, and a count for each tensor
+    # The input of each layer and the output that is compared; the noise it is compared with is in the batch.
+    assert estimate.per_sample == number * (size + hidden + size)
+    assert estimate.activations == n * estimate.per_sample
+    assert estimate.batch == number * n * 2 * size + 8 * n * 2  # images and noise; labels and timesteps are int64
+    assert estimate.total == sum((4 * weights, 4 * number, estimate.batch, estimate.activations))
+    assert (estimate.device, estimate.data, estimate.available) == ("cpu", 0, None)
+
+
+def test_the_peak_is_what_the_allocator_was_asked_for(config, tmp_path):
+    given = config("unet", "model.channels=32", "run.batch_size=32", "run.micro_batch=16")
+    estimate = estimate_memory(given)
+    loop = build_loop(given, tmp_path / "run")
+    with loop:
+        steps = iter(loop.steps())
+        next(steps)
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+            next(steps)
+        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    # The gradients of the step before are given back, so that the count begins with them.
+    fixed = estimate.parameters + estimate.optimizer + estimate.gradients
+    assert estimate.peak == pytest.approx(fixed + most, rel=0.1)
+
+
+def test_gradient_checkpointing_lowers_what_is_kept_and_the_peak(config):
+    plain = estimate_memory(config("dit", "run.batch_size=64"))
+    less = estimate_memory(config("dit", "run.batch_size=64", "model.gradient_checkpointing=true"))
+    assert less.activations < plain.activations / 2
+    assert less.peak < plain.peak
+    assert (less.parameters, less.optimizer) == (plain.parameters, plain.optimizer)
+
+
+def test_less_goes_through_at_a_time(config):
+    whole, half = (estimate_memory(config("MLP", "run.batch_size=400", f"run.micro_batch={n}")) for n in (400, 200))
+    assert half.activations == whole.activations - 200 * whole.per_sample
+    assert half.peak < whole.peak
+    assert (half.batch_size, half.micro_batch) == (400, 200)
+
+
+def test_a_plugin_that_cannot_be_counted_is_noted(config):
+    estimate = estimate_memory(config("MLP", plugins=["hd_sizes:Broken", "ema"]))
+    (note,) = estimate.notes
+    check_facts(note, "'broken'", "no tape in the drive")
+    assert estimate.plugins == {"ema": estimate.parameters}
+
+
+def test_a_model_that_looks_at_its_weights_is_refused(config):
+    with refused(UserError, "memory", "hd_sizes:Looks"):
+        estimate_memory(config("Looks"))
+
+
+def test_a_mistake_in_the_config_is_refused_as_ever(config):
+    with refused(ConfigError, "patch_size=3"):
+        estimate_memory(config("dit", "model.patch_size=3"))

@@ -1,0 +1,397 @@
+"""What [optimizer] builds: every parameter in one group, every class of torch, and the kernels."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hookdiff import ConfigError, Loop, build_loop, load_config
+from hookdiff.experiment.optimizers import OPTIMIZERS, UNFIT, Groups, build_optimizers, muon, spare, weights_of
+from hookdiff.experiment.part import Part
+from hookdiff.experiment.probe import try_config
+from hookdiff.state import as_tuple
+from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
+from tests.conftest import check_facts, refused
+
+
+def part(kind: Any, **arguments: Any) -> Part:
+    return Part("optimizer", "mine", kind, arguments)
+
+
+def built(model: nn.Module, kind: Any = torch.optim.AdamW, no_decay: Any = ("auto",), **arguments: Any) -> Any:
+    return as_tuple(build_optimizers(part(kind, **arguments), model, Groups(no_decay=tuple(no_decay))))
+
+
+class Parts(nn.Module):
+    """One of everything that has weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm((2, 3))  # of two dimensions
+        self.body = nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3), nn.Linear(3, 4))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.position = nn.Parameter(torch.zeros(1, 6, 4))
+        self.out = nn.Linear(4, 5, bias=False)
+        self.out.weight = self.token.weight  # shared
+        self.fixed = nn.Linear(2, 2).requires_grad_(False)
+
+
+def test_what_a_weight_is_for() -> None:
+    assert {weight.name: weight.role for weight in weights_of(Parts())} == {
+        "scale": "vector",
+        "position": "kernel",
+        "token.weight": "embedding",
+        "norm.weight": "norm",
+        "norm.bias": "norm",
+        "body.0.weight": "kernel",
+        "body.0.bias": "vector",
+        "body.1.weight": "norm",
+        "body.1.bias": "norm",
+        "body.2.weight": "matrix",
+        "body.2.bias": "vector",
+    }
+
+
+def decayed(model: nn.Module, *patterns: str) -> list[str]:
+    return [weight.name for weight in spare(weights_of(model), patterns) if weight.decays]
+
+
+def test_weight_decay_is_for_matrices_and_kernels() -> None:
+    assert decayed(Parts(), "auto") == ["position", "body.0.weight", "body.2.weight"]
+    assert decayed(Parts(), "auto", "pos*") == ["body.0.weight", "body.2.weight"]
+    assert decayed(Parts(), "body.*", "scale") == ["position", "token.weight", "norm.weight", "norm.bias"]
+    assert len(decayed(Parts())) == 11
+
+
+def test_a_pattern_that_names_no_weight_is_refused() -> None:
+    with refused(ConfigError, "optimizer.no_decay", "'*positon'", "'position'"):
+        built(Parts(), no_decay=["*positon"])
+
+
+def test_the_groups_are_those_that_one_would_write_by_hand() -> None:
+    model = Parts()
+    (optimizer,) = built(model, weight_decay=0.1)
+    first, second = optimizer.param_groups
+    assert (first["name"], first["weight_decay"]) == ("decay", 0.1)
+    assert (second["name"], second["weight_decay"]) == ("no_decay", 0.0)
+    assert {id(p) for p in first["params"]} == {id(model.position), id(model.body[0].weight), id(model.body[2].weight)}
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [(torch.optim.AdamW, {"weight_decay": 0.0}), (torch.optim.SGD, {})])
+def test_without_weight_decay_there_is_one_group(kind: Any, arguments: Any) -> None:
+    (optimizer,) = built(Parts(), kind, **arguments)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [11]
+
+
+def layers(draw: Any, depth: int) -> Any:
+    """A random module: layers, containers of them, weights that are shared or fixed."""
+    kinds = ["linear", "conv", "norm", "embedding", "bare", "none"] + (["all", "shared"] if depth else [])
+    kind = draw(st.sampled_from(kinds))
+    size = draw(st.integers(1, 3))
+    made: Any = nn.Identity()
+    if kind == "linear":
+        made = nn.Linear(size, 2, bias=draw(st.booleans()))
+    elif kind == "conv":
+        made = draw(st.sampled_from([nn.Conv1d, nn.ConvTranspose2d]))(size, 2, 1)
+    elif kind == "norm":
+        made = draw(st.sampled_from([nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d]))(size)
+    elif kind == "embedding":
+        made = nn.Embedding(size, 2)
+    elif kind == "bare":
+        made = nn.ParameterList([torch.zeros([2] * (size - 1))])
+    elif kind == "all":
+        made = nn.ModuleList(layers(draw, depth - 1) for _ in range(size))
+    elif kind == "shared":
+        inner = layers(draw, depth - 1)
+        made = nn.ModuleDict({"a": inner, "b": inner})
+    if draw(st.integers(0, 4)) == 0:
+        made.requires_grad_(False)
+    return made
+
+
+models = st.composite(layers)(3)
+
+
+@given(
+    model=models, kind=st.sampled_from([torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, muon]), data=st.data()
+)
+def test_every_weight_that_is_trained_is_in_one_group(model: nn.Module, kind: Any, data: Any) -> None:
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    names = [weight.name for weight in weights_of(model)]
+    assert [id(weight.parameter) for weight in weights_of(model)] == [id(p) for p in wanted]
+    patterns = data.draw(st.lists(st.sampled_from(["auto", *names]), max_size=3))
+    nothing = not any(w.role == "matrix" for w in weights_of(model)) if kind is muon else not wanted
+    if nothing:
+        with refused(ConfigError, "optimizer"):
+            built(model, kind, patterns)
+        return
+    held = [
+        p for optimizer in built(model, kind, patterns) for group in optimizer.param_groups for p in group["params"]
+    ]
+    assert sorted(map(id, held)) == sorted(map(id, wanted))
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
+    first, second = built(Parts(), muon, lr=0.02, adamw_lr=1e-3, weight_decay=0.3)
+    model_names = {id(weight.parameter): weight.name for weight in weights_of(Parts())}
+    assert len(model_names) == 11
+    assert (type(first).__name__, type(second).__name__) == ("Muon", "AdamW")
+    shown = [
+        (group["name"], group["lr"], group["weight_decay"], sorted(tuple(p.shape) for p in group["params"]))
+        for optimizer in (first, second)
+        for group in optimizer.param_groups
+    ]
+    assert shown == [
+        ("muon", 0.02, 0.3, [(4, 3)]),
+        ("adamw", 1e-3, 0.3, [(1, 6, 4), (3, 2, 3, 3)]),
+        ("adamw", 1e-3, 0.0, [(), (2, 3), (2, 3), (3,), (3,), (3,), (4,), (5, 4)]),
+    ]
+    assert second.param_groups[0]["fused"]
+
+
+def test_muon_leaves_matrices_to_adamw_on_request() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    first, second = built(model, muon, adamw=("0.*",))
+    assert first.param_groups[0]["params"] == [model[1].weight]
+    assert len([p for group in second.param_groups for p in group["params"]]) == 3
+    with refused(ConfigError, "optimizer.adamw", "'2.*'"):
+        built(model, muon, adamw=("2.*",))
+    with refused(ConfigError, "optimizer", "muon", "'adamw'"):
+        built(model, muon, adamw=("*",))
+
+
+def test_muon_says_how_little_of_a_model_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    built(Parts(), muon)  # its matrix has 12 of 136 parameters, kernels have 54 + 24
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    check_facts(record.getMessage(), "muon", "8.8%", "91.2%", "convolutions", "57.4%", "optimizer.use", "'adamw'")
+    caplog.clear()
+    built(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(6)), muon)  # half
+    assert not caplog.messages
+
+
+def test_muon_steps_along_the_nearest_orthogonal_matrix() -> None:
+    """Without momentum, decay or a fitted rate, the update is about lr U V' of the gradient."""
+    model = nn.Linear(6, 4, bias=False)
+    before, gradient = model.weight.detach().clone(), torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    (optimizer,) = built(model, muon, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="original")
+    model.weight.grad = gradient
+    optimizer.step()
+    u, _, v = torch.linalg.svd(gradient, full_matrices=False)
+    moved = before - model.weight.detach()
+    # The iteration leaves singular values between 0.7 and 1.2 (Jordan et al. 2024).
+    assert torch.linalg.svdvals(moved).sub(1).abs().max() < 0.35
+    assert torch.cosine_similarity(moved.flatten(), (u @ v).flatten(), dim=0) > 0.98
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (16, 64), (64, 16), (4, 256)], ids=str)
+def test_muons_updates_are_as_large_as_those_of_adamw_whatever_the_shape(shape: tuple[int, int]) -> None:
+    """The RMS of an update is 0.2 lr: 0.2 sqrt(max(rows, columns)) lr U V' (Liu et al. 2025, eq. 4)."""
+    model = nn.Linear(shape[1], shape[0], bias=False)
+    before = model.weight.detach().clone()
+    (optimizer,) = built(model, muon, lr=0.01, weight_decay=0.0)
+    model.weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    moved = (model.weight.detach() - before).square().mean().sqrt()
+    # U V' has min(shape) singular values of 1, so its RMS is 1 / sqrt(max(shape)); the iteration leaves 0.7 to 1.2.
+    assert 0.7 * 0.002 < float(moved) < 1.2 * 0.002
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "expected"),
+    [
+        (torch.optim.AdamW, {}, True),
+        (torch.optim.AdamW, {"fused": False}, False),
+        (torch.optim.AdamW, {"foreach": True}, None),
+        (torch.optim.SGD, {"lr": 0.1}, True),
+        (torch.optim.Adagrad, {}, True),
+        (torch.optim.Adadelta, {}, None),
+    ],
+)
+def test_optimizers_are_fused_unless_another_kernel_is_set(kind: Any, arguments: Any, expected: Any) -> None:
+    (optimizer,) = built(nn.Linear(1, 1), kind, **arguments)
+    assert optimizer.param_groups[0].get("fused") == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_kernel_that_the_gpu_lacks_is_not_asked_for() -> None:
+    for name in OPTIMIZERS:
+        optimizers = built(nn.Linear(3, 3, device="cuda"), *chosen(name))
+        for optimizer in optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+
+def test_a_weight_that_has_no_fused_kernel_is_stepped_all_the_same() -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    (optimizer,) = built(model, torch.optim.AdamW)
+    assert not optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad"])
+def test_the_fused_ones_transfer_nothing(name: str) -> None:
+    model = toy_model()
+    (optimizer,) = built(model, *chosen(name))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with count_transfers() as transfers:
+        optimizer.step()
+    assert transfers.count == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        ({"lr": -1.0}, (-1.0,)),
+        ({"capturable": True, "fused": False}, ("capturable",)),
+        ({"differentiable": True}, ()),
+        ({"fused": True, "foreach": True}, ("fused", "foreach")),
+    ],
+)
+def test_an_optimizer_that_could_not_make_a_step_is_refused_before_training(arguments: Any, facts: Any) -> None:
+    with refused(ConfigError, "optimizer", *facts):
+        built(toy_model(), torch.optim.AdamW, **arguments)
+
+
+def test_a_model_without_a_weight_to_train_is_refused() -> None:
+    with refused(ConfigError, "optimizer", "weight", "gradient"):
+        built(toy_model().requires_grad_(False))
+
+
+def test_a_function_gets_the_groups_and_makes_what_it_likes() -> None:
+    def mine(params: Any, lr: float = 0.1, weight_decay: float = 0.2) -> Any:
+        return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
+
+    (optimizer,) = built(nn.Linear(2, 2), mine)
+    assert [(group["name"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        ("decay", 0.2),
+        ("no_decay", 0.0),
+    ]
+
+
+CONFIG: dict[str, Any] = {
+    "run": {"steps": 6, "batch_size": 8, "device": "cpu", "log_every": 2, "plugins": ["checkpoint", "lr"]},
+    "data": {"source": "digits"},
+    "model": {"use": "dit", "hidden_size": 8, "depth": 1, "num_heads": 2},
+    "sampling": {"steps": 2},
+    "plugins": {"checkpoint": {"every": 3}, "lr": {"warmup": 2}},
+}
+
+
+def chosen(name: str) -> tuple[Any]:
+    module, _, kind = OPTIMIZERS[name].partition(":")
+    return (getattr(__import__(module, fromlist=[kind]), kind),)
+
+
+def load(folder: Path, *settings: str, **optimizer: Any) -> Any:
+    path = folder / "small.toml"
+    path.write_text(tomli_w.dumps({**CONFIG, "optimizer": optimizer}))
+    return load_config(path, settings=settings)
+
+
+def test_all_optimizers_of_torch_are_there() -> None:
+    kinds = {name.lower() for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
+    assert kinds - {"optimizer"} == {*OPTIMIZERS, *UNFIT}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_and_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
+    config = load(tmp_path, use=name, lr=1e-3)
+    try_config(config)
+    whole = build_loop(config, tmp_path / "whole")
+    before = weights(whole)
+    whole.run()
+    after = weights(whole)
+    assert all(math.isfinite(value.sum()) for value in after.values())
+    assert sum(not torch.equal(before[key], after[key]) for key in before) > len(before) / 2
+    saved = Path("checkpoints") / "step-00000003"
+    shutil.copytree(tmp_path / "whole" / saved, tmp_path / "again" / saved)
+    again = build_loop(config, tmp_path / "again", resume=True)
+    again.run()
+    assert again.progress.step == 6
+    assert_same(weights(again), after)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("lbfgs", "closure"), ("torch.optim:SparseAdam", "sparse")])
+def test_optimizers_that_cannot_train_here_are_refused_with_the_reason(tmp_path: Path, name: str, reason: str) -> None:
+    with refused(ConfigError, "optimizer.use", repr(name), reason):
+        load(tmp_path, use=name)
+
+
+def test_an_optimizer_of_ones_own_that_needs_a_closure_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "hd_needs.py").write_text(
+        "import torch\nclass Needs(torch.optim.SGD):\n def step(self, closure): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with refused(ConfigError, "optimizer.use", "'hd_needs:Needs'", "closure"):
+        load(tmp_path, use="hd_needs:Needs")
+
+
+def test_a_probe_refuses_patterns_that_name_no_weight(tmp_path: Path) -> None:
+    with refused(ConfigError, "optimizer.no_decay", "'patch_inn.weight'", "'patch_in.weight'"):
+        try_config(load(tmp_path, no_decay=["auto", "patch_inn.weight"]))
+    try_config(load(tmp_path, no_decay=["auto", "patch_in.weight"]))
+    with refused(ConfigError, "optimizer.adamw", "'patch_inn.*'"):
+        try_config(load(tmp_path, use="muon", adamw=["patch_inn.*"]))
+    try_config(load(tmp_path, use="muon", adamw=["patch_in.*"]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_probe_tries_the_optimizer_on_the_device_of_the_run(tmp_path: Path) -> None:
+    config = load(tmp_path, "run.device=cuda", use="radam", capturable=True)
+    try_config(config)
+    assert build_loop(config, tmp_path / "run").run() == "done"
+
+
+def test_the_config_says_all_keys_and_comes_back(tmp_path: Path) -> None:
+    config = load(tmp_path, use="muon", adamw_lr=1e-4)
+    table = config.resolved()["optimizer"]
+    assert (table["use"], table["no_decay"], table["ns_steps"], table["adamw_lr"]) == ("muon", ["auto"], 5, 1e-4)
+    again = load(tmp_path, **table)
+    assert again.resolved() == config.resolved()
+
+
+def state_of(loop: Loop) -> dict[str, Tensor]:
+    found = loop.state_dict()["optimizers"]
+    return {f"{i}/{n}/{k}": v for i, part in found.items() for n, s in part["weights"].items() for k, v in s.items()}
+
+
+def test_groups_may_change_on_resume_because_state_goes_by_name(tmp_path: Path) -> None:
+    build_loop(load(tmp_path), tmp_path / "run").run()
+    with build_loop(load(tmp_path), tmp_path / "run", resume=True) as same:
+        expected = {name: value.clone() for name, value in state_of(same).items()}
+    with build_loop(load(tmp_path, no_decay=["blocks.0.qkv.*"]), tmp_path / "run", resume=True) as other:
+        assert [len(group["params"]) for group in other.optimizers[0].param_groups] != [
+            len(group["params"]) for group in same.optimizers[0].param_groups
+        ]
+        assert_same(state_of(other), expected)
+
+
+def test_decay_moves_only_what_decays() -> None:
+    def run(**arguments: Any) -> dict[str, Tensor]:
+        loop = toy_loop(
+            optimizers=lambda model: built(model, torch.optim.AdamW, lr=0.01, **arguments),
+            steps=1,
+            model=toy_model(seed=2),
+        )
+        loop.run()
+        return weights(loop)
+
+    plain, with_decay = run(weight_decay=0.0), run(weight_decay=0.5)
+    start = toy_model(seed=2).state_dict()
+    for name, value in plain.items():
+        expected = value if name.endswith("bias") else value - 0.01 * 0.5 * start[name]
+        torch.testing.assert_close(with_decay[name], expected)

@@ -1,0 +1,118 @@
+"""The import graph of hookdiff: its rooms, the layers they lie in, imports that run back up, and circles.
+
+A room is a folder of hookdiff/, a file beside these folders, or the whole of plugins/. Imports for type checkers count.
+`python tests/import_graph.py [ROOT]` prints the numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+Graph = dict[str, set[str]]  # what each file, or each room, imports
+
+
+def files(root: Path) -> dict[str, Path]:
+    """Return the files of the packages by the names of their modules; `__init__` has the name of its package."""
+    found = {}
+    for source in (root, root / "plugins"):
+        for path in sorted(source.glob("hookdiff*/**/*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
+    """Yield the modules of `known` that the file imports, or takes a name from."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in known else node.module
+
+
+def file_graph(root: Path) -> Graph:
+    """Return which module imports which."""
+    known = files(root)
+    return {name: {other for other in imports(path, known) if other != name} for name, path in known.items()}
+
+
+def room(module: str) -> str:
+    """Return the room of a module."""
+    top, *inner = module.split(".")
+    return "plugins/" if top != "hookdiff" else inner[0] if inner else "__init__"
+
+
+def room_graph(graph: Graph) -> Graph:
+    """Return which room imports which."""
+    rooms: Graph = {}
+    for module, others in graph.items():
+        rooms.setdefault(room(module), set()).update(room(other) for other in others if room(other) != room(module))
+    return rooms
+
+
+def circles(graph: Graph) -> list[set[str]]:
+    """Return the sets of nodes that reach one another (Tarjan 1972), from the least dependent on."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(graph[node]):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            place = stack.index(node)
+            found.append(set(stack[place:]))
+            del stack[place:]
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def back_up(graph: Graph) -> set[tuple[str, str]]:
+    """Return imports without which no circle would be left, found greedily (Eades et al. 1993)."""
+    found = set()
+    for group in circles(graph):
+        inside = {node: graph[node] & group for node in group}
+        while inside:
+            # The lowest of what is left: the room that the others import most, and that imports the least of them.
+            lowest = max(sorted(inside), key=lambda n: sum(n in others for others in inside.values()) - len(inside[n]))
+            found |= {(lowest, other) for other in inside.pop(lowest)}
+            inside = {node: others - {lowest} for node, others in inside.items()}
+    return found
+
+
+def layers(graph: Graph) -> int:
+    """Return the length of the longest way down, imports that run back up aside."""
+    up = back_up(graph)
+    down = {node: {other for other in others if (node, other) not in up} for node, others in graph.items()}
+    depth: dict[str, int] = {}
+    for (node,) in circles(down):
+        depth[node] = 1 + max((depth[other] for other in down[node]), default=0)
+    return max(depth.values())
+
+
+def main(root: Path) -> None:
+    """Print the numbers."""
+    modules = file_graph(root)
+    rooms = room_graph(modules)
+    print(f"{len(rooms)} rooms, {layers(rooms)} layers, {len(back_up(rooms))} imports back up")
+    for group in (group for group in circles(modules) if len(group) > 1):
+        print(f"circle of {len(group)} files: {', '.join(sorted(group))}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent)

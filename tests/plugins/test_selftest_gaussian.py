@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from hookdiff.diffusion import Point, objective, parametrization, samplers, schedules, steps, weighting
+from hookdiff_selftest.cli import gaussian as command
+from hookdiff_selftest.gaussian import CASES, Case, exact_loss, exact_samples, run
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+EPSILON, SAMPLE, V, V_ZERO_SNR, FLOW, EDM = CASES
+
+
+def failures(case: Case, weighting_name: str) -> set[str]:
+    (checks,) = run([case], [weighting_name])
+    return {check.name for check in checks if not check.passed}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", ["uniform", "min_snr"])
+def test_what_is_right_passes(case: Case, name: str) -> None:
+    assert failures(case, name) == set()
+
+
+@pytest.mark.parametrize("name", ["debiased", "p2", "edm"])
+def test_the_other_weightings_pass(name: str) -> None:
+    assert failures(V, name) == set()
+
+
+@pytest.mark.parametrize(
+    ("case", "std"),
+    # ten steps, s = 0.5: known for EDM's and for the flow's samplers
+    [(EDM, {"euler": 0.365213065063, "heun": 0.609798000799}), (FLOW, {"euler": 0.4307826049, "heun": 0.5017199122})],
+    ids=str,
+)
+def test_the_exact_side_has_the_known_numbers(case: Case, std: dict[str, float]) -> None:
+    for sampler, expected in std.items():
+        assert exact_samples(case, sampler)[1] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected", "tolerance"),
+    [(EPSILON, 0.173053406084, 1e-9), (V, 0.379790054563, 1e-9), (FLOW, 0.785398163397, 1e-5), (EDM, 1.0, 1e-9)],
+    ids=str,
+)
+def test_the_exact_loss_has_the_known_numbers(case: Case, expected: float, tolerance: float) -> None:
+    assert exact_loss(case, "uniform") == pytest.approx(expected, rel=tolerance)
+
+
+def on_v(wrong: Callable[[Any], Any]) -> Patch:
+    """A weight on v, as a function of the SNR, in place of min-SNR's."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        # alpha² + sigma² = 1 here, so the weight on v is the weighting itself
+        monkeypatch.setitem(weighting.WEIGHTINGS, "min_snr", lambda alpha, sigma, **_: wrong((alpha / sigma) ** 2))
+
+    return patch
+
+
+def ddim_that_looks_at_the_wrong_timestep(x0: Any, noise: Any, now: Point, after: Point, eta: float = 0.0) -> Any:
+    return after.alpha * x0 + now.sigma * noise if after.sigma else x0, 0.0
+
+
+def ddpm_with_beta_for_its_small_variance(x: Any, x0: Any, now: Point, after: Point, variance: str) -> Any:
+    return steps.ddpm_step(x, x0, now, after, "fixed_large")
+
+
+def dpmpp_with_the_full_difference(x: Any, x0: Any, before: Any, now: Point, after: Point) -> Any:
+    if before is not None:
+        x0 = x0 + (x0 - before[0]) / 2
+    return steps.dpmpp_2m_step(x, x0, before, now, after)
+
+
+def heun_without_a_correction(x: Any, seen: Any, seen_after: Any, now: Point, after: Point, straight: bool) -> Any:
+    return after.alpha * seen[0] + after.sigma * seen[1]
+
+
+def setter(where: Any, name: str, wrong: Any) -> Patch:
+    return lambda monkeypatch: monkeypatch.setattr(where, name, wrong)
+
+
+def betas_linear_in_the_square_root(timesteps: int) -> torch.Tensor:
+    return schedules.scaled_linear_betas(timesteps, 1e-4, 0.02)
+
+
+WRONG = {
+    # the two that are seen in the wild
+    "min-SNR for v, SNR + 1 under the cap": (V, "min_snr", "loss", on_v(lambda r: (r + 1).clamp(max=5) / (r + 1))),
+    "min-SNR for v, 1 added": (V, "min_snr", "loss", on_v(lambda r: r.clamp(max=5) / r + 1)),
+    "min-SNR of noise used for v": (V, "min_snr", "loss", on_v(lambda r: r.clamp(max=5) / r)),
+    "EDM's weight without its square": (
+        EDM,
+        "edm",
+        "loss",
+        lambda m: m.setitem(weighting.WEIGHTINGS, "edm", lambda alpha, sigma, **_: (sigma**2 + 0.25) * sigma),
+    ),
+    "v with the other sign": (
+        V,
+        "uniform",
+        "loss",
+        setter(parametrization.VPrediction, "target", lambda self, x0, noise, alpha, sigma: sigma * x0 - alpha * noise),
+    ),
+    "flow from noise to image": (
+        FLOW,
+        "uniform",
+        "loss",
+        setter(parametrization.FlowPrediction, "target", lambda self, x0, noise, alpha, sigma: x0 - noise),
+    ),
+    "images noised without the square root": (
+        EPSILON,
+        "uniform",
+        "loss",
+        setter(objective, "q_sample", lambda x0, noise, alpha, sigma: alpha**2 * x0 + sigma**2 * noise),
+    ),
+    "another schedule": (
+        EPSILON,
+        "uniform",
+        "loss",
+        lambda m: m.setitem(schedules.BETAS, "linear", betas_linear_in_the_square_root),
+    ),
+    "DDIM with the old sigma": (
+        EPSILON,
+        "uniform",
+        "ddim std",
+        setter(samplers, "ddim_step", ddim_that_looks_at_the_wrong_timestep),
+    ),
+    "DDPM with the large variance": (
+        EPSILON,
+        "uniform",
+        "ddpm std",
+        setter(samplers, "ddpm_step", ddpm_with_beta_for_its_small_variance),
+    ),
+    "Heun that is Euler": (EDM, "uniform", "heun std", setter(samplers, "heun_step", heun_without_a_correction)),
+    "DPM-Solver++ that steps too far": (
+        EPSILON,
+        "uniform",
+        "dpmpp_2m std",
+        setter(samplers, "dpmpp_2m_step", dpmpp_with_the_full_difference),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, weighting_name, number, patch = WRONG[name]
+    patch(monkeypatch)
+    assert number in failures(case, weighting_name)
+
+
+def test_the_command_prints_measured_beside_exact() -> None:
+    result = CliRunner().invoke(command, ["--prediction-type", "edm"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == "edm (schedule edm); samples in 10 steps"
+    assert lines[2].split()[:5] == ["exact", "1.0000", "0.5000", "0.3652", "0.3019"]
+    assert [line.split()[0] for line in lines[3:8]] == ["uniform", "min_snr", "debiased", "p2", "edm"]
+    assert lines[-1].startswith("all within 2%")
+
+
+def test_the_command_fails_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, _, patch = WRONG["flow from noise to image"]
+    patch(monkeypatch)
+    result = CliRunner().invoke(command, ["--prediction-type", "flow_prediction"])
+    assert result.exit_code == 1
+    assert "FAILED  flow_prediction (schedule flow), weighting uniform: loss is" in result.output
+
+
+def test_an_unknown_prediction_names_the_nearest() -> None:
+    result = CliRunner().invoke(command, ["--prediction-type", "v_predicton"])
+    assert "did you mean 'v_prediction'?" in str(result.exception)

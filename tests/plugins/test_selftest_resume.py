@@ -1,0 +1,470 @@
+"""`hookdiff selftest resume`: every plugin of ours passes, and who does not resume is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hookdiff import UserError, load_config
+from hookdiff.experiment.discovery import installed
+from hookdiff.testing import toy_loop
+from hookdiff_selftest.cli import resume as command
+from hookdiff_selftest.compare import Item, compare, files, numbers, state
+from hookdiff_selftest.resume import Plan, make_plan
+from hookdiff_selftest.witness import digests, snapshot
+
+# With these each plugin does something in the half of 12 steps, before the save and after it.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "amp": {"precision": "fp16", "init_scale": 2.0**22, "growth_interval": 4},
+    "clip": {"mode": "adaptive", "warmup": 2, "factor": 0.9},
+    "compile": {"backend": "eager"},
+    "debug": {"every": 3},
+    "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},
+    "fid": {"every": 4, "num_samples": 8},
+    "loss": {"window": 20, "plateau": 0, "every": 3},
+    "lr": {"warmup": 3},
+    "memory": {"empty_cache_every": 4},
+    "samples": {"every": 4, "num": 4, "scale": 1},
+}
+KINDS = [n for n, (entry, *_) in installed().items() if entry.dist is not None and entry.dist.name == "hookdiff"]
+DEAR = {"aim", "compile"}  # seconds a run
+ALL = [name for name in KINDS if name not in DEAR]
+
+# Data that augments by all three generators, a model with dropout and batch norm, and plugins that do not resume.
+USER = '''
+import random
+
+import numpy
+import torch
+from attrs import define, field
+from torch import nn
+
+from hookdiff import hookimpl
+
+
+class Rolled:
+    """Images of noise, rolled, mirrored and brightened by chance."""
+
+    def __init__(self):
+        self.pixels = torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
+
+    def __len__(self):
+        return len(self.pixels)
+
+    def __getitem__(self, index):
+        image = self.pixels[index].roll(random.randrange(8), 2)
+        image = image.flip(1) if numpy.random.rand() < 0.5 else image
+        return (image + 0.2 * torch.rand(())).clamp(-1, 1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.Dropout(0.2))
+        self.after = nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, x, timesteps):
+        return self.after(self.before(x))
+
+
+@define(eq=False)
+class Saved:
+    """Adds to the gradients what is left of those before, and saves that."""
+
+    left: list = field(factory=list, init=False)
+    steps: int = field(default=0, init=False)
+
+    @hookimpl(trylast=True)
+    def after_backward(self, loop):
+        self.steps += 1
+        gradients = [weight.grad for weight in loop.model.parameters()]
+        if self.left:
+            torch._foreach_add_(gradients, self.left, alpha=0.5)
+        self.left = [gradient.clone() for gradient in gradients]
+
+    def state_dict(self):
+        return {"steps": self.steps, "left": {str(k): left for k, left in enumerate(self.left)}}
+
+    def load_state_dict(self, state):
+        self.steps, self.left = state["steps"], list(state["left"].values())
+
+
+class Forgets(Saved):
+    """Saves the number of steps only."""
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+class Mangles(Saved):
+    """Saves all, and loads another number of steps."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict({**state, "steps": 0})
+
+
+@define(eq=False)
+class Scales:
+    """Scales a weight by a number that it counts and does not save."""
+
+    updates: int = field(default=0, init=False)
+
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        self.updates += 1
+        with torch.no_grad():
+            next(loop.model.parameters()).mul_(1 + 1e-4 * self.updates)
+
+
+@define(eq=False)
+class Mirrors:
+    """Changes the batch by a generator of its own, which it seeds and does not save."""
+
+    luck: random.Random = field(factory=lambda: random.Random(0), init=False)
+
+    @hookimpl
+    def before_step(self, batch):
+        batch.inputs.mul_(1 - 0.1 * self.luck.random())
+
+
+class Breaks(Saved):
+    def load_state_dict(self, state):
+        raise KeyError("momentum")
+
+
+@define(eq=False)
+class Counts:
+    """Logs a number that it does not save, under a name that is not its own."""
+
+    seen: int = field(default=0, init=False)
+
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        self.seen += 1
+        loop.log({"updates": self.seen})
+
+
+class Draws:
+    """Draws before the loop has seeded anything for the step."""
+
+    @hookimpl
+    def before_step(self, loop):
+        loop.log.average({"luck": torch.rand(())})
+
+
+class Wild:
+    """Draws from a generator that nobody seeds."""
+
+    @hookimpl
+    def after_backward(self, loop):
+        for weight in loop.model.parameters():
+            weight.grad.mul_(1 + 0.01 * random.random())
+
+
+class Appends:
+    """Writes a file of its own, in which lines appear twice after a resume."""
+
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        with (loop.run_dir / "mine.bin").open("ab") as file:
+            file.write(b"\\xff" + bytes([loop.progress.step]))
+
+
+class Mute:
+    """Says that it saves, and does not."""
+
+    @hookimpl
+    def restore(self, loop):
+        return {}
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the module of a user, which can be imported from here and from the processes begun here."""
+    (tmp_path / "resume_user.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(folder: Path, *plugins: str, source: str = "resume_user:Rolled", workers: int = 0) -> Path:
+    tables = {
+        "run": {"epochs": 9, "batch_size": 10, "micro_batch": 4, "log_every": 3, "device": "cpu", "plugins": plugins},
+        "data": {"source": source, "workers": workers, "held_out": 8},
+        "model": {"use": "resume_user:Net"},
+        "diffusion": {"timesteps": 20},
+        "optimizer": {"lr": 0.01},
+        "sampling": {"steps": 2},
+        "plugins": {name: options for name, options in OPTIONS.items() if name in plugins},
+    }
+    path = folder / "config.toml"
+    path.write_text(tomli_w.dumps(tables))
+    return path
+
+
+def selftest(path: Path, *options: str) -> Result:
+    result = CliRunner().invoke(command, [str(path), "--steps", "12", *options])
+    if isinstance(result.exception, Exception):  # and not SystemExit
+        raise result.exception
+    return result
+
+
+def test_all_plugins_together_resume_exactly(folder: Path) -> None:
+    result = selftest(config(folder, *ALL, "resume_user:Saved", workers=2))
+    assert result.exit_code == 0, result.output
+    verdict, compared, *more = result.stdout.splitlines()
+    assert verdict.startswith("the resumed run is the run that was never stopped, bit for bit: saved at step ")
+    assert verdict.endswith("resumed with 0 workers after 2")
+    tensors, values, numbers, files = (int(word) for word in compared.split() if word.isdigit())
+    assert tensors > 50
+    assert values > 50
+    assert numbers > 100
+    assert files >= 5  # pictures and snapshots
+    assert more == []  # nothing was left untried
+    assert "training 12 steps without a stop" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "lost"),
+    [
+        # It changes weights after the step, and all others see what comes of it.
+        ("Scales", ["ema", "lr", "nan", "checkpoint"], "updates (5 and 0)"),
+        pytest.param("Scales", ALL, "updates (5 and 0)", marks=pytest.mark.slow),
+        pytest.param("Scales", ["checkpoint"], "updates (5 and 0)", marks=pytest.mark.slow),
+        # Of these nothing shows but that weights and losses are others.
+        pytest.param("Forgets", ["ema", "checkpoint"], "left", marks=pytest.mark.slow),
+        pytest.param("Mirrors", ALL, "luck", marks=pytest.mark.slow),
+        pytest.param("Mirrors", ["ema", "checkpoint"], "luck", marks=pytest.mark.slow),
+    ],
+)
+def test_who_forgets_a_field_is_named(name: str, others: list[str], lost: str, folder: Path) -> None:
+    # The run would end after 3 steps; in the other test it would go on for longer than the test.
+    path = config(folder, *others, f"resume_user:{name}")
+    result = selftest(path, "--set", "run.epochs=1")
+    assert result.exit_code == 1, result.output
+    verdict, field, advice, counts = result.stdout.splitlines()
+    assert verdict.startswith(f"not resumed exactly because of the plugin {name.lower()!r}; first seen: ")
+    assert field == f"not the same at the save and right after the resume: its field {lost}"
+    assert "state_dict" in advice
+    assert len(others) == 1 or " of ema" in counts
+    assert all(len(line) < 400 for line in result.stdout.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Mangles", "plugins/mangles/steps was 5 when it was saved and 0 once it was loaded"),
+        (
+            "Counts",
+            "because of the plugin 'counts'; first seen: the logged number updates at step 6: 6.0, and 1.0 when",
+        ),
+        ("Draws", "it draws from a global generator in before_step"),
+        ("Wild", "two runs without a stop are not the same because of the plugin 'wild'"),
+        ("Appends", "not resumed exactly; first seen: the file mine.bin: 24 bytes "),
+        ("Breaks", "the checkpoint's state of 'breaks' cannot be loaded: KeyError: 'momentum'"),
+    ],
+)
+def test_who_does_not_resume_is_named(name: str, told: str, folder: Path) -> None:
+    # Of digits, which are held in memory: items that are read when they are due seed the global generators.
+    result = selftest(config(folder, "loss", "checkpoint", f"resume_user:{name}", source="digits"))
+    assert result.exit_code == 1, result.output
+    assert told in result.stdout
+    if name not in ("Appends", "Breaks"):
+        assert f"because of the plugin {name.lower()!r}" in result.stdout.splitlines()[0]
+
+
+@pytest.mark.slow
+def test_a_saver_that_tells_of_no_checkpoint_is_told(folder: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint of 'mute' was complete"):
+        selftest(config(folder, "resume_user:Mute"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_the_number_of_workers_may_change(before: int, workers: str, folder: Path) -> None:
+    # Of 8 steps the resumed run saves at the last only, when the witness has had its turn.
+    result = selftest(config(folder, "checkpoint", "nan", workers=before), "--workers", workers, "--steps", "8")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_every_plugin_alone_resumes_exactly(name: str, folder: Path) -> None:
+    if name == "aim":
+        pytest.importorskip("aim")
+    names = dict.fromkeys([name, "checkpoint"])
+    result = selftest(config(folder, *names, source="digits"))
+    assert result.exit_code == 0, result.output
+    if name == "aim":
+        assert "not the same, but texts, which may be names or times: plugins/aim/run in the state" in result.stdout
+
+
+def test_a_run_that_nobody_saves_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"none of its plugins saves the run .* add one with --plugins NAME"):
+        selftest(config(folder, "ema"))
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_on_its_own_is_told_with_what_it_said(folder: Path) -> None:
+    source = 'raise RuntimeError("no such thing")\n'
+    path = config(folder, "checkpoint", "resume_user:Saved")
+    (folder / "resume_user.py").write_text(USER.replace("        self.steps += 1\n", f"        {source}"))
+    with pytest.raises(UserError, match=r"(?s)the run that is never stopped ended with exit code 1; .*no such thing"):
+        selftest(path)
+
+
+def plan(folder: Path, steps: int, log_every: int, batch_size: int, *plugins: str) -> Plan:
+    settings = [f"run.log_every={log_every}", f"run.batch_size={batch_size}"]
+    return make_plan(load_config(config(folder, "checkpoint", *plugins), (), settings), steps, 0)
+
+
+def test_the_save_is_in_the_middle_of_an_epoch_and_of_a_log_window(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "resume_user.py").write_text(USER)
+
+    @given(steps=st.integers(20, 100), log_every=st.integers(2, 200), batch_size=st.integers(1, 16))
+    def check(steps: int, log_every: int, batch_size: int) -> None:
+        made = plan(folder, steps, log_every, batch_size)
+        assert made.num_batches == 32 // batch_size
+        assert made.log_every <= steps // 6
+        assert steps // 3 <= made.save_at < steps - steps // 3
+        assert made.save_at % made.log_every
+        assert made.save_at % made.num_batches
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        check()
+
+
+def test_what_is_due_too_late_is_told(folder: Path) -> None:
+    assert plan(folder, 12, 3, 10, "fid").untried == ()
+    made = make_plan(load_config(config(folder, "checkpoint", "fid"), (), ["plugins.fid.every=13"]), 12, 0)
+    assert made.untried == ("plugins.fid.every = 13",)
+    made = make_plan(load_config(config(folder, "checkpoint", "fid"), (), ["plugins.fid.every=5 epochs"]), 12, 0)
+    assert made.untried == ("plugins.fid.every = 5 epochs",)  # of 3 batches
+    assert str(made) == "step 5 of 12, in the middle of an epoch and of a log window"
+
+
+def test_of_long_values_the_part_that_differs_is_shown() -> None:
+    one = {"plugins/x/last": [[1.0, 2.0]] * 300, "plugins/x/text": "a" * 500 + "b" * 500, "plugins/x/short": [1]}
+    other = {
+        "plugins/x/last": [[1.0, 2.0]] * 299 + [[1.0, 3.0]],
+        "plugins/x/text": "a" * 999,
+        "plugins/x/short": [1, 2],
+    }
+    last, text, short = (found.describe("when resumed") for found in compare(state(one), state(other)))
+    assert last == "plugins/x/last in the state, at 299/1: 2.0, and 3.0 when resumed"
+    assert short == "plugins/x/short in the state: 1 entries, and 2 entries when resumed"
+    before = "..." + "a" * 20
+    assert text == f"plugins/x/text in the state: {before}{'b' * 80}..., and {before}{'a' * 80}... when resumed"
+
+
+def test_numbers_of_the_machine_do_not_count(tmp_path: Path) -> None:
+    def logged(name: str, *records: dict[str, Any]) -> dict[str, Item]:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return numbers(path, lambda name: name[:3])
+
+    one = logged("one", {"step": 3, "time": 1.0, "loss": 0.5, "memory/peak": 7}, {"step": 4, "time": 2, "time/step": 1})
+    assert [(item.value, item.owner, item.step) for item in one.values()] == [("0.5", "los", 3)]
+    assert numbers(tmp_path / "none", str) == {}
+    record = {"step": 3, "time": 9.0, "loss": 0.5, "memory/peak": 8}
+    assert list(compare(one, logged("same", record))) == []
+    (twice,) = compare(one, logged("twice", record, record))
+    assert twice.describe("when resumed") == "the logged number loss at step 3: 0.5, and 0.5, 0.5 when resumed"
+    (gone,) = compare(one, {})
+    assert gone.describe("when resumed") == "the logged number loss at step 3: 0.5, and not there when resumed"
+    late, early = {"step": 9, "loss": 1.0}, {"step": 6, "ema/x": None}
+    found = compare(logged("a", late, early), logged("b", {**late, "loss": 2.0}, {**early, "ema/x": 1.0}))
+    assert [(each.what, each.owner) for each in found] == [
+        ("the logged number ema/x at step 6", "ema"),
+        ("the logged number loss at step 9", "los"),
+    ]
+
+
+@given(bit=st.integers(0, 31), entry=st.integers(0, 5))
+def test_one_bit_is_a_difference(bit: int, entry: int) -> None:
+    values = torch.tensor([[0.0, 1.0, float("nan")], [float("inf"), -2.5, 1e-40]])
+    flipped = values.clone()
+    flipped.view(torch.uint8).flatten()[entry * 4 + bit // 8] ^= 1 << bit % 8
+    one, other = (digests({"plugins": {"a/b": {"x": each}}, "model": {"y": values}}) for each in (values, flipped))
+    assert list(compare(state(one), state(one))) == []
+    (found,) = compare(state(one), state(other))
+    assert (found.what, found.owner, found.is_text) == ("plugins/a~1b/x in the state", "a/b", False)
+
+
+def test_tensors_of_another_type_or_shape_or_none_are_differences() -> None:
+    one = {"a": torch.zeros(2), "b": torch.tensor(1), "c": torch.ones(1, dtype=torch.bool), "d": torch.zeros(3)}
+    other = {"a": torch.zeros(2, 1), "b": torch.tensor(2), "e": torch.ones(1), "d": torch.zeros(3).bfloat16()}
+    found = {each.what: each.values for each in compare(state(digests(one)), state(digests(other)))}
+    assert found["b in the state"] == ("tensor int64 [] 1", "tensor int64 [] 2")
+    assert found["c in the state"] == ("tensor bool [1] True", "not there")
+    assert found["e in the state"] == ("not there", "tensor float32 [1] 1.0")
+    assert sorted(found) == [f"{name} in the state" for name in "abcde"]
+
+
+def test_files_are_compared_and_texts_are_known(tmp_path: Path) -> None:
+    paths = {}
+    for name, data in {"a": b"one", "b": b"two", "c": b"\xff\x00", "d": b"\xff\x01"}.items():
+        paths[name] = tmp_path / name
+        paths[name].write_bytes(data)
+    one = files({"t": paths["a"], "p": paths["c"], "same": paths["a"]}, str)
+    other = files({"t": paths["b"], "p": paths["d"], "q": paths["a"], "same": paths["a"]}, str)
+    assert [(each.what, each.owner, each.is_text) for each in compare(one, other)] == [
+        ("the file p", "p", False),
+        ("the file t", "t", True),
+        ("the file q", "q", False),
+    ]
+
+
+class Keeper:
+    """Holds what plugins hold, and a thing that is no value."""
+
+    def __init__(self, seed: int) -> None:
+        self.count, self.name, self.pair = 1, "x", (1.5, None)
+        self.kept = {"a": torch.arange(4), 3: torch.tensor(2.0)}
+        self.generator = torch.Generator().manual_seed(seed)
+        self.thing = object()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"kept": self.kept["a"]}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.kept["a"] = state["kept"]
+
+
+def test_a_snapshot_has_the_state_and_the_plain_fields_of_all_plugins() -> None:
+    def taken(seed: int) -> dict[str, Any]:
+        loop = toy_loop({"mine": Keeper(seed)})
+        with loop:
+            return snapshot(loop)
+
+    one, other = taken(0), taken(1)
+    assert one["step"] == 0
+    assert one["state"] == other["state"]
+    assert "model/0.weight" in one["state"]
+    fields = one["fields"]["mine"]
+    assert {key: value for key, value in fields.items() if "tensor" not in str(value)} == {
+        "count": 1,
+        "name": "x",
+        "pair/0": 1.5,
+        "pair/1": None,
+    }
+    assert fields["kept/3"] == "tensor float32 [] 2.0"
+    assert fields["kept/a"].startswith("tensor int64 [4] ")
+    assert [key for key in fields if fields[key] != other["fields"]["mine"][key]] == ["generator"]

@@ -1,0 +1,161 @@
+"""Findings: their text, the order of rules, and that each is reported once."""
+
+import json
+import logging
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookdiff import Alarms, Finding
+from hookdiff.findings import (
+    dead_layers,
+    error,
+    judge,
+    listed,
+    little_learned,
+    memory_short,
+    not_finite,
+    percent,
+    rate_too_high,
+    report,
+    warning,
+)
+
+HOT = Finding("warning", "hot", "70 degrees", "a fan")
+BURNS = Finding("error", "burns")
+FINE = Finding("ok", "20 degrees")
+
+
+def test_the_text_has_a_line_for_each_part_that_is_given():
+    assert str(HOT) == "hot\n  70 degrees\n  try a fan"
+    assert str(BURNS) == "burns"
+    assert str(Finding("info", "hot", "", "a fan")) == "hot\n  try a fan"
+
+
+def test_the_first_rule_that_holds_decides():
+    def found(degrees):
+        return judge(
+            f"{degrees} degrees",
+            error(degrees > 100, "burns", "water"),
+            warning(degrees > 60, "hot"),
+            warning(degrees > 50, "warm", why="of the sun"),
+            (math.isnan(degrees), HOT),
+        )
+
+    assert found(120) == Finding("error", "burns", "120 degrees", "water")
+    assert found(70) == Finding("warning", "hot", "70 degrees")
+    assert found(55) == Finding("warning", "warm", "of the sun")
+    assert found(math.nan) == HOT
+    assert found(20) == FINE
+
+
+def test_each_is_reported_once_and_again_after_it_was_over(caplog):
+    alarms = Alarms()
+    for step, finding in enumerate([None, HOT, HOT, FINE, HOT, None, HOT], 1):
+        alarms.check(step, "heat", finding)
+    assert [text.partition(":")[0] for text in caplog.messages] == ["step 2", "step 5", "step 7"]
+
+
+def test_keys_are_independent_and_a_change_of_severity_is_news():
+    alarms = Alarms()
+    assert [alarms.news(1, key, HOT) for key in ("a", "b", "a")] == [HOT, HOT, None]
+    assert [alarms.news(2, "a", finding) for finding in (BURNS, BURNS, HOT)] == [BURNS, None, HOT]
+    assert "a" in alarms
+    assert alarms.news(3, "a", None) is None
+    assert ("a" in alarms, "b" in alarms) == (False, True)
+
+
+def test_a_number_that_crosses_a_threshold_to_and_fro_is_one_finding():
+    alarms = Alarms()
+    degrees = [70, 55, 70, 55, 40, 70]
+    found = [alarms.news(step, "heat", HOT if d > 60 else None, over=d < 50) for step, d in enumerate(degrees)]
+    assert found == [HOT, None, None, None, None, HOT]
+
+
+def test_after_a_quiet_period_it_is_news():
+    alarms = Alarms()
+    assert [step for step in (1, 10, 20, 31, 40) if alarms.news(step, "heat", HOT, quiet=10)] == [1, 31]
+
+
+def test_what_has_grown_much_is_news():
+    alarms = Alarms()
+    sizes = [1.0, 2.0, 3.9, 4.0, 15.0, 1.0, 16.0]
+    assert [size for size in sizes if alarms.news(0, "heat", HOT, size=size, growth=4)] == [1.0, 4.0, 16.0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.sampled_from([None, HOT, BURNS, FINE]), st.integers(0, 9)), max_size=30
+    ),
+    st.integers(0, 30),
+)
+def test_a_resumed_run_reports_what_the_whole_run_would(events, cut):
+    whole, parts = Alarms(), Alarms()
+    for step, (key, finding, size) in enumerate(events):
+        if step == cut:
+            state = json.loads(json.dumps(parts.state_dict()))
+            parts = Alarms()
+            parts.load_state_dict(state)
+        options = {"quiet": 4, "size": size, "growth": 2.0, "over": None if size % 2 else size == 0}
+        assert parts.news(step, key, finding, **options) == whole.news(step, key, finding, **options)
+    assert parts.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize(("finding", "level"), [(Finding("info", ""), "INFO"), (HOT, "WARNING"), (BURNS, "WARNING")])
+def test_the_level_of_a_report(finding, level, caplog):
+    caplog.set_level(logging.INFO)
+    report(3, finding)
+    report(4, None)
+    (record,) = caplog.records
+    assert (record.name, record.levelname, record.getMessage()) == ("hookdiff", level, f"step 3: {finding}")
+
+
+RANK = """
+import sys
+from torch import distributed
+from hookdiff import Alarms, Finding
+distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+alarms = Alarms()
+alarms.check(1, "heat", Finding("warning", "hot"))
+assert "heat" in alarms
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_only_the_main_rank_reports(tmp_path):
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    command = [sys.executable, "-c", RANK]
+    started = [
+        subprocess.Popen([*command, rank, str(tmp_path / "store")], stderr=subprocess.PIPE, text=True) for rank in "01"
+    ]
+    texts = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert ["step 1: hot" in text for text in texts] == [True, False]
+
+
+def test_the_wording_has_the_numbers():
+    probably, surely = rate_too_high("it rose"), rate_too_high("it rose", 0.5, "error")
+    assert (probably.severity, surely.severity) == ("warning", "error")
+    assert probably.what != surely.what
+    assert probably.why == surely.why == "it rose"
+    assert "0.05, then 0.005" in surely.remedy
+    places = not_finite("inputs", 0.125, "other data", ["a", "b", "c", "d", "e", "f"])
+    assert (places.severity, places.remedy) == ("error", "other data")
+    assert places.why.startswith("12.5% ")
+    assert places.why.endswith(" a, b, c, d and 2 more")
+    assert dead_layers("side").why == little_learned("time 3", "side").why == memory_short(1, 2, "side").why == "side"
+    assert "time 3" in little_learned("time 3", "").what
+    assert " 3 of 4 MiB" in memory_short(3 * 2**20, 4 * 2**20).what
+
+
+def test_shares_and_lists():
+    assert [percent(share) for share in (0.0, 0.1234567, 1.0)] == ["0%", "12.3%", "100%"]
+    assert percent(math.nan) == "an unknown share"
+    assert [listed([1, 2, 3], most) for most in (1, 2, 3)] == ["1 and 2 more", "1, 2 and 1 more", "1, 2, 3"]
