@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hookdiff import build_loop, load_config
 from hookdiff.testing import assert_same
-from tests.conftest import check_facts, finish, records, wait_for_file, write_small
+from tests.conftest import check_facts, finish, records, wait_for, write_small
 
 USER = """
 import random
@@ -193,7 +193,7 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_run(
     run = {"plugins": ["ema", "checkpoint", "hd_resume:SlowSave"], "log_every": 1}
     path = write_config(run=run, data=data)
     process = start(folder, "run", path, "--out", "run", "--set", "run.steps=100000")
-    wait_for_file(folder / moment, process)
+    wait_for(folder / moment, process)
     os.killpg(process.pid, number)
     returned, out, err = finish(process)
     assert (returned, len(err.splitlines())) == (code, 1)
@@ -210,7 +210,7 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_run(
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 def test_one_that_comes_before_the_run_ends_the_process_and_leaves_nothing(folder, start):
     process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_resume:SlowBuild")
-    wait_for_file(folder / "building", process)
+    wait_for(folder / "building", process)
     process.send_signal(signal.SIGINT)
     returned, out, err = finish(process)
     assert (returned, out, err.strip()) == (130, "", "")

@@ -7,7 +7,7 @@ import tomli
 from safetensors.torch import load_file
 
 from hookdiff.testing import assert_same
-from tests.conftest import check_facts, finish, records, wait_for_file
+from tests.conftest import check_facts, finish, records, wait_for
 
 
 def checkpoints(run):
@@ -128,7 +128,7 @@ def test_a_signal_after_the_end_does_not_make_a_run_that_is_done_a_stopped_one(h
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(folder, start, number, code):
     run = folder / "run"
     process = start(folder, "run", "small.toml", "--out", run, "--set", "run.steps=1000000", "--set", "run.log_every=1")
-    wait_for_file(run / "metrics.jsonl", process)
+    wait_for(run / "metrics.jsonl", process)
     process.send_signal(number)
     returned, out, err = finish(process)
     assert returned == code

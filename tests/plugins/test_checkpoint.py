@@ -20,7 +20,7 @@ from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_clip import Adaptive, Clip
 from hookdiff_ema import EMA
 from hookdiff_lr import LR
-from tests.conftest import Clock, check_facts, metrics, refused, warnings
+from tests.conftest import Clock, check_facts, records, refused, warnings
 
 
 def plugins(**checkpoint):
@@ -45,10 +45,6 @@ def train(run_dir, steps, resume=False, seed=0, **checkpoint):
     return loop
 
 
-def logged(run_dir):
-    return [{name: value for name, value in line.items() if name != "time"} for line in metrics(run_dir)]
-
-
 @pytest.mark.parametrize("cut", [1, 7, 10, 13])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, cut):
     whole = train(tmp_path / "whole", 20)
@@ -57,7 +53,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, cut):
     assert_same(weights(whole), weights(again))
     assert_same(whole.plugins["ema"].shadow, again.plugins["ema"].shadow)
     assert whole.progress == again.progress
-    assert logged(tmp_path / "whole") == logged(tmp_path / "cut")
+    assert records(tmp_path / "whole") == records(tmp_path / "cut")
     for name in ("clip", "amp"):
         assert whole.plugins[name].state_dict() == again.plugins[name].state_dict()
 

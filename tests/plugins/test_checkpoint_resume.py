@@ -16,7 +16,7 @@ from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_clip import Adaptive, Clip, Percentile
 from hookdiff_ema import EMA
-from tests.conftest import metrics, refused
+from tests.conftest import records, refused
 
 STEPS = 12
 
@@ -37,8 +37,7 @@ def outcome(loop):
     """All that a run is, and every line that it logged."""
     tensors, tree = flatten(loop.state_dict())
     del tree["plugins"]["metrics"]  # a length in bytes, of lines with the time of day
-    logged = [{name: value for name, value in line.items() if name != "time"} for line in metrics(loop.run_dir)]
-    return {name: tensor.clone() for name, tensor in tensors.items()}, tree, logged
+    return {name: tensor.clone() for name, tensor in tensors.items()}, tree, records(loop.run_dir)
 
 
 def assert_same_runs(one, other):
