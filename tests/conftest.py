@@ -104,8 +104,7 @@ def wait_for_file(path: Path, process: subprocess.Popen[str]) -> None:
 
 def records(run: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without their times."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+    return [{key: value for key, value in line.items() if key != "time"} for line in metrics(run)]
 
 
 def write_small(path: Path, **tables: Any) -> Path:
@@ -229,9 +228,6 @@ def small_disk(mount: Callable[..., None]) -> Callable[[Path], Path]:
 def disk(tmp_path: Path, small_disk: Callable[[Path], Path]) -> Path:
     """A disk of its own, of 4 MB."""
     return small_disk(tmp_path / "disk")
-
-
-PATIENCE = 300  # seconds that a process may take, on a machine that is busy
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
