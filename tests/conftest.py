@@ -44,8 +44,8 @@ def check_facts(text: object, *facts: object) -> None:
     """Assert that every fact (a file, a key, a number, a name) is in the text; sentences may be worded in any way."""
     for fact in map(str, facts):
         # As a word of its own: 5 is not in 50, 5.1 or 0.5.
-        pattern = rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)"
-        assert re.search(pattern, str(text)), f"{fact} is not in: {text}"
+        found = re.search(rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)", str(text))
+        assert found, f"{fact} is not in: {text}"
 
 
 def refused(error: type[BaseException], *facts: object) -> Any:
@@ -66,12 +66,12 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """
     started = []
 
-    def call(folder: Path, *words: object, python: Iterable[str] = ()) -> subprocess.Popen[str]:
+    def call(folder: Path, *words: object, python: Iterable[str] = (), **environment: str) -> subprocess.Popen[str]:
         paths = os.pathsep.join(map(str, (folder, *sys.path)))
         process = subprocess.Popen(
             [sys.executable, *python, "-c", "from hookdiff.cli import main; main()", *map(str, words)],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -96,13 +96,18 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    """Wait until the process has made a file."""
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until `condition` holds."""
     deadline = time.monotonic() + PATIENCE
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the process has made a file."""
+    wait_until(lambda: path.exists() or process.poll() is not None)
+    assert path.exists(), process.communicate()
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -234,9 +239,6 @@ def disk(tmp_path: Path, small_disk: Callable[[Path], Path]) -> Path:
     return small_disk(tmp_path / "disk")
 
 
-PATIENCE = 300  # seconds that a process may take, on a machine that is busy
-
-
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the messages that were logged as a warning or worse."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -256,21 +258,7 @@ def free(disk: Path) -> None:
 
 def read_only(disk: Path) -> None:
     """Make a disk of its own read-only, once nothing is being written on it."""
-    wait_for(lambda: not subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode)
-
-
-def in_a_process(*words: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *map(str, words)]
-    variables = {**os.environ, **environment}
-    return subprocess.run(
-        command, cwd=folder, env=variables, check=False, capture_output=True, text=True, timeout=PATIENCE
-    )
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    wait_until(lambda: not subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode)
 
 
 def saved(loop: Loop) -> dict[str, Any]:
@@ -308,14 +296,6 @@ class Logged:
     def of(self, name: str) -> dict[int, float]:
         """Return the values of one name, by step."""
         return {step: values[name] for step, values in self.calls if name in values}
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until `condition` holds."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hookdiff import Loop, Reason, UserError, hookimpl
 from hookdiff.disk import as_pictures
 from hookdiff.sinks import Sink
 from hookdiff.testing import assert_same, toy_loop, weights
-from tests.conftest import Restores, StopAt, check_facts, refused, saved, wait_for, warnings
+from tests.conftest import Restores, StopAt, check_facts, refused, saved, wait_until, warnings
 
 
 def make_loop(plugins: Mapping[str, object], steps: int = 4) -> Loop:
@@ -83,7 +83,7 @@ def test_is_called_on_one_thread_of_its_own() -> None:
     make_loop({"sink": sink}).run()
     assert len(sink.threads) == 1
     assert threading.get_ident() not in sink.threads
-    wait_for(lambda: not any(thread.name == "Recorder" for thread in threading.enumerate()))
+    wait_until(lambda: not any(thread.name == "Recorder" for thread in threading.enumerate()))
 
 
 @pytest.mark.parametrize("failing", ["open", "scalars", "images", "close"])

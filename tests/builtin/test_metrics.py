@@ -11,8 +11,7 @@ from hookdiff import Loop, hookimpl
 from hookdiff.builtin import Metrics
 from hookdiff.builtin.metrics import read_metrics
 from hookdiff.testing import toy_loop
-from tests.conftest import Restores, StopAt, check_facts, fill, free, saved, warnings
-from tests.conftest import metrics as lines
+from tests.conftest import Restores, StopAt, check_facts, fill, free, records, saved, warnings
 
 
 def train(run_dir: Path | None, at: int = 0, extra: Mapping[str, object] | None = None) -> Any:
@@ -39,8 +38,8 @@ def length(state: Any) -> Any:
 def test_each_step_that_logged_is_one_line(tmp_path: Path) -> None:
     began = time.time()
     train(tmp_path)
-    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
-    for line in lines(tmp_path):
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
+    for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
         assert list(line) == ["step", "time", "loss", "grad_norm"]
         assert began - 1 <= line["time"] <= time.time() + 1
 
@@ -49,7 +48,7 @@ def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     class Reader:
         @hookimpl
         def before_step(self, loop: Loop) -> None:
-            assert len(lines(tmp_path) if loop.progress.step >= 5 else []) == loop.progress.step // 5
+            assert len(records(tmp_path) if loop.progress.step >= 5 else []) == loop.progress.step // 5
 
     train(tmp_path, extra={"reader": Reader()})
 
@@ -61,7 +60,7 @@ def test_the_run_directory_is_made_when_the_first_line_is(tmp_path: Path) -> Non
             assert (tmp_path / "a").exists() == (loop.progress.step >= 5)
 
     train(tmp_path / "a" / "b", extra={"look": Look()})
-    assert len(lines(tmp_path / "a" / "b")) == 4
+    assert len(records(tmp_path / "a" / "b")) == 4
 
 
 def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +78,10 @@ def test_golden_warning_of_lines_that_a_new_run_replaces(tmp_path: Path, caplog:
     train(tmp_path)
     assert caplog.messages == []
     train(tmp_path)
-    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
     (tmp_path / "metrics.jsonl").write_text('{"step"')
     train(tmp_path)
-    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
     assert caplog.messages == [
         f"{tmp_path}/metrics.jsonl: replaces the 4 lines of an earlier run",
         f"{tmp_path}/metrics.jsonl: replaces the 1 line of an earlier run",
@@ -96,7 +95,7 @@ def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path, at: i
     end = goes_on(tmp_path, state)
     after = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
     assert after[: at // 5] == before[: at // 5]
-    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
     assert length(end) == (tmp_path / "metrics.jsonl").stat().st_size
 
 
@@ -134,7 +133,7 @@ def test_a_branch_begins_with_the_lines_of_the_run_it_comes_from(tmp_path: Path,
     goes_on(tmp_path / "branch", state, steps=17, resume=checkpoint if of == "checkpoint" else tmp_path / "run")
     after = (tmp_path / "branch" / "metrics.jsonl").read_bytes()
     assert after.splitlines()[:2] == before.splitlines()[:2]
-    assert [line["step"] for line in lines(tmp_path / "branch")] == [5, 10, 15]
+    assert [line["step"] for line in records(tmp_path / "branch")] == [5, 10, 15]
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -142,7 +141,7 @@ def test_a_file_that_was_lost_is_begun_anew(tmp_path: Path, caplog: pytest.LogCa
     state = train(tmp_path, 10)
     (tmp_path / "metrics.jsonl").unlink()
     goes_on(tmp_path, state)
-    assert [line["step"] for line in lines(tmp_path)] == [15, 20]
+    assert [line["step"] for line in records(tmp_path)] == [15, 20]
     (warning,) = warnings(caplog)
     check_facts(warning, tmp_path / "metrics.jsonl", "step 10")
 
@@ -153,7 +152,7 @@ def test_a_branch_of_a_checkpoint_without_its_run_begins_with_no_lines(
     state = train(tmp_path / "run", 10)
     (tmp_path / "lone").mkdir()
     goes_on(tmp_path / "branch", state, resume=tmp_path / "lone")
-    assert [line["step"] for line in lines(tmp_path / "branch")] == [15, 20]
+    assert [line["step"] for line in records(tmp_path / "branch")] == [15, 20]
     assert caplog.messages == []
 
 
@@ -177,7 +176,7 @@ def test_any_end_that_was_lost_is_cut_back_to_a_whole_line_with_a_warning(
                 check_facts(warning, path, f"{both - kept} bytes", f"step {5 if kept else 0}", "step 10")
             goes_on(tmp_path, again, 15)
             there = [5, 10][: whole[:kept].count(b"\n")]
-            assert [line["step"] for line in lines(tmp_path)] == [*there, 15]
+            assert [line["step"] for line in records(tmp_path)] == [*there, 15]
             assert len(warnings(caplog)) == (kept < both)  # once
 
 
@@ -207,7 +206,7 @@ def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
     loop = toy_loop({"metrics": Metrics(), "back": Back()}, run_dir=tmp_path)
     loop.run()
     assert loop.progress.position == 20 + 17 - 10 + 1
-    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
 
 
 def test_a_loop_that_runs_again_goes_on_in_the_same_file(tmp_path: Path) -> None:
@@ -215,7 +214,7 @@ def test_a_loop_that_runs_again_goes_on_in_the_same_file(tmp_path: Path) -> None
     loop.run()
     assert length(loop.state_dict()) == (tmp_path / "metrics.jsonl").stat().st_size
     loop.run()
-    assert [line["step"] for line in lines(tmp_path)] == [5, 10, 15, 20]
+    assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
 
 
 def refuse(word: str) -> None:
@@ -275,6 +274,6 @@ def test_lines_wait_while_the_disk_is_full(disk: Path, caplog: pytest.LogCapture
             loop.log({"n" * 2000: 1.0})
 
     toy_loop({"metrics": Metrics(), "full": Full()}, run_dir=disk, log_every=1).run()
-    assert [line["step"] for line in lines(disk)] == list(range(1, 21))
+    assert [line["step"] for line in records(disk)] == list(range(1, 21))
     (warning,) = warnings(caplog)
     check_facts(warning, disk / "metrics.jsonl", "No space left on device")

@@ -4,8 +4,6 @@ import errno
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -219,20 +217,14 @@ def test_which_run_a_path_belongs_to(tmp_path):
             run_of(path)
 
 
-def start(folder, *words):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, *sys.path))), "OMP_NUM_THREADS": "1"}
-    code = "from hookdiff.cli import main; main()"
-    with (folder / "stderr").open("wb") as file:  # no pipe, which stays open as long as a worker lives
-        return subprocess.Popen([sys.executable, "-c", code, *words], cwd=folder, env=environment, stderr=file)
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
-def test_golden_message_of_a_run_in_use_and_a_dead_one_is_followed_at_once(folder, hookdiff, write_config, caplog):
+def test_golden_message_of_a_run_in_use_and_a_dead_one_is_followed_at_once(
+    folder, start, hookdiff, write_config, caplog
+):
     write_config(data={"source": "hd_run_dir:Samples", "workers": 2}, run={"plugins": ["checkpoint"]})
     process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_run_dir:Waits")
     try:
-        wait_for(lambda: (folder / "in-a-step").exists() or process.poll() is not None)
-        assert process.poll() is None, (folder / "stderr").read_text()
+        wait_for(folder / "in-a-step", process)
         owner = f"process {process.pid} on {socket.gethostname()}"
         in_use = f"hookdiff: run is in use by {owner}; wait for it, stop it, or choose --out DIR\n"
         for way in ("--resume", "--overwrite"):

@@ -165,10 +165,9 @@ def test_a_probe_lists_all_problems(config):
         "model.image_size=7",
         "optimizer.lr=-1",
         "run.device=nowhere",
-        "plugins.clip.mode=adaptive",
-        "plugins.clip.min_norm=2",
+        "plugins.lr.start_factor=0.5",
         "sampling.steps=21",
-        plugins=["clip"],
+        plugins=["lr"],
     )
     with pytest.raises(ConfigError) as caught:
         try_config(bad)
@@ -179,7 +178,7 @@ def test_a_probe_lists_all_problems(config):
         ("model", "image_size=7"),
         ("optimizer", -1.0),
         ("sampling", 21, 20),
-        ("plugins.clip", "min_norm"),
+        ("plugins.lr", "start_factor"),
     )
     for line, (place, *facts) in zip(lines, expected, strict=True):
         assert line.startswith(f"  {place}: ")

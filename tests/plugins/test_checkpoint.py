@@ -17,10 +17,10 @@ from hookdiff.builtin import Metrics
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
-from hookdiff_clip import Clip
+from hookdiff_clip import Adaptive, Clip
 from hookdiff_ema import EMA
 from hookdiff_lr import LR
-from tests.conftest import Clock, check_facts, metrics, refused, warnings
+from tests.conftest import Clock, check_facts, records, refused, warnings
 
 
 def plugins(**checkpoint):
@@ -29,7 +29,7 @@ def plugins(**checkpoint):
         "lr": LR(warmup=3),
         "ema": EMA(decay=0.9),
         "amp": AMP("fp16", init_scale=2.0**18, growth_interval=4),
-        "clip": Clip("adaptive", warmup=2, factor=0.9),
+        "clip": Clip(Adaptive(warmup=2, factor=0.9)),
         "checkpoint": Checkpoint(**checkpoint),
     }
 
@@ -45,10 +45,6 @@ def train(run_dir, steps, resume=False, seed=0, **checkpoint):
     return loop
 
 
-def logged(run_dir):
-    return [{name: value for name, value in line.items() if name != "time"} for line in metrics(run_dir)]
-
-
 @pytest.mark.parametrize("cut", [1, 7, 10, 13])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, cut):
     whole = train(tmp_path / "whole", 20)
@@ -57,7 +53,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, cut):
     assert_same(weights(whole), weights(again))
     assert_same(whole.plugins["ema"].shadow, again.plugins["ema"].shadow)
     assert whole.progress == again.progress
-    assert logged(tmp_path / "whole") == logged(tmp_path / "cut")
+    assert records(tmp_path / "whole") == records(tmp_path / "cut")
     for name in ("clip", "amp"):
         assert whole.plugins[name].state_dict() == again.plugins[name].state_dict()
 

@@ -20,7 +20,7 @@ from hookdiff.disk import flatten
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_ema import EMA
-from tests.conftest import check_facts, in_a_process, refused, warnings
+from tests.conftest import check_facts, finish, refused, warnings
 
 SAVED = (2, 4, 6)
 FILES = ("ema.safetensors", "manifest.json", "model.safetensors", "optimizers.safetensors")
@@ -339,14 +339,14 @@ def test_a_manifest_that_is_forged_leads_to_no_traceback(data, saved, tmp_path_f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "file"), list(zip([flip, truncate, delete, extend], FILES, strict=True)))
-def test_no_traceback_at_the_command_line(damage, file, write_config, tmp_path):
+def test_no_traceback_at_the_command_line(damage, file, start, write_config, tmp_path):
     words = ["run", write_config(run={"steps": 2, "plugins": ["checkpoint", "ema"]}), "--out", tmp_path / "run"]
-    assert in_a_process(*words).returncode == 0
+    assert finish(start(tmp_path, *words))[0] == 0
     damage(tmp_path / "run" / "checkpoints" / name(2) / file, [], 300, 1)
-    done = in_a_process(*words, "--resume")
-    assert done.returncode == 2
-    check_facts(done.stderr, tmp_path / "run", name(2))
-    assert "Traceback" not in done.stderr
+    code, _, err = finish(start(tmp_path, *words, "--resume"))
+    assert code == 2
+    check_facts(err, tmp_path / "run", name(2))
+    assert "Traceback" not in err
 
 
 def test_reading_shares_nothing_with_the_files(saved):

@@ -14,7 +14,7 @@ from hookdiff import StorageError, UserError, hookimpl
 from hookdiff.builtin import Metrics
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
-from tests.conftest import check_facts, fill, free, metrics, read_only, refused, warnings
+from tests.conftest import check_facts, fill, free, read_only, records, refused, warnings
 
 STEPS = 12
 
@@ -53,7 +53,7 @@ def whole(tmp_path_factory):
 
 
 def logged(run_dir):
-    return [line["step"] for line in metrics(run_dir)]
+    return [line["step"] for line in records(run_dir)]
 
 
 def warnings_of_checkpoints(caplog):

@@ -12,7 +12,7 @@ from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile
 from hookdiff_ema import EMA
-from tests.conftest import check_facts, in_a_process, refused
+from tests.conftest import check_facts, finish, refused
 
 
 @pytest.fixture(autouse=True)
@@ -136,17 +136,24 @@ def test_a_mode_is_one_of_torch_s_own_compiler(config):
         try_config(load_config(config, settings=settings))
 
 
-def run(config, *settings, **environment):
-    changes = [part for setting in settings for part in ("--set", setting)]
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(config.parent / "cache")
-    return in_a_process("run", config, "--out", "run", *changes, folder=config.parent, **environment)
+@pytest.fixture
+def run(start, config):
+    """Return a function that runs the config in a process: its exit code and stderr."""
+
+    def call(*settings, **environment):
+        changes = [part for setting in settings for part in ("--set", setting)]
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(config.parent / "cache")
+        code, _, err = finish(start(config.parent, "run", config, "--out", "run", *changes, **environment))
+        return code, err
+
+    return call
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CXX names the compiler there")
-def test_a_machine_without_a_compiler_is_refused_before_the_run_starts(config, tmp_path):
-    done = run(config, CXX=str(tmp_path / "nothing"))
-    assert done.returncode == 2, done.stderr[-2000:]
-    check_facts(done.stderr, "plugins.compile", "inductor", "InvalidCxxCompiler", "--plugins no:compile")
+def test_a_machine_without_a_compiler_is_refused_before_the_run_starts(run, tmp_path):
+    code, err = run(CXX=str(tmp_path / "nothing"))
+    assert code == 2, err[-2000:]
+    check_facts(err, "plugins.compile", "inductor", "InvalidCxxCompiler", "--plugins no:compile")
     assert not (tmp_path / "run").exists()
 
 
@@ -178,7 +185,7 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_from_a_config_trains_and_makes_images(config, tmp_path):
-    done = run(config, "run.micro_batch=none", "plugins.compile.dynamic=false")
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_a_run_from_a_config_trains_and_makes_images(run, tmp_path):
+    code, err = run("run.micro_batch=none", "plugins.compile.dynamic=false")
+    assert code == 0, err[-2000:]
     assert (tmp_path / "run" / "samples" / "step-00000004.png").exists()

@@ -25,7 +25,7 @@ from hookdiff_loss import Loss
 from hookdiff_memory import Memory
 from hookdiff_progress import Progress
 from hookdiff_progress.plugin import clock, total_steps
-from tests.conftest import Clock, Logged, Restores, StopAt, check_facts, wait_for
+from tests.conftest import Clock, Logged, Restores, StopAt, check_facts, wait_until
 
 
 def loss(net: nn.Module, batch: Batch) -> Tensor:
@@ -137,7 +137,7 @@ def test_lines_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with loop:
             for step in loop.steps():
                 if step.step == 3:
-                    wait_for(lambda: b"step 2/4" in output.read)
+                    wait_until(lambda: b"step 2/4" in output.read)
     output.text()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from hookdiff.testing import toy_loop
 from hookdiff_nan import NaN
-from tests.conftest import check_facts, in_a_process
+from tests.conftest import check_facts, finish
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -100,22 +100,21 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "run" / "nan").iterdir())
 
 
-def test_golden_output_of_a_step_that_comes_back_bit_for_bit_in_another_process(tmp_path: Path) -> None:
+def test_golden_output_of_a_step_that_comes_back_bit_for_bit_in_another_process(tmp_path: Path, start: Any) -> None:
     # fp16 with its scaler and void steps, dropout, batch norm, micro-batches of two sizes, and two threads.
     options: dict[str, Any] = {"amp": {"precision": "fp16", "init_scale": 2.0**24}, "checkpoint": {"every": 2}}
     path = config(tmp_path, ["amp", "lr", "clip", "checkpoint", "ema"], data={"source": "nets:spoilt"}, plugins=options)
     changes = ("--set", "plugins.nan.policy=skip", "--set", "plugins.nan.max_skips=2")
-    ran = in_a_process("run", path, "--out", "run", *changes, folder=tmp_path, OMP_NUM_THREADS="2")
-    assert ran.returncode == 3, ran.stderr
+    code, _, err = finish(start(tmp_path, "run", path, "--out", "run", *changes, OMP_NUM_THREADS="2"))
+    assert code == 3, err
     step = kept(tmp_path)[-1]
     before = snapshot(tmp_path / "run")
-    again = in_a_process("replay", step, folder=tmp_path, OMP_NUM_THREADS="1")
-    assert again.returncode == 0, again.stdout + again.stderr
+    code, out, err = finish(start(tmp_path, "replay", step, OMP_NUM_THREADS="1"))
+    assert (code, err) == (0, ""), out
     report = (step / "report.txt").read_text()
     assert json.loads((step / "report.json").read_text())["cause"] == "data"
     assert re.search(r"loss scale: \S+ \(batch \d+\) > ", report)
-    assert again.stdout == f"{report}reproduced bit for bit: 1 loss, 16 losses of the samples, 6 gradients\n"
-    assert again.stderr == ""
+    assert out == f"{report}reproduced bit for bit: 1 loss, 16 losses of the samples, 6 gradients\n"
     assert snapshot(tmp_path / "run") == before
 
 
@@ -278,17 +277,17 @@ def test_anomaly_names_the_operation(folder: Path, hookdiff: Command) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_step_comes_back_compiled(tmp_path: Path) -> None:
+def test_a_compiled_step_comes_back_compiled(tmp_path: Path, start: Any) -> None:
     path = config(tmp_path, ["compile", "checkpoint"], model={"use": "nets:Steep"})
-    ran = in_a_process("run", path, "--out", "run", folder=tmp_path)
-    assert ran.returncode == 3, ran.stderr
+    code, _, err = finish(start(tmp_path, "run", path, "--out", "run"))
+    assert code == 3, err
     (step,) = kept(tmp_path)
     assert json.loads((step / "report.json").read_text())["cause"] == "backward"
-    again = in_a_process("replay", step, folder=tmp_path)
-    assert again.returncode == 0, again.stdout + again.stderr
+    code, out, err = finish(start(tmp_path, "replay", step))
+    assert code == 0, out + err
     report = (step / "report.txt").read_text()
-    assert again.stdout.startswith(report)
-    check_facts(again.stdout.removeprefix(report), 1, 16, 6)  # loss, losses of the samples, gradients
+    assert out.startswith(report)
+    check_facts(out.removeprefix(report), 1, 16, 6)  # loss, losses of the samples, gradients
 
 
 def test_help_says_what_each_way_does_and_its_exit_code(hookdiff: Command) -> None:
