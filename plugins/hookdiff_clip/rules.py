@@ -130,7 +130,7 @@ class Adaptive(Following):
 class Windowed(Following):
     """A rule whose threshold follows the last norms."""
 
-    window: int = field(default=100, validator=ge(2), metadata=about("of norms that are looked at", "updates"))
+    window: int = field(default=100, validator=ge(2), metadata=about("how many norms are looked at", "updates"))
 
     def keep(self, past: list[float], norm: float) -> list[float]:
         return [*past, norm][-self.window :]
@@ -140,7 +140,7 @@ class Windowed(Following):
 class Percentile(Windowed):
     """As "norm", with a threshold that follows a percentile of the last norms."""
 
-    percentile: float = field(default=90.0, validator=between(0, 100), metadata=about("which one"))
+    percentile: float = field(default=90.0, validator=between(0, 100), metadata=about("which one, 0 to 100"))
     factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over percentile"))
 
     def usual(self, past: list[float]) -> float:
@@ -153,9 +153,9 @@ class Percentile(Windowed):
 
 @define
 class ZScore(Windowed):
-    """As "norm", with a threshold some standard deviations above the mean of the last norms."""
+    """As "norm", with a threshold that follows mean and standard deviation of the last norms."""
 
-    deviations: float = field(default=3.0, validator=ge(0), metadata=about("how many"))
+    deviations: float = field(default=3.0, validator=ge(0), metadata=about("standard deviations above the mean"))
 
     def usual(self, past: list[float]) -> float:
         mean = math.fsum(past) / len(past)

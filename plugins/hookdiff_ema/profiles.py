@@ -51,7 +51,7 @@ class Ratio(Warmup):
 class Power(Warmup):
     """At most 1 - (1 + n / inv_gamma)^-power at update n; 0 at first, which copies the weights."""
 
-    inv_gamma: float = field(default=1.0, validator=gt(0), metadata=about("of n = 1 in the formula", "updates"))
+    inv_gamma: float = field(default=1.0, validator=gt(0), metadata=about("unit of n in the formula", "updates"))
     power: float = field(default=0.75, validator=gt(0), metadata=about("0.999 at 10,000 updates; with 2/3 at 31,600"))
 
     def highest(self, num_updates: int) -> float:
