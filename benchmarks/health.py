@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hookdiff import Loop, LoopConfig, LossOutput, hookimpl
 from hookdiff.models import UNet
-from hookdiff_clip import Clip
+from hookdiff_clip import Clip, Norm
 from hookdiff_ema import EMA
 from hookdiff_gradients import GradientMonitor
 
@@ -166,7 +166,7 @@ def loop_of(stand: Stand, plugins: dict[str, object], log_every: int) -> Loop:
 
 
 def hookdiff(stand: Stand, log_every: int = LOG_EVERY) -> Iterator[None]:
-    plugins = {"gradients": GradientMonitor(), "clip": Clip(max_norm=MAX_NORM), "ema": EMA(decay=DECAY)}
+    plugins = {"gradients": GradientMonitor(), "clip": Clip(Norm(MAX_NORM)), "ema": EMA(decay=DECAY)}
     with loop_of(stand, plugins, log_every) as loop:
         (batch,) = loop.feed.batches(0, 0)
         while True:

@@ -31,7 +31,7 @@ from attrs import define
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hookdiff import Loop, LoopConfig
+from hookdiff import Loop, LoopConfig, builtin_plugins
 from hookdiff.data import digits
 from hookdiff.diffusion import VP, Diffusion
 from hookdiff.models import UNet
@@ -170,19 +170,17 @@ def by_hand(work: Workload, folder: Path, step: Callable[[], None]) -> None:
 
 
 def hookdiff(work: Workload, folder: Path, step: Callable[[], None]) -> None:
-    from hookdiff.builtin.metrics import Metrics
-
     torch.manual_seed(0)
     loop = Loop(
         work.model(),
         lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
-        Diffusion(schedule="cosine"),
+        Diffusion(VP(schedule="cosine")),
         digits(),
         LoopConfig(steps=STEPS, batch_size=work.batch_size, log_every=LOG_EVERY),
         {
-            "metrics": Metrics(),
+            **builtin_plugins(signals=False),
             "lr": LR(warmup=WARMUP),
-            "clip": Clip(max_norm=1.0),
+            "clip": Clip("norm"),
             "ema": EMA(decay=DECAY),
         },
         run_dir=folder,

@@ -94,7 +94,7 @@ def test_the_core_knows_no_plugin() -> None:
 # Names that the core has a use of its own for, and where: a folder, a number that is logged, a part of the state.
 OWN_USES = {
     "gradients": {"hookdiff/cli/check.py"},
-    "loss": {"hookdiff/cli/summary.py", "hookdiff/diffusion/objective.py", "hookdiff/loop.py"},
+    "loss": {"hookdiff/cli/summary.py", "hookdiff/diffusion/losses.py", "hookdiff/loop.py"},
     "lr": {"hookdiff/experiment/optimizers.py", "hookdiff/state.py"},  # of a group of weights
     "memory": {"hookdiff/data/prepare.py", "hookdiff/data/store.py"},
     "progress": {"hookdiff/state.py"},

@@ -16,6 +16,9 @@ import pytest
 import tomli
 import tomli_w
 
+import hookdiff_clip
+import hookdiff_ema
+import hookdiff_lr
 from hookdiff import Feed
 from hookdiff.builtin.start import Start
 from hookdiff.choices import Choice
@@ -48,6 +51,9 @@ PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").g
 PARTS: dict[str, list[type[Choice]]] = {
     "diffusion": [Process, Schedule, Prediction, Weighting, Times, Loss],
     "sampling": [Solver, Spacing, Clipping, Guidance],
+    "plugins.clip": [hookdiff_clip.Rule],
+    "plugins.ema": [hookdiff_ema.Warmup],
+    "plugins.lr": [hookdiff_lr.Schedule],
 }
 KINDS: dict[str, type[Choice]] = {f"{table}: {kind.kind}": kind for table, kinds in PARTS.items() for kind in kinds}
 OURS = [n for n, (entry, *_) in installed().items() if entry.dist and entry.dist.name == "hookdiff"]

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
-from importlib.metadata import distribution, entry_points
+from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,8 +15,8 @@ import pytest
 
 import hookdiff
 
-PACKAGES = sorted({entry.module.partition(".")[0] for group in ("plugins", "commands") for entry in
-                   entry_points(group=f"hookdiff.{group}") if entry.dist and entry.dist.name == "hookdiff"})  # fmt: skip
+ENTRIES = [entry for entry in distribution("hookdiff").entry_points if entry.group.startswith("hookdiff.")]
+PACKAGES = sorted({entry.module.partition(".")[0] for entry in ENTRIES})
 
 CONFIG = """
 [run]
@@ -97,8 +97,7 @@ def test_each_public_name_is_there() -> None:
 
 
 def test_each_entry_point_loads() -> None:
-    entries = [entry for entry in distribution("hookdiff").entry_points if entry.group.startswith("hookdiff.")]
-    for entry in entries:
+    for entry in ENTRIES:
         found = entry.load()
         assert isinstance(found, click.Command if entry.group == "hookdiff.commands" else type)
 

@@ -26,7 +26,7 @@ from tests.conftest import check_facts
 OPTIONS: dict[str, dict[str, Any]] = {
     "amp": {"precision": "fp16", "init_scale": 2.0**22, "growth_interval": 4},
     "checkpoint": {"every": 2, "keep_last": 9},
-    "clip": {"mode": "adaptive", "warmup": 2, "factor": 0.5},
+    "clip": {"rule": {"use": "adaptive", "warmup": 2, "factor": 0.5}},
     "compile": {"backend": "eager"},  # the compiler itself takes most of a minute
     "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},
     "fid": {"every": 4, "num_samples": 8},

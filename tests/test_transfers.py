@@ -19,7 +19,7 @@ STEPS, LOG_EVERY = 23, 10
 WATCHING: dict[str, dict[str, Any]] = {
     "ema": {"decay": [0.99, 0.999]},
     "amp": {"precision": "bf16"},
-    "clip": {"mode": "adaptive", "warmup": 2},
+    "clip": {"rule": {"use": "adaptive", "warmup": 2}},
     "gradients": {"per_tensor": True},
     "lr": {"warmup": 3},
     "loss": {},
@@ -66,6 +66,6 @@ def test_a_step_with_all_that_watches_it_makes_one_transfer(tmp_path: Path, conf
 
 
 def test_a_kind_of_clipping_costs_none(tmp_path: Path) -> None:
-    for mode in ("norm", "value", "adaptive", "agc"):
-        found = counts(tmp_path / mode, {"clip": plugin_class("clip")(mode=mode)})
-        assert max(count for step, count in enumerate(found, 1) if step % LOG_EVERY) == 1, mode
+    for rule in ("norm", "value", "adaptive", "agc"):
+        found = counts(tmp_path / rule, {"clip": plugin_class("clip")(rule=rule)})
+        assert max(count for step, count in enumerate(found, 1) if step % LOG_EVERY) == 1, rule

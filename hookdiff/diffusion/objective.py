@@ -94,7 +94,7 @@ class Diffusion:
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "weighting", self.weighting.fit(self.prediction))
-        if all(std == 1 for std in self.data_std):
+        if all(std == 1 for std in _numbers(self.data_std)):
             return
         for name, part in (("prediction", self.prediction), ("weighting", self.weighting)):
             sigma_data = getattr(part, "sigma_data", 1)

@@ -7,7 +7,7 @@ there would only look like the run's images.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,8 @@ def recipe_of(loop: Loop) -> Recipe:
                 f"diffusion.{key}", given, "its pipelines would show images as the network sees them", _OTHERWISE
             )
     _check("diffusion.process", objective.process, (parts.VP, parts.Flow, parts.EDM))
-    make = {parts.VP: _with_timesteps, parts.Flow: _flow, parts.EDM: _edm}[type(objective.process)]
-    return make(objective, sampling.fit(objective))
+    recipes: dict[type, Callable[[Any, Any], Recipe]] = {parts.VP: _with_timesteps, parts.Flow: _flow, parts.EDM: _edm}
+    return recipes[type(objective.process)](objective, sampling.fit(objective))
 
 
 def write_folder(out: Path, net: nn.Module, recipe: Recipe, shape: Sequence[int], about: Mapping[str, str]) -> str:

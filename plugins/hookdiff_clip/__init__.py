@@ -1,5 +1,6 @@
-"""Gradient clipping by the global norm, fixed or adaptive."""
+"""Gradient clipping: by a norm, fixed or adaptive, by value, or by output unit."""
 
 from hookdiff_clip.plugin import Clip
+from hookdiff_clip.rules import AGC, Adaptive, Norm, Percentile, Rule, Value, ZScore
 
-__all__ = ["Clip"]
+__all__ = ["AGC", "Adaptive", "Clip", "Norm", "Percentile", "Rule", "Value", "ZScore"]

@@ -54,7 +54,7 @@ class Units:
         for pattern in exclude:
             if not any(fnmatchcase(name, pattern) for name in named):
                 raise UserError(
-                    f"plugins.clip.exclude: {pattern!r} fits no trained parameter{nearest(pattern, named)}"
+                    f"plugins.clip.rule.exclude: {pattern!r} fits no trained parameter{nearest(pattern, named)}"
                     f" (the last is {list(named)[-1]!r})"
                 )
         self._dtype = dtype

@@ -1,5 +1,6 @@
 """Exponential and power-function moving averages of the weights, samples made with them, and others made afterwards."""
 
 from hookdiff_ema.plugin import EMA
+from hookdiff_ema.profiles import NoWarmup, Power, Ratio, Warmup
 
-__all__ = ["EMA"]
+__all__ = ["EMA", "NoWarmup", "Power", "Ratio", "Warmup"]

@@ -9,7 +9,7 @@ from attrs import Attribute
 from attrs.validators import optional
 
 from hookdiff_ema.average import Average
-from hookdiff_ema.profiles import gamma_of, half_life_decay, power_decay
+from hookdiff_ema.profiles import Warmup, gamma_of, half_life_decay, power_decay
 
 Length = float | list[float] | None
 Decay = Callable[[int], float]  # at update n, counted from 0
@@ -31,11 +31,11 @@ def each(*checks: Callable[[Any, Any, Any], Any]) -> Any:
     return optional(check)
 
 
-def make_averages(name: str, decay: Length, half_life: Length, std: Length, warmup: Decay | None) -> list[Average]:
+def make_averages(name: str, decay: Length, half_life: Length, std: Length, warmup: Warmup) -> list[Average]:
     """Return the averages: first the one that a number is for, then those of the lists.
 
-    The first logs under `name`, the others under `name` and their label. `warmup` is the most that a decay, or that of
-    a half-life, is at an update. Raises ValueError for two numbers, and for one average twice.
+    The first logs under `name`, the others under `name` and their label. A decay, or that of a half-life, has the
+    `warmup`. Raises ValueError for two numbers, and for one average twice.
     """
     said = {"decay": decay, "half_life": half_life, "std": std}
     given = {key: value for key, value in said.items() if value is not None} or {"decay": DECAY}
@@ -54,12 +54,12 @@ def make_averages(name: str, decay: Length, half_life: Length, std: Length, warm
     return list(averages.values())
 
 
-def _decay(key: str, value: float, warmup: Decay | None) -> Decay:
+def _decay(key: str, value: float, warmup: Warmup) -> Decay:
     if key == "std":
         gamma = gamma_of(value)
         return lambda n: power_decay(n + 1, gamma)
     decay = half_life_decay(value) if key == "half_life" else value
-    return (lambda n: decay) if warmup is None else (lambda n: min(decay, warmup(n)))
+    return lambda n: min(decay, warmup.highest(n))
 
 
 def _is_several(value: Length) -> bool:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from attrs import define, field
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hookimpl, parse_every
 from hookdiff.findings import judge, listed, warning
+from hookdiff.options import about
 from hookdiff_ema.average import Average
 from hookdiff_ema.lengths import Length, each, make_averages
-from hookdiff_ema.profiles import MAX_STD, power_warmup, ratio_warmup
+from hookdiff_ema.profiles import MAX_STD, Ratio, Warmup, to_warmup
 from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, snapshot_path, write_snapshot
 from hookdiff_ema.weights import Weights
 
@@ -25,7 +26,6 @@ NAME = "ema"  # of the first average, in a SampleRequest
 # In the state, beside the model's keys.
 NUM_UPDATES, LABELS, FURTHER = "ema.num_updates", "ema.labels", "ema.averages"
 LOOKS, ALARMS = "ema.looks", "ema.alarms"
-POWER = 0.75  # of that warm-up
 STILL = "ema/still"  # in the log: updates for which an average has not moved, the most of all
 MANY = 200  # updates without a change that are reported
 BACK = 0.8  # of max_distance: below, the average has found the weights again
@@ -49,13 +49,15 @@ class EMA:
     decay: Length = field(default=None, validator=each(ge(0), lt(1)))  # per update; 0.999 if no length is set
     half_life: Length = field(default=None, validator=each(gt(0), lt(math.inf)))  # updates
     std: Length = field(default=None, validator=each(gt(0), le(MAX_STD)))  # of the training time
-    warmup: Literal["ratio", "power", "none"] = "ratio"  # a decay rises to its value; std needs none
-    inv_gamma: float = field(default=1.0, validator=gt(0))  # power: updates
-    power: float = field(default=POWER, validator=gt(0))  # power: 2/3 for millions of updates
+    warmup: Warmup = field(default=Ratio(), converter=to_warmup, metadata=about("of decays; std needs none"))
     device: Literal["model", "cpu"] = "model"  # where the averages are
     max_distance: float = field(default=0.5, validator=gt(0))  # |weights - average| / |weights| above which it warns
     snapshot_every: Every = field(default=Every(0), converter=parse_every)  # of each std; 0: none
     snapshot_dtype: Literal["float32", "float16"] = "float32"
+    moved_keys: ClassVar[Mapping[str, str]] = {
+        "inv_gamma": "warmup = { use = 'power', inv_gamma = 1.0 }",
+        "power": "warmup = { use = 'power', power = 0.75 }",
+    }
     num_updates: int = field(default=0, init=False)
     _averages: list[Average] = field(init=False)
     _weights: Weights = field(init=False)
@@ -67,15 +69,9 @@ class EMA:
     _alarms: Alarms = field(factory=Alarms, init=False)
 
     def __attrs_post_init__(self) -> None:
-        if self.warmup != "power" and (self.inv_gamma, self.power) != (1.0, POWER):
-            raise ValueError("inv_gamma and power are of warmup = 'power'")
         if self.snapshot_every.amount and self.std is None:
             raise ValueError("snapshot_every needs std: only power functions can be put together after training")
-        warmup = {"ratio": ratio_warmup, "power": self._power_warmup, "none": None}[self.warmup]
-        self._averages = make_averages(NAME, self.decay, self.half_life, self.std, warmup)
-
-    def _power_warmup(self, num_updates: int) -> float:
-        return power_warmup(num_updates, self.inv_gamma, self.power)
+        self._averages = make_averages(NAME, self.decay, self.half_life, self.std, self.warmup)
 
     @property
     def shadow(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from hookdiff.cli.options import config_argument, override_options
 
 if TYPE_CHECKING:
     from hookdiff import Config
-    from hookdiff_lr.plugin import LR
+    from hookdiff_lr.plugin import LR, Curve
 
 
 @click.command()
@@ -25,47 +25,41 @@ if TYPE_CHECKING:
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     """Draw the learning rate that CONFIG would train with, from step 0 to the last that is made.
 
-    The data is only looked at where the run is told in epochs.
+    The data is only looked at where the length of the run is given in epochs.
     """
     from hookdiff import UserError, load_config
     from hookdiff_lr.chart import draw
 
     checked = load_config(config, plugins, settings)
-    schedule, steps = _schedule(checked), _steps(checked)
-    total, last = schedule.length(steps), steps - 1  # of the steps that are made: a restart there is none any more
-    rates = _rates(checked)
+    plugin, steps = _plugin(checked), _steps(checked)
+    curve, last = plugin.curve(steps), steps - 1  # of the steps that are made: a restart at the end is none any more
+    rates, remarks = _rates(checked), list(plugin.remarks(steps))
     rows = [
-        (what, step, {name: rate * schedule.factor(step, total) for name, rate in rates.items()})
-        for what, step in sorted(_rows(schedule, steps, total), key=lambda row: row[1])
+        (what, step, {name: rate * curve.factor(step) for name, rate in rates.items()})
+        for what, step in sorted(_rows(curve, steps), key=lambda row: row[1])
     ]
     out = out or Path(f"{checked.run.name}-lr.png")
     try:
-        draw(lambda step: schedule.factor(min(step, last), total), rates, max(1, last), out)
+        draw(lambda step: curve.factor(min(step, last)), rates, max(1, last), out)
     except (OSError, ValueError) as error:  # the latter of a name that ends in no format
         raise UserError(f"{out}: cannot be written: {error}") from None
-    late = schedule.unreached(steps, total)
+    use = curve.schedule.use
     if as_json:
         points = [{"what": what, "step": step, **values} for what, step, values in rows]
-        told = {"run": checked.run.name, "schedule": schedule.schedule, "steps": steps, "picture": str(out)}
-        click.echo(json.dumps({**told, "rates": rates, "points": points, "unreached": late}, indent=2))
+        about = {"run": checked.run.name, "schedule": use, "steps": steps, "picture": str(out), "rates": rates}
+        click.echo(json.dumps({**about, "points": points, "remarks": remarks}, indent=2))
         return
-    click.echo(f"{checked.run.name}: {_what(checked, schedule)}, {steps} steps")
+    warmup = f" after {curve.warmup} steps of warm-up" if curve.warmup else ""
+    shape = f"{use}{warmup}" if "lr" in checked.plugins else "constant, since the plugin lr is not switched on"
+    click.echo(f"{checked.run.name}: {shape}, {steps} steps")
     click.echo(f"  {'step':>9}  {'':<20}" + "".join(f"  {name:>12}" for name in rates))
     for what, step, values in rows:
         click.echo(f"  {step:>9}  {what:<20}" + "".join(f"  {value:>12.4g}" for value in values.values()))
-    if late:
-        click.echo(f"  {late}")
-    click.echo(f"  {out}")
+    for line in (*remarks, out):
+        click.echo(f"  {line}")
 
 
-def _what(config: Config, schedule: LR) -> str:
-    if "lr" not in config.plugins:
-        return "constant, since the plugin lr is not switched on"
-    warmup = f" after {schedule.warmup} steps of warm-up" if schedule.warmup else ""
-    return schedule.schedule + warmup
-
-
-def _schedule(config: Config) -> LR:
+def _plugin(config: Config) -> LR:
     """Return the plugin as the config makes it; without one the rate stays as it is."""
     from hookdiff import UserError
     from hookdiff_lr.plugin import LR
@@ -97,10 +91,10 @@ def _rates(config: Config) -> dict[str, float]:
     return {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(config)).items()}
 
 
-def _rows(schedule: LR, steps: int, total: int) -> Iterator[tuple[str, int]]:
-    """Yield what the table tells, and at which step."""
+def _rows(curve: Curve, steps: int) -> Iterator[tuple[str, int]]:
+    """Yield the rows of the table: what happens, and at which step."""
     yield "start", 0
-    for what, at in schedule.landmarks(total):
+    for what, at in curve.landmarks():
         if at < steps:
             yield what, at
     for quarter, what in enumerate(("a quarter", "half", "three quarters"), 1):

@@ -53,7 +53,7 @@ class Case:
         """Return the objective under test."""
         processes = {"linear": VP(rescale_betas_zero_snr=self.zero_snr), "flow": Flow(), "edm": EDM()}
         process = processes[self.schedule]
-        times = Times.of({"use": process.times, "stratified": True})
+        times = Times.of({"use": process.default_times, "stratified": True})
         return Diffusion(process, self.prediction_type, weighting, times)
 
     def __str__(self) -> str:

@@ -67,15 +67,15 @@ def test_golden_message_of_all_plugins_that_are_new_on_resume(hookdiff, folder):
 @pytest.mark.parametrize(
     ("settings", "facts"),
     [
-        (["sampling.guidance_scale=2"], ("'guidance_scale'", "labels")),
+        (["sampling.guidance.scale=2"], ("guidance", "labels")),
         (["diffusion.conditional=true"], ("diffusion.conditional", "unet", "model.num_classes")),
         (["diffusion.data_mean=0.1, 0.2"], ("diffusion", "data_mean", 2, 1)),
-        (["diffusion.schedule=flow", "diffusion.timesteps=1000", "sampling.spacing=karras"], ("'spacing'", "'karras'")),
+        (["diffusion.process=flow", "sampling.spacing=karras"], ("'spacing'", "'karras'")),
         (
-            ["model.num_classes=10", "diffusion.label_dropout=0", "sampling.guidance_scale=2"],
-            ("'guidance_scale'", "diffusion.label_dropout", 0),
+            ["model.num_classes=10", "diffusion.label_dropout=0", "sampling.guidance.scale=2"],
+            ("guidance", "diffusion.label_dropout", 0),
         ),
-        (["diffusion.rescale_betas_zero_snr=true"], ("'prediction_type'", "'epsilon'")),
+        (["diffusion.process.rescale_betas_zero_snr=true"], ("'prediction'", "'epsilon'")),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused_before_training(hookdiff, folder, settings, facts):

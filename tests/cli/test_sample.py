@@ -15,8 +15,9 @@ NEWEST = "run/checkpoints/step-00000002"
 def made(tmp_path_factory):
     """A folder with a run of two steps."""
     folder = tmp_path_factory.mktemp("made")
-    run = {"steps": 2, "log_every": 2, "plugins": ["ema", "checkpoint"]}
-    config = load_config(write_small(folder / "small.toml", run=run, optimizer={"lr": 0.1}))
+    run = {"steps": 2, "log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}
+    tables = {"optimizer": {"lr": 0.1}, "plugins": {"lr": {"total": 6}}}
+    config = load_config(write_small(folder / "small.toml", run=run, **tables))
     build_loop(config, folder / "run").run()
     return folder
 
@@ -66,7 +67,7 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
     [
         (["--weights", "no.safetensors"], ("--weights", "no.safetensors")),
         (["--weights", f"{NEWEST}/optimizers.safetensors"], (f"{NEWEST}/optimizers.safetensors",)),
-        (["--steps", 21], ("sampling.steps", 21, "diffusion.timesteps", 20)),
+        (["--steps", 21], ("steps", 21, "timesteps", 20)),
         (["--steps", 0], ("sampling.steps", 1, 0)),
         (["--sampler", "dim"], ("sampling.sampler", "ddim", "ddpm", "euler", "heun", "dpmpp_2m", "'dim'", "'ddim'")),
         (["--out", "run/config.toml/x.png"], ("run/config.toml/x.png",)),
@@ -112,7 +113,7 @@ def test_samples_of_classes_with_guidance(hookdiff, folder):
     for words, facts in (
         (["--labels", "10"], (20, 0, 9, -1)),
         (["--labels", "one"], ("--labels one",)),
-        (["--guidance-scale", -1], ("sampling.guidance_scale", 0, -1.0)),
+        (["--guidance-scale", -1], ("sampling.guidance", "scale", 0, -1.0)),
     ):
         code, _, err = hookdiff("sample", "run", "--num", 20, *words)
         assert code == 2

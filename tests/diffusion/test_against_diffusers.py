@@ -13,7 +13,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff.diffusion import Diffusion, Sampling, VPrediction, make_schedule, q_sample
+from hookdiff.diffusion import (
+    DDIM,
+    DDPM,
+    EDM,
+    VP,
+    Diffusion,
+    DynamicThreshold,
+    EDMPrediction,
+    Flow,
+    Sampling,
+    VPrediction,
+    q_sample,
+)
+from tests.diffusion.conftest import generators, seeded
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,12 +71,8 @@ class RoundedTime(Net):
         return super().forward(x, time.double().round())
 
 
-def generators() -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in range(NUM)]
-
-
 def noise() -> Tensor:
-    return torch.randn(NUM, *SHAPE, generator=torch.Generator().manual_seed(99))
+    return torch.randn(NUM, *SHAPE, generator=seeded(99))
 
 
 @torch.no_grad()
@@ -76,8 +85,8 @@ def theirs(scheduler: Any, net: Any, scale: float = 1.0, **options: Any) -> Tens
 
 
 def ours(diffusion: Diffusion, net: Any, **options: Any) -> Tensor:
-    options = {"clip_sample": False, **options}
-    return Sampling(**options).sample(net, diffusion, SHAPE, generators(), "cpu", noise=noise())
+    options = {"clipping": "none", **options}
+    return Sampling(**options).sample(net, diffusion, SHAPE, generators(*range(NUM)), "cpu", noise=noise())
 
 
 def check(one: Tensor, other: Tensor) -> None:
@@ -93,7 +102,7 @@ def test_schedules(diffusers: Any, schedule: str, zero_snr: bool) -> None:
     scheduler = diffusers.DDPMScheduler(
         beta_schedule=NAMES[schedule], rescale_betas_zero_snr=zero_snr, **ENDS.get(schedule, {})
     )
-    table = make_schedule(schedule, 1000, zero_snr=zero_snr)
+    table = VP(schedule, rescale_betas_zero_snr=zero_snr).tables
     torch.testing.assert_close(table.betas.float(), scheduler.betas, rtol=1e-4, atol=2e-6)
     torch.testing.assert_close(table.alphas_cumprod.float(), scheduler.alphas_cumprod, rtol=1e-4, atol=1e-6)
     assert (scheduler.alphas_cumprod[-1] == 0) == zero_snr
@@ -103,8 +112,8 @@ def test_schedules(diffusers: Any, schedule: str, zero_snr: bool) -> None:
 def test_noised_images_and_velocities(diffusers: Any, schedule: str) -> None:
     scheduler = diffusers.DDPMScheduler(beta_schedule=NAMES[schedule], **ENDS.get(schedule, {}))
     timesteps = torch.tensor([0, 1, 300, 500, 998, 999])
-    x0, eps = torch.randn(2, 6, *SHAPE, generator=torch.Generator().manual_seed(1))
-    alpha, sigma, _ = Diffusion(schedule=schedule).process.rates(timesteps, 4)
+    x0, eps = torch.randn(2, 6, *SHAPE, generator=seeded(1))
+    alpha, sigma, _ = VP(schedule).rates(timesteps, 4)
     noised = q_sample(x0, eps, alpha, sigma)
     # theirs takes 1 - alphas_cumprod in float32, which is off by up to 3e-4 of it where it is small
     torch.testing.assert_close(noised, scheduler.add_noise(x0, eps, timesteps), rtol=0, atol=2e-5)
@@ -112,26 +121,26 @@ def test_noised_images_and_velocities(diffusers: Any, schedule: str) -> None:
     torch.testing.assert_close(velocity, scheduler.get_velocity(x0, eps, timesteps), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("prediction_type", PREDICTIONS)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("spacing", ["trailing", "leading"])
 @pytest.mark.parametrize("eta", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("clip", [False, True])
-def test_ddim(diffusers: Any, prediction_type: str, spacing: str, eta: float, clip: bool) -> None:
+def test_ddim(diffusers: Any, prediction: str, spacing: str, eta: float, clip: bool) -> None:
     scheduler = diffusers.DDIMScheduler(
-        prediction_type=prediction_type, timestep_spacing=spacing, clip_sample=clip, beta_schedule="linear"
+        prediction_type=prediction, timestep_spacing=spacing, clip_sample=clip, beta_schedule="linear"
     )
     scheduler.set_timesteps(20)
     # by default it goes on with a noise that does not belong to the clipped image
-    made = theirs(scheduler, Net(), eta=eta, use_clipped_model_output=True, generator=generators())
-    diffusion = Diffusion(prediction_type=prediction_type)
-    check(ours(diffusion, Net(), steps=20, spacing=spacing, eta=eta, clip_sample=clip), made)
+    made = theirs(scheduler, Net(), eta=eta, use_clipped_model_output=True, generator=generators(*range(NUM)))
+    options = {"sampler": DDIM(eta), "steps": 20, "spacing": spacing, "clipping": "clamp" if clip else "none"}
+    check(ours(Diffusion(prediction=prediction), Net(), **options), made)
 
 
 @pytest.mark.parametrize("schedule", ["scaled_linear", "cosine"])
-@pytest.mark.parametrize("prediction_type", ["sample", "v_prediction"])
-def test_ddim_with_zero_terminal_snr(diffusers: Any, schedule: str, prediction_type: str) -> None:
+@pytest.mark.parametrize("prediction", ["sample", "v_prediction"])
+def test_ddim_with_zero_terminal_snr(diffusers: Any, schedule: str, prediction: str) -> None:
     scheduler = diffusers.DDIMScheduler(
-        prediction_type=prediction_type,
+        prediction_type=prediction,
         timestep_spacing="trailing",
         clip_sample=False,
         beta_schedule=NAMES[schedule],
@@ -139,7 +148,7 @@ def test_ddim_with_zero_terminal_snr(diffusers: Any, schedule: str, prediction_t
         **ENDS.get(schedule, {}),
     )
     scheduler.set_timesteps(20)
-    diffusion = Diffusion(schedule=schedule, prediction_type=prediction_type, rescale_betas_zero_snr=True)
+    diffusion = Diffusion(VP(schedule, rescale_betas_zero_snr=True), prediction)
     check(ours(diffusion, Net(), steps=20), theirs(scheduler, Net()))
 
 
@@ -149,25 +158,24 @@ def test_ddim_with_thresholding(diffusers: Any) -> None:
     )
     scheduler.set_timesteps(20)
     made = theirs(scheduler, Net(), use_clipped_model_output=True)
-    check(ours(Diffusion(), Net(), steps=20, thresholding=True, dynamic_thresholding_ratio=0.9), made)
+    check(ours(Diffusion(), Net(), steps=20, clipping=DynamicThreshold(0.9)), made)
 
 
-@pytest.mark.parametrize("prediction_type", PREDICTIONS)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize(
     ("variance", "spacing"),
     # with "trailing" theirs adds the large noise to the image itself
     [("fixed_small", "trailing"), ("fixed_small", "leading"), ("fixed_large", "leading")],
 )
 @pytest.mark.parametrize("clip", [False, True])
-def test_ddpm(diffusers: Any, prediction_type: str, variance: str, spacing: str, clip: bool) -> None:
+def test_ddpm(diffusers: Any, prediction: str, variance: str, spacing: str, clip: bool) -> None:
     scheduler = diffusers.DDPMScheduler(
-        prediction_type=prediction_type, variance_type=variance, timestep_spacing=spacing, clip_sample=clip
+        prediction_type=prediction, variance_type=variance, timestep_spacing=spacing, clip_sample=clip
     )
     scheduler.set_timesteps(20)
-    made = theirs(scheduler, Net(), generator=generators())
-    diffusion = Diffusion(prediction_type=prediction_type)
-    options = {"sampler": "ddpm", "steps": 20, "spacing": spacing, "variance": variance, "clip_sample": clip}
-    check(ours(diffusion, Net(), **options), made)
+    made = theirs(scheduler, Net(), generator=generators(*range(NUM)))
+    options = {"sampler": DDPM(variance), "steps": 20, "spacing": spacing, "clipping": "clamp" if clip else "none"}
+    check(ours(Diffusion(prediction=prediction), Net(), **options), made)
 
 
 def scale_of(scheduler: Any) -> float:
@@ -178,47 +186,47 @@ def scale_of(scheduler: Any) -> float:
 # Churn is not compared: their network has seen x before the noise is added, and not, as algorithm 2 wants it, after.
 
 
-@pytest.mark.parametrize("prediction_type", PREDICTIONS)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("spacing", ["trailing", "leading", "karras"])
 @pytest.mark.parametrize("schedule", ["linear", "scaled_linear"])
-def test_euler(diffusers: Any, schedule: str, prediction_type: str, spacing: str) -> None:
+def test_euler(diffusers: Any, schedule: str, prediction: str, spacing: str) -> None:
     karras = spacing == "karras"
     scheduler = diffusers.EulerDiscreteScheduler(
         beta_schedule=schedule,
-        prediction_type=prediction_type,
+        prediction_type=prediction,
         timestep_spacing="linspace" if karras else spacing,  # so that the noise levels go from end to end
         use_karras_sigmas=karras,
         **ENDS.get(schedule, {}),
     )
     scheduler.set_timesteps(20)
-    diffusion = Diffusion(schedule=schedule, prediction_type=prediction_type)
+    diffusion = Diffusion(VP(schedule), prediction)
     images = ours(diffusion, Net(), sampler="euler", steps=20, spacing=spacing)
     check(images, theirs(scheduler, Net(), scale_of(scheduler)))
 
 
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])  # theirs has no other
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])  # theirs has no other
 @pytest.mark.parametrize("spacing", ["trailing", "leading", "karras"])
-def test_heun(diffusers: Any, prediction_type: str, spacing: str) -> None:
+def test_heun(diffusers: Any, prediction: str, spacing: str) -> None:
     karras = spacing == "karras"
     scheduler = diffusers.HeunDiscreteScheduler(
         beta_schedule="scaled_linear",
-        prediction_type=prediction_type,
+        prediction_type=prediction,
         timestep_spacing="linspace" if karras else spacing,
         use_karras_sigmas=karras,
         **ENDS["scaled_linear"],
     )
     scheduler.set_timesteps(20)
-    diffusion = Diffusion(schedule="scaled_linear", prediction_type=prediction_type)
+    diffusion = Diffusion(VP("scaled_linear"), prediction)
     images = ours(diffusion, Net(), sampler="heun", steps=20, spacing=spacing)
     check(images, theirs(scheduler, Net(), scale_of(scheduler)))
 
 
-@pytest.mark.parametrize("prediction_type", PREDICTIONS)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("spacing", ["trailing", "leading", "karras"])
 @pytest.mark.parametrize("steps", [2, 8, 20])
-def test_dpmpp_2m(diffusers: Any, prediction_type: str, spacing: str, steps: int) -> None:
+def test_dpmpp_2m(diffusers: Any, prediction: str, spacing: str, steps: int) -> None:
     scheduler = diffusers.DPMSolverMultistepScheduler(
-        prediction_type=prediction_type,
+        prediction_type=prediction,
         solver_order=2,
         timestep_spacing="trailing",
         use_karras_sigmas=spacing == "karras",
@@ -229,7 +237,7 @@ def test_dpmpp_2m(diffusers: Any, prediction_type: str, spacing: str, steps: int
     else:
         scheduler.set_timesteps(steps)
     net = RoundedTime()  # as theirs rounds the times of "karras"
-    images = ours(Diffusion(prediction_type=prediction_type), net, sampler="dpmpp_2m", steps=steps, spacing=spacing)
+    images = ours(Diffusion(prediction=prediction), net, sampler="dpmpp_2m", steps=steps, spacing=spacing)
     check(images, theirs(scheduler, net))
 
 
@@ -239,7 +247,7 @@ def test_edm(diffusers: Any, sampler: str, sigma_data: float) -> None:
     kinds = {"euler": diffusers.EDMEulerScheduler, "dpmpp_2m": diffusers.EDMDPMSolverMultistepScheduler}
     scheduler = kinds[sampler](sigma_min=0.002, sigma_max=80.0, sigma_data=sigma_data, prediction_type="epsilon")
     scheduler.set_timesteps(18)
-    diffusion = Diffusion(schedule="edm", sigma_data=sigma_data, time_scale=1.0)
+    diffusion = Diffusion(EDM(time_scale=1.0), EDMPrediction(sigma_data))
     # theirs begins with sqrt(sigma_max² + 1)
     check(ours(diffusion, Net(), sampler=sampler, steps=18), theirs(scheduler, Net(), 80.0))
 
@@ -249,7 +257,7 @@ def test_edm(diffusers: Any, sampler: str, sigma_data: float) -> None:
 def test_flow_euler(diffusers: Any, shift: float, steps: int) -> None:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])  # its own end short of 1 / steps
-    diffusion = Diffusion(schedule="flow", time_shift=shift)
+    diffusion = Diffusion(Flow(shift))
     check(ours(diffusion, Net(), sampler="euler", steps=steps), theirs(TimesOnly(scheduler), Net()))
 
 
@@ -259,7 +267,7 @@ def test_flow_heun(diffusers: Any, shift: float, steps: int) -> None:
     scheduler = diffusers.FlowMatchHeunDiscreteScheduler(num_train_timesteps=steps, shift=shift)
     scheduler.sigma_min, scheduler.sigma_max = 1 / steps, 1.0  # which it would shift twice
     scheduler.set_timesteps(steps)
-    net, diffusion = Net(), Diffusion(schedule="flow", time_shift=shift, time_scale=steps, prediction_type="sample")
+    net, diffusion = Net(), Diffusion(Flow(shift, time_scale=steps), "sample")
 
     def image(x: Tensor, time: Tensor) -> Tensor:
         """Our last step is one of Euler too, if it is the image that is predicted."""

@@ -17,7 +17,7 @@ from hookdiff.builtin import Metrics
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
-from hookdiff_clip import Clip
+from hookdiff_clip import Adaptive, Clip
 from hookdiff_ema import EMA
 from hookdiff_lr import LR
 from tests.conftest import Clock, check_facts, records, refused, warnings
@@ -29,7 +29,7 @@ def plugins(**checkpoint):
         "lr": LR(warmup=3),
         "ema": EMA(decay=0.9),
         "amp": AMP("fp16", init_scale=2.0**18, growth_interval=4),
-        "clip": Clip("adaptive", warmup=2, factor=0.9),
+        "clip": Clip(Adaptive(warmup=2, factor=0.9)),
         "checkpoint": Checkpoint(**checkpoint),
     }
 

@@ -14,7 +14,7 @@ from hookdiff.disk import flatten
 from hookdiff.testing import assert_same, toy_loop, toy_model
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
-from hookdiff_clip import Clip
+from hookdiff_clip import Adaptive, Clip, Percentile
 from hookdiff_ema import EMA
 from tests.conftest import records, refused
 
@@ -187,7 +187,7 @@ def everything():
     return {
         "ema": EMA(decay=0.9),
         "amp": AMP("fp16", init_scale=2.0**22, growth_interval=3),
-        "clip": Clip("adaptive", warmup=2, factor=0.9),
+        "clip": Clip(Adaptive(warmup=2, factor=0.9)),
     }
 
 
@@ -238,7 +238,7 @@ def test_a_crash_loses_only_what_came_after_the_last_save(whole, tmp_path):
         lambda: {"data": InMemory(torch.linspace(-1, 1, 320).reshape(20, 1, 4, 4)), "model": convolutional()},
         lambda: {"plugins": {"amp": AMP("bf16"), "ema": EMA(decay=[0.9], std=[0.1])}},
         lambda: {
-            "plugins": {"clip": Clip("adaptive", statistic="percentile", warmup=2, window=5)},
+            "plugins": {"clip": Clip(Percentile(warmup=2, window=5))},
             "model": toy_model(dropout=0.5),
         },
     ],

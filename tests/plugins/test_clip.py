@@ -1,22 +1,27 @@
 import math
 import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
+from attrs import define
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hookdiff import Loop, LoopConfig, UserError, hookimpl
+from hookdiff import ConfigError, Loop, LoopConfig, UserError, hookimpl, load_config
 from hookdiff.testing import count_transfers, toy_loop, toy_model
-from hookdiff_clip import Clip
+from hookdiff_clip import AGC, Adaptive, Clip, Norm, Percentile, Rule, Value, ZScore
 
-ADAPTIVE: dict[str, dict[str, Any]] = {
-    "mean": {"decay": 0.9, "factor": 0.8},
-    "percentile": {"percentile": 40, "window": 8, "factor": 0.9},
-    "zscore": {"deviations": 0.5, "window": 8},
-}
+FOLLOWING: list[Callable[..., Rule]] = [
+    partial(Adaptive, decay=0.9, factor=0.8),
+    partial(Percentile, percentile=40, window=8, factor=0.9),
+    partial(ZScore, deviations=0.5, window=8),
+]
 
 
 class Look:
@@ -49,22 +54,24 @@ class Push:
             gradient.fill_(self.norms[loop.progress.position] / size)
 
 
-class Thresholds:
-    def __init__(self, clip: Clip) -> None:
-        self.clip, self.seen = clip, [clip.threshold]
+class Listen:
+    """Notes what is logged, step by step."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, float]] = []
 
     @hookimpl
-    def after_optimizer_step(self) -> None:
-        self.seen.append(self.clip.threshold)
+    def on_log(self, values: dict[str, float]) -> None:
+        self.values.append(values)
 
 
 def total(gradients: dict[str, Tensor]) -> float:
     return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
 
 
-def clipped(clip: Clip, **config: Any) -> Look:
+def clipped(rule: Rule, **config: Any) -> Look:
     look = Look()
-    toy_loop({"clip": clip, "look": look}, **config).run()
+    toy_loop({"clip": Clip(rule), "look": look}, **config).run()
     return look
 
 
@@ -73,8 +80,8 @@ def still(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-def one_step(model: nn.Module, gradients: list[Tensor], clip: Clip, inputs: Tensor | None = None) -> Look:
-    """A step of `clip` on a model whose parameters get the given gradients."""
+def one_step(model: nn.Module, gradients: list[Tensor], rule: Rule) -> Look:
+    """A step with `rule` on a model whose parameters get the given gradients."""
     look = Look()
 
     def objective(net: nn.Module, batch: Any) -> Tensor:
@@ -82,20 +89,20 @@ def one_step(model: nn.Module, gradients: list[Tensor], clip: Clip, inputs: Tens
         return sum((p * g).sum() for p, g in pairs).reshape(1)  # type: ignore[union-attr]
 
     config = LoopConfig(steps=1, batch_size=1)
-    Loop(model, still, objective, torch.ones(1, 1), config, {"clip": clip, "look": look}).run()
+    Loop(model, still, objective, torch.ones(1, 1), config, {"clip": Clip(rule), "look": look}).run()
     return look
 
 
 def test_known_answer() -> None:
     model = nn.Linear(2, 1, bias=False)
-    look = one_step(model, [torch.tensor([[3.0, 4.0]])], Clip(max_norm=1))
+    look = one_step(model, [torch.tensor([[3.0, 4.0]])], Norm(max_norm=1))
     assert total(look.before[0]) == pytest.approx(5)
     torch.testing.assert_close(look.after[0]["weight"], torch.tensor([[0.6, 0.8]]), rtol=1e-7, atol=0)
     assert look.norm == pytest.approx(1)
 
 
 def test_it_equals_torch_but_for_the_millionth_there() -> None:
-    look = clipped(Clip(max_norm=0.05), steps=1)
+    look = clipped(Norm(max_norm=0.05), steps=1)
     parameters = [nn.Parameter(g) for g in look.before[0].values()]
     for parameter, gradient in zip(parameters, look.before[0].values(), strict=True):
         parameter.grad = gradient.clone()
@@ -105,13 +112,9 @@ def test_it_equals_torch_but_for_the_millionth_there() -> None:
         torch.testing.assert_close(parameter.grad * ((norm + 1e-6) / norm), gradient, rtol=1e-6, atol=0)
 
 
-@given(max_norm=st.floats(1e-3, 10), statistic=st.sampled_from([None, *ADAPTIVE]))
-def test_it_never_raises_the_norm_and_keeps_the_direction(max_norm: float, statistic: Any) -> None:
-    if statistic is None:
-        clip = Clip(max_norm=max_norm)
-    else:
-        clip = Clip("adaptive", max_norm=max_norm, warmup=2, statistic=statistic, **ADAPTIVE[statistic])
-    look = clipped(clip, steps=6)
+@given(max_norm=st.floats(1e-3, 10), kind=st.sampled_from([None, *FOLLOWING]))
+def test_it_never_raises_the_norm_and_keeps_the_direction(max_norm: float, kind: Any) -> None:
+    look = clipped(kind(max_norm=max_norm, warmup=2) if kind else Norm(max_norm), steps=6)
     for before, after in zip(look.before, look.after, strict=True):
         assert total(after) <= min(total(before), max_norm) * (1 + 1e-6)
         ratio = total(after) / total(before)
@@ -119,108 +122,108 @@ def test_it_never_raises_the_norm_and_keeps_the_direction(max_norm: float, stati
             torch.testing.assert_close(after[name], before[name] * ratio, rtol=1e-5, atol=1e-9)
 
 
-@given(statistic=st.sampled_from([*ADAPTIVE]), scale=st.floats(1e-6, 1e6))
-def test_adaptive_without_bounds_is_scale_free(statistic: Any, scale: float) -> None:
+@given(kind=st.sampled_from(FOLLOWING), scale=st.floats(1e-6, 1e6))
+def test_without_bounds_a_threshold_that_follows_is_scale_free(kind: Any, scale: float) -> None:
     norms = [1.0, 2.0, 0.5, 1.5, 30.0, 1.0, 3.0, 0.1, 2.5, 2.0]
     looks = []
     for factor in (1.0, scale):
-        clip = Clip("adaptive", max_norm=math.inf, warmup=3, statistic=statistic, **ADAPTIVE[statistic])
         look = Look()
-        pushed = Push([norm * factor for norm in norms])
-        toy_loop({"push": pushed, "clip": clip, "look": look}, optimizers=still, steps=len(norms)).run()
+        plugins = {"push": Push([norm * factor for norm in norms]), "clip": Clip(kind(max_norm=math.inf, warmup=3))}
+        toy_loop({**plugins, "look": look}, optimizers=still, steps=len(norms)).run()
         looks.append(look)
     ones, others = ([total(after) for after in look.after] for look in looks)
     assert [one * scale for one in ones] == pytest.approx(others, rel=1e-4)
     assert sum(one < norm * 0.99 for one, norm in zip(ones, norms, strict=True)) >= 3
 
 
-class TestAdaptive:
-    def run(self, norms: list[float], **options: Any) -> list[float]:
-        """The thresholds before each step and after the last, of a run whose gradients have `norms`."""
-        seen = Thresholds(Clip("adaptive", **options))
-        toy_loop({"push": Push(norms), "clip": seen.clip, "seen": seen}, optimizers=still, steps=len(norms)).run()
-        return seen.seen
+def run(norms: list[float], rule: Rule, clip: Clip | None = None) -> list[float]:
+    """The thresholds before each step and after the last, of a run whose gradients have `norms`; inf for none."""
+    listen, norms = Listen(), [*norms, 1.0]
+    plugins = {"push": Push(norms), "clip": clip or Clip(rule), "listen": listen}
+    toy_loop(plugins, optimizers=still, steps=len(norms), log_every=1).run()
+    return [values.get("clip/threshold", math.inf) for values in listen.values if "clip/share" in values]
 
+
+class TestFollowing:
     def test_the_mean(self) -> None:
-        seen = self.run([1.0, 2.0, 4.0], max_norm=100, factor=1.5, decay=0.9, warmup=3)
+        seen = run([1.0, 2.0, 4.0], Adaptive(max_norm=100, factor=1.5, decay=0.9, warmup=3))
         assert seen == pytest.approx([100, 100, 100, 1.5 * (0.81 * 1 + 0.9 * 2 + 4) / 2.71], rel=1e-5)
 
     @pytest.mark.parametrize("percentile", [0, 10, 50, 93.5, 100])
     def test_the_percentile(self, percentile: float) -> None:
         norms = [3.0, 1.0, 2.0, 8.0, 5.0, 6.0]
-        seen = self.run(
-            norms, max_norm=100, warmup=6, window=5, statistic="percentile", percentile=percentile, factor=1.25
-        )
+        seen = run(norms, Percentile(max_norm=100, warmup=6, window=5, percentile=percentile, factor=1.25))
         expected = 1.25 * torch.quantile(torch.tensor(norms[1:]), percentile / 100).item()
         assert seen[-1] == pytest.approx(expected, rel=1e-5)
 
     def test_mean_and_deviation(self) -> None:
         norms = [3.0, 1.0, 2.0, 8.0, 5.0]
-        seen = self.run(norms, max_norm=100, warmup=5, window=4, statistic="zscore", deviations=2)
+        seen = run(norms, ZScore(max_norm=100, warmup=5, window=4, deviations=2))
         assert seen[-1] == pytest.approx(statistics.fmean(norms[1:]) + 2 * statistics.pstdev(norms[1:]), rel=1e-5)
 
-    @pytest.mark.parametrize("statistic", ADAPTIVE)
-    def test_a_spike_hardly_raises_it(self, statistic: str) -> None:
+    @pytest.mark.parametrize("kind", [Adaptive, Percentile, ZScore])
+    def test_a_spike_hardly_raises_it(self, kind: Any) -> None:
         norms = [1.0 + 0.1 * (step % 5) for step in range(40)]
-        quiet = self.run(norms, max_norm=math.inf, warmup=20, statistic=statistic)[-1]
+        quiet = run(norms, kind(max_norm=math.inf, warmup=20))[-1]
         norms[30] = 1e6
-        spiked = self.run(norms, max_norm=math.inf, warmup=20, statistic=statistic)[-1]
-        assert spiked == pytest.approx(quiet, rel=0.1)
+        assert run(norms, kind(max_norm=math.inf, warmup=20))[-1] == pytest.approx(quiet, rel=0.1)
 
-    @pytest.mark.parametrize("statistic", ADAPTIVE)
-    def test_it_follows_norms_that_stay_higher(self, statistic: str) -> None:
+    @pytest.mark.parametrize("kind", [Adaptive, Percentile, ZScore])
+    def test_it_follows_norms_that_stay_higher(self, kind: Any) -> None:
         norms = [1.0 + 0.1 * (step % 5) for step in range(40)] + [20.0 + step % 5 for step in range(400)]
-        assert self.run(norms, max_norm=math.inf, warmup=20, statistic=statistic)[-1] > 20
+        assert 20 < run(norms, kind(max_norm=math.inf, warmup=20))[-1] < math.inf
 
-    @pytest.mark.parametrize("statistic", ADAPTIVE)
-    def test_its_bounds_hold(self, statistic: str) -> None:
-        norms = [10.0 ** (step % 7 - 3) for step in range(30)]
-        seen = self.run(norms, max_norm=2, min_norm=0.5, warmup=1, statistic=statistic)
+    @pytest.mark.parametrize("kind", [Adaptive, Percentile, ZScore])
+    def test_its_bounds_hold(self, kind: Any) -> None:
+        seen = run([10.0 ** (step % 7 - 3) for step in range(30)], kind(max_norm=2, min_norm=0.5, warmup=1))
         assert all(0.5 <= threshold <= 2 for threshold in seen)
         assert len(set(seen)) > 2
 
-    def test_what_is_not_there_yet_is_not_logged(self) -> None:
-        told: dict[int, Any] = {}
-
-        class Listen:
-            @hookimpl
-            def on_log(self, step: int, values: Any) -> None:
-                told[step] = values
-
-        clip = Clip("adaptive", max_norm=math.inf, warmup=7)
-        toy_loop({"push": Push([3.0] * 15), "clip": clip, "listen": Listen()}, optimizers=still, steps=15).run()
-        assert "clip/threshold" not in told[5]
+    def test_a_threshold_that_is_not_known_yet_is_not_logged(self) -> None:
+        listen, clip = Listen(), Clip(Adaptive(max_norm=math.inf, warmup=7))
+        toy_loop({"push": Push([3.0] * 15), "clip": clip, "listen": listen}, optimizers=still, steps=15).run()
+        five, ten, fifteen = (values for values in listen.values if "clip/share" in values)
+        assert "clip/threshold" not in five
         # of the steps that had one: 2 times the mean
-        assert (told[10]["clip/threshold"], told[15]["clip/threshold"]) == pytest.approx((6, 6))
-        assert told[5]["clip/share"] == 0
+        assert (ten["clip/threshold"], fifteen["clip/threshold"]) == pytest.approx((6, 6))
+        assert five["clip/share"] == 0
 
-    def test_norms_of_another_statistic_begin_a_new_warm_up(self) -> None:
-        one = Clip("adaptive", statistic="zscore", warmup=2)
-        one.load_state_dict({"statistic": "mean", "count": 7, "mean": 0.1, "norms": []})
-        assert one.threshold == 1
-        other = Clip("adaptive", warmup=2, max_norm=10)
-        other.load_state_dict({"statistic": "mean", "count": 7, "mean": 0.1, "norms": []})
-        assert other.threshold == pytest.approx(2 * 0.1 / (1 - 0.99**7))
+    @pytest.mark.parametrize("kind", [Adaptive, Percentile, ZScore])
+    def test_a_second_run_of_the_same_plugin_starts_anew(self, kind: Any) -> None:
+        clip, norms = Clip(kind(warmup=2, max_norm=9)), [3.0, 1.0, 2.0, 8.0]
+        assert run(norms, clip.rule, clip) == run(norms, clip.rule, clip) == run(norms, clip.rule)
+
+    def test_the_norms_of_another_rule_begin_a_new_warm_up(self) -> None:
+        saved: dict[str, Any] = {}
+
+        class Keep:
+            @hookimpl
+            def restore(self, loop: Loop) -> Any:
+                return saved
+
+        for rule, threshold in ((Adaptive, None), (Adaptive, 2.0), (ZScore, 10.0), (Norm, 10.0)):
+            options = {} if rule is Norm else {"warmup": 2}
+            listen = Listen()
+            plugins = {"push": Push([1.0] * 8), "clip": Clip(rule(max_norm=10, **options)), "listen": listen}
+            steps = 5 if threshold else 4
+            loop = toy_loop(
+                {**plugins, "keep": Keep()}, optimizers=still, steps=steps, log_every=1, resume=bool(threshold)
+            )
+            loop.run()
+            if threshold is None:
+                saved = loop.state_dict()
+            else:
+                assert listen.values[0]["clip/threshold"] == pytest.approx(threshold)
 
 
 def test_values_are_clamped_as_torch_clamps_them() -> None:
-    clip = Clip("value", max_value=0.01)
-    told: list[dict[str, float]] = []
-
-    class Listen:
-        @hookimpl
-        def on_log(self, values: dict[str, float]) -> None:
-            told.append(values)
-
-    look = Look()
-    loop = toy_loop({"clip": clip, "look": look, "listen": Listen()}, steps=5)
-    loop.run()
-    entries = clamped = 0
+    listen, look = Listen(), Look()
+    toy_loop({"clip": Clip(Value(max_value=0.01)), "look": look, "listen": listen}, steps=5).run()
     for before, after in zip(look.before, look.after, strict=True):
         assert all(torch.equal(after[name], before[name].clamp(-0.01, 0.01)) for name in before)
     entries = sum(g.numel() for g in look.before[4].values())
     clamped = sum((g.abs() >= 0.01).sum().item() for g in look.before[4].values())
-    assert told[-1]["clip/share"] == pytest.approx(clamped / entries)
+    assert [v["clip/share"] for v in listen.values if "clip/share" in v] == pytest.approx([clamped / entries])
     assert 0 < clamped < entries
     assert look.norm == pytest.approx(total(look.after[-1]), rel=1e-6)  # the norms are those of what is left
 
@@ -242,7 +245,7 @@ class TestAGC:
         with torch.no_grad():
             model.weight.copy_(torch.tensor([[2.0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 2.0, 0]]))
         gradient = torch.tensor([[0, 1.0, 0, 0], [0, 0, 0, 1.0], [0.005, 0, 0, 0]])
-        after = one_step(model, [gradient], Clip("agc")).after[0]["weight"]
+        after = one_step(model, [gradient], AGC()).after[0]["weight"]
         # 0.01 x 2 of a gradient of 1; weights of zero count for 1e-3; what is below the limit stays.
         torch.testing.assert_close(after, gradient * torch.tensor([[0.02], [1e-5], [1]]), rtol=1e-6, atol=0)
 
@@ -262,7 +265,7 @@ class TestAGC:
         scale = nn.Parameter(torch.tensor(0.5))
         model.register_parameter("scale", scale)
         gradients = [torch.randn_like(p) * 10 ** torch.empty(()).uniform_(-4, 0) for p in model.parameters()]
-        look = one_step(model, gradients, Clip("agc"))
+        look = one_step(model, gradients, AGC())
         for name, parameter in model.named_parameters():
             weight, gradient = parameter.detach(), look.before[0][name]
             if parameter.ndim < 2:  # one unit
@@ -286,7 +289,7 @@ class TestAGC:
                     parameter.mul_(factor)
             torch.manual_seed(1)
             gradients = [torch.randn_like(p) * strength * factor for p in model.parameters()]
-            looks.append(one_step(model, gradients, Clip("agc", agc_factor=0.1)))
+            looks.append(one_step(model, gradients, AGC(factor=0.1)))
         for name, one in looks[0].after[0].items():
             torch.testing.assert_close(looks[1].after[0][name], one * scale, rtol=1e-4, atol=0)
 
@@ -294,53 +297,46 @@ class TestAGC:
     def test_no_gradient_grows(self, factor: float, seed: int) -> None:
         torch.manual_seed(seed)
         gradients = [torch.randn_like(p) for p in toy_model().parameters()]
-        look = one_step(toy_model(), gradients, Clip("agc", agc_factor=factor))
+        look = one_step(toy_model(), gradients, AGC(factor=factor))
         for name, before in look.before[0].items():
             assert (look.after[0][name].abs() <= before.abs()).all()
 
     def test_the_norms_are_those_of_what_is_left(self) -> None:
-        look = clipped(Clip("agc", agc_factor=1e-3), steps=3)
+        look = clipped(AGC(factor=1e-3), steps=3)
         assert look.norm == pytest.approx(total(look.after[-1]), rel=1e-6)
         assert total(look.after[-1]) < total(look.before[-1])
 
     def test_what_is_excluded_stays(self) -> None:
-        look = clipped(Clip("agc", agc_factor=1e-3, exclude=("3.*",)), steps=1)
+        look = clipped(AGC(factor=1e-3, exclude=("3.*",)), steps=1)
         same = [name for name, before in look.before[0].items() if torch.equal(before, look.after[0][name])]
         assert same == ["3.weight", "3.bias"]
 
     def test_a_pattern_that_fits_nothing_is_refused(self) -> None:
         with pytest.raises(UserError) as caught:
-            toy_loop({"clip": Clip("agc", exclude=("3.wieght",))}).run()
-        told = "'3.wieght' fits no trained parameter; did you mean '3.weight'? (the last is '3.bias')"
-        assert str(caught.value) == f"plugins.clip.exclude: {told}"
+            toy_loop({"clip": Clip(AGC(exclude=("3.wieght",)))}).run()
+        assert str(caught.value).startswith("plugins.clip.rule.exclude: ")
+        assert "'3.weight'" in str(caught.value)
 
     def test_parameters_without_a_gradient_and_frozen_ones_are_passed_over(self) -> None:
         model = toy_model()
         model.register_parameter("unused", nn.Parameter(torch.ones(3, 3)))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in ("3.bias", "unused"))
-        look = clipped(Clip("agc", agc_factor=1e-3), model=model, steps=2)
+        look = clipped(AGC(factor=1e-3), model=model, steps=2)
         assert list(look.after[0]) == ["3.bias"]
         assert total(look.after[0]) < total(look.before[0])
 
     def test_weights_that_no_optimizer_holds_are_left_alone(self) -> None:
-        model = toy_model()
-        told: list[float] = []
-
-        class Listen:
-            @hookimpl
-            def on_log(self, values: Any) -> None:
-                told.append(values["clip/share"])
-
+        model, listen = toy_model(), Listen()
         loop = toy_loop(
-            {"clip": Clip("agc", agc_factor=1e-6), "listen": Listen()},
+            {"clip": Clip(AGC(factor=1e-6)), "listen": listen},
             model=model,
             optimizers=lambda _: torch.optim.SGD([model[0].bias], lr=0.1),
             steps=3,
             log_every=1,
         )
         loop.run()
-        assert told == [1.0] * 3  # of one bias
+        assert [v["clip/share"] for v in listen.values if "clip/share" in v] == [1.0] * 3  # of one bias
         assert model[3].weight.grad.abs().max() > 1e-3  # neither cleared nor clipped
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -348,15 +344,15 @@ class TestAGC:
         model = nn.Linear(2, 1).to(dtype)
         with torch.no_grad():
             model.weight.copy_(torch.tensor([[2.0, 0.0]]))
-        look = one_step(model, [torch.tensor([[0, 1.0]]), torch.zeros(1)], Clip("agc"))
+        look = one_step(model, [torch.tensor([[0, 1.0]]), torch.zeros(1)], AGC())
         assert look.after[0]["weight"].dtype == dtype
         assert look.after[0]["weight"][0, 1].item() == pytest.approx(0.02, rel=0.01)
 
 
-@pytest.mark.parametrize("mode", ["norm", "adaptive", "value", "agc"])
-def test_it_adds_no_transfer(mode: Any) -> None:
+@pytest.mark.parametrize("rule", ["norm", "adaptive", "percentile", "zscore", "value", "agc"])
+def test_it_adds_no_transfer(rule: str) -> None:
     counts = []
-    for plugins in ({}, {"clip": Clip(mode)}):
+    for plugins in ({}, {"clip": Clip(rule)}):
         loop = toy_loop(plugins, steps=6, log_every=100)
         with loop, count_transfers() as transfers:
             for _ in loop.steps():
@@ -366,28 +362,107 @@ def test_it_adds_no_transfer(mode: Any) -> None:
 
 
 def test_the_loss_stays_known_when_the_gradients_change() -> None:
-    loop = toy_loop({"clip": Clip("agc"), "look": (look := Look())}, steps=1)
+    loop = toy_loop({"clip": Clip(AGC()), "look": (look := Look())}, steps=1)
     with loop:
         (step,) = loop.steps()
     assert look.loss == step.loss
 
 
+@define
+class Halve(Rule):
+    """A stranger's rule, whose factor falls from step to step."""
+
+    factor: float = 0.5
+    power: int = 0
+
+    def clip_(self, loop: Loop) -> None:
+        self.power += 1
+        loop.gradients.scale_(self.factor**self.power)
+        loop.log.average({"clip/share": 1.0})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"power": self.power}
+
+
+def test_a_rule_may_be_ones_own() -> None:
+    rule, looks = Halve(0.25), (Look(), Look())
+    clip = Clip(rule)
+    for look in looks:
+        loop = toy_loop({"clip": clip, "look": look}, steps=3)
+        loop.run()
+        ratios = [total(after) / total(before) for before, after in zip(look.before, look.after, strict=True)]
+        assert ratios == pytest.approx([1 / 4, 1 / 16, 1 / 64])
+    assert clip.state_dict()["state"] == {"power": 3}
+    assert rule.power == 0
+
+
+CONFIG = {
+    "run": {"steps": 2, "batch_size": 8, "device": "cpu", "log_every": 1, "plugins": ["clip"]},
+    "data": {"source": "digits"},
+    "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8},
+}
+STRANGER = """
+from attrs import define
+from hookdiff_clip import Rule
+
+@define
+class Nothing(Rule):
+    share: float = 0.5
+
+    def clip_(self, loop):
+        loop.log.average({"clip/share": self.share})
+"""
+
+
+def write(folder: Path, clip: dict[str, Any]) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(tomli_w.dumps({**CONFIG, "plugins": {"clip": clip}}))
+    return path
+
+
+def test_a_rule_of_a_module_beside_the_config(tmp_path: Path, monkeypatch: Any, hookdiff: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clip_of_a_stranger.py").write_text(STRANGER)
+    path = write(tmp_path, {"rule": {"use": "clip_of_a_stranger:Nothing", "share": 0.25}})
+    code, _, err = hookdiff("run", path)
+    assert code == 0, err
+    folder = tmp_path / "runs" / "mine"
+    assert '"clip/share": 0.25' in (folder / "metrics.jsonl").read_text()
+    recorded = load_config(folder / "config.toml").resolved()["plugins"]["clip"]
+    assert recorded == {"rule": {"use": "clip_of_a_stranger:Nothing", "share": 0.25}}
+
+
+def test_a_rule_is_recorded_with_all_its_options(tmp_path: Path) -> None:
+    path = write(tmp_path, {"rule": {"use": "agc", "exclude": ["out.*"]}})
+    recorded = load_config(path).resolved()["plugins"]["clip"]["rule"]
+    assert recorded == {"use": "agc", "factor": 0.01, "min_weight": 0.001, "exclude": ["out.*"]}
+    for settings in (["plugins.clip.rule=norm"], ["plugins.clip.rule.use=norm"]):
+        recorded = load_config(path, settings=[*settings, "plugins.clip.rule.max_norm=3"]).resolved()
+        assert recorded["plugins"]["clip"]["rule"] == {"use": "norm", "max_norm": 3.0}
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("clip", "places"),
     [
-        ({"mode": "adaptive", "max_norm": 1, "min_norm": 2}, r"min_norm \(2\) must not be above max_norm \(1\)"),
-        ({"warmup": 5}, "'warmup' is an option of mode 'adaptive', not 'norm'"),
-        ({"mode": "agc", "max_norm": 2}, "'max_norm' is an option of mode 'norm' or 'adaptive', not 'agc'"),
-        ({"mode": "value", "exclude": ("a",)}, "'exclude' is an option of mode 'agc', not 'value'"),
-        ({"max_value": 2}, "'max_value' is an option of mode 'value', not 'norm'"),
-        ({"statistic": "zscore"}, "'statistic' is an option of mode 'adaptive', not 'norm'"),
+        ({"rule": {"use": "adaptive", "max_norm": 1.0, "min_norm": 2.0}}, [".rule.min_norm"]),
+        ({"rule": {"warmup": 5}}, [".rule.warmup"]),
+        ({"rule": {"use": "zscore", "factor": 3.0, "window": 1}}, [".rule.factor", ".rule.window"]),
+        ({"rule": "agcc"}, [".rule: unknown 'agcc'; did you mean 'agc'?"]),
         (
-            {"mode": "adaptive", "statistic": "zscore", "factor": 3},
-            "'factor' is an option of statistic 'mean' or 'percentile', not 'zscore'",
+            {"mode": "agc", "agc_factor": 0.1},
+            [".mode: unknown key; write rule = ", ".agc_factor: unknown key; write rule"],
         ),
-        ({"mode": "adaptive", "window": 50}, "'window' is an option of statistic 'percentile' or 'zscore', not 'mean'"),
     ],
 )
-def test_options_that_nothing_reads_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        Clip(**options)
+def test_a_config_is_refused_at_its_key(tmp_path: Path, clip: dict[str, Any], places: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, clip))
+    for line, place in zip(str(caught.value).splitlines()[1:], places, strict=True):
+        assert line.startswith(f"  plugins.clip{place}")
+
+
+def test_options_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="min_norm"):
+        Adaptive(max_norm=1, min_norm=2)
+    with pytest.raises(ValueError, match="percentile"):
+        Percentile(percentile=101)

@@ -615,7 +615,7 @@ def test_a_clock_gives_time_to_who_runs():
 
 
 def test_a_trial_hurries_through_a_warm_up_to_the_rate_that_is_configured():
-    loop = toy_loop({"lr": LR(schedule="constant", warmup=3000)}, steps=10_000)
+    loop = toy_loop({"lr": LR("constant", warmup=3000)}, steps=10_000)
     with loop:
         found = train(loop, 20, whole_rate=True)
     assert found.rates[:20] == pytest.approx([0.01 * step / 3000 for step in range(20)])

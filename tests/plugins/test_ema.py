@@ -2,6 +2,7 @@ import logging
 
 import pytest
 import torch
+from attrs import define
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -11,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdiff import SampleRequest, UserError, hookimpl
 from hookdiff.disk.tree import flatten, unflatten
-from hookdiff.experiment.structure import Problems, arguments
+from hookdiff.experiment.structure import Problems, arguments, resolved
 from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
-from hookdiff_ema import EMA
-from hookdiff_ema.profiles import gamma_of, power_warmup
+from hookdiff_ema import EMA, NoWarmup, Power, Warmup
+from hookdiff_ema.profiles import gamma_of
 
 
 class Values:
@@ -224,10 +225,46 @@ def test_the_power_warm_up_is_used():
     values = [3.0, -1.0, 4.0, 1.0]
     expected = 0.5
     for n, value in enumerate(values):
-        decay = min(0.6, power_warmup(n, 2.0, 0.9))
+        decay = min(0.6, 1 - (1 + n / 2) ** -0.9)
         expected = decay * expected + (1 - decay) * value
-    given = {"decay": 0.6, "warmup": "power", "inv_gamma": 2.0, "power": 0.9}
-    assert averaged(values, start=0.5, **given) == pytest.approx(expected, rel=1e-6)
+    assert averaged(values, start=0.5, decay=0.6, warmup=Power(2.0, 0.9)) == pytest.approx(expected, rel=1e-6)
+
+
+@define(frozen=True)
+class Late(Warmup):
+    """A stranger's warm-up, which copies the weights until some update."""
+
+    begin: int
+
+    def highest(self, num_updates):
+        return float(num_updates >= self.begin)
+
+
+def test_a_warm_up_may_be_ones_own():
+    assert averaged([3.0, -1.0, 4.0, 1.0], decay=0.5, warmup=Late(3)) == 0.5 * 4.0 + 0.5 * 1.0
+
+
+def test_a_config_chooses_the_warm_up():
+    def read(warmup):
+        problems = Problems()
+        given = arguments(EMA, {"warmup": warmup}, "plugins.ema", problems)
+        return given.get("warmup"), problems.found
+
+    assert read("none") == (NoWarmup(), [])
+    assert read({"use": "power", "inv_gamma": 2, "power": 0.9}) == (Power(2.0, 0.9), [])
+    assert read({"use": f"{__name__}:Late", "begin": 7}) == (Late(7), [])
+    for warmup, places in (
+        ("ratioo", [".warmup: unknown 'ratioo'; did you mean 'ratio'?"]),
+        ({"use": "ratio", "power": 0.7}, [".warmup.power: unknown key"]),
+        ({"use": "power", "power": 0, "inv_gamma": "x"}, [".warmup.inv_gamma: ", ".warmup.power: "]),
+    ):
+        for line, place in zip(read(warmup)[1], places, strict=True):
+            assert line.startswith(f"plugins.ema{place}")
+    problems = Problems()
+    arguments(EMA, {"power": 0.7, "inv_gamma": 2.0}, "plugins.ema", problems)
+    assert all("; write warmup = { use = 'power', " in line for line in problems.found)
+    assert len(problems.found) == 2
+    assert resolved(EMA, {"warmup": Power()})["warmup"] == {"use": "power", "inv_gamma": 1.0, "power": 0.75}
 
 
 def test_it_equals_the_averaged_model_of_torch():
@@ -275,7 +312,6 @@ def test_a_number_is_the_first_of_the_averages():
         ({"decay": [0.9, 1.0]}, "'decay' must be < 1"),
         ({"half_life": float("inf")}, "'half_life' must be < inf"),
         ({"half_life": float("nan")}, "'half_life' must be > 0"),
-        ({"power": 0.7}, "inv_gamma and power are of warmup = 'power'"),
         ({"snapshot_every": 10}, "snapshot_every needs std"),
         ({"snapshot_every": 10, "decay": 0.9}, "snapshot_every needs std"),
     ],

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from hookdiff_ema.profiles import (
     MAX_STD,
+    Power,
+    Ratio,
     fit,
     gamma_of,
     half_life_decay,
     overlap,
     power_decay,
-    power_warmup,
-    ratio_warmup,
     std_of,
 )
 
@@ -37,7 +37,7 @@ def test_what_a_decay_leaves(decay, updates, left):
 
 @pytest.mark.parametrize(("num_updates", "decay"), [(10, 0.55), (100, 0.9181818182), (1000, 0.9910891089)])
 def test_the_ratio_warm_up(num_updates, decay):
-    assert ratio_warmup(num_updates) == pytest.approx(decay, rel=1e-9)
+    assert Ratio().highest(num_updates) == pytest.approx(decay, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -45,18 +45,18 @@ def test_the_ratio_warm_up(num_updates, decay):
     [(0, 0), (1, 0.3700394751), (10, 0.7978199918), (100, 0.953890995), (10**4, 0.9978457089), (10**6, 0.9999000001)],
 )
 def test_the_power_warm_up(num_updates, decay):
-    assert power_warmup(num_updates, 1.0, 2 / 3) == pytest.approx(decay, rel=1e-9)
+    assert Power(power=2 / 3).highest(num_updates) == pytest.approx(decay, rel=1e-9)
 
 
 def test_the_power_warm_up_with_its_default_power():
-    assert power_warmup(10**4) == pytest.approx(0.999000075, rel=1e-8)
-    assert power_warmup(2 * 10**4, inv_gamma=2) == power_warmup(10**4)
+    assert Power().highest(10**4) == pytest.approx(0.999000075, rel=1e-8)
+    assert Power(inv_gamma=2).highest(2 * 10**4) == Power().highest(10**4)
 
 
 @given(n=st.integers(0, 10**6))
 def test_warm_ups_rise(n):
-    assert 0 < ratio_warmup(n) < ratio_warmup(n + 1) < 1
-    assert 0 <= power_warmup(n) < power_warmup(n + 1) < 1
+    assert 0 < Ratio().highest(n) < Ratio().highest(n + 1) < 1
+    assert 0 <= Power().highest(n) < Power().highest(n + 1) < 1
 
 
 GAMMAS = {

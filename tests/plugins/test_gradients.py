@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, load_config
 from hookdiff.testing import count_transfers, toy_loop, toy_model
-from hookdiff_clip import Clip
+from hookdiff_clip import Clip, Norm
 from hookdiff_debug import Debug
 from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose, diagnose_nan
 from hookdiff_gradients.diagnosis import conclude
@@ -100,7 +100,7 @@ def config(*settings: str, plugins: tuple[str, ...] = ()) -> Any:
 class TestNumbers:
     def test_they_are_those_of_plain_torch_whoever_clips(self) -> None:
         monitor = GradientMonitor(per_tensor=True)
-        look, _ = watch(monitor, Clip(max_norm=1e-3), steps=15, log_every=5)
+        look, _ = watch(monitor, Clip(Norm(1e-3)), steps=15, log_every=5)
         for step in (5, 10, 15):
             told, gradients = look.told[step], look.gradients[step - 1]
             entries = torch.cat([g.flatten() for g in gradients.values()]).abs()

@@ -10,155 +10,160 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from hookdiff import ConfigError, UserError, hookimpl
-from hookdiff.experiment.config import load_config
-from hookdiff.experiment.probe import try_config
+from hookdiff import ConfigError, UserError, hookimpl, load_config
+from hookdiff.experiment import try_config
 from hookdiff.testing import toy_loop
-from hookdiff_lr import LR
+from hookdiff_lr import LR, Constant, Cooldown, Cosine, CosineRestarts, InverseSqrt, Linear, Schedule, Step
 from hookdiff_lr.chart import ticks
 
 TOTAL = 1000
-# What each schedule may be given, so that a run of 1000 steps can have it with a warm-up of up to 200.
-OWN = {
-    "constant": {},
-    "linear": {"min_ratio": st.floats(0, 1)},
-    "cosine": {"min_ratio": st.floats(0, 1)},
-    "cosine_restarts": {"min_ratio": st.floats(0, 1), "period": st.integers(1, 400), "growth": st.floats(1, 3)},
-    "step": {
-        "at": st.lists(st.floats(0.3, 0.99) | st.integers(200, 1200), min_size=1, max_size=4).map(
-            lambda at: tuple(sorted(at, key=lambda each: each * TOTAL if each < 1 else each))
+ratios = st.floats(0, 1)
+# Each so that a run of 1000 steps can have it with a warm-up of up to 200.
+KINDS = {
+    "constant": st.just(Constant()),
+    "linear": st.builds(Linear, min_ratio=ratios),
+    "cosine": st.builds(Cosine, min_ratio=ratios),
+    "cosine_restarts": st.builds(CosineRestarts, st.integers(1, 400), st.floats(1, 3), min_ratio=ratios),
+    "step": st.builds(
+        Step,
+        st.lists(st.floats(0.3, 0.99) | st.integers(200, 1200), min_size=1, max_size=4).map(
+            lambda milestones: tuple(sorted(milestones))
         ),
-        "drop": st.floats(0.01, 1),
-    },
-    "inverse_sqrt": {"reference": st.integers(200, 900)},
-    "cooldown": {
-        "min_ratio": st.floats(0, 1),
-        "cooldown": st.floats(0.01, 0.7) | st.integers(1, 800),
-        "fall": st.sampled_from(["sqrt", "linear"]),
-    },
+        st.floats(0.01, 1),
+    ),
+    "inverse_sqrt": st.builds(InverseSqrt, st.integers(200, 900)),
+    "cooldown": st.builds(
+        Cooldown, st.floats(0.01, 0.7) | st.integers(1, 800), st.sampled_from(["sqrt", "linear"]), min_ratio=ratios
+    ),
 }
 
 
 @st.composite
-def schedules(draw, names=tuple(OWN)):
-    name = draw(st.sampled_from(names))
+def plugins(draw, names=tuple(KINDS)):
     warmup = draw(st.integers(0, 200))
-    start = draw(st.floats(0, 1)) if warmup else 0.0
-    return LR(name, warmup=warmup, start_factor=start, **{key: draw(kind) for key, kind in OWN[name].items()})
+    return LR(draw(KINDS[draw(st.sampled_from(names))]), warmup, draw(ratios) if warmup else 0.0)
 
 
-@pytest.mark.parametrize(("step", "factor"), [(0, 0), (50, 0.5), (100, 1), (550, 0.5), (1000, 0)])
-def test_known_answers(step, factor):
-    assert LR("cosine", warmup=100).factor(step, 1000) == pytest.approx(factor, abs=1e-12)
+def factors(schedule, steps, length=None, warmup=0):
+    """The factor at each of `steps`, in a run of `length` updates."""
+    curve = LR(schedule, warmup).curve(length)
+    return [curve.factor(step) for step in steps]
+
+
+def test_known_answers():
+    steps, expected = zip((0, 0), (50, 0.5), (100, 1), (550, 0.5), (1000, 0), strict=True)
+    assert factors(Cosine(), steps, 1000, warmup=100) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("images", "rate"), [(5e6, 0.005), (35e6, 0.01), (573.44e6, 0.005)])
 def test_known_answers_of_edm2(images, rate):
     # In units of images: a reference of 70,000 steps of 2048, a ramp of 10 million.
-    schedule = LR("inverse_sqrt", warmup=10_000_000, reference=70_000 * 2048)
-    assert 0.01 * schedule.factor(int(images)) == pytest.approx(rate, rel=1e-12)
+    (factor,) = factors(InverseSqrt(70_000 * 2048), [int(images)], warmup=10_000_000)
+    assert 0.01 * factor == pytest.approx(rate, rel=1e-12)
 
 
-@pytest.mark.parametrize("fall", ["sqrt", "linear"])
-def test_the_cooldown_is_that_of_its_paper(fall):
-    schedule = LR("cooldown", cooldown=0.2, fall=fall)
-    for step in (0, 500, 800):
-        assert schedule.factor(step, 1000) == 1
-    done = (850 - 800) / 200
-    assert schedule.factor(850, 1000) == pytest.approx(1 - math.sqrt(done) if fall == "sqrt" else 1 - done)
-    assert LR("cooldown", cooldown=200.0, fall=fall).factor(850, 1000) == schedule.factor(850, 1000)
+@pytest.mark.parametrize(("shape", "left"), [("sqrt", 0.5), ("linear", 0.75)])
+def test_the_cooldown_is_that_of_its_paper(shape, left):
+    by_share, by_steps = (factors(Cooldown(length, shape), range(1001), 1000) for length in (0.2, 200))
+    assert by_share[:801] == [1] * 801
+    assert by_share[850] == pytest.approx(left)  # a quarter of it is over
+    assert by_steps == by_share
+
+
+def follow(scheduler, steps):
+    """The factors of a scheduler of torch, which starts from a rate of 1."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs, seen = scheduler(optimizer), []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    return seen
 
 
 def test_restarts_are_those_of_torch():
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=7, T_mult=2, eta_min=0.1)
-    ours = LR("cosine_restarts", period=7, growth=2.0, min_ratio=0.1)
-    for step in range(60):
-        assert ours.factor(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
-        optimizer.step()
-        theirs.step()
+    theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts
+    expected = follow(lambda optimizer: theirs(optimizer, T_0=7, T_mult=2, eta_min=0.1), 60)
+    assert factors(CosineRestarts(7, 2.0, min_ratio=0.1), range(60)) == pytest.approx(expected, rel=1e-9)
 
 
-def test_steps_are_those_of_torch():
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    theirs = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 8], gamma=0.3)
-    ours = LR("step", at=(0.5, 8.0), drop=0.3)
-    for step in range(10):
-        assert ours.factor(step, 10) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
-        optimizer.step()
-        theirs.step()
+@pytest.mark.parametrize("milestones", [(0.5, 8.0), (5.0, 8.0), (0.8, 5.0)])
+def test_steps_are_those_of_torch(milestones):
+    expected = follow(lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 8], gamma=0.3), 10)
+    assert factors(Step(milestones, gamma=0.3), range(10), 10) == pytest.approx(expected, rel=1e-9)
 
 
-@given(schedule=schedules(), step=st.integers(0, 3000))
-def test_it_stays_within_its_bounds(schedule, step):
-    assert 0 <= schedule.factor(step, TOTAL) <= 1
-    if step >= schedule.warmup and schedule.schedule not in ("step", "inverse_sqrt"):
-        assert schedule.factor(step, TOTAL) >= schedule.min_ratio - 1e-12
+@given(plugin=plugins(), step=st.integers(0, 3000))
+def test_it_stays_within_its_bounds(plugin, step):
+    factor = plugin.curve(TOTAL).factor(step)
+    assert 0 <= factor <= 1
+    if step >= plugin.warmup and hasattr(plugin.schedule, "min_ratio"):
+        assert factor >= plugin.schedule.min_ratio - 1e-12
 
 
-@given(schedule=schedules())
-def test_the_warm_up_only_rises_and_ends_at_the_whole_rate(schedule):
-    rise = [schedule.factor(step, schedule.length(TOTAL)) for step in range(schedule.warmup + 1)]
+@given(plugin=plugins())
+def test_the_warm_up_only_rises_and_ends_at_the_whole_rate(plugin):
+    curve = plugin.curve(TOTAL)
+    rise = [curve.factor(step) for step in range(plugin.warmup + 1)]
     assert rise == sorted(rise)
     assert rise[-1] == pytest.approx(1, abs=1e-12)
-    if schedule.warmup:
-        assert rise[0] == schedule.start_factor
+    if plugin.warmup:
+        assert rise[0] == plugin.start_factor
 
 
-@given(schedule=schedules(("constant", "linear", "cosine", "inverse_sqrt", "cooldown")))
-def test_it_has_no_jumps_where_it_claims_none(schedule):
-    factors = [schedule.factor(step, TOTAL) for step in range(1200)]
-    length = schedule.cooldown * TOTAL if schedule.cooldown < 1 else schedule.cooldown
-    steepest = {
-        "constant": 0,
-        "linear": 1 / (TOTAL - schedule.warmup),
-        "cosine": 2 / (TOTAL - schedule.warmup),
-        "inverse_sqrt": 1 / (schedule.reference or 1),
-        "cooldown": 1 / math.sqrt(length) if schedule.fall == "sqrt" else 1 / length,
-    }[schedule.schedule]
-    steepest = max(min(1, steepest), 1 / max(1, schedule.warmup)) + 1e-9
-    assert max(abs(a - b) for a, b in itertools.pairwise(factors)) <= steepest
+@given(plugin=plugins(("constant", "linear", "cosine", "inverse_sqrt", "cooldown")))
+def test_it_has_no_jumps_where_it_claims_none(plugin):
+    curve, schedule, rest = plugin.curve(TOTAL), plugin.schedule, TOTAL - plugin.warmup
+    steepest = {Constant: 0, Linear: 1 / rest, Cosine: 2 / rest}.get(type(schedule))
+    if isinstance(schedule, InverseSqrt):
+        steepest = 1 / schedule.reference
+    if isinstance(schedule, Cooldown):
+        length = schedule.length * TOTAL if schedule.length < 1 else schedule.length
+        steepest = 1 / math.sqrt(length) if schedule.shape == "sqrt" else 1 / length
+    steepest = max(min(1, steepest), 1 / max(1, plugin.warmup)) + 1e-9
+    seen = [curve.factor(step) for step in range(1200)]
+    assert max(abs(a - b) for a, b in itertools.pairwise(seen)) <= steepest
 
 
-@given(schedule=schedules(("linear", "cosine", "inverse_sqrt", "cooldown", "step")))
-def test_after_the_warm_up_it_never_rises(schedule):
-    factors = [schedule.factor(step, TOTAL) for step in range(schedule.warmup, 1300)]
-    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(factors))
+@given(plugin=plugins(("linear", "cosine", "inverse_sqrt", "cooldown", "step")))
+def test_after_the_warm_up_it_never_rises(plugin):
+    curve = plugin.curve(TOTAL)
+    seen = [curve.factor(step) for step in range(plugin.warmup, 1300)]
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(seen))
 
 
-@given(schedule=schedules(("constant", "linear", "cosine", "cooldown")), past=st.integers(0, 1000))
-def test_it_ends_where_it_should(schedule, past):
-    end = 1.0 if schedule.schedule == "constant" else schedule.min_ratio
-    assert schedule.factor(TOTAL + past, TOTAL) == pytest.approx(end, abs=1e-12)
+@given(plugin=plugins(("constant", "linear", "cosine", "cooldown")), past=st.integers(0, 1000))
+def test_it_ends_where_it_should(plugin, past):
+    end = getattr(plugin.schedule, "min_ratio", 1.0)
+    assert plugin.curve(TOTAL).factor(TOTAL + past) == pytest.approx(end, abs=1e-12)
 
 
-@given(warmup=st.integers(0, 50), period=st.integers(1, 100), min_ratio=st.floats(0, 1), cycle=st.integers(0, 5))
+@given(warmup=st.integers(0, 50), period=st.integers(1, 100), min_ratio=ratios, cycle=st.integers(0, 5))
 def test_restarts_come_back(warmup, period, min_ratio, cycle):
-    same = LR("cosine_restarts", warmup=warmup, period=period, min_ratio=min_ratio)
-    longer = LR("cosine_restarts", warmup=warmup, period=period, min_ratio=min_ratio, growth=2.0)
-    first = [same.factor(warmup + step) for step in range(period)]
-    assert first[0] == 1
-    assert [same.factor(warmup + cycle * period + step) for step in range(period)] == first
     begin, length = warmup + period * (2**cycle - 1), period * 2**cycle
-    assert longer.factor(begin) == 1
-    assert longer.factor(begin + length // 2) == pytest.approx(same.factor(warmup + period // 2), abs=2 / period)
+    steps = [warmup + cycle * period + step for step in range(period)]
+    same = factors(CosineRestarts(period, min_ratio=min_ratio), range(warmup + period), warmup=warmup)[warmup:]
+    assert same[0] == 1
+    assert factors(CosineRestarts(period, min_ratio=min_ratio), steps, warmup=warmup) == same
+    restart, middle = factors(
+        CosineRestarts(period, 2.0, min_ratio=min_ratio), [begin, begin + length // 2], warmup=warmup
+    )
+    assert restart == 1
+    assert middle == pytest.approx(same[period // 2], abs=2 / period)
 
 
-@given(schedule=schedules(), batch_size=st.sampled_from([4, 8, 40]), micro_batch=st.sampled_from([None, 3]))
-def test_the_batch_does_not_bend_it(schedule, batch_size, micro_batch):
-    look = Look()
-    options = {"batch_size": batch_size, "micro_batch": micro_batch, "steps": 5}
-    schedule.total = TOTAL if schedule.length(TOTAL) else None
-    toy_loop({"lr": schedule, "look": look}, **options).run()
-    assert look.rates == [[0.01 * schedule.factor(step, TOTAL)] for step in range(5)]
+@given(plugin=plugins(), batch_size=st.sampled_from([4, 8, 40]), micro_batch=st.sampled_from([None, 3]))
+def test_the_batch_does_not_bend_it(plugin, batch_size, micro_batch):
+    look, curve = Look(), plugin.curve(TOTAL)
+    plugin.total = TOTAL if plugin.schedule.needs_end else None
+    toy_loop({"lr": plugin, "look": look}, batch_size=batch_size, micro_batch=micro_batch, steps=5).run()
+    assert look.rates == [[0.01 * curve.factor(step)] for step in range(5)]
 
 
 class Look:
     def __init__(self):
         self.rates = []
-        self.told = {}
+        self.logged = {}
 
     @hookimpl
     def after_optimizer_step(self, loop):
@@ -166,14 +171,14 @@ class Look:
 
     @hookimpl
     def on_log(self, step, values):
-        self.told.setdefault(step, {}).update(values)
+        self.logged.setdefault(step, {}).update(values)
 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_the_rate_of_a_step_depends_on_the_step_alone(micro_batch):
     look = Look()
     toy_loop({"lr": LR(warmup=4), "look": look}, micro_batch=micro_batch).run()
-    assert look.rates == [[0.01 * LR(warmup=4).factor(step, 20)] for step in range(20)]
+    assert look.rates == [[0.01 * factor] for factor in factors(Cosine(), range(20), 20, warmup=4)]
 
 
 def two_groups(model):
@@ -195,7 +200,7 @@ def test_each_rate_of_its_own_is_logged_once():
 
     look = Look()
     toy_loop({"lr": LR("linear"), "look": look}, optimizers=optimizers, steps=5).run()
-    rates = {name: value for name, value in look.told[5].items() if name.startswith("lr")}
+    rates = {name: value for name, value in look.logged[5].items() if name.startswith("lr")}
     assert rates == {"lr": pytest.approx(0.1), "lr/small": pytest.approx(0.02)}
 
 
@@ -234,75 +239,108 @@ def test_of_steps_and_epochs_the_first_to_end_counts(steps, last):
     assert look.rates[-1] == [pytest.approx(last)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        (LR(warmup=20), r"warmup: 20 steps, .* 'cosine' the rate falls from step 19 on at the latest"),
-        (LR("cooldown", warmup=17), r"warmup: 17 steps, .* falls from step 16 on"),
-        (LR("step", warmup=6, at=(0.25,)), r"warmup: 6 steps, .* falls from step 5 on"),
-        (LR("inverse_sqrt", warmup=6, reference=5), r"warmup: 6 steps, .* falls from step 5 on"),
-    ],
-)
-def test_a_warm_up_that_does_not_fit_is_refused(schedule, message):
-    with pytest.raises(UserError, match=r"plugins\.lr\." + message):
-        toy_loop({"lr": schedule}).run()
+class Mine(Schedule):
+    """A stranger's schedule, which is the whole rate at every other step."""
+
+    def factor(self, step, warmup, total):
+        return (step - warmup) % 2
 
 
-@pytest.mark.parametrize(("steps", "fits"), [(40, 3), (5, 0)])
-def test_a_warm_up_that_fits_is_offered(steps, fits):
-    with pytest.raises(UserError, match=rf"; try --set plugins\.lr\.warmup={fits}, or a longer run$"):
-        LR(warmup=100).length(steps)
-    assert LR(warmup=fits).length(steps) == steps
+def test_a_schedule_may_be_ones_own():
+    look = Look()
+    toy_loop({"lr": LR(Mine(), warmup=2), "look": look}, steps=6).run()
+    assert [rate for (rate,) in look.rates] == pytest.approx([0, 0.005, 0, 0.01, 0, 0.01])
 
 
-def test_drops_that_do_not_rise_are_refused():
-    with pytest.raises(UserError, match=r"plugins\.lr\.at: must rise, and in a run of 20 steps it is \[10, 8\]"):
-        toy_loop({"lr": LR("step", at=(0.5, 8.0))}).run()
+def test_a_plugin_can_run_again_for_longer():
+    looks, plugin = (Look(), Look()), LR("linear")
+    for look, steps in zip(looks, (4, 8), strict=True):
+        toy_loop({"lr": plugin, "look": look}, steps=steps).run()
+    assert looks[0].rates == looks[1].rates[::2]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "late"),
+    ("plugin", "cut"),
     [
-        (LR("step", at=(5.0, 20.0, 90.0)), "drop 2 (step 20), drop 3 (step 90)"),
-        (LR("constant", warmup=30), "end of the warm-up (step 30)"),
-        (LR("cooldown", total=100), "the cooldown begins (step 80)"),
-        (LR("step", at=(0.95,)), None),
-        (LR("cosine_restarts", period=20), None),
+        (LR(warmup=20), 19),
+        (LR("linear", warmup=300, start_factor=0.5), 19),
+        (LR(Cooldown(), warmup=17), 16),
+        (LR(Cooldown(30), warmup=3, start_factor=0.1), 0),
+        (LR(Step((0.25,)), warmup=6), 5),
+        (LR(Step((8.0, 12.0)), warmup=9), 8),
+        (LR(InverseSqrt(5), warmup=6), 5),
     ],
 )
-def test_what_the_run_never_comes_to_is_told(schedule, late, caplog):
-    toy_loop({"lr": schedule}).run()
-    told = [message for message in caplog.messages if message.startswith("lr: ")]
-    assert told == ([f"lr: the run ends at step 20, so these never come: {late}"] if late else [])
+def test_a_warm_up_is_cut_where_the_rate_falls(plugin, cut, caplog):
+    look = Look()
+    toy_loop({"lr": plugin, "look": look}).run()
+    start = plugin.start_factor if cut else 0
+    expected = LR(plugin.schedule, cut, start).curve(20)
+    assert look.rates == [[0.01 * expected.factor(step)] for step in range(20)]
+    message = caplog.messages[-1]
+    assert f"{plugin.warmup} steps" in message
+    assert f"cut to {cut}" in message
+
+
+@pytest.mark.parametrize("plugin", [LR(warmup=19), LR(Cooldown(), warmup=16), LR(Step((0.25,)), warmup=5)])
+def test_a_warm_up_that_fits_is_not_mentioned(plugin, caplog):
+    toy_loop({"lr": plugin}).run()
+    assert not caplog.messages
+
+
+def test_a_cooldown_that_is_longer_than_the_run_is_cut_to_it(caplog):
+    look = Look()
+    toy_loop({"lr": LR(Cooldown(90, "linear")), "look": look}).run()
+    assert [rate for (rate,) in look.rates] == pytest.approx([0.01 * (1 - step / 20) for step in range(20)])
+    (message,) = caplog.messages
+    assert "'cooldown' is longer than 20 steps" in message
+
+
+@pytest.mark.parametrize(
+    ("plugin", "late"),
+    [
+        (LR(Step((5.0, 20.0, 90.0))), ["drop 2 (step 20)", "drop 3 (step 90)"]),
+        (LR(Step((0.5, 2.0)), total=100), ["drop 2 (step 50)"]),
+        (LR("constant", warmup=30), ["end of the warm-up (step 30)"]),
+        (LR("cooldown", total=100), ["the cooldown begins (step 80)"]),
+        (LR(Step((0.95,))), []),
+        (LR(CosineRestarts(20)), []),
+    ],
+)
+def test_what_the_run_never_comes_to_is_reported(plugin, late, caplog):
+    toy_loop({"lr": plugin}).run()
+    reported = [message.partition(": ")[2].partition(": ")[2].split(", ") for message in caplog.messages]
+    assert reported == ([late] if late else [])
 
 
 def test_a_fall_needs_an_end():
-    with pytest.raises(UserError, match=r"plugins\.lr: the run has no end to fall towards; set plugins\.lr\.total"):
-        LR().length(None)
-    assert LR("cosine_restarts", period=3).length(None) == 0
-    assert LR("step", at=(3.0,)).length(None) == 0
+    with pytest.raises(UserError, match=r"plugins\.lr\.total"):
+        LR().curve(None)
+    assert LR(total=10).curve(None).factor(10) == 0
+    assert LR(CosineRestarts(3)).curve(None).factor(3) == 1
+    assert LR(Step((3.0,))).curve(None).factor(3) == 0.1
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("schedule", "options", "name"),
     [
-        ({"schedule": "constant", "min_ratio": 0.1}, "min_ratio: not read by the schedule 'constant', but by linear, "),
-        ({"schedule": "cosine", "period": 5}, "period: not read by the schedule 'cosine', but by cosine_restarts"),
-        ({"schedule": "linear", "fall": "linear"}, "fall: not read by the schedule 'linear', but by cooldown"),
-        ({"schedule": "inverse_sqrt", "reference": 5, "total": 9}, "total: not read by the schedule 'inverse_sqrt'"),
-        ({"schedule": "step"}, "at: needed by the schedule 'step'"),
-        ({"schedule": "cosine_restarts"}, "period: needed by the schedule 'cosine_restarts'"),
-        ({"schedule": "inverse_sqrt"}, "reference: needed by the schedule 'inverse_sqrt'"),
-        ({"start_factor": 0.5}, "start_factor: 0.5 is where a warm-up starts, and warmup is 0"),
-        ({"schedule": "step", "at": (1.5,)}, "at must be whole steps, or a share of the run below 1, got 1.5"),
-        ({"schedule": "step", "at": (9.0, 0.5, 8.0)}, "at: must rise, got [9, 8]; in order it is [8, 9]"),
-        ({"schedule": "step", "at": (0.0,)}, "'at' must be > 0: 0.0"),
+        (Linear, {"min_ratio": 1.5}, "min_ratio"),
+        (InverseSqrt, {"reference": 0}, "reference"),
+        (Step, {"milestones": ()}, "milestones"),
+        (Step, {"milestones": (1.5,)}, "milestones"),
+        (Step, {"milestones": (9.0, 0.5, 8.0)}, "milestones"),
+        (Step, {"milestones": (0.0,)}, "milestones"),
+        (Step, {"milestones": (5.0,), "gamma": 0.0}, "gamma"),
+        (Cooldown, {"length": 1.5}, "length"),
+        (Cooldown, {"shape": "round"}, "shape"),
+        (CosineRestarts, {"period": 5, "mult": 0.5}, "mult"),
+        (LR, {"schedule": InverseSqrt(5), "total": 9}, "total"),
+        (LR, {"start_factor": 0.5}, "start_factor"),
     ],
 )
-def test_what_a_schedule_does_not_read_is_refused(options, message):
-    with pytest.raises(ValueError, match=r".") as caught:
-        LR(**options)
-    assert str(caught.value).startswith(message)
+def test_an_option_that_makes_no_sense_is_refused_by_name(schedule, options, name):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        schedule(**options)
 
 
 CONFIG = {
@@ -325,40 +363,122 @@ def command(tmp_path, monkeypatch, hookdiff):
     return called
 
 
-def test_the_config_tells_what_is_wrong(command, tmp_path):
+@pytest.mark.parametrize(
+    ("lr", "places"),
+    [
+        ({"schedule": "step"}, [".schedule: needs milestones"]),
+        ({"schedule": {"use": "cosine", "period": 5, "min_ratio": 2}}, [".schedule.period", ".schedule.min_ratio"]),
+        ({"schedule": "cos"}, [".schedule: unknown 'cos'; did you mean 'cosine'?"]),
+        ({"schedule": "hookdiff_lr:LR"}, [".schedule: "]),
+        ({"min_ratio": 0.1}, [".min_ratio: unknown key; write schedule = { use = 'cosine', min_ratio = 0.1 }"]),
+        ({"at": [5], "drop": 0.1, "growth": 2.0}, [".at: ", ".drop: ", ".growth: "]),
+    ],
+)
+def test_a_config_is_refused_at_its_key(command, tmp_path, lr, places):
+    code, _, err = command("check", "mine.toml", plugins={"lr": lr})
+    assert code == 2
+    for line, place in zip(err.splitlines()[1:], places, strict=True):
+        assert line.startswith(f"  plugins.lr{place}")
+
+
+def test_a_schedule_is_recorded_with_all_its_options(command, tmp_path):
+    command("check", "mine.toml", plugins={"lr": {"schedule": {"min_ratio": 0.5}}})
+    config = load_config(tmp_path / "mine.toml")
+    assert config.resolved()["plugins"]["lr"]["schedule"] == {"use": "cosine", "min_ratio": 0.5}
+    config = load_config(tmp_path / "mine.toml", settings=["plugins.lr.schedule.use=cooldown"])
+    recorded = {"use": "cooldown", "min_ratio": 0.0, "length": 0.2, "shape": "sqrt"}
+    assert config.resolved()["plugins"]["lr"]["schedule"] == recorded
+    (tmp_path / "again.toml").write_text(tomli_w.dumps(config.resolved()))
+    assert load_config(tmp_path / "again.toml").resolved() == config.resolved()
+
+
+def test_a_total_without_an_end_is_refused(command, tmp_path):
     command("lr", "mine.toml")
-    config = load_config(tmp_path / "mine.toml", settings=["plugins.lr.schedule=step"])
-    with pytest.raises(ConfigError, match=r"\n  plugins\.lr: at: needed by the schedule 'step'$"):
+    config = load_config(tmp_path / "mine.toml", settings=["plugins.lr.schedule=constant", "plugins.lr.total=9"])
+    with pytest.raises(ConfigError, match=r"plugins\.lr: total\b"):
         try_config(config)
 
 
-def test_the_command_draws_and_tells(command, tmp_path):
+STRANGER = """
+from attrs import define
+from hookdiff_lr import Schedule
+
+@define(frozen=True)
+class Stairs(Schedule):
+    every: int = 100
+
+    def factor(self, step, warmup, total):
+        return 1 / (1 + (step - warmup) // self.every)
+
+    def first_fall(self, total):
+        return 350
+
+    def landmarks(self, warmup, total):
+        yield "the first stair", warmup + self.every
+        yield "the tenth stair", warmup + 10 * self.every
+"""
+
+
+def test_a_schedule_of_a_module_beside_the_config(command, tmp_path):
+    (tmp_path / "lr_of_a_stranger.py").write_text(STRANGER)
+    lr = {"schedule": {"use": "lr_of_a_stranger:Stairs", "every": 50}, "warmup": 360}
+    code, out, _ = command("lr", "mine.toml", "--json", plugins={"lr": lr})
+    drawn = json.loads(out)
+    assert code == 0
+    assert drawn["schedule"] == "lr_of_a_stranger:Stairs"
+    rates = {point["what"]: (point["step"], point["lr"]) for point in drawn["points"]}
+    assert rates["end of the warm-up"] == (350, 0.5)
+    assert rates["half"] == (200, pytest.approx(0.5 * 200 / 350))
+    assert rates["last step"] == (399, 0.5)
+    cut, late = drawn["remarks"]
+    assert "360 steps is cut to 350" in cut
+    assert "the first stair (step 400), the tenth stair (step 850)" in late
+    lr["schedule"]["every"] = "x"
+    assert "plugins.lr.schedule.every: " in command("lr", "mine.toml", plugins={"lr": lr})[2]
+
+
+def test_the_command_draws_and_lists(command, tmp_path):
     code, out, _ = command("lr", "mine.toml", "--set", "plugins.lr.warmup=40")
     assert code == 0
     head, columns, *rows, path = out.splitlines()
     assert head == "mine: cosine after 40 steps of warm-up, 400 steps"
     assert columns.split() == ["step", "lr"]
-    expected = [(step, 0.5 * LR(warmup=40).factor(step, 400)) for step in (0, 40, 100, 200, 300, 399)]
-    assert [(int(row.split()[0]), float(row.split()[-1])) for row in rows] == [
-        (step, pytest.approx(rate, rel=1e-3, abs=1e-12)) for step, rate in expected
-    ]
+    steps = (0, 40, 100, 200, 300, 399)
+    expected = [0.5 * factor for factor in factors(Cosine(), steps, 400, warmup=40)]
+    assert [int(row.split()[0]) for row in rows] == list(steps)
+    assert [float(row.split()[-1]) for row in rows] == pytest.approx(expected, rel=1e-3, abs=1e-12)
     assert path.strip() == "mine-lr.png"
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_command_tells_of_drops_past_the_end(command):
-    drops = {"lr": {"schedule": "step", "at": [200, 60000]}}
-    late = "lr: the run ends at step 400, so these never come: drop 2 (step 60000)"
-    assert command("lr", "mine.toml", plugins=drops)[1].splitlines()[-2] == f"  {late}"
-    assert json.loads(command("lr", "mine.toml", "--json", plugins=drops)[1])["unreached"] == late
+def test_the_command_reports_what_does_not_fit(command):
+    drops = {"lr": {"schedule": {"use": "step", "milestones": [200, 60000]}}}
+    assert "drop 2 (step 60000)" in command("lr", "mine.toml", plugins=drops)[1].splitlines()[-2]
+    (remark,) = json.loads(command("lr", "mine.toml", "--json", plugins=drops)[1])["remarks"]
+    assert "drop 2 (step 60000)" in remark
+    code, out, _ = command("lr", "mine.toml", "--set", "plugins.lr.warmup=1000")
+    assert code == 0
+    assert out.startswith("mine: cosine after 399 steps of warm-up")
+    assert "1000 steps is cut to 399" in out
+
+
+def test_a_warm_up_that_is_longer_than_the_run_stops_no_run(hookdiff, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.toml").write_text(tomli_w.dumps({**CONFIG, "plugins": {"lr": {"warmup": 100}}}))
+    code, _, err = hookdiff("run", "short.toml", "--set", "run.steps=3", "--set", "run.log_every=1")
+    assert code == 0, err
+    assert "100 steps is cut to 2" in caplog.text
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "short" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([0, 0.25, 0.5])
 
 
 def test_a_restart_after_the_last_step_is_not_shown(command, tmp_path):
-    restarts = {"lr": {"schedule": "cosine_restarts", "period": 100}}
+    restarts = {"lr": {"schedule": {"use": "cosine_restarts", "period": 100}}}
     code, out, _ = command("lr", "mine.toml", plugins=restarts)
     assert code == 0
     *_, step, _, _, rate = out.splitlines()[-2].split()
-    assert (int(step), float(rate)) == (399, pytest.approx(0.5 * LR(warmup=0).factor(99, 100), rel=1e-3))
+    (factor,) = factors(Cosine(), [99], 100)
+    assert (int(step), float(rate)) == (399, pytest.approx(0.5 * factor, rel=1e-3))
     with Image.open(tmp_path / "mine-lr.png") as picture:
         pixels = torch.from_numpy(np.array(picture.convert("RGB"))).int()
     right = (pixels[36:, -40:, 2] - pixels[36:, -40:, 0] > 60).nonzero()[:, 0]
@@ -384,50 +504,46 @@ def test_a_run_in_epochs_is_counted_in_the_data(command):
 
 def test_without_the_plugin_it_is_constant(command):
     code, out, _ = command("lr", "mine.toml", "--plugins", "no:lr", "--json")
-    told = json.loads(out)
     assert code == 0
-    assert [point["lr"] for point in told["points"]] == [0.5] * 5
-    assert command("lr", "mine.toml", "--plugins", "no:lr")[1].startswith("mine: constant, since the plugin lr is not")
+    assert [point["lr"] for point in json.loads(out)["points"]] == [0.5] * 5
+    assert command("lr", "mine.toml", "--plugins", "no:lr")[1].startswith("mine: constant, ")
 
 
 def test_each_optimizer_has_a_panel(command, tmp_path):
     muon = {"use": "muon", "lr": 0.02, "adamw_lr": 0.001, "adamw": ["conv*"]}
     code, out, _ = command("lr", "mine.toml", "--json", optimizer=muon)
-    told = json.loads(out)
+    drawn = json.loads(out)
     assert code == 0
-    assert told["rates"] == {"lr": 0.02, "lr/adamw": 0.001}
-    assert told["points"][2] == {
-        "what": "half",
-        "step": 200,
-        "lr": pytest.approx(0.01),
-        "lr/adamw": pytest.approx(5e-4),
-    }
-    with Image.open(told["picture"]) as picture:
+    assert drawn["rates"] == {"lr": 0.02, "lr/adamw": 0.001}
+    half = drawn["points"][2]
+    assert (half["what"], half["step"]) == ("half", 200)
+    assert (half["lr"], half["lr/adamw"]) == pytest.approx((0.01, 5e-4))
+    with Image.open(drawn["picture"]) as picture:
         assert picture.height == 600
 
 
 def test_the_table_has_what_happens_on_the_way(command):
-    restarts = {"lr": {"schedule": "cosine_restarts", "period": 100, "growth": 2.0}}
-    assert "\n        300  restart 2 " in command("lr", "mine.toml", plugins=restarts)[1]
-    drops = {"lr": {"schedule": "step", "at": [0.5, 350]}}
-    assert "\n        350  drop 2                       0.005\n" in command("lr", "mine.toml", plugins=drops)[1]
-    cooldown = {"lr": {"schedule": "cooldown"}}
-    assert "\n        320  the cooldown begins " in command("lr", "mine.toml", plugins=cooldown)[1]
+    for schedule, row in (
+        ({"use": "cosine_restarts", "period": 100, "mult": 2.0}, ["300", "restart", "2", "0.5"]),
+        ({"use": "step", "milestones": [0.5, 350]}, ["350", "drop", "2", "0.005"]),
+        ({"use": "cooldown"}, ["320", "the", "cooldown", "begins", "0.5"]),
+    ):
+        out = command("lr", "mine.toml", plugins={"lr": {"schedule": schedule}})[1]
+        assert row in [line.split() for line in out.splitlines()]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "names"),
     [
-        (["--set", "plugins.lr.warmup=400"], "plugins.lr.warmup: 400 steps, but"),
-        (["--set", "plugins.lr.period=4"], "plugins.lr: period: not read by the schedule 'cosine'"),
-        (["--out", "no.format"], "no.format: cannot be written: unknown file extension: .format"),
-        (["--out", "mine.toml/x.png"], "mine.toml/x.png: cannot be written: "),
-        (["--set", "optimizer.lr=-1"], "optimizer: Invalid learning rate"),
+        (["--set", "plugins.lr.schedule.period=4"], "plugins.lr.schedule.period: "),
+        (["--out", "no.format"], "no.format: "),
+        (["--out", "mine.toml/x.png"], "mine.toml/x.png: "),
+        (["--set", "optimizer.lr=-1"], "optimizer: "),
     ],
 )
-def test_mistakes_end_in_one_message(command, arguments, message):
+def test_mistakes_end_in_one_message(command, arguments, names):
     code, _, err = command("lr", "mine.toml", *arguments)
-    assert (code, err.startswith(f"hookdiff: {message}"), err.count("\n")) == (2, True, 1), err
+    assert (code, err.startswith("hookdiff: "), names in err) == (2, True, True), err
 
 
 @given(highest=st.floats(1e-12, 1e12), most=st.integers(1, 10))

@@ -25,7 +25,7 @@ from hookdiff_selftest.witness import digests, snapshot
 # With these each plugin does something in the half of 12 steps, before the save and after it.
 OPTIONS: dict[str, dict[str, Any]] = {
     "amp": {"precision": "fp16", "init_scale": 2.0**22, "growth_interval": 4},
-    "clip": {"mode": "adaptive", "warmup": 2, "factor": 0.9},
+    "clip": {"rule": {"use": "adaptive", "warmup": 2, "factor": 0.9}},
     "compile": {"backend": "eager"},
     "debug": {"every": 3},
     "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},

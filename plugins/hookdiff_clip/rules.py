@@ -1,0 +1,213 @@
+"""Rules: how gradients that are too large become smaller."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import Attribute, define, field
+from attrs.validators import ge, gt, lt
+
+from hookdiff import Loop
+from hookdiff.choices import Choice
+from hookdiff.options import about, between
+from hookdiff_clip.units import Units
+
+
+@define
+class Rule(Choice, ABC):
+    """Makes gradients smaller.
+
+    An attrs class: its init fields are the options, and each run makes a new one of them. So other fields may be state.
+    """
+
+    kind = "clip_rule"
+    default = "norm"
+
+    def start(self, loop: Loop) -> None:
+        """Prepare for the gradients of `loop`; called when it starts."""
+
+    @abstractmethod
+    def clip_(self, loop: Loop) -> None:
+        """Change the gradients of `loop` in place, and log `clip/share`, the share that was clipped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next steps follow from, beside the options."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved state."""
+
+
+@define
+class Norm(Rule):
+    """All by one factor, so that their L2 norm is at most `max_norm` (Pascanu et al. 2013, arXiv 1211.5063).
+
+    Exactly at most, where torch's clip_grad_norm_ divides by the norm + 1e-6.
+    """
+
+    max_norm: float = field(default=1.0, validator=gt(0), metadata=about("L2, of all gradients together; may be inf"))
+
+    @property
+    def threshold(self) -> float:
+        """The norm above which the next step is clipped."""
+        return self.max_norm
+
+    def clip_(self, loop: Loop) -> None:
+        threshold, norm = self.threshold, loop.gradients.total_norm
+        if norm > threshold:
+            loop.gradients.scale_(threshold / norm)
+        loop.log.average({"clip/share": float(norm > threshold)})
+        if math.isfinite(threshold):  # max_norm = inf: there is none while the norms are not known
+            loop.log.average({"clip/threshold": threshold})
+        self.follow(min(norm, threshold))
+
+    def follow(self, norm: float) -> None:
+        """Take in the norm of a step, as clipped."""
+
+
+def _below_max(rule: Any, option: Attribute[float], value: float) -> None:
+    if value > rule.max_norm:
+        raise ValueError(f"{option.name} ({value:g}) must not be above max_norm ({rule.max_norm:g})")
+
+
+@define
+class Following(Norm):
+    """A rule whose threshold follows the norms of the run, as clipped: a spike cannot raise it much."""
+
+    min_norm: float = field(
+        default=0.0, validator=[ge(0), _below_max], metadata=about("the threshold never falls below")
+    )
+    warmup: int = field(
+        default=100, validator=ge(1), metadata=about("the threshold is `max_norm` for so long", "updates")
+    )
+    _count: int = field(default=0, init=False, eq=False)  # updates seen
+    _past: list[float] = field(factory=list, init=False, eq=False)  # what is kept of their norms
+
+    @property
+    def threshold(self) -> float:
+        if self._count < self.warmup:
+            return self.max_norm
+        return min(max(self.usual(self._past), self.min_norm), self.max_norm)
+
+    def follow(self, norm: float) -> None:
+        self._count += 1
+        self._past = self.keep(self._past, norm)
+
+    @abstractmethod
+    def keep(self, past: list[float], norm: float) -> list[float]:
+        """Return what `past`, empty at first, becomes with the norm of one more update."""
+
+    @abstractmethod
+    def usual(self, past: list[float]) -> float:
+        """Return the threshold that follows from `past`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self._count, "past": self._past}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._count, self._past = state["count"], list(state["past"])
+
+
+@define
+class Adaptive(Following):
+    """As "norm", with a threshold that follows the running mean of the norm."""
+
+    factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over mean; 1 or less: it only falls"))
+    decay: float = field(default=0.99, validator=[ge(0), lt(1)], metadata=about("of the mean, per update"))
+
+    def keep(self, past: list[float], norm: float) -> list[float]:
+        return [self.decay * (past[0] if past else 0.0) + (1 - self.decay) * norm]
+
+    def usual(self, past: list[float]) -> float:
+        return self.factor * past[0] / (1 - math.pow(self.decay, self._count))  # past[0] is biased towards its start, 0
+
+
+@define
+class Windowed(Following):
+    """A rule whose threshold follows the last norms."""
+
+    window: int = field(default=100, validator=ge(2), metadata=about("how many norms are looked at", "updates"))
+
+    def keep(self, past: list[float], norm: float) -> list[float]:
+        return [*past, norm][-self.window :]
+
+
+@define
+class Percentile(Windowed):
+    """As "norm", with a threshold that follows a percentile of the last norms."""
+
+    percentile: float = field(default=90.0, validator=between(0, 100), metadata=about("which one, 0 to 100"))
+    factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over percentile"))
+
+    def usual(self, past: list[float]) -> float:
+        ordered = sorted(past)
+        place = self.percentile / 100 * (len(ordered) - 1)
+        below = math.floor(place)
+        above = min(below + 1, len(ordered) - 1)
+        return self.factor * (ordered[below] + (place - below) * (ordered[above] - ordered[below]))
+
+
+@define
+class ZScore(Windowed):
+    """As "norm", with a threshold that follows mean and standard deviation of the last norms."""
+
+    deviations: float = field(default=3.0, validator=ge(0), metadata=about("standard deviations above the mean"))
+
+    def usual(self, past: list[float]) -> float:
+        mean = math.fsum(past) / len(past)
+        variance = math.fsum((norm - mean) ** 2 for norm in past) / len(past)
+        return mean + self.deviations * math.sqrt(variance)
+
+
+@define
+class Value(Rule):
+    """Each entry on its own, to [-max_value, max_value]."""
+
+    max_value: float = field(default=1.0, validator=gt(0), metadata=about("largest size of an entry"))
+
+    def clip_(self, loop: Loop) -> None:
+        tensors = loop.gradients.tensors()
+        torch._foreach_clamp_min_(tensors, -self.max_value)
+        torch._foreach_clamp_max_(tensors, self.max_value)
+        loop.gradients.clear()
+        if loop.log.next_due:
+            counts = [torch.count_nonzero(tensor.abs() >= self.max_value) for tensor in tensors]
+            loop.log.average({"clip/share": torch.stack(counts).sum() / sum(tensor.numel() for tensor in tensors)})
+
+
+@define
+class AGC(Rule):
+    """Each output unit's gradient by the norm of the unit's weights (Brock et al. 2021, arXiv 2102.06171, eq. 3)."""
+
+    factor: float = field(
+        default=0.01, validator=gt(0), metadata=about("norm of gradient over norm of weights, at most")
+    )
+    min_weight: float = field(default=1e-3, validator=gt(0), metadata=about("norm that weights count for at least"))
+    exclude: tuple[str, ...] = field(default=(), metadata=about("patterns of parameters that are left alone"))
+    _units: Units = field(init=False, eq=False, repr=False)
+
+    def start(self, loop: Loop) -> None:
+        self._units = Units(loop.model, loop.gradients.names, self.exclude, loop.gradients.dtype)
+
+    def clip_(self, loop: Loop) -> None:
+        loop.log.average({"clip/share": self._units.clip_(self.factor, self.min_weight)})
+        loop.gradients.clear()
+
+
+Rule.known = {
+    "norm": Norm,
+    "adaptive": Adaptive,
+    "percentile": Percentile,
+    "zscore": ZScore,
+    "value": Value,
+    "agc": AGC,
+}
+
+
+def to_rule(value: Rule | str) -> Rule:
+    """Return the rule that `value` is, or names."""
+    return Rule.of(value)
