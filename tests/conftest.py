@@ -82,9 +82,8 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     yield call
     for process in started:
-        if process.poll() is None:
+        with process:  # which closes its pipes
             process.kill()
-            process.communicate()
 
 
 PATIENCE = 300  # seconds that a process may take, on a machine that is busy
