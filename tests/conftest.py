@@ -112,8 +112,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 def records(run: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without their times."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+    return [{key: value for key, value in line.items() if key != "time"} for line in metrics(run)]
 
 
 def write_small(path: Path, **tables: Any) -> Path:

@@ -54,7 +54,7 @@ class ByClass(nn.Module):
 def loop(*, conditional: bool = True) -> Loop:
     model = ByClass()
     data = InMemory(torch.zeros(12, 1, 4, 4), torch.arange(12) % 4)
-    objective = Diffusion(prediction_type="sample", conditional=conditional)
+    objective = Diffusion(prediction="sample", conditional=conditional)
     config = LoopConfig(steps=1, batch_size=4)
     return Loop(model, torch.optim.SGD(model.parameters(), lr=0), objective, data, config, sampler=Sampling(steps=2))
 
@@ -98,7 +98,7 @@ def test_training_gives_the_network_labels_and_leaves_some_out() -> None:
 
     model = Recording()
     data = InMemory(torch.zeros(1000, 1, 4, 4), torch.arange(1000) % 4)
-    objective = Diffusion(prediction_type="sample", conditional=True, label_dropout=0.25)
+    objective = Diffusion(prediction="sample", conditional=True, label_dropout=0.25)
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
     Loop(model, optimizer, objective, data, LoopConfig(epochs=1, batch_size=1000, micro_batch=100)).run()
     counted = torch.cat(seen).add(1).bincount().div(1000).tolist()

@@ -52,7 +52,6 @@ def test_a_config_with_a_dit_is_printed_with_every_default(check):
         "gradient_checkpointing": False,
         "init": "default",
         "zero_output": False,
-        "spectral_norm": [],
     }
 
 

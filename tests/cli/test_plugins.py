@@ -32,6 +32,6 @@ def test_golden_order_of_the_calls(hookdiff, folder):
     assert list(order) == list(HOOK_NAMES)
     assert order["after_optimizer_step"] == "ema (first) > lr > checkpoint > samples > ema (last)"
     assert order["between_steps"] == "checkpoint (last)"
-    assert order["sample"] == "ema (around)"
+    assert order["offer_weights"] == "ema"
     assert order["after_backward"] == "clip (last)"
     assert order["on_nan"] == "checkpoint (first)"

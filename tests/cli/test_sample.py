@@ -15,8 +15,9 @@ NEWEST = "run/checkpoints/step-00000002"
 def made(tmp_path_factory):
     """A folder with a run of two steps."""
     folder = tmp_path_factory.mktemp("made")
-    run = {"steps": 2, "log_every": 2, "plugins": ["ema", "checkpoint"]}
-    config = load_config(write_small(folder / "small.toml", run=run, optimizer={"lr": 0.1}))
+    run = {"steps": 2, "log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}
+    tables = {"optimizer": {"lr": 0.1}, "plugins": {"lr": {"total": 6}}}
+    config = load_config(write_small(folder / "small.toml", run=run, **tables))
     build_loop(config, folder / "run").run()
     return folder
 

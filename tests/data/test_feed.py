@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Feed, InMemory, Loop, Progress, UserError, hookimpl
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
-from tests.conftest import PATIENCE, refused
+from tests.conftest import PATIENCE, StopAt, refused
 
 CPU = torch.device("cpu")
 
@@ -296,18 +296,6 @@ def test_an_epoch_with_workers_leaves_the_default_generators_alone() -> None:
     list(bound(Augmented(), workers=2).batches(0))
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
-
-
-class StopAt:
-    """Ends the run after a step; run again, it goes on."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.progress.step == self.step:
-            loop.stop()
 
 
 def test_a_run_that_is_over_has_no_workers() -> None:

@@ -146,7 +146,6 @@ def test_what_is_taken(kind, value, expected):
         (Inner, {}, ("size",)),
         (Inner, {"size": 0}, (0, "size", 1)),
         (Inner, {"size": 1, "lable": "x"}, ("lable", "'label'", "size")),
-        (Inner, {"size": "a", "label": 1}, ("size", "'a'", "label", 1)),
         (list[Inner], [{"size": 1}, {"size": 0}], (0, "item 2", "size", 1)),
     ],
 )
@@ -242,6 +241,12 @@ def test_golden_messages_of_all_problems_at_once():
         "t.mode: must be in ('a', 'b') (got 'c')",
         "t.private: must be >= 1: 0",
     ]
+
+
+def test_every_key_of_a_table_in_a_table_has_its_place():
+    size, label = found(taking(Inner), {"x": {"size": "a", "label": 1}})
+    check_facts(size, "t.x.size", "'a'")
+    check_facts(label, "t.x.label", 1)
 
 
 def test_a_validator_sees_the_other_fields_given_or_by_default():
