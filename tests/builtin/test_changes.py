@@ -139,7 +139,7 @@ def test_golden_line_of_what_changed(runs):
     may = ["optimizer.lr=0.0005", "run.batch_size=8", "run.micro_batch=4", "data.flip=0.5", "diffusion.loss=l1"]
     assert runs(*may, steps=4) == [
         "changed since the checkpoint: run.steps 2 -> 4, run.batch_size 16 -> 8, run.micro_batch (not set) -> 4, "
-        "data.flip 0.0 -> 0.5, diffusion.loss 'mse' -> 'l1', optimizer.lr 0.001 -> 0.0005"
+        "data.flip 0.0 -> 0.5, diffusion.loss.use 'mse' -> 'l1', optimizer.lr 0.001 -> 0.0005"
     ]
     # Back to a batch that is not cut, and to one that is tried out, which says itself what it found.
     (line,) = runs("run.micro_batch=auto", steps=4)
@@ -154,7 +154,7 @@ def test_golden_line_of_what_changed(runs):
         ("model.head_dim=4", "8 -> 4"),
         ("data.held_out=0.5", "0 -> 0.5"),
         ("data.balanced=true", "False -> True"),
-        ("diffusion.timesteps=50", "20 -> 50"),
+        ("diffusion.process.timesteps=50", "20 -> 50"),
         ("optimizer.amsgrad=true", "False -> True"),
     ],
 )
@@ -162,7 +162,8 @@ def test_what_cannot_change_is_refused_by_key(runs, setting, change, tmp_path):
     runs()
     before = (tmp_path / "run" / "config.toml").read_bytes()
     key = setting.partition("=")[0]
-    with refused(UserError, f"{key} {change}", {**FIXED, **FIXED_SWITCHES}[key], "model.start_from") as error:
+    reason = {**FIXED, **FIXED_SWITCHES}[key.removesuffix(".timesteps")]
+    with refused(UserError, f"{key} {change}", reason, "model.start_from") as error:
         runs(setting, "optimizer.lr=0.5")
     assert "optimizer.lr" not in str(error.value)
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
@@ -170,8 +171,8 @@ def test_what_cannot_change_is_refused_by_key(runs, setting, change, tmp_path):
 
 def test_all_that_cannot_change_is_refused_at_once(runs):
     runs()
-    with refused(UserError, "run.seed", "diffusion.prediction_type", "optimizer.use"):
-        runs("run.seed=1", "optimizer.use=sgd", "diffusion.prediction_type=sample")
+    with refused(UserError, "run.seed", "diffusion.prediction", "optimizer.use"):
+        runs("run.seed=1", "optimizer.use=sgd", "diffusion.prediction=sample")
 
 
 def resumed(tmp_path, state, hparams):
