@@ -196,7 +196,7 @@ def test_an_export_is_replaced_only_when_asked_and_nothing_else_ever(
     assert len(load_file(file)) > 10
 
 
-def test_what_cannot_be_exported_is_refused(trained: Any, command: Any, tmp_path: Path) -> None:
+def test_an_export_that_cannot_be_made_is_refused(trained: Any, command: Any, tmp_path: Path) -> None:
     run, file, folder = trained("ours", OURS), tmp_path / "out.safetensors", tmp_path / "out"
     untrained, blocked = tmp_path / "untrained", tmp_path / "a file"
     untrained.mkdir()
@@ -292,7 +292,7 @@ WEIGHTS = "--to safetensors"
         ({"process": ODD[3]()}, {}, "diffusion.process", "Odd'", WEIGHTS),
     ],
 )
-def test_what_no_scheduler_of_diffusers_does_is_refused_by_its_key(
+def test_an_option_without_a_scheduler_of_diffusers_is_refused_by_its_key(
     diffusion: dict[str, Any], sampling: dict[str, Any], key: str, value: str, way_out: str
 ) -> None:
     with refused(UserError, "--to diffusers", f"{key} = ", value, way_out):
@@ -405,7 +405,7 @@ class TestWithDiffusers:
         assert command("export", run, folder, "--to", "diffusers", "--overwrite")[0] == 0
 
     @pytest.mark.parametrize(("name", "model", "settings"), OWN_LOOPS, ids=[name for name, *_ in OWN_LOOPS])
-    def test_what_no_pipeline_does_is_made_in_the_loop_that_is_printed(
+    def test_without_a_pipeline_the_loop_that_is_printed_makes_the_same_images(
         self, diffusers: Any, trained: Any, command: Any, tmp_path: Path, name: str, model: str, settings: Any
     ) -> None:
         run, folder = trained(name, model, "run.steps=40", *settings), tmp_path / "out"
