@@ -91,7 +91,7 @@ def in_pluggy(hook, plugins):
 
 
 @given(drawn=st.lists(kinds, max_size=7))
-def test_a_moment_gives_what_pluggy_gives(drawn):
+def test_a_moment_gives_the_results_of_pluggy(drawn):
     heard = []
     plugins = make(MOMENT, drawn, heard)
     ours, theirs = getattr(Plugins(plugins).hook, MOMENT), in_pluggy(MOMENT, plugins)
@@ -99,7 +99,7 @@ def test_a_moment_gives_what_pluggy_gives(drawn):
 
 
 @given(drawn=st.lists(kinds, max_size=7))
-def test_a_seam_gives_what_pluggy_gives_except_none(drawn):
+def test_a_seam_gives_the_result_of_pluggy_except_none(drawn):
     heard = []
     plugins = make(SEAM, drawn, heard)
     last = plain("default", SEAM, heard, "by default", trylast=True)

@@ -44,7 +44,7 @@ def test_norms_follow_a_factor(rows: list[list[float]], factor: float) -> None:
         assert torch.equal(gradient, torch.tensor(row) * factor)
 
 
-def test_what_is_read_holds_until_it_is_cleared_or_a_step_begins() -> None:
+def test_norms_hold_until_they_are_cleared_or_a_step_begins() -> None:
     gradients = gradients_of([[3.0, 4.0]])
     assert gradients.total_norm == 5
     gradients.tensors()[0].mul_(2)
@@ -65,7 +65,7 @@ def test_what_is_read_holds_until_it_is_cleared_or_a_step_begins() -> None:
         ([[1.0]], math.inf, []),
     ],
 )
-def test_what_is_not_finite_is_named(rows: list[list[float]], loss: float, named: list[str]) -> None:
+def test_gradients_that_are_not_finite_are_named(rows: list[list[float]], loss: float, named: list[str]) -> None:
     gradients = gradients_of(rows, loss)
     assert not gradients.finite
     assert gradients.nonfinite() == named

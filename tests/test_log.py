@@ -123,7 +123,7 @@ def test_values_of_a_step_arrive_once_it_is_over_and_together() -> None:
     assert sink.calls == [entry for step in (1, 2, 3) for entry in ((-1, {}), (step, {"a": 7.0, "b": 0.5}))]
 
 
-def test_what_is_logged_last_of_all_arrives_too() -> None:
+def test_values_logged_last_of_all_arrive_too() -> None:
     class Late:
         @hookimpl(trylast=True)
         def on_stop(self, loop: Loop) -> None:

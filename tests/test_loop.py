@@ -218,7 +218,7 @@ def test_a_nan_reaches_on_nan_before_any_weight_moves(gradient_only, caplog):
     assert recorder.named("on_nan") == ["on_nan 2"]
     assert loop.reason == "on_nan"
     assert_same(weights(loop), before[-1])
-    assert loop.progress.step == loop.progress.position == 2  # who resumes meets it again
+    assert loop.progress.step == loop.progress.position == 2  # a resumed run meets the batch again
     assert ("0.weight" in caplog.text) or not gradient_only
     assert math.isfinite(step.loss) == gradient_only
 
@@ -247,7 +247,7 @@ def test_the_strongest_verdict_wins(caplog):
 
 
 @pytest.mark.parametrize(("verdict", "facts"), [("stop", ["stop", "--resume", "--skip-batches 1"]), ("skip", ["skip"])])
-def test_the_report_has_the_notes_of_plugins_and_says_what_follows(verdict, facts, caplog):
+def test_the_report_has_the_notes_of_plugins_and_the_verdict(verdict, facts, caplog):
     class Note:
         @hookimpl
         def on_nan(self, report):
@@ -372,7 +372,7 @@ def test_image_k_does_not_depend_on_the_request():
     assert torch.equal(whole[3:5], part)
 
 
-def test_asking_for_weights_that_nobody_holds_is_an_error():
+def test_asking_for_weights_that_no_plugin_offers_is_an_error():
     with toy_loop() as loop, refused(UserError, "ema"):
         loop.sample(SampleRequest(1, weights="ema"))
 

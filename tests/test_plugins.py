@@ -86,7 +86,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("plugin", "facts"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_does_not_fit_the_contract_is_refused(plugin, facts):
+def test_a_plugin_that_does_not_fit_the_contract_is_refused(plugin, facts):
     with refused(PluginError, "mine", *facts):
         Plugins({"mine": plugin})
 

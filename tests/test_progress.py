@@ -17,7 +17,7 @@ intervals = (
 
 
 @given(every=intervals)
-def test_what_is_written_is_read_back(every: Every) -> None:
+def test_an_interval_is_read_back_from_its_text(every: Every) -> None:
     assert parse_every(str(every)) == every
     assert parse_every(every) is every
 
@@ -91,7 +91,7 @@ def test_time_is_measured_from_the_last_time_it_was_due(monkeypatch: pytest.Monk
     assert seen == [False, False, True, False, False, True, False, True]
 
 
-def test_due_reads_what_a_config_says() -> None:
+def test_due_reads_the_text_of_a_config() -> None:
     assert Due("2 epochs").every == Every(2, "epochs")
 
 

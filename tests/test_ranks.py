@@ -52,7 +52,7 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
-def test_what_goes_by_the_clock_is_due_on_all_ranks_at_one_step(tmp_path: Path) -> None:
+def test_intervals_of_time_are_due_on_all_ranks_at_one_step(tmp_path: Path) -> None:
     started = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],

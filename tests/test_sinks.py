@@ -151,7 +151,7 @@ def test_interrupts_pass(error: type[BaseException], caplog: pytest.LogCaptureFi
     assert not warnings(caplog)
 
 
-def test_what_check_raises_ends_the_run() -> None:
+def test_an_error_in_check_ends_the_run() -> None:
     class Lacking(Recorder):
         def check(self) -> None:
             raise UserError("no account")

@@ -87,7 +87,7 @@ def test_taking_a_state_apart_leaves_it_as_it_was() -> None:
         ({"a": torch.float32}, "state/a", "torch.dtype"),
     ],
 )
-def test_what_a_state_cannot_hold_is_named_by_its_place(state: Any, place: str, what: Any) -> None:
+def test_a_value_that_a_state_cannot_hold_is_named_by_its_place(state: Any, place: str, what: Any) -> None:
     with refused(TypeError, place, what):
         flatten(state)
 
@@ -189,7 +189,7 @@ def test_moments_keep_the_memory_format_of_their_weights() -> None:
         assert torch.equal(entry["exp_avg"], state["exp_avg"])
 
 
-def test_loading_shares_nothing_with_what_was_given() -> None:
+def test_loading_shares_no_tensor_with_the_given_state() -> None:
     memory = Restores(at=3)
     toy_loop({"memory": memory}, steps=3).run()
     before = {name: tensor.clone() for name, tensor in flatten(memory.state)[0].items()}
@@ -266,7 +266,7 @@ class Slowing(Optimizer):
                 weight.sub_(weight.grad, alpha=group["lr"] / group["count"])
 
 
-def test_what_an_optimizer_counts_in_its_groups_goes_on() -> None:
+def test_counts_in_the_groups_of_an_optimizer_go_on() -> None:
     def make(lr: float, groups: int = 1) -> Callable[[nn.Module], Optimizer]:
         layers = (lambda m: [m[0], m[3]]) if groups == 2 else lambda m: [m]
         return lambda m: Slowing([{"params": list(layer.parameters())} for layer in layers(m)], lr)
@@ -336,7 +336,7 @@ def test_all_plugins_without_saved_state_are_named_at_once() -> None:
         loop.run()
 
 
-def test_a_fresh_plugin_does_not_take_up_what_was_saved() -> None:
+def test_a_fresh_plugin_does_not_take_up_its_saved_state() -> None:
     memory = Restores(at=7)
     toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
     counter = Counter()
@@ -417,7 +417,7 @@ def test_a_rollback_takes_back_a_plugin_that_began_anew_in_this_process() -> Non
     plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(4, 8), "look": Look()}
     loop = toy_loop(plugins, steps=8, fresh=["counter"])
     loop.run()
-    # What was saved before it began is not its own; what was saved at step 6, after 4 updates, is.
+    # The state of step 3 is not its own; that of step 6, after its 4 updates, is.
     assert found == [(3, 1), (6, 4)]
 
 

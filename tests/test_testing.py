@@ -1,4 +1,4 @@
-"""What plugin authors test with counts what it says it counts."""
+"""`count_transfers`, with which plugin authors test, counts each transfer once."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ def test_each_look_at_a_tensor_counts_once() -> None:
     assert transfers.count == 9
 
 
-def test_what_stays_on_the_device_does_not_count() -> None:
+def test_values_that_stay_on_the_device_do_not_count() -> None:
     values = torch.ones(3)
     with count_transfers() as transfers:
         (values * 2).sum().to(torch.float64)

@@ -61,7 +61,7 @@ def test_a_step_with_all_that_watches_it_makes_one_transfer(tmp_path: Path, conf
     # Those of debug are its own: the updates 1, 2, 4 and so on, and every 1000.
     plain = [count for step, count in enumerate(found, 1) if step % LOG_EVERY and step & (step - 1)]
     assert plain == [1] * 16
-    # What is logged goes to the host in one piece more.
+    # The values that are logged go to the host together.
     assert [found[step - 1] for step in range(LOG_EVERY, STEPS, LOG_EVERY)] == [2, 2]
 
 

@@ -25,7 +25,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.named_buffers()}
 
 
-def test_all_buffers_get_back_what_was_kept_last() -> None:
+def test_all_buffers_get_their_kept_values_back() -> None:
     model = Odd()
     buffers = Buffers(model)
     buffers.put_back()  # nothing is kept yet

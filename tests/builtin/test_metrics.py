@@ -89,7 +89,7 @@ def test_golden_warning_of_lines_that_a_new_run_replaces(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("at", [3, 5, 12, 20])
-def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path, at: int) -> None:
+def test_a_resumed_run_cuts_the_lines_after_its_checkpoint(tmp_path: Path, at: int) -> None:
     state = train(tmp_path, at)
     before = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
     end = goes_on(tmp_path, state)

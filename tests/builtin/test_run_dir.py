@@ -101,7 +101,7 @@ def test_an_existing_directory_is_locked_before_the_model_is_touched(tmp_path):
     assert (tmp_path / CONFIG).exists()
 
 
-def test_a_folder_with_nothing_but_what_a_killed_start_leaves_is_empty(tmp_path):
+def test_the_leftovers_of_a_killed_start_count_as_an_empty_folder(tmp_path):
     (tmp_path / ".lock").write_text("elsewhere 17\n")
     (tmp_path / f".{CONFIG}.partial").write_text("[ru")
     check_run_dir(tmp_path)

@@ -35,7 +35,7 @@ def seen(num: int, state: dict[str, Any] | None = None, **config: Any) -> list[t
 
 @pytest.mark.parametrize("num", [1, 4, 5, 6, 13])
 @pytest.mark.parametrize("batch_size", [8, 12])  # 5 batches an epoch; and 3, with 4 samples left over
-def test_what_follows_is_what_would_have_followed(num: int, batch_size: int) -> None:
+def test_the_batches_after_those_skipped_are_the_same(num: int, batch_size: int) -> None:
     assert seen(num, batch_size=batch_size) == seen(0, batch_size=batch_size)[num:]
 
 

@@ -13,7 +13,7 @@ from tests.conftest import Logged, check_facts, refused
 
 
 class Dtypes(ToyObjective):
-    """Notes what the net computes in."""
+    """Notes the dtypes of the outputs of the net."""
 
     def __init__(self):
         self.seen = []
@@ -217,7 +217,7 @@ def test_it_is_the_plain_loop_of_torch_to_the_bit(num_optimizers, micro_batch):
     assert_same(weights(loop), model.state_dict())
 
 
-def test_what_auto_chose_is_logged_once(caplog):
+def test_the_choice_of_auto_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "hookdiff"):
         toy_loop({"amp": AMP()}, steps=3).run()
     (line,) = [line for line in caplog.messages if "amp" in line]

@@ -204,7 +204,7 @@ def test_a_best_that_is_logged_where_it_is_saved_brings_no_warning(tmp_path, cap
     assert not warnings(caplog)
 
 
-def test_what_a_run_did_not_write_it_does_not_remove(tmp_path):
+def test_a_run_removes_only_its_own_checkpoints(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     plain(tmp_path / "run", 4)
     saved = tmp_path / "run" / "checkpoints"
@@ -282,7 +282,7 @@ def left_behind(saved, state):
         ("a removal half done", 6),
     ],
 )
-def test_what_a_killed_process_left_is_settled(state, begun, three, whole_run, tmp_path):
+def test_the_leftovers_of_a_killed_process_are_settled(state, begun, three, whole_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(three, run)
     left_behind(run / "checkpoints", state)

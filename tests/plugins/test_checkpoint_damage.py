@@ -220,7 +220,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize(("damage", "facts"), DAMAGED.values(), ids=DAMAGED.keys())
-def test_what_is_damaged_is_named(damage, facts, broken):
+def test_the_damaged_file_is_named(damage, facts, broken):
     damage(broken / "checkpoints" / name(6))
     check_facts(refusal(broken), "step-00000006", *facts)
 
@@ -357,7 +357,7 @@ def test_reading_shares_nothing_with_the_files(saved):
     assert before == {file: (folder / file).read_bytes() for file in FILES}
 
 
-def test_plain_safetensors_reads_what_is_saved(saved):
+def test_plain_safetensors_reads_the_files(saved):
     loop = build(saved[0].parent / "again", 6, resume=False)
     loop.run()
     folder = saved[0] / "checkpoints" / name(6)

@@ -213,7 +213,7 @@ def test_the_number_of_workers_may_change(workers, whole, tmp_path):
     assert_same_runs(again, whole)
 
 
-def test_a_crash_loses_only_what_came_after_the_last_save(whole, tmp_path):
+def test_a_crash_loses_only_the_steps_after_the_last_save(whole, tmp_path):
     class Crash:
         @hookimpl
         def before_step(self, loop):

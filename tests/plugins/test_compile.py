@@ -108,7 +108,7 @@ def test_a_compiler_that_fails_is_one_message(fails_from):
     assert "salt" not in str(caught.value)  # the first line says it
 
 
-def test_a_mistake_of_the_model_stays_what_it_is():
+def test_an_error_of_the_model_is_raised_unchanged():
     class Wrong(nn.Module):
         def __init__(self):
             super().__init__()

@@ -392,7 +392,7 @@ def test_a_bad_option_is_refused_by_name(key: str, value: Any) -> None:
         FID(**{key: value})
 
 
-def test_weights_nobody_holds_are_an_error() -> None:
+def test_weights_that_no_plugin_offers_are_an_error() -> None:
     loop, _ = make_loop(FID(num_samples=40, weights="ema"), steps=1)
     with refused(UserError, "ema"):
         loop.run()

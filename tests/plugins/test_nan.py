@@ -65,7 +65,7 @@ class SpoiltGradient(Spoilt):
 
 
 class GivesNaN(Spoilt):
-    """Hands the network what is not finite."""
+    """Gives the network inputs that are not finite."""
 
     def __call__(self, net, batch):
         if self.drawn == BAD:
@@ -236,7 +236,7 @@ def test_an_infinity_on_purpose_is_not_blamed(tmp_path):
     assert (nan.diagnosis.cause, nan.diagnosis.module) == ("loss", None)
 
 
-def test_what_does_not_repeat_itself_is_called_unclear(tmp_path):
+def test_a_cause_that_does_not_repeat_itself_is_unclear(tmp_path):
     class Once:
         calls = 0
 

@@ -139,7 +139,7 @@ def spoilt(folder: Path, hookdiff: Command) -> Path:
     return kept(folder)[0]
 
 
-def test_what_differs_is_listed(spoilt: Path, hookdiff: Command) -> None:
+def test_the_differences_are_listed(spoilt: Path, hookdiff: Command) -> None:
     facts = json.loads((spoilt / "step.json").read_text())
     facts["versions"]["torch"], facts["machine"]["name"] = "1.0", "another"
     facts["outcome"]["gradients"]["last.bias"] = "0"
@@ -176,7 +176,9 @@ def test_data_that_changed_is_named(spoilt: Path, folder: Path, hookdiff: Comman
         (lambda step: Path("nets.py").unlink(), ["nets"]),
     ],
 )
-def test_what_cannot_be_replayed_is_one_message(spoil: Any, facts: list[str], spoilt: Path, hookdiff: Command) -> None:
+def test_a_step_that_cannot_be_replayed_is_one_message(
+    spoil: Any, facts: list[str], spoilt: Path, hookdiff: Command
+) -> None:
     spoil(spoilt)
     sys.modules.pop("nets")
     code, _, err = hookdiff("replay", spoilt)
@@ -290,7 +292,7 @@ def test_a_compiled_step_comes_back_compiled(tmp_path: Path, start: Any) -> None
     check_facts(out.removeprefix(report), 1, 16, 6)  # loss, losses of the samples, gradients
 
 
-def test_help_says_what_each_way_does_and_its_exit_code(hookdiff: Command) -> None:
+def test_help_lists_the_options_and_the_exit_codes(hookdiff: Command) -> None:
     code, out, _ = hookdiff("replay", "--help")
     assert code == 0
     check_facts(out, 0, 1, 2, "--anomaly", "--no-amp", "--lr", "--plugins", "--set")
