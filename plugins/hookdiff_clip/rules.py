@@ -78,12 +78,8 @@ def _below_max(rule: Any, option: Attribute[float], value: float) -> None:
 class Following(Norm):
     """A rule whose threshold follows the norms of the run, as clipped: a spike cannot raise it much."""
 
-    min_norm: float = field(
-        default=0.0, validator=[ge(0), _below_max], metadata=about("the threshold never falls below")
-    )
-    warmup: int = field(
-        default=100, validator=ge(1), metadata=about("the threshold is `max_norm` for so long", "updates")
-    )
+    min_norm: float = field(default=0.0, validator=[ge(0), _below_max], metadata=about("lowest threshold"))
+    warmup: int = field(default=100, validator=ge(1), metadata=about("at first, with `max_norm`", "updates"))
     _count: int = field(default=0, init=False, eq=False)  # updates seen
     _past: list[float] = field(factory=list, init=False, eq=False)  # what is kept of their norms
 
@@ -183,9 +179,7 @@ class Value(Rule):
 class AGC(Rule):
     """Each output unit's gradient by the norm of the unit's weights (Brock et al. 2021, arXiv 2102.06171, eq. 3)."""
 
-    factor: float = field(
-        default=0.01, validator=gt(0), metadata=about("norm of gradient over norm of weights, at most")
-    )
+    factor: float = field(default=0.01, validator=gt(0), metadata=about("norm of gradient over norm of weights"))
     min_weight: float = field(default=1e-3, validator=gt(0), metadata=about("norm that weights count for at least"))
     exclude: tuple[str, ...] = field(default=(), metadata=about("patterns of parameters that are left alone"))
     _units: Units = field(init=False, eq=False, repr=False)

@@ -52,18 +52,14 @@ class LR:
     """
 
     schedule: Schedule = field(default=Cosine(), converter=to_schedule, metadata=about("the rate after the warm-up"))
-    warmup: int = field(
-        default=0,
-        validator=ge(0),
-        metadata=about("in a straight line up to the whole rate; cut where it falls", "steps"),
-    )
+    warmup: int = field(default=0, validator=ge(0), metadata=about("in a straight line up to the whole rate", "steps"))
     start_factor: float = field(
-        default=0.0, validator=between(0, 1), metadata=about("share of the rate at step 0, with a warm-up")
+        default=0.0, validator=between(0, 1), metadata=about("of the rate, where a warm-up begins")
     )
     total: int | None = field(
         default=None,
         validator=optional(ge(1)),
-        metadata=about("where the fall ends; the run's length unless given", "steps"),
+        metadata=about("end of the fall; that of the run unless given", "steps"),
     )
     moved_keys: ClassVar[Mapping[str, str]] = {
         "min_ratio": "schedule = { use = 'cosine', min_ratio = 0.1 }",

@@ -56,7 +56,7 @@ class Falling(Schedule):
     """A schedule that falls to a share of the rate."""
 
     min_ratio: float = field(
-        default=0.0, validator=between(0, 1), kw_only=True, metadata=about("share of the rate at the end of a fall")
+        default=0.0, validator=between(0, 1), kw_only=True, metadata=about("share left at the end")
     )
 
     @property
@@ -173,11 +173,7 @@ class InverseSqrt(Schedule):
 class Cooldown(Falling):
     """The whole rate, then a fall at the end: WSD, warm-up, stable, decay (Hägele et al. 2024, arXiv 2405.18392)."""
 
-    length: float = field(
-        default=0.2,
-        validator=[gt(0), _steps_or_share],
-        metadata=about("of the fall: a share of the run below 1, or steps"),
-    )
+    length: float = field(default=0.2, validator=[gt(0), _steps_or_share], metadata=about("share of the run, or steps"))
     shape: Literal["sqrt", "linear"] = field(
         default="sqrt", validator=in_(("sqrt", "linear")), metadata=about('"sqrt" is 1 - sqrt, fast first; or "linear"')
     )

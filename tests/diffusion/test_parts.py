@@ -1,0 +1,606 @@
+"""The parts of a config: how each is written, set on the command line, recorded and refused, and a stranger's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import tomli_w
+import torch
+
+from hookdiff import SampleRequest, load_config
+from hookdiff.diffusion import (
+    DDIM,
+    DDPM,
+    EDM,
+    P2,
+    VP,
+    Cosine,
+    Diffusion,
+    DynamicThreshold,
+    EDMPrediction,
+    EDMWeighting,
+    Flow,
+    Heun,
+    Linear,
+    LogitNormal,
+    LogNormal,
+    MinSNR,
+    Sampling,
+    Shifted,
+)
+from hookdiff.errors import ConfigError
+from hookdiff.experiment.build import build_loop
+from hookdiff.experiment.part import Part
+from tests.conftest import SMALL, check_facts, finish, records, refused
+
+Load = Callable[..., Any]
+Tables = dict[str, dict[str, Any]]
+
+# Each is one of ours, if its option has another value than its default.
+MINE = """
+import math
+import torch
+from attrs import define
+from hookdiff.diffusion import *
+
+@define(frozen=True)
+class MyProcess(Process):
+    shift: float = 1.0
+    default_prediction = "flow_prediction"
+    default_sampler = "euler"
+    ratio_range = (0.0, math.inf)
+
+    def from_fraction(self, fraction):
+        time = fraction.clamp(2.0**-25, 1 - 2.0**-24)
+        return self.shift * time / (1 + (self.shift - 1) * time)
+
+    def from_log_ratio(self, log_ratio):
+        return self.from_fraction(log_ratio.sigmoid())
+
+    def rates(self, times, ndim):
+        sigma = times.reshape(-1, *[1] * (ndim - 1))
+        return 1 - sigma, sigma, 2 * ((1 - sigma) / sigma).log()
+
+    def network_time(self, times):
+        return times * 1000
+
+    def at(self, ratio):
+        time = ratio / (1 + ratio)
+        return Point(1 - time, time, time * 1000)
+
+    def trailing(self, steps):
+        fractions = [1 - i / steps for i in range(steps)]
+        times = [self.shift * t / (1 + (self.shift - 1) * t) for t in fractions]
+        return [Point(1 - t, t, t * 1000) for t in times]
+
+@define(frozen=True)
+class MySchedule(Schedule):
+    end: float = 0.9
+
+    def betas(self, timesteps):
+        return torch.linspace(1e-4, self.end, timesteps, dtype=torch.float64)
+
+@define(frozen=True)
+class MyPrediction(Prediction):
+    scale: float = 2.0
+
+    def target(self, x0, noise, alpha, sigma):
+        return self.scale * (alpha * noise - sigma * x0)
+
+    def x0_and_noise(self, output, x_t, alpha, sigma):
+        v = output / self.scale
+        return alpha * x_t - sigma * v, sigma * x_t + alpha * v
+
+    def error_ratio(self, alpha, sigma):
+        return (self.scale * (alpha * alpha + sigma * sigma)) ** 2
+
+@define(frozen=True)
+class MyWeighting(Weighting):
+    gamma: float = 50.0
+
+    def weights(self, prediction, alpha, sigma):
+        return (alpha**2).minimum(self.gamma * sigma**2) / prediction.error_ratio(alpha, sigma)
+
+@define(frozen=True)
+class MyTimes(Times):
+    power: float = 3.0
+
+    def at(self, process, fraction):
+        return process.from_fraction(fraction**self.power)
+
+@define(frozen=True)
+class MyLoss(Loss):
+    power: float = 4.0
+
+    def __call__(self, output, target):
+        return (output - target).abs() ** self.power
+
+@define(frozen=True)
+class MySampler(Solver):
+    noise: float = 0.5
+
+    def step(self, chain, x, now, after):
+        x0, noise = chain.look(x, now)
+        return after.alpha * x0 + self.noise * after.sigma * noise
+
+@define(frozen=True)
+class MySpacing(Spacing):
+    finer: int = 2
+
+    def points(self, process, steps):
+        return process.trailing(steps * self.finer)[-steps:]
+
+@define(frozen=True)
+class MyClipping(Clipping):
+    bound: float = 0.2
+
+    def clip(self, images):
+        return images.clamp(-self.bound, self.bound)
+
+@define(frozen=True)
+class MyGuidance(Guidance):
+    scale: float = 5.0
+
+    def output(self, ask, x, at, labels):
+        without = ask(x, torch.full_like(labels, -1))
+        return without + self.scale * (ask(x, labels) - without)
+"""
+
+# The key, a stranger's class, its option that makes it one of ours, and that.
+STRANGERS = [
+    ("diffusion.process", "MyProcess", {"shift": 2.0}, {"use": "flow", "shift": 2.0}),
+    (
+        "diffusion.process.schedule",
+        "MySchedule",
+        {"end": 0.5},
+        {"use": "linear", "beta_end": 0.5},
+    ),
+    ("diffusion.prediction", "MyPrediction", {"scale": 1.0}, "v_prediction"),
+    ("diffusion.weighting", "MyWeighting", {"gamma": 2.0}, {"use": "min_snr", "gamma": 2.0}),
+    ("diffusion.times", "MyTimes", {"power": 1.0}, "uniform"),
+    ("diffusion.loss", "MyLoss", {"power": 2.0}, "mse"),
+    ("sampling.sampler", "MySampler", {"noise": 1.0}, "euler"),
+    ("sampling.spacing", "MySpacing", {"finer": 1}, "trailing"),
+    ("sampling.clipping", "MyClipping", {"bound": 1.0}, "clamp"),
+    ("sampling.guidance", "MyGuidance", {"scale": 2.0}, {"use": "cfg", "scale": 2.0}),
+]
+KEYS = [key for key, *_ in STRANGERS]
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write mine.py into `tmp_path`, where no import looks."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setitem(sys.modules, "mine", None)  # so that it is taken away at the end
+    del sys.modules["mine"]
+    return tmp_path
+
+
+def with_part(key: str, value: Any) -> Tables:
+    """Return the tables of a config, of a network that knows classes, in which `key` has this value."""
+    tables: Tables = {
+        "model": {**SMALL["model"], "num_classes": 10},
+        "diffusion": {"process": {"use": "vp", "schedule": {"use": "cosine"}, "timesteps": 20}},
+        "sampling": {"steps": 3},
+    }
+    *path, last = key.split(".")
+    table: dict[str, Any] = tables
+    for name in path:
+        table = table[name]
+    table[last] = value
+    return tables
+
+
+def losses_and_images(config: Any, folder: Path) -> torch.Tensor:
+    """Train for some steps, sample, and return all numbers."""
+    loop = build_loop(config, folder)
+    loop.run()
+    with loop:
+        images = loop.sample(SampleRequest(3)).images
+    return torch.cat([torch.tensor([line["loss"] for line in records(folder) if "loss" in line]), images.flatten()])
+
+
+def at(table: dict[str, Any], key: str) -> Any:
+    for name in key.split("."):
+        table = table[name]
+    return table
+
+
+@pytest.mark.parametrize(("key", "name", "options", "same"), STRANGERS, ids=KEYS)
+def test_a_strangers_part_from_a_module_beside_the_config(
+    mine: Path, load_small: Load, key: str, name: str, options: dict[str, Any], same: Any
+) -> None:
+    written = {"use": f"mine:{name}", **options}
+    run = {"steps": 3, "log_every": 1}
+    config = load_small(run=run, **with_part(key, written))
+    assert at(config.resolved(), key) == written | ({"stratified": False} if name == "MyTimes" else {})
+    numbers = losses_and_images(config, mine / "stranger")
+    expected = losses_and_images(load_small(run=run, **with_part(key, same)), mine / "ours")
+    torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-4)
+    default = losses_and_images(load_small(run=run, **with_part(key, f"mine:{name}")), mine / "default")
+    assert (default - numbers).abs().max() > 1e-3  # the option has an effect
+    own = mine / "stranger" / "config.toml"
+    assert at(tomli.loads(own.read_text()), key) == at(config.resolved(), key)
+    assert load_config(own).resolved() == tomli.loads(own.read_text())
+
+
+def test_all_of_a_strangers_parts_in_one_run(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, write_config: Load, hookdiff: Load, start: Load
+) -> None:
+    """The folder of the config is found from anywhere, also by a process that goes on from the run's config.toml."""
+    strangers = {key: {"use": f"mine:{name}", **options} for key, name, options, _ in STRANGERS[1:]}
+    tables: Tables = {"model": {**SMALL["model"], "num_classes": 10}, "diffusion": {}, "sampling": {"steps": 3}}
+    for key, part in strangers.items():
+        table, _, name = key.partition(".")
+        if key != "diffusion.process.schedule":
+            tables[table][name] = part
+    tables["diffusion"]["process"] = {"schedule": strangers["diffusion.process.schedule"], "timesteps": 20}
+    path = write_config("strange.toml", run={"steps": 3, "plugins": ["checkpoint"]}, **tables)
+    elsewhere = mine / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert hookdiff("run", path)[0] == 0
+    own = elsewhere / "runs" / "strange" / "config.toml"
+    first = tomli.loads(own.read_text())
+    for key, part in strangers.items():
+        assert at(first, key).items() >= part.items()
+    code, _, err = finish(start(elsewhere, "run", own, "--resume", "--set", "run.steps=5", PYTHONPATH=""))
+    assert code == 0, err
+    again = tomli.loads(own.read_text())
+    assert (first["run"].pop("steps"), again["run"].pop("steps")) == (3, 5)
+    assert again == first
+    assert hookdiff("sample", own.parent, "--num", 2)[0] == 0
+
+
+def test_a_published_part(install: Load, load_small: Load, mine: Path) -> None:
+    install("hookdiff-mine", {"weighting.mine": "hd_parts:MyWeighting"}, group="hookdiff.parts", hd_parts=MINE)
+    config = load_small("diffusion.weighting.gamma=3", diffusion={"weighting": "mine"})
+    assert config.resolved()["diffusion"]["weighting"] == {"use": "mine", "gamma": 3.0}
+    with refused(ConfigError, "diffusion.weighting", "'mime'", "'mine'"):
+        load_small(diffusion={"weighting": "mime"})
+
+
+PLAIN = """
+from hookdiff.diffusion import Loss
+
+class Keeps(Loss):
+    def __init__(self, power: float = 2.0) -> None:
+        self.power = power
+
+    def __call__(self, output, target):
+        return (output - target).abs() ** self.power
+
+class Loses(Keeps):
+    def __init__(self, exponent: float = 2.0) -> None:
+        super().__init__(exponent)
+
+class NoOptions(Keeps):
+    def __init__(self) -> None:
+        super().__init__(3.0)
+"""
+
+
+def test_a_part_that_is_no_attrs_class_must_keep_its_options(install: Load, load_small: Load) -> None:
+    install("plain", hd_plain=PLAIN)
+    config = load_small(diffusion={"loss": {"use": "hd_plain:Keeps", "power": 3.0}})
+    assert config.diffusion.build().loss.power == 3.0
+    assert config.resolved()["diffusion"]["loss"] == {"use": "hd_plain:Keeps", "power": 3.0}
+    assert load_small(diffusion={"loss": "hd_plain:NoOptions"}).resolved()["diffusion"]["loss"] == {
+        "use": "hd_plain:NoOptions"
+    }
+    with refused(ConfigError, "diffusion.loss.power", "number", "'x'"):
+        load_small(diffusion={"loss": {"use": "hd_plain:Keeps", "power": "x"}})
+    with refused(ConfigError, "diffusion.loss", "Loses", "'exponent'", "attrs"):
+        load_small(diffusion={"loss": "hd_plain:Loses"})
+
+
+# Spelling
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Diffusion()),
+        ({"process": "flow"}, Diffusion("flow")),
+        ({"process": {"use": "flow", "shift": 3}}, Diffusion(Flow(3.0))),
+        ({"process": {"timesteps": 500}}, Diffusion(VP(timesteps=500))),
+        ({"process": {"schedule": "cosine"}}, Diffusion(VP("cosine"))),
+        ({"process": {"schedule": {"beta_end": 0.03}}}, Diffusion(VP(Linear(beta_end=0.03)))),
+        (
+            {"process": {"use": "vp", "schedule": {"use": "cosine", "max_beta": 0.99}, "timesteps": 50}},
+            Diffusion(VP(Cosine(max_beta=0.99), 50)),
+        ),
+        ({"process": "edm"}, Diffusion(EDM(), EDMPrediction(0.5), times=LogNormal(-1.2, 1.2))),
+        (
+            {"process": "edm", "prediction": {"use": "edm", "sigma_data": 0.2}, "weighting": "edm"},
+            Diffusion(EDM(), EDMPrediction(0.2), EDMWeighting(0.2)),
+        ),
+        ({"weighting": {"use": "min_snr", "gamma": 3}}, Diffusion(weighting=MinSNR(3.0))),
+        (
+            {"times": {"use": "logit_normal", "std": 2, "stratified": True}},
+            Diffusion(times=LogitNormal(0.0, 2.0, stratified=True)),
+        ),
+        (
+            {"loss": "l1", "label_dropout": 0.2, "data_mean": [0.1, 0.2]},
+            Diffusion(loss="l1", label_dropout=0.2, data_mean=(0.1, 0.2)),
+        ),
+    ],
+)
+def test_spellings(load_small: Load, given: dict[str, Any], expected: Diffusion) -> None:
+    assert parts_of(load_small(diffusion=given).diffusion.build()) == parts_of(expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Sampling()),
+        ({"sampler": "ddpm"}, Sampling(DDPM())),
+        ({"sampler": {"use": "heun", "churn": 40, "churn_max": 50.0}}, Sampling(Heun(40.0, 0.0, 50.0))),
+        ({"spacing": {"use": "shifted", "shift": 3}}, Sampling(spacing=Shifted(3.0))),
+        ({"clipping": {"use": "dynamic", "ratio": 0.9}}, Sampling(clipping=DynamicThreshold(0.9))),
+        ({"guidance": {"scale": 4, "interval": [0.2, 5]}}, Sampling(guidance={"scale": 4.0, "interval": (0.2, 5.0)})),
+    ],
+)
+def test_spellings_of_sampling(load_small: Load, given: dict[str, Any], expected: Sampling) -> None:
+    found = load_small(sampling=given).sampling.build()
+    for option in ("sampler", "steps", "spacing", "clipping", "guidance", "batch_size"):
+        assert getattr(found, option) == getattr(expected, option)
+
+
+def parts_of(diffusion: Diffusion) -> list[Any]:
+    options = ("process", "prediction", "weighting", "times", "loss", "label_dropout", "data_mean", "data_std")
+    return [getattr(diffusion, option) for option in options]
+
+
+VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
+
+
+@pytest.mark.parametrize(
+    ("table", "settings", "expected"),
+    [
+        # an option turns a bare name into a table
+        ({"process": "flow"}, ["process.shift=3"], {"process": {"use": "flow", "shift": 3.0}}),
+        ({"process": "vp"}, ["process.schedule.beta_end=0.03"], {"process": VP(Linear(beta_end=0.03))}),
+        ({"process": VP_20}, ["process.schedule.offset=0.01"], {"process": VP(Cosine(offset=0.01), 20)}),
+        ({}, ["weighting=min_snr", "weighting.gamma=2"], {"weighting": MinSNR(2.0)}),
+        ({}, ["process.timesteps=400"], {"process": VP(timesteps=400)}),
+        # a new name drops the options of the old one
+        ({"process": VP_20}, ["process=edm"], {"process": EDM()}),
+        ({"process": VP_20}, ["process.use=edm"], {"process": EDM()}),
+        ({"process": VP_20}, ["process.schedule.use=linear", "process.timesteps=500"], {"process": VP(timesteps=500)}),
+        ({"process": VP_20}, ["process.schedule=sigmoid", "process.timesteps=500"], {"process": VP("sigmoid", 500)}),
+        # the same name keeps them
+        ({"process": VP_20}, ["process.use=vp"], {"process": VP("cosine", 20)}),
+        # in any order, the new name comes before what is set of it
+        ({"process": VP_20}, ["process.shift=3", "process.use=flow"], {"process": Flow(3.0)}),
+        (
+            {"process": VP_20},
+            ["process.timesteps=400", "process.schedule.beta_end=0.03", "process.schedule.use=linear"],
+            {"process": VP(Linear(beta_end=0.03), 400)},
+        ),
+        # a table in one go
+        ({"process": VP_20}, ["process={use = 'flow', shift = 3}"], {"process": Flow(3.0)}),
+        ({}, ["weighting={use='p2',k=2}"], {"weighting": P2(2.0)}),
+        ({}, ["loss.use='l1'"], {"loss": Diffusion(loss="l1").loss}),
+    ],
+)
+def test_parts_on_the_command_line(
+    load_small: Load, table: dict[str, Any], settings: list[str], expected: dict[str, Any]
+) -> None:
+    found = load_small(*(f"diffusion.{setting}" for setting in settings), diffusion=table).diffusion.build()
+    assert parts_of(found) == parts_of(Diffusion(**expected))
+
+
+def test_parts_of_sampling_on_the_command_line(load_small: Load) -> None:
+    config = load_small("sampling.sampler.eta=0.5", "sampling.guidance.scale=3", sampling={"sampler": "ddim"})
+    assert config.sampling.build().sampler == DDIM(0.5)
+    assert config.sampling.build().guidance.scale == 3
+    other = load_small("sampling.sampler=euler", sampling={"sampler": {"use": "ddim", "eta": 0.5}})
+    assert other.sampling.build().sampler.use == "euler"
+
+
+# Records
+
+
+RUNS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"process": "flow", "times": "logit_normal"}, {"spacing": {"use": "shifted", "shift": 2.0}}),
+    ({"process": "edm", "weighting": "edm", "loss": "huber"}, {"sampler": {"use": "heun", "churn": 2.0}}),
+    ({"process": VP_20, "prediction": "v_prediction", "weighting": "p2"}, {"sampler": "ddpm", "clipping": "dynamic"}),
+    ({"process": VP_20, "prediction": {"use": "edm", "sigma_data": 1.0}, "data_std": 0.5}, {"spacing": "leading"}),
+]
+
+
+@pytest.mark.parametrize(("diffusion", "sampling"), RUNS)
+def test_a_config_is_recorded_with_all_options_and_gives_the_same_again(
+    tmp_path: Path, load_small: Load, diffusion: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    config = load_small(diffusion=diffusion, sampling={"steps": 3, **sampling})
+    recorded = config.resolved()
+    for table, kinds in (
+        ("diffusion", ("process", "prediction", "weighting", "times", "loss")),
+        ("sampling", ("sampler", "spacing", "clipping", "guidance")),
+    ):
+        for kind in kinds:
+            part = recorded[table][kind]
+            built = getattr(config.diffusion.build(), kind, None) or getattr(
+                config.sampling.build().fit(config.diffusion.build()), kind
+            )
+            assert part["use"] == built.use
+            assert set(part) - {"use"} == {field.name for field in getattr(type(built), "__attrs_attrs__", ())}
+    path = tmp_path / "again.toml"
+    path.write_text(tomli_w.dumps(recorded))
+    assert load_config(path).resolved() == recorded
+
+
+def test_what_follows_from_the_process_is_recorded(load_small: Load) -> None:
+    recorded = load_small(diffusion={"process": {"use": "edm", "sigma_max": 50.0}}, sampling={}).resolved()
+    assert recorded["diffusion"]["process"] == {
+        "use": "edm",
+        "sigma_min": 0.002,
+        "sigma_max": 50.0,
+        "time_scale": 1000.0,
+    }
+    assert recorded["diffusion"]["prediction"] == {"use": "edm", "sigma_data": 0.5}
+    assert recorded["diffusion"]["times"] == {"use": "log_normal", "mean": -1.2, "std": 1.2, "stratified": False}
+    assert recorded["sampling"]["sampler"]["use"] == "heun"
+    assert recorded["sampling"]["spacing"] == {"use": "karras", "rho": 7.0}
+    assert recorded["sampling"]["clipping"] == {"use": "none"}
+
+
+def test_modules_are_found_in_a_folder_of_ones_own(mine: Path, load_small: Load) -> None:
+    library = mine / "library"
+    library.mkdir()
+    (mine / "mine.py").rename(library / "mine.py")
+    for folder in ("library", str(library)):  # beside the config, or anywhere
+        config = load_small(run={"import_from": folder}, diffusion={"loss": "mine:MyLoss"})
+        assert config.diffusion.build().loss.use == "mine:MyLoss"
+        assert config.resolved()["run"]["import_from"] == str(library)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("tables", "key", "facts"),
+    [
+        ({"diffusion": {"process": {"use": "flow", "shift": "x"}}}, "diffusion.process.shift", ["'x'"]),
+        ({"diffusion": {"process": {"use": "flow", "shift": 0}}}, "diffusion.process.shift", [0.0]),
+        ({"diffusion": {"process": {"use": "flow", "shfit": 3}}}, "diffusion.process.shfit", ["'shift'", "time_scale"]),
+        ({"diffusion": {"process": {"use": "flow", "timesteps": 50}}}, "diffusion.process.timesteps", ["shift"]),
+        (
+            {"diffusion": {"process": {"schedule": {"use": "linear", "beta_end": 2}}}},
+            "diffusion.process.schedule.beta_end",
+            ["(0, 1)", 2],
+        ),
+        (
+            {"diffusion": {"process": {"schedule": {"use": "cosine", "beta_end": 0.1}}}},
+            "diffusion.process.schedule.beta_end",
+            ["offset", "max_beta"],
+        ),
+        ({"diffusion": {"process": {"schedule": "cosin"}}}, "diffusion.process.schedule", ["'cosin'", "'cosine'"]),
+        ({"diffusion": {"process": {"use": "vp", "timesteps": 100}}}, "diffusion.process", ["'timesteps'", 100]),
+        ({"diffusion": {"process": {"use": "edm", "sigma_min": 90}}}, "diffusion.process", ["'sigma_min'", 90, 80]),
+        ({"diffusion": {"process": 3}}, "diffusion.process", [3]),
+        ({"diffusion": {"process": ["flow"]}}, "diffusion.process", ["flow"]),
+        ({"diffusion": {"process": {"use": 3}}}, "diffusion.process", [3, "vp", "flow", "edm"]),
+        ({"diffusion": {"prediction": {"sigma_data": 1.0}}}, "diffusion.prediction", ["`use`", "epsilon", "edm"]),
+        ({"diffusion": {"weighting": "minsnr"}}, "diffusion.weighting", ["'minsnr'", "'min_snr'"]),
+        (
+            {"diffusion": {"weighting": "hookdiff.diffusion:Euler"}},
+            "diffusion.weighting",
+            ["hookdiff.diffusion:Euler", "weighting"],
+        ),
+        (
+            {"diffusion": {"weighting": "hookdiff.diffusion:X0Weighting"}},
+            "diffusion.weighting",
+            ["X0Weighting", "on_x0"],
+        ),
+        ({"diffusion": {"loss": "hd_nowhere:Loss"}}, "diffusion.loss", ["hd_nowhere"]),
+        ({"diffusion": {"process": "flow", "prediction": "epsilon"}}, "diffusion.prediction", ["'epsilon'"]),
+        (
+            {"diffusion": {"process": {"rescale_betas_zero_snr": True}, "prediction": "sample", "times": "log_normal"}},
+            "diffusion.times",
+            ["'log_normal'", "'uniform'"],
+        ),
+        ({"sampling": {"sampler": {"use": "ddim", "eta": 2}}}, "sampling.sampler.eta", [2]),
+        (
+            {"sampling": {"sampler": {"use": "ddpm", "variance": "learned"}}},
+            "sampling.sampler.variance",
+            ["fixed_small"],
+        ),
+        ({"sampling": {"sampler": {"use": "ddim", "churn": 2.0}}}, "sampling.sampler.churn", ["eta"]),
+        ({"sampling": {"spacing": "shifted"}}, "sampling.spacing", ["shift"]),
+        ({"sampling": {"guidance": {"interval": [2, 1]}}}, "sampling.guidance.interval", ["[2, 1]"]),
+        ({"sampling": {"guidance": {"interval": [1]}}}, "sampling.guidance.interval", [2, 1]),
+        ({"sampling": {"clipping": {"use": "dynamic", "ratio": 1.5}}}, "sampling.clipping.ratio", [1.5]),
+    ],
+)
+def test_one_slip_is_one_problem_with_its_place(load_small: Load, tables: Tables, key: str, facts: list[Any]) -> None:
+    assert_problems(load_small, tables, {key: facts})
+
+
+def assert_problems(load: Load, tables: Tables, expected: dict[str, list[Any]]) -> None:
+    """Assert that each problem, by its place, is reported on a line with its facts, and no other."""
+    with pytest.raises(ConfigError) as caught:
+        load(**tables)
+    first, *lines = str(caught.value).splitlines()
+    check_facts(first, len(expected))
+    found = {place: line for place, _, line in (line.strip().partition(": ") for line in lines)}
+    assert sorted(found) == sorted(expected)
+    for key, facts in expected.items():
+        check_facts(found[key], *facts)
+
+
+def test_every_slip_is_reported_at_its_own_place(load_small: Load) -> None:
+    diffusion = {
+        "process": {"use": "vp", "schedule": {"beta_start": 0, "beta_end": "x"}, "timesteps": 0, "steps": 3},
+        "prediction": {"use": "edm", "sigma_data": -1},
+        "weighting": {"use": "p2", "k": 0, "gamma": -1},
+        "times": "lognormal",
+        "loss": {"use": "huber", "dleta": 1.0},
+        "label_dropout": 2,
+        "schedule": "flow",
+    }
+    sampling = {
+        "sampler": {"use": "heun", "churn": -1, "churn_noise": 0},
+        "steps": 0,
+        "spacing": {"use": "karras", "rho": "7"},
+        "clipping": "clmap",
+        "guidance": {"scale": -1, "interval": [2, 1]},
+    }
+    places = (
+        *("process.schedule.beta_start", "process.schedule.beta_end", "process.timesteps", "process.steps"),
+        *(
+            "prediction.sigma_data",
+            "weighting.k",
+            "weighting.gamma",
+            "times",
+            "loss.dleta",
+            "label_dropout",
+            "schedule",
+        ),
+    )
+    expected: dict[str, list[Any]] = {f"diffusion.{place}": [] for place in places}
+    places = ("sampler.churn", "sampler.churn_noise", "steps", "spacing.rho", "clipping", "guidance.scale")
+    expected |= {f"sampling.{place}": [] for place in (*places, "guidance.interval")}
+    assert_problems(load_small, {"diffusion": diffusion, "sampling": sampling}, expected)
+
+
+MOVED = [
+    *(("diffusion", key, text) for key, text in Diffusion.moved_keys.items()),
+    *(("sampling", key, text) for key, text in Sampling.moved_keys.items()),
+]
+
+
+@pytest.mark.parametrize(("table", "key", "text"), MOVED, ids=[f"{table}.{key}" for table, key, _ in MOVED])
+def test_an_old_key_gets_the_new_spelling_which_loads(load_small: Load, table: str, key: str, text: str) -> None:
+    assert_problems(load_small, {table: {key: 1}}, {f"{table}.{key}": [text]})
+    spellings = re.findall(r"\w+ = (?:\{.*\}|'\w+')", text)
+    assert spellings
+    for spelling in map(tomli.loads, spellings):
+        part: Part = getattr(load_small(**{table: spelling}), table)
+        assert part.arguments.keys() == spelling.keys()
+
+
+@pytest.mark.parametrize(
+    ("diffusion", "facts"),
+    [
+        ({"process": "edm", "data_std": 0.3}, ["'prediction'", "sigma_data", 0.5, "data_std"]),
+        ({"process": "flow", "weighting": "edm", "data_std": 0.3}, ["'weighting'", "sigma_data", 0.5, "data_std"]),
+        ({"process": {"rescale_betas_zero_snr": True}}, ["'prediction'", "'epsilon'", "'v_prediction'"]),
+    ],
+)
+def test_what_only_the_whole_objective_shows(
+    load_small: Load, tmp_path: Path, diffusion: Any, facts: list[Any]
+) -> None:
+    with refused(ConfigError, "diffusion", *facts):
+        build_loop(load_small(diffusion=diffusion), tmp_path / "run")

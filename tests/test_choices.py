@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+from attrs import define
+
+from hookdiff import diffusion
+from hookdiff.choices import Choice, find, name_of
+from hookdiff.errors import PluginError
+from tests.conftest import refused
+
+
+class Shape(Choice):
+    kind = "shape"
+
+
+@define(frozen=True)
+class Square(Shape):
+    side: float = 1.0
+
+
+@define(frozen=True)
+class Circle(Shape):
+    radius: float = 1.0
+
+
+Shape.known = {"square": Square, "circle": Circle}
+
+
+KINDS = [
+    diffusion.Process,
+    diffusion.Schedule,
+    diffusion.Prediction,
+    diffusion.Weighting,
+    diffusion.Times,
+    diffusion.Loss,
+    diffusion.Solver,
+    diffusion.Spacing,
+    diffusion.Clipping,
+    diffusion.Guidance,
+]
+OPTIONS: dict[type, dict[str, Any]] = {diffusion.Shifted: {"shift": 2.0}}  # without a default
+PARTS = [part for kind in KINDS for part in kind.known.values()]
+
+MINE = """
+from attrs import define
+from tests.test_choices import Shape
+
+@define(frozen=True)
+class Mine(Shape):
+    size: float = 3.0
+
+class Outer:
+    @define(frozen=True)
+    class Inner(Shape):
+        size: float = 4.0
+"""
+
+
+@pytest.fixture
+def mine(install: Callable[..., None]) -> None:
+    """Install the modules hd_mine and hd_other, and no entry point."""
+    install("hookdiff-modules", hd_mine=MINE, hd_other=MINE)
+
+
+def test_a_choice_is_an_object_a_name_or_a_table() -> None:
+    square = Square(2.0)
+    assert Shape.of(square) is square
+    assert Shape.of("square") == Square()
+    assert Shape.of({"use": "circle", "radius": 3.0}) == Circle(3.0)
+    given = {"use": "circle"}
+    Shape.of(given)
+    assert given == {"use": "circle"}  # which is the caller's
+
+
+def test_a_table_without_a_name_is_of_the_default() -> None:
+    with refused(PluginError, "`use`", "square", "circle"):
+        Shape.of({"side": 3.0})
+    assert isinstance(diffusion.Process.of({"timesteps": 500}), diffusion.VP)
+    assert diffusion.Guidance.of({"scale": 2.0}) == diffusion.ClassifierFree(2.0)
+
+
+@pytest.mark.parametrize(("use", "nearest"), [("sqare", "'square'"), ("cirle", "'circle'")])
+def test_an_unknown_name_gets_the_nearest(use: str, nearest: str) -> None:
+    with refused(PluginError, f"'{use}'", nearest, "square", "circle", "module:Name"):
+        find(Shape, use)
+
+
+@pytest.mark.parametrize("use", [7, 1.5, True, ["square"], ""])
+def test_what_is_no_name_is_refused(use: object) -> None:
+    with refused(PluginError, repr(use), "square", "circle"):
+        find(Shape, use)
+
+
+def test_a_class_of_the_users_own(mine: None) -> None:
+    part = Shape.of({"use": "hd_mine:Mine", "size": 5.0})
+    assert (type(part).__name__, part.size, part.use) == ("Mine", 5.0, "hd_mine:Mine")
+    inner = Shape.of("hd_mine:Outer.Inner")
+    assert (inner.size, inner.use) == (4.0, "hd_mine:Outer.Inner")
+
+
+@pytest.mark.parametrize(
+    ("use", "facts"),
+    [
+        ("hd_mine:Min", ["shape", "hd_mine", "'Min'", "'Mine'"]),
+        ("hd_mine:Outer.Iner", ["shape", "hd_mine", "'Outer.Iner'"]),
+        ("hd_nowhere:Mine", ["shape", "hd_nowhere"]),
+        (":Mine", ["shape"]),
+        ("hd_mine:", ["shape", "hd_mine"]),
+        ("hd_mine:Outer", ["hd_mine:Outer", "shape", "Shape"]),
+        ("hd_mine:define", ["hd_mine:define", "shape", "Shape"]),
+        ("hookdiff.diffusion:Euler", ["hookdiff.diffusion:Euler", "shape", "Shape"]),
+    ],
+)
+def test_what_is_none_of_the_kind_is_refused(mine: None, use: str, facts: list[str]) -> None:
+    with refused(PluginError, *facts):
+        find(Shape, use)
+
+
+def test_a_published_class_is_known_by_its_name(install: Callable[..., None]) -> None:
+    install("hookdiff-mine", {"shape.mine": "hd_mine:Mine"}, group="hookdiff.parts", hd_mine=MINE)
+    part = Shape.of({"use": "mine", "size": 5.0})
+    assert (part.size, part.use) == (5.0, "mine")
+    assert Shape.of("hd_mine:Mine").use == "mine"
+    with refused(PluginError, "'mime'", "'mine'", "square", "circle"):
+        find(Shape, "mime")
+    with refused(PluginError, "'mine'", "uniform"):
+        find(diffusion.Weighting, "mine")
+
+
+def test_nothing_is_imported_to_find_another(install: Callable[..., None]) -> None:
+    install("hookdiff-broken", {"shape.broken": "hd_broken:Mine"}, group="hookdiff.parts", hd_broken="1 / 0\n")
+    assert Shape.of("square").use == "square"
+    with refused(PluginError, "'brokn'", "'broken'"):
+        find(Shape, "brokn")
+    assert "hd_broken" not in sys.modules
+
+
+def test_two_claimants_of_a_name_are_both_named(install: Callable[..., None]) -> None:
+    install("hookdiff-one", {"shape.mine": "hd_mine:Mine"}, group="hookdiff.parts", hd_mine=MINE)
+    install("hookdiff-two", {"shape.mine": "hd_other:Mine"}, group="hookdiff.parts", hd_other=MINE)
+    with refused(PluginError, "shape", "'mine'", "hd_mine:Mine", "hd_other:Mine"):
+        find(Shape, "mine")
+    assert Shape.of("hd_other:Mine").use == "hd_other:Mine"  # which finds it again
+
+
+def test_a_distribution_that_is_seen_twice_counts_once(install: Callable[..., None]) -> None:
+    install("hookdiff-mine", {"shape.mine": "hd_mine:Mine"}, group="hookdiff.parts", hd_mine=MINE)
+    install("hookdiff-mine", {"shape.mine": "hd_mine:Mine"}, group="hookdiff.parts", where="other", hd_mine=MINE)
+    assert Shape.of("mine").use == "mine"
+
+
+def test_own_names_come_before_published_ones(install: Callable[..., None]) -> None:
+    install("hookdiff-mine", {"shape.square": "hd_mine:Mine"}, group="hookdiff.parts", hd_mine=MINE)
+    assert find(Shape, "square") is Square
+
+
+@pytest.mark.parametrize("part", PARTS, ids=name_of)
+def test_every_part_is_found_by_its_name_and_is_its_options(part: type[Choice]) -> None:
+    options = OPTIONS.get(part, {})
+    made = part(**options)
+    (kind,) = (kind for kind in KINDS if issubclass(part, kind))
+    assert find(kind, made.use) is part
+    assert kind.of({"use": made.use, **options}) == made
+    assert hash(kind.of({"use": made.use, **options})) == hash(made)
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        made.anything = 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
+def test_the_default_of_a_kind_is_known(kind: type[Choice]) -> None:
+    assert kind.default is None or kind.default in kind.known
+    assert len({kind.kind for kind in KINDS}) == len(KINDS)
