@@ -95,7 +95,7 @@ decay = 0.95
 std = [0.1]
 snapshot_every = 20
 [plugins.clip]
-rule = { use = "adaptive", warmup = 5, factor = 0.9 }
+rule = {{ use = "adaptive", warmup = 5, factor = 0.9 }}
 [plugins.loss]
 window = 20
 [plugins.samples]

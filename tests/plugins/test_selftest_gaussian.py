@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hookdiff.diffusion import Point, objective, parametrization, samplers, schedules, steps, weighting
+from hookdiff.diffusion import Linear, Point, objective, prediction, solvers, steps, weighting
 from hookdiff_selftest.cli import gaussian as command
 from hookdiff_selftest.gaussian import CASES, Case, exact_loss, exact_samples, run
 
@@ -56,7 +56,7 @@ def on_v(wrong: Callable[[Any], Any]) -> Patch:
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         # alpha² + sigma² = 1 here, so the weight on v is the weighting itself
-        monkeypatch.setitem(weighting.WEIGHTINGS, "min_snr", lambda alpha, sigma, **_: wrong((alpha / sigma) ** 2))
+        monkeypatch.setattr(weighting.MinSNR, "on_x0", lambda self, alpha, sigma: wrong((alpha / sigma) ** 2))
 
     return patch
 
@@ -83,8 +83,8 @@ def setter(where: Any, name: str, wrong: Any) -> Patch:
     return lambda monkeypatch: monkeypatch.setattr(where, name, wrong)
 
 
-def betas_linear_in_the_square_root(timesteps: int) -> torch.Tensor:
-    return schedules.scaled_linear_betas(timesteps, 1e-4, 0.02)
+def betas_linear_in_the_square_root(schedule: Linear, timesteps: int) -> torch.Tensor:
+    return torch.linspace(schedule.beta_start**0.5, schedule.beta_end**0.5, timesteps, dtype=torch.float64).square()
 
 
 WRONG = {
@@ -96,19 +96,19 @@ WRONG = {
         EDM,
         "edm",
         "loss",
-        lambda m: m.setitem(weighting.WEIGHTINGS, "edm", lambda alpha, sigma, **_: (sigma**2 + 0.25) * sigma),
+        lambda m: m.setattr(weighting.EDMWeighting, "on_x0", lambda self, alpha, sigma: (sigma**2 + 0.25) * sigma),
     ),
     "v with the other sign": (
         V,
         "uniform",
         "loss",
-        setter(parametrization.VPrediction, "target", lambda self, x0, noise, alpha, sigma: sigma * x0 - alpha * noise),
+        setter(prediction.VPrediction, "target", lambda self, x0, noise, alpha, sigma: sigma * x0 - alpha * noise),
     ),
     "flow from noise to image": (
         FLOW,
         "uniform",
         "loss",
-        setter(parametrization.FlowPrediction, "target", lambda self, x0, noise, alpha, sigma: x0 - noise),
+        setter(prediction.FlowPrediction, "target", lambda self, x0, noise, alpha, sigma: x0 - noise),
     ),
     "images noised without the square root": (
         EPSILON,
@@ -120,26 +120,26 @@ WRONG = {
         EPSILON,
         "uniform",
         "loss",
-        lambda m: m.setitem(schedules.BETAS, "linear", betas_linear_in_the_square_root),
+        setter(Linear, "betas", betas_linear_in_the_square_root),
     ),
     "DDIM with the old sigma": (
         EPSILON,
         "uniform",
         "ddim std",
-        setter(samplers, "ddim_step", ddim_that_looks_at_the_wrong_timestep),
+        setter(solvers, "ddim_step", ddim_that_looks_at_the_wrong_timestep),
     ),
     "DDPM with the large variance": (
         EPSILON,
         "uniform",
         "ddpm std",
-        setter(samplers, "ddpm_step", ddpm_with_beta_for_its_small_variance),
+        setter(solvers, "ddpm_step", ddpm_with_beta_for_its_small_variance),
     ),
-    "Heun that is Euler": (EDM, "uniform", "heun std", setter(samplers, "heun_step", heun_without_a_correction)),
+    "Heun that is Euler": (EDM, "uniform", "heun std", setter(solvers, "heun_step", heun_without_a_correction)),
     "DPM-Solver++ that steps too far": (
         EPSILON,
         "uniform",
         "dpmpp_2m std",
-        setter(samplers, "dpmpp_2m_step", dpmpp_with_the_full_difference),
+        setter(solvers, "dpmpp_2m_step", dpmpp_with_the_full_difference),
     ),
 }
 

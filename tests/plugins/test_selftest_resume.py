@@ -205,7 +205,7 @@ def config(folder: Path, *plugins: str, source: str = "resume_user:Rolled", work
         "run": {"epochs": 9, "batch_size": 10, "micro_batch": 4, "log_every": 3, "device": "cpu", "plugins": plugins},
         "data": {"source": source, "workers": workers, "held_out": 8},
         "model": {"use": "resume_user:Net"},
-        "diffusion": {"timesteps": 20},
+        "diffusion": {"process": {"use": "vp", "schedule": "cosine", "timesteps": 20}},
         "optimizer": {"lr": 0.01},
         "sampling": {"steps": 2},
         "plugins": {name: options for name, options in OPTIONS.items() if name in plugins},
