@@ -1,8 +1,12 @@
+import importlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +34,110 @@ SMALL: dict[str, Any] = {
 }
 
 
+def check_facts(text: object, *facts: object) -> None:
+    """Assert that every fact (a file, a key, a number, a name) is in the text; sentences may be worded in any way."""
+    for fact in map(str, facts):
+        # As a word of its own: 5 is not in 50, 5.1 or 0.5.
+        found = re.search(rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)", str(text))
+        assert found, f"{fact} is not in: {text}"
+
+
+def refused(error: type[BaseException], *facts: object) -> Any:
+    """Return the context that expects an error of this type, with all these facts in its message."""
+
+    def check(caught: BaseException) -> bool:
+        check_facts(caught, *facts)
+        return True
+
+    return pytest.raises(error, check=check)
+
+
 @pytest.fixture
-def write_config(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes the config of a small net, and returns its path.
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return a function that starts the command line in `folder`, as a process and a group of its own.
+
+    The modules in the folder can be imported. What still runs at the end of the test is killed.
+    """
+    started = []
+
+    def call(folder: Path, *words: object, python: Iterable[str] = ()) -> subprocess.Popen[str]:
+        paths = os.pathsep.join(map(str, (folder, *sys.path)))
+        process = subprocess.Popen(
+            [sys.executable, *python, "-c", "from hookdiff.cli import main; main()", *map(str, words)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield call
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+PATIENCE = 300  # seconds that a process may take, on a machine that is busy
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Wait for the process; return its exit code, stdout and stderr."""
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out, err
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the process has made a file."""
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without their times."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+def write_small(path: Path, **tables: Any) -> Path:
+    """Write the config of a small net, and return its path.
 
     Tables take the place of its own; those of [run] are added to its own.
     """
+    path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
+    return path
 
-    def write(name: str = "small.toml", **tables: Any) -> Path:
-        path = tmp_path / name
-        path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
-        return path
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a config as `write_small` does, into a file of `tmp_path`."""
+    return lambda name="small.toml", **tables: write_small(tmp_path / name, **tables)
+
+
+@pytest.fixture
+def load_small(write_config: Callable[..., Path]) -> Callable[..., Any]:
+    """Return a function that loads what `write_config` writes, with settings as `--set` takes them, and plugins."""
+    from hookdiff import load_config
+
+    def load(*settings: str, plugins: Iterable[str] = (), **tables: Any) -> Any:
+        return load_config(write_config(**tables), plugins, settings)
+
+    return load
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that writes a module into `tmp_path`, from where it can be imported."""
+
+    def write(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
 
     return write
 
@@ -59,6 +156,38 @@ def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         return int(caught.value.code or 0), out, err
 
     return call
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that installs a distribution: its metadata, its entry points, its modules."""
+    before = set(sys.modules)
+
+    def made(
+        name: str,
+        entries: dict[str, str] | None = None,
+        group: str = "hookdiff.plugins",
+        where: str = "site",
+        **modules: str,
+    ) -> None:
+        site = tmp_path / where
+        info = site / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = [f"[{group}]", *(f"{entry} = {value}" for entry, value in (entries or {}).items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        for module, source in modules.items():
+            path = site.joinpath(*module.split(".")).with_suffix(".py")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(source)
+        if str(site) not in sys.path:
+            monkeypatch.syspath_prepend(site)
+        importlib.invalidate_caches()
+
+    yield made
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli
 
+from tests.conftest import check_facts, finish
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
-CONFIG = """
-[run]
-steps = 10
-batch_size = 16
-log_every = 5
-plugins = ["ema", "lookahead"]
-[data]
-source = "digits"
-[model]
-use = "unet"
-channels = 8
-num_res_blocks = 1
-head_dim = 8
-[plugins.lookahead]
-every = 2
-alpha = 0.8
-"""
-
-
-def run(*arguments: object, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own; `path` is searched for packages as site-packages is."""
-    environment = {**os.environ, "PYTHONPATH": str(path or "")}
-    command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -45,37 +23,41 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(EXAMPLES / "third_party", project, dirs_exist_ok=True)
     site = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", site]
-    subprocess.run([*pip, project], check=True)
+    subprocess.run([*pip, project], check=True, timeout=300)
     return site
 
 
-def test_a_published_plugin_is_found_configured_heard_in_order_and_removed(site: Path, tmp_path: Path) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text(CONFIG)
-    listed = run("plugins", path=site)
-    assert "lookahead    Keeps a slow copy" in listed.stdout
-    assert "(hookdiff-lookahead 0.1.0)" in listed.stdout
+def test_a_published_plugin_is_found_configured_heard_in_order_and_removed(
+    site: Path, tmp_path: Path, write_config: Any, start: Any
+) -> None:
+    own = {"ema": {}, "lookahead": {"every": 2, "alpha": 0.8}}
+    config = write_config(run={"steps": 10, "log_every": 5, "plugins": list(own)}, plugins=own)
 
-    checked = run("check", config, path=site)
-    assert tomli.loads(checked.stdout)["plugins"]["lookahead"] == {"every": 2, "alpha": 0.8}
-    wrong = run("check", config, "--set", "plugins.lookahead.alhpa=1", "--set", "plugins.lookahead.every=0", path=site)
-    assert wrong.returncode == 2
-    assert "plugins.lookahead.alhpa: unknown key; did you mean 'alpha'?" in wrong.stderr
-    assert "plugins.lookahead.every: " in wrong.stderr
+    def run(*words: object, folder: Path = site) -> tuple[int, str, str]:
+        return finish(start(folder, *words))
 
-    order = run("plugins", "--order", config, path=site).stdout.splitlines()
-    assert "on_start               ema (first) > lookahead" in order
-    assert "optimizer_step         lookahead (around)" in order
+    rows = {line.split()[0]: line for line in run("plugins")[1].splitlines()}
+    check_facts(rows["lookahead"], "hookdiff-lookahead 0.1.0")
 
-    trained = run("run", config, "--out", tmp_path / "run", path=site)
-    assert trained.returncode == 0, trained.stderr
-    assert "done after 10 steps" in trained.stdout
+    assert tomli.loads(run("check", config)[1])["plugins"]["lookahead"] == own["lookahead"]
+    wrong = "--set", "plugins.lookahead.alhpa=1", "--set", "plugins.lookahead.every=0"
+    code, _, err = run("check", config, *wrong)
+    assert code == 2
+    check_facts(err, "plugins.lookahead.alhpa", "'alpha'", "plugins.lookahead.every")
+
+    order = dict(line.split(maxsplit=1) for line in run("plugins", "--order", config)[1].splitlines())
+    assert order["on_start"] == "ema (first) > lookahead"
+    assert order["optimizer_step"] == "lookahead (around)"
+
+    code, out, err = run("run", config, "--out", tmp_path / "run")
+    assert code == 0, err
+    check_facts(out.splitlines()[0], "done", 10)
 
     # Removed: the name is gone, and the message says what there is.
-    gone = run("check", config)
-    assert gone.returncode == 2
-    assert "no plugin named 'lookahead'" in gone.stderr
-    assert "Traceback" not in gone.stderr
+    code, _, err = run("check", config, folder=tmp_path)
+    assert code == 2
+    check_facts(err, "'lookahead'", "ema")
+    assert "Traceback" not in err
 
 
 def test_lookahead_is_that_of_the_paper(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +84,15 @@ def test_lookahead_is_that_of_the_paper(site: Path, monkeypatch: pytest.MonkeyPa
 
 def test_embed_trains_in_both_styles(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "embed.py", "--steps", "8", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert "push: done after 2 steps" in done.stdout
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=300)
+    pushed, *_, sampled = done.stdout.splitlines()
+    check_facts(pushed, "push", "done", 2)
+    check_facts(sampled, tmp_path / "embed.png", "ema", 8)
     assert (tmp_path / "push" / "checkpoints" / "step-00000002" / "ema.safetensors").is_file()
     assert (tmp_path / "embed.png").is_file()
-    assert "from the ema weights of step 8" in done.stdout
 
 
-def test_the_first_example_is_a_good_config() -> None:
-    checked = run("check", EXAMPLES / "basic.toml", "--plugins", "ema,amp,fid")
-    assert checked.returncode == 0, checked.stderr
-    assert tomli.loads(checked.stdout)["run"]["plugins"][-3:] == ["ema", "amp", "fid"]
+def test_the_first_example_is_a_good_config(hookdiff: Any) -> None:
+    code, out, err = hookdiff("check", EXAMPLES / "basic.toml", "--plugins", "ema,amp,fid")
+    assert code == 0, err
+    assert tomli.loads(out)["run"]["plugins"][-3:] == ["ema", "amp", "fid"]

@@ -1,5 +1,4 @@
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 
 from hookdiff import UserError
 from hookdiff.data import Arrays, Feed, Store, Transforms
+from tests.conftest import refused
 
 RGB = numpy.random.default_rng(0).integers(0, 256, (6, 3, 5, 7), dtype=numpy.uint8)
 
@@ -60,9 +60,9 @@ def test_arrays_of_an_npz(tmp_path: Path) -> None:
     assert data.labels.tolist() == labels.tolist()
     assert Arrays(path, images="other").shape == (1, 5, 7)
     numpy.savez(path, x=RGB, y=labels)
-    with pytest.raises(ValueError, match="say which array has the images: images = one of x, y"):
+    with refused(ValueError, path, "images", "x, y"):
         Arrays(path)
-    with pytest.raises(ValueError, match="has no array 'z'; it has x, y"):
+    with refused(ValueError, path, "'z'", "x, y"):
         Arrays(path, images="z")
     assert Arrays(path, images="x", labels="y").labels is not None
     numpy.savez(path, only=RGB)
@@ -77,41 +77,43 @@ def test_labels_in_a_file_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "options", "message"),
+    ("array", "options", "facts"),
     [
-        (RGB.astype("float32"), {}, "holds float32: value_range = [LOW, HIGH] must say what is black and white (the"),
-        (RGB, {"layout": "n h w"}, "its shape (6, 3, 5, 7) is no 'n h w'"),
-        (RGB[:, :, :3, :3], {}, "cannot tell the layout of (6, 3, 3, 3): say layout = "),
-        (numpy.zeros((5, 9, 9, 9), "uint8"), {}, "cannot tell the layout of (5, 9, 9, 9)"),
-        (numpy.zeros(5, "uint8"), {}, "cannot tell the layout of (5,)"),
-        (numpy.array([["a"]]), {"layout": "n h w"}, "its shape (1, 1) is no"),
-        (numpy.array([[["a"]]]), {}, "holds <U1, expected numbers"),
-        (RGB, {"value_range": (1.0, 1.0)}, "value_range must be a low and a high value, not [1.0, 1.0]"),
-        (RGB, {"images": "x"}, "an .npy has no array named 'x'"),
-        (RGB, {"labels": "y.npy"}, "y.npy: no such file"),
+        (RGB.astype("float32"), {}, ("float32", "value_range")),
+        (RGB, {"layout": "n h w"}, ("(6, 3, 5, 7)", "'n h w'")),
+        (RGB[:, :, :3, :3], {}, ("(6, 3, 3, 3)", "layout")),
+        (numpy.zeros((5, 9, 9, 9), "uint8"), {}, ("(5, 9, 9, 9)", "layout")),
+        (numpy.zeros(5, "uint8"), {}, ("(5,)", "layout")),
+        (numpy.array([["a"]]), {"layout": "n h w"}, ("(1, 1)", "'n h w'")),
+        (numpy.array([[["a"]]]), {}, ("<U1",)),
+        (RGB, {"value_range": (1.0, 1.0)}, ("value_range", "[1.0, 1.0]")),
+        (RGB, {"images": "x"}, ("'x'",)),
+        (RGB, {"labels": "y.npy"}, ("y.npy",)),
     ],
 )
-def test_what_is_no_array_of_images(tmp_path: Path, array: Any, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_what_is_no_array_of_images(tmp_path: Path, array: Any, options: Any, facts: Any) -> None:
+    with refused(ValueError, *facts):
         Arrays(saved(tmp_path / "a.npy", array), **options)
 
 
-@pytest.mark.parametrize("labels", [numpy.zeros(5, "int64"), numpy.zeros(6), numpy.full(6, -2)])
-def test_labels_of_another_number_or_kind(tmp_path: Path, labels: Any) -> None:
+@pytest.mark.parametrize(
+    ("labels", "fact"), [(numpy.zeros(5, "int64"), 6), (numpy.zeros(6), 6), (numpy.full(6, -2), 0)]
+)
+def test_labels_of_another_number_or_kind(tmp_path: Path, labels: Any, fact: int) -> None:
     path = saved(tmp_path / "a.npy", RGB)
-    with pytest.raises(ValueError, match=r"y.npy: (expected 6 whole numbers as labels|labels are counted from 0)"):
+    with refused(ValueError, "y.npy", fact):
         Arrays(path, labels=saved(tmp_path / "y.npy", labels))
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     saved(tmp_path / "right.npy", RGB)
-    with pytest.raises(ValueError, match=r"no such file; did you mean 'right.npy'"):
+    with refused(ValueError, "rihgt.npy", "'right.npy'"):
         Arrays(str(tmp_path / "rihgt.npy"))
     for name in ("a.npy", "a.npz"):
         (tmp_path / name).write_bytes(b"\x93NUMPY nothing")
-        with pytest.raises(ValueError, match=f"{name}: cannot be read: "):
+        with refused(ValueError, name):
             Arrays(str(tmp_path / name))
-    with pytest.raises(ValueError, match=r"expected an .npy or an .npz"):
+    with refused(ValueError, ".npy", ".npz"):
         Arrays(str(tmp_path / "a.pt"))
 
 
@@ -119,10 +121,8 @@ def test_values_outside_of_the_range_are_torn(tmp_path: Path) -> None:
     array = numpy.full((3, 4, 4), 0.5, "float32")
     array[1, 0, 0], array[2, 0, 0] = 1.5, numpy.nan
     path = saved(tmp_path / "a.npy", array)
-    with pytest.raises(UserError) as caught:
+    with refused(UserError, f"{path}[1]", 0.5, 1.5, "[0, 1]", f"{path}[2]", "nan"):
         Feed(Arrays(path, value_range=(0.0, 1.0)))
-    assert f"{path}[1]: values from 0.5 to 1.5, value_range is [0, 1]" in str(caught.value)
-    assert f"{path}[2]: values from nan to nan" in str(caught.value)
 
 
 def test_a_copy_opens_the_file_itself(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Feed, InMemory, Loop, Progress, UserError, hookimpl
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
+from tests.conftest import refused
 
 CPU = torch.device("cpu")
 
@@ -157,22 +158,14 @@ def test_the_last_batch_has_the_total_of_what_is_there() -> None:
     assert totals == [10, 10, 3]
 
 
-@pytest.mark.parametrize(
-    ("length", "drop_last", "way_out"),
-    [
-        (4, True, "the data has 4 samples, batch_size is 5: lower batch_size or set drop_last = false"),
-        (0, True, "the data has 0 samples, batch_size is 5: nothing to train on"),
-        (0, False, "the data has 0 samples, batch_size is 5: nothing to train on"),
-    ],
-)
-def test_too_few_samples_are_told_at_once(length: int, drop_last: bool, way_out: str) -> None:
-    with pytest.raises(UserError) as error:
+@pytest.mark.parametrize(("length", "drop_last", "way_out"), [(4, True, ("drop_last",)), (0, True, ()), (0, False, ())])
+def test_too_few_samples_are_refused_at_once(length: int, drop_last: bool, way_out: tuple[str, ...]) -> None:
+    with refused(UserError, length, "batch_size", 5, *way_out):
         bound(Numbers(length), drop_last=drop_last)
-    assert str(error.value) == way_out
 
 
-def test_a_batch_too_small_for_the_ranks_is_told_at_once() -> None:
-    with pytest.raises(UserError, match="batch_size is 3: too small for 4 ranks"):
+def test_a_batch_too_small_for_the_ranks_is_refused_at_once() -> None:
+    with refused(UserError, "batch_size", 3, 4):
         bound(Numbers(), batch_size=3, num_ranks=4)
 
 
@@ -205,7 +198,7 @@ def replaced(at: int, value: Any) -> Numbers:
 @pytest.mark.parametrize(("value", "kind"), [(numpy.zeros(4), "ndarray"), (("x.png", 3), "str"), (None, "NoneType")])
 def test_a_sample_that_is_no_tensor_is_named(value: Any, kind: str, workers: int) -> None:
     feed = bound(replaced(17, value), drop_last=False, workers=workers)
-    with pytest.raises(UserError, match=f"sample 17 of the data is a {kind}, expected a tensor c h w") as caught:
+    with refused(UserError, 17, kind) as caught:
         list(feed.batches(0))
     traceback.clear_frames(caught.tb)  # or the workers are only let go when garbage is collected, which takes seconds
 
@@ -248,7 +241,7 @@ def test_two_loops_may_share_a_feed() -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("workers", -1), ("prefetch", 0)])
 def test_a_bad_option_is_refused_by_name(key: str, value: int) -> None:
-    with pytest.raises(ValueError, match=key):
+    with refused(ValueError, key, value):
         Feed(Numbers(), **{key: value})  # type: ignore[arg-type]
 
 
@@ -339,4 +332,4 @@ class Rows:
 feed = Feed(Rows(), workers=1).bind(4)
 print(len(list(feed.batches(0))))
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True).stdout == b"2\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=True).stdout == b"2\n"

@@ -1,6 +1,5 @@
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from PIL import Image
 
 from hookdiff import UserError
 from hookdiff.data import Feed, Folder, Store
+from tests.conftest import refused
 
 Write = Callable[..., list[Path]]
 
@@ -53,9 +53,7 @@ def test_labels_may_be_left_out(tmp_path: Path, write_folder: Write) -> None:
     write_folder(tmp_path, 4)
     Image.new("L", (3, 3)).save(tmp_path / "alone.png")
     assert Folder(str(tmp_path), "none").labels is None
-    with pytest.raises(
-        ValueError, match=r"1 of 5 images are in no class folder but in .* \(alone.png\): move them, or"
-    ):
+    with refused(ValueError, 1, 5, tmp_path, "alone.png"):
         Folder(str(tmp_path))
 
 
@@ -73,7 +71,7 @@ def test_links_are_followed_once(tmp_path: Path, write_folder: Write) -> None:
         (["dog", "ape", "dog"], [1, 0, 1], ("ape", "dog")),
         ([3, 0, 3], [3, 0, 3], None),
         (["3", "-1", "3"], [3, -1, 3], None),
-        (["1", "2x", "1"], None, "some labels are whole numbers and some are not, as '2x'"),
+        (["1", "2x", "1"], None, "'2x'"),
     ],
 )
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
@@ -89,7 +87,7 @@ def test_labels_from_a_file(
         text = "\n\n".join(json.dumps({column: name, "label": label}) for name, label in rows)
     (tmp_path / f"labels.{kind}").write_text(text, "utf-8")
     if expected is None:
-        with pytest.raises(ValueError, match=classes):
+        with refused(ValueError, f"labels.{kind}", classes):
             Folder(str(tmp_path), f"labels.{kind}")
         return
     data = Folder(str(tmp_path), f"labels.{kind}")
@@ -101,54 +99,55 @@ ROWS = "file,label\nant/000.png,a\nbee/001.png,b\ncat/002.png,c\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "facts"),
     [
-        ("l.csv", "name,class\na.png,3\n", "l.csv: line 2: expected file and label, got name, class"),
-        ("l.csv", ROWS + "x.png,3\n", "l.csv names 1 files that are not in .*: x.png"),
-        ("l.csv", ROWS + "ant/00.png,3\n", "not in .*: ant/00.png; did you mean 'ant/000.png'"),
-        ("l.csv", ROWS[:25], "l.csv has no label for 2 of 3 images: bee/001.png, cat/002.png"),
-        ("l.csv", ROWS[:23], "l.csv: line 2: ant/000.png has no label"),
-        ("l.csv", ROWS + "ant/000.png,b\n", "l.csv: line 5: ant/000.png has been given another label before"),
-        ("l.csv", b"file,label\n\xff\xfe,3\n", "l.csv: not UTF-8"),
-        ("l.jsonl", '{"file": "ant/000.png", "label": 1.5}', "expected a name or a number from 0 on as label, got 1.5"),
-        ("l.jsonl", '{"file": "ant/000.png", "label": true}', "label, got True"),
-        ("l.jsonl", '{"file": "ant/000.png", "label": -2}', "label, got -2"),
-        ("l.jsonl", '{"file": "ant/000.png", "label": null}', "l.jsonl: line 1: ant/000.png has no label"),
-        ("l.jsonl", '\n{"file": ', "l.jsonl: line 2: not JSON"),
-        ("l.jsonl", "[1]", r"l.jsonl: line 1: expected an object, got \[1\]"),
-        ("l.txt", ROWS, "l.txt: expected labels in a .csv or a .jsonl"),
-        ("label.csv", ROWS, "there is no 'l.csv', in .* or here; did you mean 'label.csv'"),
+        ("l.csv", "name,class\na.png,3\n", ("line 2", "file", "label", "name, class")),
+        ("l.csv", ROWS + "x.png,3\n", (1, "x.png")),
+        ("l.csv", ROWS + "ant/00.png,3\n", ("ant/00.png", "'ant/000.png'")),
+        ("l.csv", ROWS[:25], (2, 3, "bee/001.png", "cat/002.png")),
+        ("l.csv", ROWS[:23], ("line 2", "ant/000.png")),
+        ("l.csv", ROWS + "ant/000.png,b\n", ("line 5", "ant/000.png")),
+        ("l.csv", b"file,label\n\xff\xfe,3\n", ("UTF-8",)),
+        ("l.jsonl", '{"file": "ant/000.png", "label": 1.5}', (0, 1.5)),
+        ("l.jsonl", '{"file": "ant/000.png", "label": true}', (True,)),
+        ("l.jsonl", '{"file": "ant/000.png", "label": -2}', (-2,)),
+        ("l.jsonl", '{"file": "ant/000.png", "label": null}', ("line 1", "ant/000.png")),
+        ("l.jsonl", '\n{"file": ', ("line 2", "JSON")),
+        ("l.jsonl", "[1]", ("line 1", "[1]")),
+        ("l.txt", ROWS, (".csv", ".jsonl")),
+        ("label.csv", ROWS, ("'label.csv'",)),
     ],
 )
 def test_a_broken_file_of_labels_is_told_with_its_line(
-    tmp_path: Path, write_folder: Write, name: str, text: str | bytes, message: str
+    tmp_path: Path, write_folder: Write, name: str, text: str | bytes, facts: Any
 ) -> None:
     write_folder(tmp_path, 3)
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=message):
-        Folder(str(tmp_path), "l.csv" if name == "label.csv" else name)
+    asked = "l.csv" if name == "label.csv" else name
+    with refused(ValueError, asked, *facts):
+        Folder(str(tmp_path), asked)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "pictures" / "x").mkdir(parents=True)
-    for wrong, message in [
-        ("pictuers", f"{tmp_path} has no 'pictuers'; did you mean 'pictures'"),
-        ("picture/x", f"{tmp_path} has no 'picture'; did you mean 'pictures'"),
-        ("pictures/y", f"{tmp_path}/pictures has no 'y'"),
+    for wrong, *facts in [
+        ("pictuers", tmp_path, "'pictuers'", "'pictures'"),
+        ("picture/x", tmp_path, "'picture'", "'pictures'"),
+        ("pictures/y", tmp_path / "pictures", "'y'"),
     ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with refused(ValueError, *facts):
             Folder(str(tmp_path / wrong))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="file is no folder"):
+    with refused(ValueError, tmp_path / "file"):
         Folder(str(tmp_path / "file"))
 
 
 def test_a_folder_without_images(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no image \(.png, .*\); it is empty"):
+    with refused(ValueError, tmp_path, ".png", "empty"):
         Folder(str(tmp_path))
     for name in ("a.heic", "b.heic", "c.txt"):
         (tmp_path / name).write_text("")
-    with pytest.raises(ValueError, match=r"has no image \(.*\); found: 2 .heic, 1 .txt"):
+    with refused(ValueError, tmp_path, "2 .heic", "1 .txt"):
         Folder(str(tmp_path))
 
 
@@ -158,7 +157,7 @@ def test_a_link_to_nothing_is_an_image_that_cannot_be_read(tmp_path: Path, write
     place: Any
     for place in ("memory", "disk"):
         kept = Store(store=place, cache_dir=str(tmp_path / "cache"))
-        with pytest.raises(UserError, match=r"1 of 4 images cannot be read .*\n.*gone.png: No such file or directory"):
+        with refused(UserError, 1, 4, "gone.png"):
             Feed(Folder(str(tmp_path / "set")), store=kept)
 
 

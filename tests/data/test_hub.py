@@ -9,6 +9,7 @@ import torch
 
 from hookdiff import Feed, UserError
 from hookdiff.data import HuggingFace, Store, Transforms
+from tests.conftest import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -66,7 +67,7 @@ def test_a_saved_set_with_splits(tmp_path: Path, alone: Any, made: Any, noise: A
     alone.DatasetDict({"train": made, "test": made.select(range(3))}).save_to_disk(str(tmp_path / "saved"))
     assert_is(HuggingFace(str(tmp_path / "saved")), noise, [k % 3 for k in range(9)], ("ant", "bee", "cat"))
     assert len(HuggingFace(str(tmp_path / "saved"), split="test")) == 3
-    with pytest.raises(ValueError, match=r"no split 'tets'; did you mean 'test'.* it has train, test"):
+    with refused(ValueError, "'tets'", "'test'", "train, test"):
         HuggingFace(str(tmp_path / "saved"), split="tets")
 
 
@@ -94,28 +95,28 @@ def _bytes(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "facts"),
     [
-        ({"image_column": "pixel"}, "has no column 'pixel'; did you mean 'pixels'.*: say image_column"),
-        ({"image_column": "count"}, "the column 'count' holds .*, expected images"),
-        ({"label_column": "kidn"}, "has no column 'kidn'; did you mean 'kind'"),
-        ({"label_column": "pixels"}, "the column 'pixels' holds .*, expected whole numbers or names"),
+        ({"image_column": "pixel"}, ("'pixel'", "'pixels'", "image_column")),
+        ({"image_column": "count"}, ("'count'",)),
+        ({"label_column": "kidn"}, ("'kidn'", "'kind'")),
+        ({"label_column": "pixels"}, ("'pixels'",)),
     ],
 )
-def test_columns_that_are_not_there(tmp_path: Path, made: Any, options: Any, message: str) -> None:
+def test_columns_that_are_not_there(tmp_path: Path, made: Any, options: Any, facts: Any) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, *facts):
         HuggingFace(str(tmp_path / "saved"), **options)
 
 
 def test_sets_that_are_not_there(tmp_path: Path, made: Any) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(ValueError, match="savde: no such file or folder; did you mean 'saved'"):
+    with refused(ValueError, "savde", "'saved'"):
         HuggingFace(str(tmp_path / "savde"))
-    with pytest.raises(ValueError, match=r"^nobody/nothing: "):
+    with refused(ValueError, "nobody/nothing"):
         HuggingFace("nobody/nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty: "):
+    with refused(ValueError, tmp_path / "empty"):
         HuggingFace(str(tmp_path / "empty"))
 
 
@@ -137,5 +138,5 @@ def test_it_trains_as_any_source(tmp_path: Path, made: Any) -> None:
 def test_images_that_are_missing_are_told(tmp_path: Path, alone: Any, noise: Any) -> None:
     rows = {"image": [noise(0, 4, 4), None, noise(2, 4, 4)]}
     alone.Dataset.from_dict(rows, features=alone.Features({"image": alone.Image()})).save_to_disk(str(tmp_path / "set"))
-    with pytest.raises(UserError, match=r"1 of 3 images cannot be read .*\n.*set\[1\]: there is no image"):
+    with refused(UserError, 1, 3, "set[1]"):
         Feed(HuggingFace(str(tmp_path / "set")))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hookdiff.data import fashion_mnist
+from tests.conftest import refused
 
 
 def idx(values: Any) -> bytes:
@@ -44,26 +45,26 @@ def test_what_is_downloaded_is_not_asked_for_again(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "facts"),
     [
-        ("train-images-idx3-ubyte", None, "has no train-images-idx3-ubyte, gzipped or not, .* download = true?"),
-        ("train-images-idx3-ubyte", idx(IMAGES)[:-1], "torn: its header says 5 x 28 x 28 bytes, there are 3919"),
-        ("train-images-idx3-ubyte", b"\0\0", "is no idx file of bytes in 3 dimensions"),
-        ("train-labels-idx1-ubyte", idx(IMAGES), "is no idx file of bytes in 1 dimensions"),
-        ("train-labels-idx1-ubyte", idx(LABELS[:4]), "5 images, but 4 labels"),
+        ("train-images-idx3-ubyte", None, ("download",)),
+        ("train-images-idx3-ubyte", idx(IMAGES)[:-1], ("5 x 28 x 28", 3919)),
+        ("train-images-idx3-ubyte", b"\0\0", (3,)),
+        ("train-labels-idx1-ubyte", idx(IMAGES), (1,)),
+        ("train-labels-idx1-ubyte", idx(LABELS[:4]), (5, 4)),
     ],
 )
-def test_a_broken_file_is_told(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_a_broken_file_is_told(tmp_path: Path, name: str, content: bytes | None, facts: Any) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(IMAGES))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(LABELS))
     (tmp_path / name).unlink()
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, name if content != idx(LABELS[:4]) else tmp_path, *facts):
         fashion_mnist(str(tmp_path))
 
 
 def test_a_torn_gzip_is_told(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(IMAGES))[:50])
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz: cannot be read: "):
+    with refused(ValueError, "train-images-idx3-ubyte.gz"):
         fashion_mnist(str(tmp_path))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hookdiff import Feed, InMemory, UserError
 from hookdiff.data.order import split, stand_ins, successors
+from tests.conftest import refused
 
 CPU = torch.device("cpu")
 
@@ -25,7 +26,7 @@ def test_what_is_held_out_is_never_trained_on(labels: list[int] | None, amount: 
     length = 100 if labels is None else len(labels)
     count = amount if isinstance(amount, int) else round(amount * length)
     if not 0 < count < length:
-        with pytest.raises(UserError, match=f"held_out = {amount} of {length} samples is {count}"):
+        with refused(UserError, "held_out", amount, length, count):
             feed_of(labels, held_out=amount)
         return
     feed = feed_of(labels, held_out=amount, seed=seed)
@@ -67,14 +68,14 @@ def test_each_epoch_balances_with_others() -> None:
 
 
 def test_balance_needs_labels() -> None:
-    with pytest.raises(UserError, match="balanced: the source has no labels"):
+    with refused(UserError, "balanced", "labels"):
         feed_of(None, balanced=True)
 
 
 def test_counts_of_an_epoch_are_of_what_is_trained_on() -> None:
     feed = feed_of(None, batch_size=8, held_out=0.1)
     assert (len(feed), feed.num_batches, len(list(feed.batches(0)))) == (88, 11, 11)
-    with pytest.raises(UserError, match="the data has 5 samples, batch_size is 8"):
+    with refused(UserError, 5, "batch_size", 8):
         feed_of(None, batch_size=8, held_out=95)
 
 
@@ -98,7 +99,7 @@ def test_who_stands_in_is_of_the_same_part(length: int, data: Any) -> None:
     following = successors((training, out), length)
     parts = [part for part in (training, out) if len(part)]
     if any(torn[part].all() for part in parts):
-        with pytest.raises(UserError, match="no sample of the data can be read"):
+        with pytest.raises(UserError):
             stand_ins(following, torn)
         return
     rows = stand_ins(following, torn)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hookdiff import Feed, InMemory, UserError
 from hookdiff.data import Arrays, Folder, Store, Transforms
+from tests.conftest import check_facts, refused
 
 Noise = Callable[..., Image.Image]
 Write = Callable[..., list[Path]]
@@ -25,10 +26,11 @@ def feed_of(path: Path, *, store: Any = "memory", unreadable: Any = "stop", **tr
     return Feed(Folder(str(path)), transforms=Transforms(**transforms), store=kept)
 
 
-def refused(path: Path, **options: Any) -> str:
+def refusal(path: Path, **options: Any) -> list[str]:
+    """Return the lines of the error."""
     with pytest.raises(UserError) as caught:
         feed_of(path, **options)
-    return str(caught.value)
+    return str(caught.value).splitlines()
 
 
 @pytest.mark.parametrize("store", PLACES)
@@ -36,8 +38,8 @@ def test_sizes_that_differ_need_one(tmp_path: Path, write_folder: Write, noise: 
     root = tmp_path / "set"
     write_folder(root, 6)
     noise(9, 20, 30).save(root / "ant" / "big.png")
-    message = "the images have 2 sizes (6 of 12 x 9, 1 of 20 x 30): say image_size, the side to train on"
-    assert refused(root, store=store) == message
+    with refused(UserError, "6 of 12 x 9", "1 of 20 x 30", "image_size"):
+        feed_of(root, store=store)
     assert feed_of(root, store=store, image_size=9).shape == (3, 9, 9)
 
 
@@ -46,9 +48,10 @@ def test_grey_among_colour_needs_a_word(tmp_path: Path, write_folder: Write, noi
     root = tmp_path / "set"
     write_folder(root, 6)
     noise(9, 12, 9, "L").save(root / "bee" / "grey.png")
-    told = refused(root, store=store).splitlines()
-    assert told[0] == "1 images are grey, 6 are in colour: say channels = 1 or 3"
-    assert told[1:] == [f"  {root}/bee/grey.png (12 x 9)", f"  {root}/ant/000.png (12 x 9)"]
+    counts, grey, colour = refusal(root, store=store)
+    check_facts(counts, 1, 6, "channels", 3)
+    check_facts(grey, root / "bee" / "grey.png", "12 x 9")
+    check_facts(colour, root / "ant" / "000.png", "12 x 9")
     for channels in (1, 3):
         feed = feed_of(root, store=store, channels=channels)
         (batch,) = feed.plain(torch.arange(7))
@@ -57,28 +60,32 @@ def test_grey_among_colour_needs_a_word(tmp_path: Path, write_folder: Write, noi
 
 
 @pytest.mark.parametrize("store", PLACES)
-def test_nothing_is_enlarged_unless_told(tmp_path: Path, write_folder: Write, noise: Noise, store: Any) -> None:
+def test_golden_message_of_images_that_are_too_small(
+    tmp_path: Path, write_folder: Write, noise: Noise, store: Any
+) -> None:
     root = tmp_path / "set"
     write_folder(root, 6, size=(20, 16))
     for k in range(7):
         noise(k, 15 - k, 40).save(root / "cat" / f"thin{k}.png")
-    told = refused(root, store=store, image_size=16).splitlines()
-    assert told[0] == "7 of 13 images are smaller than image_size = 16; upscale = true enlarges them:"
-    assert told[1:] == [*(f"  {root}/cat/thin{k}.png ({15 - k} x 40)" for k in range(5)), "  and 2 more"]
-    assert "smaller than resize = 17" in refused(root, store=store, image_size=4, resize=17)
+    assert refusal(root, store=store, image_size=16) == [
+        "7 of 13 images are smaller than image_size = 16; upscale = true enlarges them:",
+        *(f"  {root}/cat/thin{k}.png ({15 - k} x 40)" for k in range(5)),
+        "  and 2 more",
+    ]
+    with refused(UserError, 13, "resize", 17, "upscale"):
+        feed_of(root, store=store, image_size=4, resize=17)
     assert feed_of(root, store=store, image_size=16, upscale=True).shape == (3, 16, 16)
 
 
 @pytest.mark.parametrize("store", PLACES)
-def test_what_is_no_image_is_told_or_left_out(tmp_path: Path, write_folder: Write, store: Any) -> None:
+def test_what_is_no_image_is_listed_or_left_out(tmp_path: Path, write_folder: Write, store: Any) -> None:
     root = tmp_path / "set"
     paths = write_folder(root, 9)
     paths[2].write_bytes(b"no image at all")
     paths[5].write_bytes(b"")
-    told = refused(root, store=store).splitlines()
-    assert told[0] == "2 of 9 images cannot be read (unreadable = 'skip' leaves them out):"
-    assert told[1].startswith(f"  {paths[2]}: ")
-    assert told[2].startswith(f"  {paths[5]}: ")
+    counts, *lines = refusal(root, store=store)
+    check_facts(counts, 2, 9, "unreadable", "'skip'")
+    assert [line.split(": ")[0] for line in lines] == [f"  {paths[2]}", f"  {paths[5]}"]
     feed = feed_of(root, store=store, unreadable="skip")
     assert len(feed.source) == 9  # positions stay those of the whole set
     assert feed.training.tolist() == [0, 1, 3, 4, 6, 7, 8]
@@ -96,9 +103,9 @@ def torn(path: Path) -> None:
 def test_torn_pixels_are_found_where_all_are_decoded(tmp_path: Path, write_folder: Write, store: Any) -> None:
     root = tmp_path / "set"
     torn(write_folder(root, 9)[4])
-    told = refused(root, store=store)
-    assert told.startswith("1 of 9 images cannot be read (unreadable = 'skip' leaves them out):\n")
-    assert "004.png: image file is truncated" in told
+    counts, line = refusal(root, store=store)
+    check_facts(counts, 1, 9, "unreadable", "'skip'")
+    check_facts(line, "004.png")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -108,10 +115,9 @@ def test_torn_pixels_that_are_met_later_stop_the_run(tmp_path: Path, write_folde
     torn(path)
     feed = Feed(Folder(str(root)), store=Store(store="none"), workers=workers)
     feed.bind(3)
-    with pytest.raises(UserError) as caught:
+    with refused(UserError, path) as caught:
         list(feed.batches(0))
     traceback.clear_frames(caught.tb)  # or the workers are only let go when garbage is collected, which takes seconds
-    assert str(caught.value).startswith(f"{path}: image file is truncated")
     assert "Traceback" not in str(caught.value)
 
 
@@ -139,20 +145,25 @@ def test_another_stands_in_for_what_is_torn(
     for inputs, indices in found[1:]:
         assert torch.equal(inputs, found[0][0])
         assert torch.equal(indices, found[0][1])
-    told = [record.getMessage() for record in caplog.records]
-    assert sum("3 of 12 images cannot be read and are left out, as" in line for line in told) == 2
-    assert any(re.search(r"00\d.png cannot be read, another stands in \(\d so far\)", line) for line in told)
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    counts = [message for message in caplog.messages if {"3", "12"} <= set(message.split())]
+    assert len(counts) == 2  # in memory and on disk, where all are decoded at once
+    met = [message for message in caplog.messages if message not in counts]
+    assert met
+    assert all(any(str(paths[k]) in message for k in (3, 4, 11)) for message in met)
 
 
 @pytest.mark.parametrize("store", PLACES)
-def test_nothing_readable_is_told_whatever_is_skipped(tmp_path: Path, write_folder: Write, store: Any) -> None:
+def test_a_set_without_a_readable_image_is_refused_whatever_is_skipped(
+    tmp_path: Path, write_folder: Write, store: Any
+) -> None:
     root = tmp_path / "set"
     for path in write_folder(root, 7):
         path.write_bytes(b"GIF89a")
-    told = refused(root, store=store, unreadable="skip").splitlines()
-    assert told[0] == "none of the 7 images can be read:"
-    assert len(told) == 7
-    assert told[-1] == "  and 2 more"
+    counts, *lines, rest = refusal(root, store=store, unreadable="skip")
+    check_facts(counts, 7)
+    assert len(lines) == 5
+    check_facts(rest, 2)
 
 
 def test_images_that_need_no_look_are_not_opened() -> None:
@@ -172,9 +183,9 @@ def test_images_that_need_no_look_are_not_opened() -> None:
     assert (feed.shape, feed.describe(3), len(feed.training)) == ((3, 4, 5), "told 3", 7)
 
 
-def test_nothing_is_told(tmp_path: Path) -> None:
+def test_a_source_without_samples_is_refused(tmp_path: Path) -> None:
     numpy.save(tmp_path / "none.npy", numpy.zeros((0, 3, 8, 8), numpy.uint8))
-    with pytest.raises(UserError, match="the source has no samples: nothing to train on"):
+    with refused(UserError, "samples"):
         Feed(Arrays(str(tmp_path / "none.npy")))
 
 
@@ -189,13 +200,13 @@ def test_auto_keeps_in_memory_what_fits(tmp_path: Path, write_folder: Write) -> 
 
 @pytest.mark.parametrize("store", ["disk", "none"])
 def test_what_is_in_memory_stays_there(store: Any) -> None:
-    with pytest.raises(UserError, match=f"store = '{store}': this source is in memory already"):
+    with refused(UserError, "store", f"'{store}'", "memory"):
         Feed(InMemory(torch.zeros(4, 1, 2, 2)), store=Store(store=store))
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_items_that_may_change_are_not_kept(store: Any) -> None:
-    with pytest.raises(UserError, match=f"store = '{store}': the items of list may differ each time and are not kept"):
+    with refused(UserError, "store", f"'{store}'", "list"):
         Feed([torch.zeros(1, 2, 2)], store=Store(store=store))
 
 
@@ -205,7 +216,7 @@ def test_a_source_without_fingerprint_has_no_cache(tmp_path: Path, write_folder:
     class Plain(Folder):
         fingerprint: Any = property()
 
-    with pytest.raises(UserError, match=r"store = 'disk': Plain cannot tell when its data changes"):
+    with refused(UserError, "store", "'disk'", "Plain"):
         Feed(Plain(str(tmp_path / "set")), store=Store(store="disk", cache_dir=str(tmp_path)))
 
 
@@ -216,11 +227,9 @@ def test_a_tensor_is_resized_too() -> None:
     (batch,) = feed.plain(torch.arange(5))
     expected = torch.stack([Transforms(image_size=4, channels=3).fit(image) for image in images])
     assert float((batch.inputs - (expected.float() / 127.5 - 1)).abs().max()) < 2.1 / 127.5
-    with pytest.raises(UserError, match="the images, 1 x 8 x 12, are smaller than image_size = 9; upscale = true"):
+    with refused(UserError, "1 x 8 x 12", "image_size", 9, "upscale"):
         Feed(images, transforms=Transforms(image_size=9))
-    with pytest.raises(
-        UserError, match="image_size and channels are for uint8 images of 1 or 3 channels; these are 7 x"
-    ):
+    with refused(UserError, "image_size", "channels", "uint8", 1, 3, "7 x 8 x 8"):
         Feed(torch.zeros(3, 7, 8, 8), transforms=Transforms(image_size=4))
 
 
@@ -229,9 +238,9 @@ def test_latents_may_be_mirrored_but_have_no_colour() -> None:
     feed = Feed(latents, transforms=Transforms(flip=1.0)).bind(4)
     (batch,) = feed.batches(0)
     assert torch.equal(batch.inputs, latents[feed.order(0)].flip(-1))
-    with pytest.raises(UserError, match="color_jitter is for images of 1 or 3 channels, these have 7"):
+    with refused(UserError, "color_jitter", 1, 3, 7):
         Feed(latents, transforms=Transforms(color_jitter=(0.1, 0.0, 0.0, 0.0)))
-    with pytest.raises(UserError, match="the data is no images c h w but 4: nothing to augment"):
+    with refused(UserError, 4):
         Feed(torch.zeros(9, 4), transforms=Transforms(flip=True)).bind(4)
 
 
@@ -240,12 +249,13 @@ def test_items_may_be_pictures_of_pillow(noise: Noise) -> None:
     feed = Feed(items, transforms=Transforms(image_size=8), drop_last=False)
     (batch,) = feed.bind(6).batches(0)
     assert (feed.shape, batch.inputs.shape) == ((3, 8, 8), (6, 3, 8, 8))
-    with pytest.raises(
-        UserError, match=r"sample \d of the data is 3 x 9 x \d+ of torch.uint8, sample \d is .*: say image_"
-    ):
+    with refused(UserError, "uint8", "image_size") as caught:
         list(Feed(items).bind(6).batches(0))
+    sizes = {int(width) for width in re.findall(r"3 x 9 x (\d+)", str(caught.value))}
+    assert len(sizes) == 2
+    assert sizes <= set(range(9, 15))
     small = Feed([noise(0, 9, 9)] * 4, transforms=Transforms(image_size=10))
-    with pytest.raises(UserError, match=r"sample \d of the data: 9 x 9 is smaller than 10 x 10"):
+    with refused(UserError, "9 x 9", "10 x 10"):
         list(small.bind(4).batches(0))
 
 

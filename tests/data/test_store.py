@@ -1,4 +1,5 @@
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Feed, UserError
 from hookdiff.data import Folder, Store, Transforms
+from tests.conftest import refused
 
 Write = Callable[..., list[Path]]
 CPU = torch.device("cpu")
@@ -76,16 +78,24 @@ def test_where_samples_live_changes_no_pixel(
 
 def test_workers_change_no_pixel_and_stay_for_the_next_epoch(root: Path) -> None:
     memory, workers = feed_of(root, "memory"), feed_of(root, "none", workers=2)
+    others = multiprocessing.active_children()
+
+    def pids() -> set[int | None]:
+        return {process.pid for process in multiprocessing.active_children() if process not in others}
+
+    running = []
     for epoch in range(3):
         assert_equal(rows(workers.batches(epoch)), rows(memory.batches(epoch)))
-    (loader,) = workers._idle
-    running = [process.pid for process in loader.loader._iterator._workers]  # type: ignore[union-attr]
+        running.append(pids())
+    assert len(running[0]) == 2
+    assert running[1:] == running[:1] * 2
     half = workers.batches(3)
     next(half)
     half.close()  # left in its middle: its workers are not used again
     assert_equal(rows(workers.batches(3)), rows(memory.batches(3)))
     assert_equal(rows(workers.batches(1, 10)), rows(memory.batches(1, 10)))
-    assert all(pid != process.pid for pid in running for process in workers._idle[0].loader._iterator._workers)  # type: ignore[union-attr]
+    assert len(pids()) == 2
+    assert not pids() & running[0]
 
 
 def test_two_epochs_may_be_read_at_once(root: Path) -> None:
@@ -131,7 +141,7 @@ if __name__ == "__main__":
 def test_workers_may_be_started_anew(root: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWN)
-    done = subprocess.run([sys.executable, script, root / "set"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, root / "set"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
 
 
@@ -201,14 +211,14 @@ def test_a_cache_remembers_what_cannot_be_read(own: tuple[Path, list[Path]]) -> 
         feed = Feed(Folder(str(root / "set")), store=kept)
         assert feed.training.tolist() == [0, 2, 3, 4, 5]
         assert list(feed.source.torn) == [4]
-    with pytest.raises(UserError, match=r"1 of 6 images cannot be read .*\n.*003.png: no image that Pillow knows"):
+    with refused(UserError, 1, 6, paths[1]):
         feed_of(root, "disk")
 
 
 def test_a_place_that_cannot_be_written_is_told(own: tuple[Path, list[Path]]) -> None:
     root, _ = own
     (root / "cache").write_text("a file")
-    with pytest.raises(UserError, match=r"cache: cannot be written: "):
+    with refused(UserError, root / "cache"):
         feed_of(root, "disk")
 
 

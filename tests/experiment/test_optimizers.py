@@ -21,6 +21,7 @@ from hookdiff.experiment.part import Part
 from hookdiff.experiment.probe import try_config
 from hookdiff.state import as_tuple
 from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
+from tests.conftest import check_facts, refused
 
 
 def part(kind: Any, **arguments: Any) -> Part:
@@ -74,7 +75,7 @@ def test_weight_decay_is_for_matrices_and_kernels() -> None:
 
 
 def test_a_pattern_that_names_no_weight_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^optimizer\.no_decay: no weight's name matches '\*positon'; did you mean"):
+    with refused(ConfigError, "optimizer.no_decay", "'*positon'", "'position'"):
         built(Parts(), no_decay=["*positon"])
 
 
@@ -132,7 +133,7 @@ def test_every_weight_that_is_trained_is_in_one_group(model: nn.Module, kind: An
     patterns = data.draw(st.lists(st.sampled_from(["auto", *names]), max_size=3))
     nothing = not any(w.role == "matrix" for w in weights_of(model)) if kind is muon else not wanted
     if nothing:
-        with pytest.raises(ConfigError, match=r"nothing to train|takes matrices"):
+        with refused(ConfigError, "optimizer"):
             built(model, kind, patterns)
         return
     held = [
@@ -164,18 +165,17 @@ def test_muon_leaves_matrices_to_adamw_on_request() -> None:
     first, second = built(model, muon, adamw=("0.*",))
     assert first.param_groups[0]["params"] == [model[1].weight]
     assert len([p for group in second.param_groups for p in group["params"]]) == 3
-    with pytest.raises(ConfigError, match=r"^optimizer\.adamw: no weight's name matches '2\.\*'"):
+    with refused(ConfigError, "optimizer.adamw", "'2.*'"):
         built(model, muon, adamw=("2.*",))
-    with pytest.raises(ConfigError, match=r"^optimizer: muon takes matrices, .* nearest: 'adamw'$"):
+    with refused(ConfigError, "optimizer", "muon", "'adamw'"):
         built(model, muon, adamw=("*",))
 
 
 def test_muon_says_how_little_of_a_model_it_has(caplog: pytest.LogCaptureFixture) -> None:
     built(Parts(), muon)  # its matrix has 12 of 136 parameters, kernels have 54 + 24
-    (told,) = caplog.messages
-    first, advice = told.splitlines()
-    assert first == "muon: has 8.8% of the parameters, and AdamW the other 91.2%, most of them convolutions (57.4%)"
-    assert advice.endswith("optimizer.use = 'adamw' may do as well")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    check_facts(record.getMessage(), "muon", "8.8%", "91.2%", "convolutions", "57.4%", "optimizer.use", "'adamw'")
     caplog.clear()
     built(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(6)), muon)  # half
     assert not caplog.messages
@@ -219,7 +219,7 @@ def test_muons_updates_are_as_large_as_those_of_adamw_whatever_the_shape(shape: 
         (torch.optim.Adadelta, {}, None),
     ],
 )
-def test_optimizers_are_fused_unless_told_otherwise(kind: Any, arguments: Any, expected: Any) -> None:
+def test_optimizers_are_fused_unless_another_kernel_is_set(kind: Any, arguments: Any, expected: Any) -> None:
     (optimizer,) = built(nn.Linear(1, 1), kind, **arguments)
     assert optimizer.param_groups[0].get("fused") == expected
 
@@ -253,22 +253,21 @@ def test_the_fused_ones_transfer_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "facts"),
     [
-        ({"lr": -1.0}, "Invalid learning rate: -1"),
-        ({"capturable": True, "fused": False}, "If capturable=True"),
-        ({"differentiable": True}, "a leaf Variable that requires grad"),
-        ({"fused": True, "foreach": True}, "`fused` and `foreach` cannot be `True` together"),
+        ({"lr": -1.0}, (-1.0,)),
+        ({"capturable": True, "fused": False}, ("capturable",)),
+        ({"differentiable": True}, ()),
+        ({"fused": True, "foreach": True}, ("fused", "foreach")),
     ],
 )
-def test_what_could_not_make_a_step_is_told_before_training(arguments: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_an_optimizer_that_could_not_make_a_step_is_refused_before_training(arguments: Any, facts: Any) -> None:
+    with refused(ConfigError, "optimizer", *facts):
         built(toy_model(), torch.optim.AdamW, **arguments)
-    assert str(caught.value).startswith(f"optimizer: {message}")
 
 
 def test_a_model_without_a_weight_to_train_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^optimizer: no weight of the model requires a gradient"):
+    with refused(ConfigError, "optimizer", "weight", "gradient"):
         built(toy_model().requires_grad_(False))
 
 
@@ -326,9 +325,9 @@ def test_every_optimizer_trains_and_resumes_to_the_bit(name: str, tmp_path: Path
     assert_same(weights(again), after)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("lbfgs", "a closure"), ("torch.optim:SparseAdam", "sparse gradients")])
+@pytest.mark.parametrize(("name", "reason"), [("lbfgs", "closure"), ("torch.optim:SparseAdam", "sparse")])
 def test_optimizers_that_cannot_train_here_are_refused_with_the_reason(tmp_path: Path, name: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=rf"optimizer\.use: '{name}' cannot train here: .*{reason}"):
+    with refused(ConfigError, "optimizer.use", repr(name), reason):
         load(tmp_path, use=name)
 
 
@@ -337,19 +336,15 @@ def test_an_optimizer_of_ones_own_that_needs_a_closure_is_refused(tmp_path: Path
         "import torch\nclass Needs(torch.optim.SGD):\n def step(self, closure): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"optimizer\.use: 'hd_needs:Needs' cannot train here: its step evaluates"):
+    with refused(ConfigError, "optimizer.use", "'hd_needs:Needs'", "closure"):
         load(tmp_path, use="hd_needs:Needs")
 
 
-def test_a_probe_tells_of_patterns_that_name_no_weight(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"\n  optimizer\.no_decay: no weight's name matches 'patch_inn\.weight'; did"
-    ):
+def test_a_probe_refuses_patterns_that_name_no_weight(tmp_path: Path) -> None:
+    with refused(ConfigError, "optimizer.no_decay", "'patch_inn.weight'", "'patch_in.weight'"):
         try_config(load(tmp_path, no_decay=["auto", "patch_inn.weight"]))
     try_config(load(tmp_path, no_decay=["auto", "patch_in.weight"]))
-    with pytest.raises(
-        ConfigError, match=r"\n  optimizer\.adamw: no weight's name matches 'patch_inn\.\*'; did you mean"
-    ):
+    with refused(ConfigError, "optimizer.adamw", "'patch_inn.*'"):
         try_config(load(tmp_path, use="muon", adamw=["patch_inn.*"]))
     try_config(load(tmp_path, use="muon", adamw=["patch_in.*"]))
 

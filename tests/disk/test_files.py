@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hookdiff.disk import check_tensors, new_file, new_folder, write_file, write_tensors
+from tests.conftest import refused
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -75,10 +76,10 @@ def test_tensors_may_share_memory_and_lie_in_any_order(tmp_path):
     [(torch.zeros(2, dtype=torch.complex128), "complex128"), (torch.eye(2).to_sparse(), "sparse_coo")],
 )
 def test_what_does_not_fit_is_named(tensor, kind, tmp_path):
-    with pytest.raises(TypeError, match=f"odd is a tensor of {kind}"):
+    with refused(TypeError, "odd", kind):
         write_tensors(tmp_path / "t", {"fine": torch.ones(1), "odd": tensor})
     assert not list(tmp_path.iterdir())
-    with pytest.raises(TypeError, match="odd"):
+    with refused(TypeError, "odd", kind):
         check_tensors({"odd": tensor})
 
 
@@ -103,7 +104,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
             write_file(path, b"half")
             raise OSError("no more")
 
-    with pytest.raises(OSError, match="no more"):
+    with refused(OSError, "no more"):
         fails()
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["one"]
     assert (tmp_path / "made" / "one").read_bytes() == b"first"
@@ -119,7 +120,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
             write_file(path / "two", b"half")
             raise OSError("no more")
 
-    with pytest.raises(OSError, match="no more"):
+    with refused(OSError, "no more"):
         fails()
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()} == {"one": b"second"}

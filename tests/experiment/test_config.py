@@ -1,6 +1,5 @@
 import contextlib
 import math
-import re
 import string
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +12,9 @@ from hypothesis import strategies as st
 
 from hookdiff import ConfigError, Every, UserError, experiment
 from hookdiff.data import Store, Transforms
-from hookdiff.experiment.config import Config, load_config, read_toml
+from hookdiff.experiment.config import SOURCES, Config, load_config, read_toml
 from hookdiff.experiment.discovery import installed
+from tests.conftest import check_facts, refused
 
 GOOD = {
     "run": {"steps": 20, "batch_size": 16, "plugins": ["ema", "lr"]},
@@ -44,13 +44,18 @@ def change(table, dotted, value):
 
 
 def problems(path, *args, **kwargs):
-    """Return the lines that are told of the config at `path`, after the first, which counts them."""
+    """Return the lines of the refusal of the config at `path`, after the first, which counts them."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, *args, **kwargs)
     first, *lines = str(caught.value).split("\n")
-    assert first == f"{path}: {len(lines)} problem{'s' * (len(lines) > 1)}"
+    check_facts(first, path, len(lines))
     assert all(line.startswith("  ") for line in lines)
     return [line[2:] for line in lines]
+
+
+def place(line):
+    """Return what comes first in a line: the key."""
+    return line.split(": ")[0]
 
 
 def test_a_good_config_is_read_with_its_types(path):
@@ -76,200 +81,193 @@ def test_numbers_and_times_have_their_types(path):
     assert type(config.plugins["lr"].arguments["min_ratio"]) is float
 
 
-TABLES = "run, data, model, diffusion, optimizer, sampling, plugins"
-SOURCES = "digits, folder, fashion-mnist, torchvision:NAME, huggingface, array"
-
-
 @pytest.mark.parametrize(
-    ("dotted", "value", "expected"),
+    ("dotted", "value", "facts"),  # the facts: the value that is refused, the nearest, what is allowed
     [
-        ("run.batchsize", 3, "run.batchsize: unknown key; did you mean 'batch_size'?; known: steps, epochs, "),
-        ("data.sorce", "x", "data.sorce: unknown key; did you mean 'source'?; known: image_size, resize, "),
-        ("model.chanels", 8, "model.chanels: unknown key; did you mean 'channels'?; known: in_channels, "),
-        ("plugins.ema.decya", 0.9, "plugins.ema.decya: unknown key; did you mean 'decay'?; known: decay, half_life, "),
-        ("modle", {}, f"modle: unknown table; did you mean 'model'?; known: {TABLES}"),
-        ("run", 3, "run: expected a table [run], got 3"),
-        ("model", ["unet"], "model: expected a table [model], got ['unet']"),
-        ("plugins", 3, "plugins: expected a table [plugins], got 3"),
-        ("plugins.ema", 3, "plugins.ema: expected a table [plugins.ema], got 3"),
-        ("plugins.emma", {}, "plugins.emma: no plugin of that name; did you mean 'ema'?"),
-        ("run.plugins", ["emma"], "run.plugins: no plugin named 'emma'; did you mean 'ema'?; installed: aim, "),
-        ("run.plugins", ["ema", "ema"], "run.plugins: 'ema' is listed twice"),
-        ("run.plugins", ["ema", "hookdiff_ema:EMA"], "run.plugins: 'ema' is listed twice"),
-        ("run.plugins", "ema", "run.plugins: expected a list, got 'ema'"),
-        ("run.plugins", ["ema", 3], "run.plugins: item 2: expected a string, got 3"),
-        ("run.plugins", ["ema", "nowhere:X"], "run.plugins: the plugin 'nowhere:X': cannot import nowhere: No module"),
-        ("run.plugins", ["ema", ":X"], "run.plugins: the plugin ':X': cannot import : "),
-        ("run.plugins", ["ema", "json:loads"], "run.plugins: the plugin 'json:loads' is a function, expected a class"),
-        ("run.seed", -1, "run.seed: must be >= 0: -1"),
-        ("run.seed", 2**63, f"run.seed: must be < {2**63}: {2**63}"),
-        ("run.steps", 0, "run.steps: must be >= 1: 0"),
-        ("run.steps", "many", "run.steps: expected an integer, got 'many'"),
-        ("run.epochs", 2, "run: set steps or epochs, not both"),
-        ("run.max_time", "2 epochs", "run.max_time: must be a time, as '30 min' or '3 h'"),
-        (
-            "run.max_time",
-            "soon",
-            "run.max_time: expected steps (500), epochs ('2 epochs') or time ('15 min'), got 'soon'",
-        ),
-        ("run.device", 0, "run.device: expected a string, got 0"),
-        ("data.workers", -1, "data.workers: must be >= 0: -1"),
-        ("data.drop_last", "no", "data.drop_last: expected true or false, got 'no'"),
-        (
-            "data.source",
-            "digit",
-            f"data.source: unknown 'digit'; did you mean 'digits'?; known: {SOURCES}, or module:Name",
-        ),
-        ("data.source", 3, f"data.source: expected a string, got 3; known: {SOURCES}, or module:Name"),
-        ("data.source", "folder", "data: folder needs path"),
-        ("data.source", "torchvision:MNST", "data.source: torchvision.datasets has no 'MNST'; did you mean 'MNIST'?"),
-        ("data.source", "torchvision:MNIST", "data: torchvision:MNIST needs root"),
-        ("data.image_size", 1, "data.image_size: must be >= 2: 1"),
-        ("data.resize", 32, "data.resize: needs image_size, the side of what is cut out"),
-        ("data.flip", 1.5, "data.flip: must be from 0 to 1, or true for a half: 1.5"),
-        ("data.flip", "yes", "data.flip: expected true or false or a number, got 'yes'"),
-        ("data.color_jitter", [1, 1], "data.color_jitter: expected a list of 4, got 2 items"),
-        ("data.color_jitter", [0, 0, 0, 1], "data.color_jitter: must be >= 0, and the fourth, of hue, <= 0.5: [0.0, "),
-        ("data.channels", 4, "data.channels: expected one of 1, 3, got 4"),
-        (
-            "data.background",
-            "whit",
-            "data.background: must be a colour's name or '#rrggbb', not 'whit'; did you mean '",
-        ),
-        ("data.store", "ram", "data.store: expected one of 'auto', 'memory', 'disk', 'none', got 'ram'"),
-        ("data.held_out", 1.0, "data.held_out: must be a count, or a share from 0 to below 1: 1.0"),
-        ("data.root", "here", "data.root: unknown key; known: image_size, "),
-        ("model.use", "nowhere:Net", "model.use: nowhere:Net: cannot import nowhere: No module named 'nowhere'"),
-        (
-            "model.use",
-            "torch.nn:Lineer",
-            "model.use: torch.nn:Lineer: torch.nn has no 'Lineer'; did you mean 'Linear'?",
-        ),
-        ("model.use", "math:pi", "model.use: math:pi is a float, expected a class or a function"),
-        ("model.use", ":", "model.use: :: cannot import : "),
-        ("model.channels", 8.0, "model.channels: expected an integer, got 8.0"),
-        ("model.channel_mults", 2, "model.channel_mults: expected a list, got 2"),
-        (
-            "optimizer.use",
-            "adamww",
-            "optimizer.use: unknown 'adamww'; did you mean 'adamw'?; known: adadelta, adafactor, ",
-        ),
-        ("optimizer.lr", "1e-3", "optimizer.lr: expected a number, got '1e-3'"),
-        ("optimizer.betas", [0.9], "optimizer.betas: expected a list of 2, got 1 items"),
+        ("run.batchsize", 3, ("'batch_size'", "steps", "epochs")),
+        ("data.sorce", "x", ("'source'", "image_size", "resize")),
+        ("model.chanels", 8, ("'channels'", "in_channels")),
+        ("plugins.ema.decya", 0.9, ("'decay'", "half_life")),
+        ("modle", {}, ("'model'", *GOOD)),
+        ("run", 3, ("[run]", 3)),
+        ("model", ["unet"], ("[model]", "['unet']")),
+        ("plugins", 3, ("[plugins]", 3)),
+        ("plugins.ema", 3, ("[plugins.ema]", 3)),
+        ("plugins.emma", {}, ("'ema'",)),
+        ("run.plugins", ["emma"], ("'emma'", "'ema'", "aim")),
+        ("run.plugins", ["ema", "ema"], ("'ema'",)),
+        ("run.plugins", ["ema", "hookdiff_ema:EMA"], ("'ema'",)),
+        ("run.plugins", "ema", ("'ema'",)),
+        ("run.plugins", ["ema", 3], ("item 2", 3)),
+        ("run.plugins", ["ema", "nowhere:X"], ("'nowhere:X'",)),
+        ("run.plugins", ["ema", ":X"], ("':X'",)),
+        ("run.plugins", ["ema", "json:loads"], ("'json:loads'", "function")),
+        ("run.seed", -1, (0, -1)),
+        ("run.seed", 2**63, (2**63,)),
+        ("run.steps", 0, (1, 0)),
+        ("run.steps", "many", ("'many'",)),
+        ("run.max_time", "2 epochs", ("'30 min'", "'3 h'")),
+        ("run.max_time", "soon", ("500", "'2 epochs'", "'15 min'", "'soon'")),
+        ("run.device", 0, (0,)),
+        ("data.workers", -1, (0, -1)),
+        ("data.drop_last", "no", ("'no'",)),
+        ("data.source", "digit", ("'digit'", "'digits'", *SOURCES, "module:Name")),
+        ("data.source", 3, (3, *SOURCES, "module:Name")),
+        ("data.source", "torchvision:MNST", ("'MNST'", "'MNIST'")),
+        ("data.image_size", 1, (2, 1)),
+        ("data.resize", 32, ("image_size",)),
+        ("data.flip", 1.5, (0, 1, 1.5)),
+        ("data.flip", "yes", ("'yes'",)),
+        ("data.color_jitter", [1, 1], (4, 2)),
+        ("data.color_jitter", [0, 0, 0, 1], (0, 0.5, "[0.0, 0.0, 0.0, 1.0]")),
+        ("data.channels", 4, (1, 3, 4)),
+        ("data.background", "whit", ("'whit'", "'white'")),
+        ("data.store", "ram", ("'auto'", "'memory'", "'disk'", "'none'", "'ram'")),
+        ("data.held_out", 1.0, (0, 1, 1.0)),
+        ("data.root", "here", ("image_size",)),
+        ("model.use", "nowhere:Net", ("nowhere:Net",)),
+        ("model.use", "torch.nn:Lineer", ("torch.nn:Lineer", "'Lineer'", "'Linear'")),
+        ("model.use", "math:pi", ("math:pi", "float")),
+        ("model.use", ":", ()),
+        ("model.channels", 8.0, (8.0,)),
+        ("model.channel_mults", 2, (2,)),
+        ("optimizer.use", "adamww", ("'adamww'", "'adamw'", "adadelta", "adafactor")),
+        ("optimizer.lr", "1e-3", ("'1e-3'",)),
+        ("optimizer.betas", [0.9], (2, 1)),
         (
             "diffusion.schedule",
             "cosin",
-            "diffusion.schedule: must be one of linear, scaled_linear, cosine, sigmoid, flow, edm, not 'cosin';",
+            ("linear", "scaled_linear", "cosine", "sigmoid", "flow", "edm", "'cosin'", "'cosine'"),
         ),
-        ("sampling.eta", 2, "sampling.eta: must be <= 1: 2.0"),
-        ("plugins.ema.decay", 1, "plugins.ema.decay: must be < 1: 1.0"),
-        (
-            "plugins.lr.schedule",
-            "cos",
-            "plugins.lr.schedule: expected one of 'constant', 'linear', 'cosine', ",
-        ),
+        ("sampling.eta", 2, (1, 2.0)),
+        ("plugins.ema.decay", 1, (1, 1.0)),
+        ("plugins.lr.schedule", "cos", ("'constant'", "'linear'", "'cosine'", "'cos'")),
     ],
 )
-def test_one_slip_is_one_problem_with_its_place(tmp_path, dotted, value, expected):
+def test_one_slip_is_one_problem_with_its_place(tmp_path, dotted, value, facts):
     lines = problems(write(tmp_path / "bad.toml", change(GOOD, dotted, value)))
     if dotted == "run":
-        assert lines.pop() == "run: set steps or epochs"
+        check_facts(lines.pop(), "run", "steps", "epochs")
     (line,) = lines
-    assert line.startswith(expected)
+    assert place(line) == dotted
+    check_facts(line, *facts)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "table", "facts"),
+    [
+        ("run.epochs", 2, "run", ("steps", "epochs")),
+        ("data.source", "folder", "data", ("folder", "path")),
+        ("data.source", "torchvision:MNIST", "data", ("torchvision:MNIST", "root")),
+    ],
+)
+def test_keys_that_need_or_exclude_others_are_the_tables_problem(tmp_path, dotted, value, table, facts):
+    (line,) = problems(write(tmp_path / "bad.toml", change(GOOD, dotted, value)))
+    assert place(line) == table
+    check_facts(line, *facts)
 
 
 @pytest.mark.parametrize("table", ["run", "data", "model"])
 def test_a_missing_table(tmp_path, table):
     path = write(tmp_path / "bad.toml", {name: rest for name, rest in GOOD.items() if name != table})
-    also = ["run: set steps or epochs"] if table == "run" else []
-    assert problems(path) == [f"{table}: the table [{table}] is missing", *also]
+    line, *also = problems(path)
+    check_facts(line, table, f"[{table}]")
+    assert [place(other) for other in also] == ["run"] * (table == "run")  # steps or epochs
 
 
 @pytest.mark.parametrize(("data", "model"), [({}, {}), ({"drop_last": True}, {"channels": 8})])
 def test_a_missing_key(tmp_path, data, model):
     path = write(tmp_path / "bad.toml", {**GOOD, "data": data, "model": model})
-    assert problems(path) == [
-        f"data.source: is missing; known: {SOURCES}, or module:Name",
-        "model.use: is missing; known: unet, dit, or module:Name",
-    ]
+    source, use = problems(path)
+    check_facts(source, "data.source", *SOURCES, "module:Name")
+    check_facts(use, "model.use", "unet", "dit", "module:Name")
 
 
 @pytest.mark.parametrize(
-    ("run", "expected"),
+    ("run", "expected"),  # the places, and a fact of the line at each
     [
-        ({}, ["run: set steps or epochs"]),
-        ({"step": 5}, ["run.step: unknown key; did you mean 'steps'?"]),
-        ({"epoch": 5}, ["run.epoch: unknown key; did you mean 'epochs'?"]),
-        ({"stepps": 5, "nmae": "x"}, ["run.stepps: unknown key; did you mean 'steps'?", "run.nmae: unknown key"]),
-        ({"nmae": "x"}, ["run.nmae: unknown key", "run: set steps or epochs"]),
-        ({"steps": "x"}, ["run.steps: expected an integer"]),
-        ({"steps": 0}, ["run.steps: must be >= 1: 0"]),
-        ({"steps": 1, "epochs": "x"}, ["run.epochs: expected an integer", "run: set steps or epochs, not both"]),
+        ({}, {"run": "steps"}),
+        ({"step": 5}, {"run.step": "'steps'"}),
+        ({"epoch": 5}, {"run.epoch": "'epochs'"}),
+        ({"stepps": 5, "nmae": "x"}, {"run.stepps": "'steps'", "run.nmae": "'name'"}),
+        ({"nmae": "x"}, {"run.nmae": "'name'", "run": "steps"}),
+        ({"steps": "x"}, {"run.steps": "'x'"}),
+        ({"steps": 0}, {"run.steps": 0}),
+        ({"steps": 1, "epochs": "x"}, {"run.epochs": "'x'", "run": "steps"}),
     ],
 )
 def test_a_run_needs_one_length(tmp_path, run, expected):
     lines = problems(write(tmp_path / "bad.toml", {**GOOD, "run": {"plugins": ["ema", "lr"], **run}}))
-    assert len(lines) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True))
+    assert [place(line) for line in lines] == list(expected)
+    for line, fact in zip(lines, expected.values(), strict=True):
+        check_facts(line, fact)
 
 
-def test_all_problems_are_told_at_once(tmp_path):
+def test_golden_message_of_a_config_with_all_kinds_of_problems(tmp_path):
     bad = GOOD
-    for dotted, value in (("run.seed", -1), ("model.chanels", 8), ("optimizer.lr", "x"), ("plugins.ema.decay", 2)):
+    slips = {"run.seed": -1, "model.use": "dti", "optimizer.lr": "x", "sampling.step": 5, "plugins.ema.decay": 2}
+    for dotted, value in slips.items():
         bad = change(bad, dotted, value)
-    lines = problems(write(tmp_path / "bad.toml", bad), plugins=["no:amp"], settings=["nonsense"])
-    assert [line.split(": ")[0] for line in lines] == [
-        "--set nonsense",
-        "run.seed",
-        "--plugins no:amp",
-        "model.chanels",
-        "optimizer.lr",
-        "plugins.ema.decay",
+    path = write(tmp_path / "bad.toml", bad)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["no:amp"], ["nonsense"])
+    first, *lines = str(caught.value).split("\n")
+    assert first == f"{path}: 7 problems"
+    assert lines[:5] == [
+        "  --set nonsense: expected table.key=value",
+        "  run.seed: must be >= 0: -1",
+        "  --plugins no:amp: 'amp' is not switched on",
+        "  model.use: unknown 'dti'; did you mean 'dit'?; known: unet, dit, or module:Name",
+        "  optimizer.lr: expected a number, got 'x'",
     ]
+    assert lines[5].startswith("  sampling.step: unknown key; did you mean 'steps'?; known: ")
+    assert lines[6:] == ["  plugins.ema.decay: must be < 1: 2.0"]
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("content", "facts"),
     [
-        (b"[run]\nsteps = \n", r"not TOML: .*line 2"),
-        (b"[run\n", r"not TOML: .*line 1"),
-        (b"[run]\nsteps = 1\nsteps = 2\n", r"not TOML: .*line 3"),
-        (b"x = " + b"[" * 3000, r"not TOML: "),
-        (b"x = " + b"9" * 5000, r"not TOML: "),
-        (b"[run]\nname = '\xff'\n", r"not UTF-8 at byte 14"),
+        (b"[run]\nsteps = \n", ("TOML", "line 2")),
+        (b"[run\n", ("TOML", "line 1")),
+        (b"[run]\nsteps = 1\nsteps = 2\n", ("TOML", "line 3")),
+        (b"x = " + b"[" * 3000, ("TOML",)),
+        (b"x = " + b"9" * 5000, ("TOML",)),
+        (b"[run]\nname = '\xff'\n", ("UTF-8", 14)),
     ],
 )
-def test_what_is_no_toml_is_told_with_its_place(tmp_path, content, expected):
+def test_a_file_that_is_no_toml_is_refused_with_the_place(tmp_path, content, facts):
     path = tmp_path / "bad.toml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"^{path}: {expected}"):
+    with refused(ConfigError, path, *facts):
         read_toml(path)
 
 
 def test_a_missing_file_gets_the_nearest(path):
-    with pytest.raises(ConfigError, match=r"mien\.toml: no such file; did you mean 'mine\.toml'\?$"):
+    with refused(ConfigError, path.with_name("mien.toml"), "'mine.toml'"):
         load_config(path.with_name("mien.toml"))
-    with pytest.raises(ConfigError, match=r"mine\.toml: no such file$"):
+    with refused(ConfigError, path.parent / "nowhere" / "mine.toml"):
         load_config(path.parent / "nowhere" / "mine.toml")
 
 
 def test_a_directory_is_no_config(tmp_path):
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}: cannot be read: Is a directory$"):
+    with refused(ConfigError, tmp_path, "directory"):
         load_config(tmp_path)
 
 
-def test_conflicts_and_requirements_are_told(tmp_path, monkeypatch):
+def test_conflicts_and_requirements_are_refused(tmp_path, monkeypatch):
     (tmp_path / "hd_partners.py").write_text(
         "class Loner:\n    conflicts = ('ema',)\nclass Needy:\n    requires = ('clip',)\n"
         "class Greedy:\n    def __init__(self, must, may=1): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     path = write(tmp_path / "bad.toml", GOOD)
-    (line,) = problems(path, plugins=["hd_partners:Loner"])
-    assert line == "run.plugins: the plugin 'loner' does not go together with 'ema'"
-    (line,) = problems(path, plugins=["hd_partners:Needy"])
-    assert line == "run.plugins: the plugin 'needy' requires 'clip', which this run has not"
-    assert problems(path, plugins=["hd_partners:Greedy"]) == ["plugins.greedy: needs must"]
+    for plugin, *facts in (
+        ("hd_partners:Loner", "run.plugins", "'loner'", "'ema'"),
+        ("hd_partners:Needy", "run.plugins", "'needy'", "'clip'"),
+        ("hd_partners:Greedy", "plugins.greedy", "must"),
+    ):
+        (line,) = problems(path, plugins=[plugin])
+        check_facts(line, *facts)
     greedy = load_config(path, ["hd_partners:Greedy"], ["plugins.greedy.must=3"]).plugins["greedy"]
     assert greedy.arguments == {"must": 3}
 
@@ -278,7 +276,8 @@ def test_plugins_are_added_and_taken_away(path):
     assert load_config(path, ["clip", "no:ema", "clip"]).run.plugins == ("lr", "clip")
     assert load_config(path, ["lr"]).run.plugins == ("ema", "lr")
     assert list(load_config(path, ["no:ema", "ema"]).plugins) == ["lr", "ema"]
-    assert problems(path, ["no:emma"]) == ["--plugins no:emma: 'emma' is not switched on; did you mean 'ema'?"]
+    (line,) = problems(path, ["no:emma"])
+    check_facts(line, "--plugins no:emma", "'emma'", "'ema'")
 
 
 def test_plugins_are_added_to_those_that_are_set(path):
@@ -316,16 +315,16 @@ def test_set_reaches_every_table(path):
 
 @pytest.mark.parametrize("setting", ["steps=3", "run.steps", "run.=3", ".steps=3", "=", "", "run..steps=3"])
 def test_a_setting_needs_a_table_a_key_and_a_value(path, setting):
-    assert problems(path, settings=[setting]) == [f"--set {setting}: expected table.key=value"]
+    (line,) = problems(path, settings=[setting])
+    check_facts(line, f"--set {setting}", "table.key=value")
 
 
 def test_a_setting_inside_of_a_value(path):
-    assert problems(path, settings=["run.steps.x=3"]) == ["--set run.steps.x=3: steps is no table"]
-    assert problems(path, settings=["plugins.ema.decay=2", "run.step=3"]) == [
-        "run.step: unknown key; did you mean 'steps'?; known: "
-        + ", ".join(attrs.fields_dict(type(load_config(path).run))),
-        "plugins.ema.decay: must be < 1: 2.0",
-    ]
+    (line,) = problems(path, settings=["run.steps.x=3"])
+    check_facts(line, "--set run.steps.x=3", "steps")
+    step, decay = problems(path, settings=["plugins.ema.decay=2", "run.step=3"])
+    check_facts(step, "run.step", "'steps'", ", ".join(attrs.fields_dict(type(load_config(path).run))))
+    check_facts(decay, "plugins.ema.decay", 1, 2.0)
 
 
 def same(one, other):
@@ -422,7 +421,7 @@ def test_a_mutated_config_loads_or_is_refused(tmp_path, steps):
 def test_any_text_is_refused(tmp_path, text):
     path = tmp_path / "text.toml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(UserError, match=r"text\.toml: "):
+    with refused(UserError, path):
         load_config(path)
 
 
@@ -461,14 +460,15 @@ def test_any_setting_and_any_plugin_name_loads_or_is_refused(tmp_path, given, pl
         "plugins.lr.schedule=constant",
     ],
 )
-def test_what_only_building_shows_is_told_with_its_table(path, setting):
+def test_a_problem_that_only_building_shows_is_refused_with_its_table(path, setting):
     config = load_config(path, settings=[setting, *(["optimizer.fused=true"] if "foreach" in setting else [])])
     table = setting.partition(".")[0]
     if table == "plugins":
         experiment.try_config(config)
     else:
-        with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))}: 1 problem\n  {table}[.:]"):
+        with refused(ConfigError, path, 1) as caught:
             experiment.try_config(config)
+        assert place(str(caught.value).split("\n")[1].strip()).partition(".")[0] == table
 
 
 def test_the_name_of_a_config_without_one_is_that_of_its_file(tmp_path):

@@ -12,6 +12,7 @@ from torch import Tensor
 from hookdiff import UserError
 from hookdiff.disk import as_pictures, check_writable, save_grid
 from hookdiff.disk.images import to_uint8
+from tests.conftest import refused
 
 PADDING = 4  # white pixels around each picture
 
@@ -125,22 +126,17 @@ def test_a_grid_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         save_grid(torch.zeros(4, 1, 8), path)
     (tmp_path / ".grid.png.partial").mkdir()  # as good as a full disk
-    with pytest.raises(OSError, match="partial"):
+    with refused(OSError, ".grid.png.partial"):
         save_grid(noise(4, 1, 8, 8) // 2, path)
     with Image.open(path) as picture:
         assert torch.equal(torch.from_numpy(numpy.array(picture.convert("RGB"))), before)
 
 
-def test_where_no_file_can_be_is_told_without_writing(tmp_path: Path) -> None:
+def test_a_place_where_no_file_can_be_is_refused_without_writing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_writable(tmp_path / "new" / "folder" / "x.png")
     check_writable(tmp_path / "file")
-    for path, reason in (
-        (tmp_path, "Is a directory"),
-        (tmp_path / "file" / "x.png", "Not a directory"),
-        (tmp_path / "file" / "new" / "x.png", "Not a directory"),
-    ):
-        with pytest.raises(UserError) as caught:
+    for path in (tmp_path, tmp_path / "file" / "x.png", tmp_path / "file" / "new" / "x.png"):
+        with refused(UserError, path, "directory"):
             check_writable(path)
-        assert str(caught.value) == f"{path}: cannot be written: {reason}"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

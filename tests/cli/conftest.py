@@ -1,0 +1,49 @@
+"""A folder to run the command line in."""
+
+import pytest
+
+USER = """
+import os
+import signal
+from hookdiff import hookimpl
+
+class NaN:
+    "Makes the third loss a NaN."
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop):
+        from attrs import evolve
+        output = yield
+        return evolve(output, loss=output.loss * float("nan")) if loop.progress.position == 2 else output
+
+class Late:
+    "Gets a signal when the run is already done."
+
+    @hookimpl
+    def on_stop(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+class OutOfTime:
+    "Has no time after the third step."
+
+    @hookimpl
+    def after_backward(self, loop):
+        if loop.progress.step == 2:
+            loop.stop("time")
+
+class Bug:
+    "Is wrong."
+
+    @hookimpl
+    def on_start(self):
+        raise KeyError("a bug of its own")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, write_config, user_module):
+    """Go to a folder with a config and a module of the user's."""
+    write_config(run={"log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}, plugins={"lr": {"total": 6}})
+    user_module("hd_cli_user", USER)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,0 +1,93 @@
+import re
+
+import pytest
+
+from hookdiff.cli import COMMANDS
+from hookdiff.hookspecs import HOOK_NAMES
+from tests.conftest import check_facts, finish
+
+
+def test_help_lists_the_commands(hookdiff, folder):
+    code, out, _ = hookdiff("--help")
+    assert code == 0
+    assert all(re.search(rf"^  {command} ", out, re.MULTILINE) for command in COMMANDS)
+    assert "75" in out
+
+
+def test_help_says_what_commands_of_plugins_do(hookdiff, folder, install):
+    commands = {"silent": "hd_others:main", "broken": "hd_others.broken:main", "zap": "hd_others.zap:main"}
+    modules = {
+        "hd_others.__init__": "1 / 0",
+        "hd_others.broken": "def (",
+        "hd_others.zap": '"""`hookdiff zap`: zap a run."""',
+    }
+    install("others", commands, "hookdiff.commands", **modules)
+    code, out, _ = hookdiff("--help")
+    assert code == 0
+    helps = dict(re.findall(r"^  (\w+) +(\S.*)$", out, re.MULTILINE))
+    assert helps["zap"] == "Zap a run."
+    assert helps["silent"] == helps["broken"] == "(from others)"
+    assert not helps["replay"].startswith("(")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["hooks"], ["--version"]])
+def test_help_imports_neither_torch_nor_plugins(folder, start, words):
+    code, out, times = finish(start(folder, *words, python=["-X", "importtime"]))
+    imported = {line.rpartition("|")[2].strip() for line in times.splitlines()}
+    assert code == 0
+    assert out
+    assert "hookdiff.cli" in imported
+    assert not {name for name in imported if name.split(".")[0] in ("torch", "numpy") or name.startswith("hookdiff_")}
+
+
+def test_hooks_prints_the_contract(hookdiff, folder):
+    code, out, _ = hookdiff("hooks")
+    assert code == 0
+    assert [line.split("(")[0] for line in out.splitlines() if re.match(r"\w+\(", line)] == list(HOOK_NAMES)
+    code, out, _ = hookdiff("hooks", "backward")
+    assert out.splitlines()[0] == "backward(loop: Loop, loss: Tensor) -> bool"
+    assert len(out.splitlines()) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        ("run", ("'CONFIG'",)),
+        ("run nowhere.toml", ("nowhere.toml",)),
+        ("run smal.toml", ("smal.toml", "'small.toml'")),
+        ("run .", ("directory",)),
+        ("run small.toml --set run.step=3", ("run.step", "'steps'")),
+        ("run small.toml --set run.device=nowhere", ("run.device", "'nowhere'")),
+        ("run small.toml --plugins emma", ("'emma'", "'ema'")),
+        ("run small.toml --resume --overwrite", ("--resume", "--overwrite")),
+        ("run small.toml --resume --fresh emma", ("--fresh emma", "'ema'")),
+        ("run small.toml --out . --overwrite", ("directory",)),
+        ("run small.toml --out small.toml/x", ("small.toml/x",)),
+        ("run small.toml --set run.batch_size=2000", (1797, "batch_size", 2000)),
+        ("run small.toml --set plugins.lr.warmup=6", ("plugins.lr.warmup", 6)),
+        ("run small.toml --lr fast", ("optimizer.lr", "'fast'")),
+        ("check small.toml --set model.image_size=7", ("small.toml", 1, "model", "image_size=7")),
+        ("check small.toml --set sampling.steps=21", ("sampling.steps", 21, 20)),
+        ("check small.toml --set nonsense", ("--set nonsense", "table.key=value")),
+        ("hooks after_backwards", ("'after_backwards'", "'after_backward'")),
+        ("plugins --order nowhere.toml", ("nowhere.toml",)),
+        ("sample .", ("config.toml",)),
+        ("sample . --num 0", ("'--num'",)),
+        ("runn", ("'runn'",)),
+        ("run small.toml --nonsense", ("'--nonsense'",)),
+    ],
+)
+def test_a_mistake_of_the_user_is_one_message_and_exit_code_2(hookdiff, folder, words, facts):
+    before = sorted(folder.iterdir())
+    code, out, err = hookdiff(*words.split())
+    assert (code, out) == (2, "")
+    check_facts(err, *facts)
+    assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
+
+
+def test_a_bug_in_a_plugin_has_its_traceback(folder, start):
+    code, _, err = finish(start(folder, "run", "small.toml", "--plugins", "hd_cli_user:Bug"))
+    assert code == 1
+    assert "Traceback" in err
+    assert err.endswith("KeyError: 'a bug of its own'\n")
+    assert not (folder / "runs").exists()

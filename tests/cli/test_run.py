@@ -1,0 +1,162 @@
+import json
+import re
+import signal
+
+import pytest
+import tomli
+from safetensors.torch import load_file
+
+from hookdiff.testing import assert_same
+from tests.conftest import check_facts, finish, records, wait_for
+
+
+def checkpoints(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def saved(run, file="model"):
+    return load_file(run / "checkpoints" / checkpoints(run)[-1] / f"{file}.safetensors")
+
+
+def test_a_run_goes_on_exactly_where_it_was(hookdiff, folder, caplog):
+    assert hookdiff("run", "small.toml", "--out", "whole")[0] == 0
+    code, out, _ = hookdiff("run", "small.toml", "--out", "cut", "--set", "run.steps=3")
+    assert code == 0
+    check_facts(out.splitlines()[0], "small", 3, 0)
+    assert len(records(folder / "cut")) == 1
+    code, _, err = hookdiff("run", "small.toml", "--out", "cut")
+    assert code == 2
+    check_facts(err, "cut", "--resume", "--overwrite")
+    assert hookdiff("run", "small.toml", "--out", "cut", "--resume")[0] == 0
+    assert "cut/checkpoints/step-00000003" in caplog.text
+    assert records(folder / "cut") == records(folder / "whole")
+    assert [record["step"] for record in records(folder / "cut")] == [2, 4, 6]
+    for file in ("model", "ema", "optimizers"):
+        assert_same(saved(folder / "cut", file), saved(folder / "whole", file))
+    assert checkpoints(folder / "cut") == ["step-00000003", "step-00000006"]
+
+    code, _, _ = hookdiff("run", "small.toml", "--out", "cut", "--overwrite", "--set", "run.seed=1")
+    assert code == 0
+    assert checkpoints(folder / "cut") == ["step-00000006"]
+    assert records(folder / "cut") != records(folder / "whole")
+
+
+def test_resume_starts_where_there_is_nothing_to_go_on_from(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--resume", "--set", "run.steps=1")[0] == 0
+    assert checkpoints(folder / "runs" / "small") == ["step-00000001"]
+
+
+def test_a_plugin_that_is_new_on_resume_needs_fresh(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--plugins", "no:ema", "--set", "run.steps=1")[0] == 0
+    code, _, err = hookdiff("run", "small.toml", "--resume")
+    assert code == 2
+    check_facts(err, "'ema'", "--fresh ema")
+    assert hookdiff("run", "small.toml", "--resume", "--fresh", "ema")[0] == 0
+
+
+def test_golden_message_of_all_plugins_that_are_new_on_resume(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--plugins", "no:ema", "--set", "run.steps=1")[0] == 0
+    again = ("run", "small.toml", "--resume", "--plugins", "loss,gradients", "--set", "run.steps=2")
+    code, _, err = hookdiff(*again, "--fresh", "loss")
+    assert code == 2
+    assert "no state of the plugins 'ema', 'gradients', which keep one; to start them fresh" in err
+    typed = re.search(r"add (.*) \(in a script: Loop\(\.\.\., fresh=\['loss', 'ema', 'gradients'\]\)\)", err)[1].split()
+    assert hookdiff(*again, "--fresh", "loss", *typed)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        (["sampling.guidance_scale=2"], ("'guidance_scale'", "labels")),
+        (["diffusion.conditional=true"], ("diffusion.conditional", "unet", "model.num_classes")),
+        (["diffusion.data_mean=0.1, 0.2"], ("diffusion", "data_mean", 2, 1)),
+        (["diffusion.schedule=flow", "diffusion.timesteps=1000", "sampling.spacing=karras"], ("'spacing'", "'karras'")),
+        (
+            ["model.num_classes=10", "diffusion.label_dropout=0", "sampling.guidance_scale=2"],
+            ("'guidance_scale'", "diffusion.label_dropout", 0),
+        ),
+        (["diffusion.rescale_betas_zero_snr=true"], ("'prediction_type'", "'epsilon'")),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused_before_training(hookdiff, folder, settings, facts):
+    code, out, err = hookdiff("run", "small.toml", *(word for each in settings for word in ("--set", each)))
+    assert code == 2
+    assert out == ""
+    check_facts(err, *facts)
+    assert not (folder / "runs").exists()
+
+
+def test_a_nan_exits_3_and_keeps_the_weights_before_it(hookdiff, folder):
+    code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--plugins", "hd_cli_user:NaN")
+    assert code == 3
+    check_facts(out.splitlines()[0], "small", 2)
+    assert checkpoints(folder / "run") == ["step-00000002"]
+    assert all(value.isfinite().all() for value in saved(folder / "run").values())
+
+
+def test_a_resume_meets_the_nan_again_unless_it_skips_the_batch(hookdiff, folder):
+    again = ("run", "small.toml", "--out", "run", "--plugins", "hd_cli_user:NaN")
+    assert hookdiff(*again)[0] == 3
+    assert hookdiff(*again, "--resume")[0] == 3
+    assert hookdiff(*again, "--resume", "--skip-batches", "1", "--lr", "1e-5")[0] == 0
+    manifest = json.loads((folder / "run" / "checkpoints" / "step-00000006" / "manifest.json").read_text())
+    assert manifest["parts"]["progress"]["values"] == {"step": 6, "position": 7, "epoch": 0, "samples": 7 * 16}
+    assert tomli.loads((folder / "run" / "config.toml").read_text())["optimizer"]["lr"] == 1e-5
+
+
+def test_a_run_that_is_out_of_time_exits_75_and_can_go_on(hookdiff, folder):
+    code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--plugins", "hd_cli_user:OutOfTime")
+    assert code == 75
+    first, *_, last = out.splitlines()
+    check_facts(first, "small", 3)
+    check_facts(last, "hookdiff resume run")
+    assert checkpoints(folder / "run") == ["step-00000003"]
+    assert hookdiff("run", "small.toml", "--out", "run", "--resume")[0] == 0
+
+
+def test_a_run_that_had_no_time_for_a_step_exits_75_and_is_begun_again(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.max_time=0.000001 s")[0] == 75
+    assert hookdiff("run", "small.toml", "--out", "run", "--resume")[0] == 0
+    assert [record["step"] for record in records(folder / "run")] == [2, 4, 6]
+
+
+def test_a_signal_after_the_end_does_not_make_a_run_that_is_done_a_stopped_one(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--plugins", "hd_cli_user:Late", "--set", "run.steps=1")[0] == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(folder, start, number, code):
+    run = folder / "run"
+    process = start(folder, "run", "small.toml", "--out", run, "--set", "run.steps=1000000", "--set", "run.log_every=1")
+    wait_for(run / "metrics.jsonl", process)
+    process.send_signal(number)
+    returned, out, err = finish(process)
+    assert returned == code
+    assert "Traceback" not in err
+    (name,) = checkpoints(run)
+    step = int(name.removeprefix("step-"))
+    assert step == records(run)[-1]["step"]
+    check_facts(out.splitlines()[0], "small", step)
+
+
+SLOW = """
+import time
+from hookdiff import hookimpl
+
+class Slow:
+    @hookimpl
+    def after_backward(self):
+        print("in a long step", flush=True)
+        time.sleep(3600)
+"""
+
+
+def test_golden_message_of_a_signal_of_which_a_second_leaves_at_once(folder, start):
+    (folder / "hd_slow.py").write_text(SLOW)
+    process = start(folder, "run", "small.toml", "--plugins", "hd_slow:Slow")
+    assert process.stdout.readline() == "in a long step\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == "stopping after this step; once more leaves at once\n"
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == -signal.SIGINT  # which shells give as 130

@@ -1,0 +1,139 @@
+import shutil
+
+import numpy
+import pytest
+import tomli
+from PIL import Image
+
+from hookdiff import build_loop, load_config
+from tests.conftest import check_facts, write_small
+
+NEWEST = "run/checkpoints/step-00000002"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a run of two steps."""
+    folder = tmp_path_factory.mktemp("made")
+    run = {"steps": 2, "log_every": 2, "plugins": ["ema", "checkpoint"]}
+    config = load_config(write_small(folder / "small.toml", run=run, optimizer={"lr": 0.1}))
+    build_loop(config, folder / "run").run()
+    return folder
+
+
+@pytest.fixture
+def run(made, folder):
+    """A copy of the run, in the folder of the test."""
+    return shutil.copytree(made / "run", folder / "run")
+
+
+def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
+    before = sorted(path for path in run.rglob("*") if path.is_file())
+
+    def sample(*words):
+        code, out, _ = hookdiff("sample", "run", "--num", 3, "--out", "x.png", *words)
+        assert code == 0
+        return (folder / "x.png").read_bytes(), out
+
+    averaged, out = sample()
+    check_facts(out, "x.png", 3, "ema", 2)
+    assert averaged.startswith(b"\x89PNG")
+    assert sample()[0] == averaged
+    assert sample("--weights", "ema")[0] == averaged
+    own, out = sample("--weights", "model")
+    check_facts(out, "x.png", 3, "model", 2)
+    assert own != averaged
+    assert sample("--seed", 1)[0] != averaged
+    assert sample("--steps", 3)[0] != averaged
+    assert sample("--sampler", "ddpm")[0] != averaged
+    assert sorted(path for path in run.rglob("*") if path.is_file()) == before
+
+    from_file, out = sample("--weights", f"{NEWEST}/ema.safetensors")
+    assert from_file == averaged
+    check_facts(out, "x.png", 3, f"{NEWEST}/ema.safetensors")
+
+    assert hookdiff("resume", "run", "--steps", 3)[0] == 0
+    assert sample()[0] != averaged
+    code, out, _ = hookdiff("sample", NEWEST, "--num", 3)
+    assert code == 0
+    check_facts(out, "run/samples/seed-0.png", 3, "ema", 2)
+    assert (run / "samples" / "seed-0.png").read_bytes() == averaged
+    check_facts(hookdiff("sample", "run", "--num", 1, "--seed", 7)[1], "run/samples/seed-7.png", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (["--weights", "no.safetensors"], ("--weights", "no.safetensors")),
+        (["--weights", f"{NEWEST}/optimizers.safetensors"], (f"{NEWEST}/optimizers.safetensors",)),
+        (["--steps", 21], ("sampling.steps", 21, "diffusion.timesteps", 20)),
+        (["--steps", 0], ("sampling.steps", 1, 0)),
+        (["--sampler", "dim"], ("sampling.sampler", "ddim", "ddpm", "euler", "heun", "dpmpp_2m", "'dim'", "'ddim'")),
+        (["--out", "run/config.toml/x.png"], ("run/config.toml/x.png",)),
+        (["--out", "run"], ("run", "directory")),
+        (["--image", "run/config.toml"], ("run/config.toml",)),
+        (["--labels", "1"], ("labels",)),
+    ],
+)
+def test_a_mistake_of_the_user_is_one_message(hookdiff, made, monkeypatch, words, facts):
+    monkeypatch.chdir(made)
+    code, out, err = hookdiff("sample", "run", "--num", 1, *words)
+    assert (code, out) == (2, "")
+    check_facts(err, *facts)
+
+
+def test_golden_message_of_weights_that_the_run_has_not(hookdiff, made, monkeypatch):
+    monkeypatch.chdir(made)
+    code, _, err = hookdiff("sample", "run", "--weights", "emma")
+    assert code == 2
+    assert err == (
+        "hookdiff: --weights: no weights of this run are named 'emma'; did you mean 'ema'?; known: ema, "
+        "ema/decay=0.999, model, or a file that ends in .safetensors\n"
+    )
+
+
+def test_samples_of_classes_with_guidance(hookdiff, folder):
+    conditional = ("--set", "model.num_classes=10", "--set", "optimizer.lr=0.1", "--set", "run.steps=3")
+    assert hookdiff("run", "small.toml", "--out", "run", *conditional)[0] == 0
+    assert tomli.loads((folder / "run" / "config.toml").read_text())["diffusion"]["conditional"] is True
+
+    def sample(*words):
+        code, _, err = hookdiff("sample", "run", "--num", 20, "--out", "x.png", *words)
+        assert code == 0, err
+        return (folder / "x.png").read_bytes()
+
+    each = sample()  # the classes in turn
+    assert sample("--labels", "0,1,2,3,4,5,6,7,8,9") == each
+    assert sample("--labels", "3") != each
+    assert sample("--labels", "-1") != each
+    assert sample("--guidance-scale", 1) == each
+    assert sample("--guidance-scale", 3) != each
+    assert sample("--guidance-scale", 0) == sample("--labels", "-1")
+    for words, facts in (
+        (["--labels", "10"], (20, 0, 9, -1)),
+        (["--labels", "one"], ("--labels one",)),
+        (["--guidance-scale", -1], ("sampling.guidance_scale", 0, -1.0)),
+    ):
+        code, _, err = hookdiff("sample", "run", "--num", 20, *words)
+        assert code == 2
+        check_facts(err, *facts)
+
+
+def test_samples_from_a_picture(hookdiff, folder, run):
+    Image.new("RGB", (30, 20), (250, 250, 250)).save(folder / "white.jpg")
+
+    def sample(*words):
+        code, _, err = hookdiff("sample", "run", "--num", 4, "--steps", 20, "--out", "x.png", *words)
+        assert code == 0, err
+        return numpy.asarray(Image.open(folder / "x.png").convert("L"), dtype=float).mean()
+
+    # One step of twenty leaves the picture nearly as it is; all of them leave little.
+    assert sample("--image", "white.jpg", "--strength", 0.05) > sample("--image", "white.jpg", "--strength", 1) > 0
+
+
+def test_there_is_nothing_to_sample_without_a_checkpoint(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--set", "run.steps=1")[0] == 0
+    for words in (("sample", "run"), ("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--resume")):
+        code, _, err = hookdiff(*words)
+        assert code == 2
+        check_facts(err, "run", "plugins", "checkpoints")

@@ -1,0 +1,24 @@
+from hookdiff import UserError
+from hookdiff.disk.paths import CONFIG, check_run_dir
+from tests.conftest import refused
+
+
+def test_the_first_run_may_begin_anywhere(tmp_path):
+    check_run_dir(tmp_path / "new" / "deep")
+    check_run_dir(tmp_path)  # there, but empty
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_run_is_only_touched_on_request(tmp_path):
+    (tmp_path / CONFIG).write_text("# earlier\n")
+    with refused(UserError, tmp_path, "--resume", "--overwrite"):
+        check_run_dir(tmp_path)
+    check_run_dir(tmp_path, resume=True)
+    check_run_dir(tmp_path, overwrite=True)
+
+
+def test_a_foreign_directory_or_file_is_never_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years")
+    for path in (tmp_path, tmp_path / "thesis.tex"):
+        with refused(UserError, path):
+            check_run_dir(path, overwrite=True)
