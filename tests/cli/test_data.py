@@ -207,8 +207,8 @@ def test_a_key_that_the_source_takes_is_its_own(hookdiff: Any, folder: Path, use
 def test_a_feed_for_its_facts_alone_decodes_no_pixels(folder: Path) -> None:
     config = load_config(folder / "config.toml")
     feed = build_feed(config, decode=False)
-    assert (feed.source.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
-    assert build_feed(config).source.place == "memory"
+    assert (feed.prepared.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
+    assert build_feed(config).prepared.place == "memory"
 
 
 def test_a_run_goes_on_with_the_same_pixels_wherever_they_live(hookdiff: Any, folder: Path) -> None:

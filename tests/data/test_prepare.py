@@ -193,7 +193,7 @@ def test_auto_keeps_in_memory_what_fits(tmp_path: Path, write_folder: Write) -> 
     write_folder(tmp_path, 10, size=(64, 64))
     size = 10 * 3 * 64 * 64 / 2**30
     places = [
-        Feed(Folder(str(tmp_path)), store=Store(memory_limit=limit)).source.place for limit in (size, size * 0.99)
+        Feed(Folder(str(tmp_path)), store=Store(memory_limit=limit)).prepared.place for limit in (size, size * 0.99)
     ]
     assert places == ["memory", "none"]
 

@@ -210,7 +210,7 @@ def test_a_cache_remembers_what_cannot_be_read(own: tuple[Path, list[Path]]) -> 
     for _ in range(2):
         feed = Feed(Folder(str(root / "set")), store=kept)
         assert feed.training.tolist() == [0, 2, 3, 4, 5]
-        assert list(feed.source.torn) == [4]
+        assert list(feed.prepared.torn) == [4]
     with refused(UserError, 1, 6, paths[1]):
         feed_of(root, "disk")
 
