@@ -21,7 +21,7 @@ def test_the_keys_are_those_of_the_class() -> None:
 
 
 @pytest.mark.parametrize("name", ["CIFAR1O", "folder", "__all__"])
-def test_what_torchvision_lacks_is_told(name: str) -> None:
+def test_a_class_that_torchvision_lacks_is_refused(name: str) -> None:
     with refused(UserError, "torchvision", name):
         vision(name)
 
