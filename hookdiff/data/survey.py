@@ -1,139 +1,131 @@
-"""A look at the header of every picture before training, so that what cannot be used is told then."""
+"""A look at the header of every picture before training, so that problems are reported before it begins."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy
 from attrs import Factory, define
 from torch import Tensor
 
-from hookdiff.data.decode import num_channels, upright_size
-from hookdiff.data.source import Images, closing_file, in_threads, told
+from hookdiff.data.decode import Unreadable, num_channels, upright_size
+from hookdiff.data.source import Images, with_images
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
 
 _EXAMPLES = 5
-_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # of pixels that are no file
+_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # of pixels that come without a mode
 
-Kind = tuple[str, int, int]  # Pillow's mode, width, height
+
+@define
+class Kind:
+    """Pictures of one mode and size."""
+
+    mode: str  # of Pillow
+    width: int
+    height: int
+    count: int = 0
+    example: int = 0  # the first sample of this kind
+
+    @property
+    def size(self) -> str:
+        """The width and the height for a message."""
+        return f"{self.width} x {self.height}"
 
 
 @define
 class Survey:
-    """Which kinds of pictures there are, and which samples cannot be read."""
+    """The kinds of pictures of a source, and the samples that cannot be read."""
 
-    kinds: Counter[Kind] = Factory(Counter)
-    examples: dict[Kind, int] = Factory(dict)  # the first sample of each
-    unreadable: dict[int, str] = Factory(dict)  # why, by sample
-
-    def add(self, index: int, kind: Kind) -> None:
-        """Count one more of `kind`."""
-        self.kinds[kind] += 1
-        self.examples.setdefault(kind, index)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        kinds = [[*kind, count, self.examples[kind]] for kind, count in self.kinds.items()]
-        return {"kinds": kinds, "unreadable": list(self.unreadable.items())}
-
-    @classmethod
-    def from_json(cls, saved: Any) -> Survey:
-        """Return what `to_json` told of."""
-        kinds = {(mode, width, height): (count, example) for mode, width, height, count, example in saved["kinds"]}
-        counts = Counter({kind: count for kind, (count, _) in kinds.items()})
-        return cls(counts, {kind: example for kind, (_, example) in kinds.items()}, dict(saved["unreadable"]))
+    kinds: list[Kind] = Factory(list)
+    unreadable: dict[int, str] = Factory(dict)  # by sample, the reason why its header cannot be read
+    undecodable: dict[int, str] = Factory(dict)  # the same of pixels; empty where none have been decoded
 
 
 def survey(source: Images) -> Survey:
-    """Look at every sample of `source`; where its `shape` says what all are like, at none."""
-    found = Survey()
+    """Read the header of every sample of `source`, or of none where the source has a `shape`."""
     if shape := getattr(source, "shape", None):
-        found.kinds[kind_of(numpy.empty(shape, numpy.uint8))] = len(source)
-        found.examples[kind_of(numpy.empty(shape, numpy.uint8))] = 0
-        return found
-
-    def look(index: int) -> Kind | str:
-        try:
-            image = source.load(index)
-            with closing_file(image):
-                return kind_of(image)
-        except Exception as error:  # decoders raise whatever the bytes lead them to
-            return f"{source.describe(index)}: {told(error)}"
-
-    for index, answer in enumerate(in_threads(source, look, range(len(source)))):
-        if isinstance(answer, str):
-            found.unreadable[index] = answer
+        return Survey([kind_of_shape(shape, len(source))])
+    kinds: dict[tuple[str, int, int], Kind] = {}
+    unreadable = {}
+    for index, found in with_images(source, range(len(source)), lambda _, image: _kind_of(image)):
+        if isinstance(found, Unreadable):
+            unreadable[index] = str(found)
         else:
-            found.add(index, answer)
-    return found
+            found.example = index
+            kinds.setdefault((found.mode, found.width, found.height), found).count += 1
+    return Survey(list(kinds.values()), unreadable)
 
 
-def kind_of(image: Any) -> Kind:
-    """Return mode, width and height of a Pillow image, or of pixels c h w or h w."""
-    if not isinstance(image, (Tensor, numpy.ndarray)):
-        return (image.mode, *upright_size(image))
-    channels, height, width = (1, *image.shape) if image.ndim == 2 else image.shape
+def kind_of_shape(shape: Sequence[int], count: int = 0) -> Kind:
+    """Return the kind of `count` pictures that are pixels of `shape`, c h w or h w."""
+    channels, height, width = (1, *shape) if len(shape) == 2 else shape
     if channels not in _MODES:
         raise ValueError(f"{channels} channels, expected 1 to 4")
-    return _MODES[channels], int(width), int(height)
+    return Kind(_MODES[channels], width, height, count)
+
+
+def _kind_of(image: Any) -> Kind:
+    if isinstance(image, (Tensor, numpy.ndarray)):
+        return kind_of_shape(image.shape)
+    return Kind(image.mode, *upright_size(image))
 
 
 def check_readable(unreadable: Iterable[str], total: int, skip: bool) -> None:
-    """Raise UserError where some samples are `unreadable` and that is no reason to `skip` them, or all are."""
-    found = list(unreadable)
-    if len(found) == total:
-        raise UserError(f"none of the {total} images can be read:{_list(found)}")
-    if found and not skip:
+    """Raise UserError if all of the `total` samples are unreadable, or some are and they are not to be skipped."""
+    lines = list(unreadable)
+    if len(lines) == total:
+        raise UserError(f"none of the {total} images can be read:{_some_lines(lines)}")
+    if lines and not skip:
         raise UserError(
-            f"{len(found)} of {total} images cannot be read (unreadable = 'skip' leaves them out):{_list(found)}"
+            f"{len(lines)} of {total} images cannot be read (unreadable = 'skip' leaves them out):{_some_lines(lines)}"
         )
 
 
-def first_stage_shape(found: Survey, transforms: Transforms, describe: Callable[[int], str]) -> tuple[int, int, int]:
-    """Return the shape (c, h, w) that `transforms` give all of what was found.
+def first_stage_shape(
+    kinds: list[Kind], transforms: Transforms, describe: Callable[[int], str]
+) -> tuple[int, int, int]:
+    """Return the shape (c, h, w) that `transforms` give pictures of all these kinds.
 
-    Raises UserError where they cannot: grey among colour, different sizes, too small ones.
+    Raises UserError for grey among colour, for different sizes, and for sizes that are too small.
     """
 
-    def example(kind: Kind) -> str:
-        return f"{describe(found.examples[kind])} ({kind[1]} x {kind[2]})"
+    def lines(kinds: Iterable[Kind]) -> str:
+        return _some_lines([f"{describe(kind.example)} ({kind.size})" for kind in kinds])
 
-    total, side = sum(found.kinds.values()), transforms.side
-    channels = Counter[int]()
-    for kind, count in found.kinds.items():
-        channels[num_channels(kind[0])] += count
-    if len(channels) > 1 and transforms.channels is None:
-        examples = [next(example(kind) for kind in found.kinds if num_channels(kind[0]) == each) for each in (1, 3)]
+    by_channels: dict[int, list[Kind]] = {1: [], 3: []}
+    sizes = Counter[str]()
+    for kind in kinds:
+        by_channels[num_channels(kind.mode)].append(kind)
+        sizes[kind.size] += kind.count
+    grey, colour = by_channels.values()
+    if grey and colour and transforms.channels is None:
+        num_grey, num_colour = (sum(kind.count for kind in group) for group in (grey, colour))
         raise UserError(
-            f"{channels[1]} images are grey, {channels[3]} are in colour: say channels = 1 or 3{_list(examples)}"
+            f"{num_grey} images are grey, {num_colour} are in colour: set channels = 1 or 3"
+            f"{lines((grey[0], colour[0]))}"
         )
-    depth: int = transforms.channels or min(channels)
-    if side is not None:
-        small = [kind for kind in found.kinds if min(kind[1:]) < side]
+    channels = transforms.channels or (1 if grey else 3)
+    if side := transforms.side:
+        small = [kind for kind in kinds if min(kind.width, kind.height) < side]
         if small and not transforms.upscale:
-            count = sum(found.kinds[kind] for kind in small)
             key = "resize" if transforms.resize else "image_size"
             raise UserError(
-                f"{count} of {total} images are smaller than {key} = {side}; upscale = true enlarges them:"
-                + _list([example(kind) for kind in small])
+                f"{sum(kind.count for kind in small)} of {sizes.total()} images are smaller than {key} = {side}; "
+                f"upscale = true enlarges them:{lines(small)}"
             )
-        return depth, side, side
-    sizes = Counter[tuple[int, int]]()
-    for (_, width, height), count in found.kinds.items():
-        sizes[width, height] += count
+        return channels, side, side
     if len(sizes) > 1:
-        told = [f"{count} of {width} x {height}" for (width, height), count in sizes.most_common(_EXAMPLES)]
+        examples = [f"{count} of {size}" for size, count in sizes.most_common(_EXAMPLES)]
         rest = ", ..." if len(sizes) > _EXAMPLES else ""
         raise UserError(
-            f"the images have {len(sizes)} sizes ({', '.join(told)}{rest}): say image_size, the side to train on"
+            f"the images have {len(sizes)} sizes ({', '.join(examples)}{rest}): set image_size, the side to train on"
         )
-    ((width, height),) = sizes
-    return depth, height, width
+    return channels, kinds[0].height, kinds[0].width
 
 
-def _list(lines: list[str]) -> str:
+def _some_lines(lines: list[str]) -> str:
     rest = len(lines) - _EXAMPLES
     return "".join(f"\n  {line}" for line in lines[:_EXAMPLES]) + (f"\n  and {rest} more" if rest > 0 else "")

@@ -35,7 +35,7 @@ def test_every_layout(tmp_path: Path, array: Any, layout: Any, expected: Any) ->
     assert data.shape == expected.shape[1:]
     for index in range(6):
         assert torch.equal(data.load(index), torch.from_numpy(expected[index]))
-    (batch,) = Feed(data).plain(torch.arange(6))
+    (batch,) = Feed(data).unaugmented(torch.arange(6))
     assert torch.equal(batch.inputs, torch.from_numpy(expected).float() / 127.5 - 1)
 
 
@@ -117,7 +117,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         Arrays(str(tmp_path / "a.pt"))
 
 
-def test_values_outside_of_the_range_are_torn(tmp_path: Path) -> None:
+def test_values_outside_of_the_range_cannot_be_read(tmp_path: Path) -> None:
     array = numpy.full((3, 4, 4), 0.5, "float32")
     array[1, 0, 0], array[2, 0, 0] = 1.5, numpy.nan
     path = saved(tmp_path / "a.npy", array)
@@ -138,7 +138,7 @@ def test_transparent_pixels(tmp_path: Path, channels: int) -> None:
     store: Any
     for store in ("memory", "none"):
         feed = Feed(data, transforms=Transforms(background="black"), store=Store(store=store))
-        (batch,) = feed.plain(torch.arange(4))
+        (batch,) = feed.unaugmented(torch.arange(4))
         expected = array[..., :-1].astype("float64") * array[..., -1:] / 255 / 127.5 - 1
         assert feed.shape == (channels - 1, 6, 6)
         assert numpy.abs(batch.inputs.permute(0, 2, 3, 1).numpy() - expected).max() < 1.01 / 127.5

@@ -118,7 +118,7 @@ ROWS = "file,label\nant/000.png,a\nbee/001.png,b\ncat/002.png,c\n"
         ("label.csv", ROWS, ("'label.csv'",)),
     ],
 )
-def test_a_broken_file_of_labels_is_told_with_its_line(
+def test_a_broken_file_of_labels_is_refused_with_its_line(
     tmp_path: Path, write_folder: Write, name: str, text: str | bytes, facts: Any
 ) -> None:
     write_folder(tmp_path, 3)

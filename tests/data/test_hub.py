@@ -135,7 +135,7 @@ def test_it_trains_as_any_source(tmp_path: Path, made: Any) -> None:
         assert torch.equal(labels, found[0][1])
 
 
-def test_images_that_are_missing_are_told(tmp_path: Path, alone: Any, noise: Any) -> None:
+def test_images_that_are_missing_are_listed(tmp_path: Path, alone: Any, noise: Any) -> None:
     rows = {"image": [noise(0, 4, 4), None, noise(2, 4, 4)]}
     alone.Dataset.from_dict(rows, features=alone.Features({"image": alone.Image()})).save_to_disk(str(tmp_path / "set"))
     with refused(UserError, 1, 3, "set[1]"):

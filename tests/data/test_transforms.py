@@ -106,7 +106,7 @@ def test_what_fits_passes_whatever_it_is() -> None:
         Transforms(image_size=2).fit(latents)
 
 
-def test_what_is_too_small_is_refused_unless_told(noise: Noise) -> None:
+def test_pictures_that_are_too_small_are_refused_or_enlarged(noise: Noise) -> None:
     with refused(ValueError, "7 x 12", "8 x 8", "upscale"):
         Transforms(image_size=8).fit(noise(0, 7, 12))
     with refused(ValueError, "9 x 9", "10 x 10"):
