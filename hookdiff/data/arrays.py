@@ -16,7 +16,6 @@ from torch import Tensor
 from hookdiff.errors import nearest, why_missing
 
 Layout = Literal["n h w", "n h w c", "n c h w"]
-_FIRST = 64  # images whose range is shown in a message
 
 
 class Arrays:
@@ -44,20 +43,19 @@ class Arrays:
         self.path = Path(path).expanduser()
         self.name, self.range, self.classes = images, value_range, None
         stored = _open(self.path)
-        if isinstance(stored, Mapping) and images is None:
-            if "images" not in stored and len(stored) != 1:
-                raise ValueError(f"{path}: set images to the name of one array: {', '.join(stored) or 'there is none'}")
-            self.name = "images" if "images" in stored else next(iter(stored))
+        names = tuple(stored) if isinstance(stored, Mapping) else ()
+        if names and images is None:
+            self.name = "images" if "images" in names else names[0]
+            if self.name != "images" and len(names) > 1:
+                raise ValueError(f"{path}: set images to the name of one array: {', '.join(names)}")
         array, self.layout = self.array, layout or _layout(self.path, self.array.shape)
         if array.ndim != len(self.layout.split()):
             raise ValueError(f"{path}: its shape {array.shape} is not {self.layout!r}")
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{path}: holds {array.dtype}, expected numbers")
         if value_range is None and array.dtype != numpy.uint8:
-            first = array[:_FIRST] if len(array) else numpy.zeros(1)
             raise ValueError(
-                f"{path}: holds {array.dtype}: set value_range = [LOW, HIGH], the values of black and white "
-                f"(the first images hold {first.min():g} to {first.max():g})"
+                f"{path}: holds {array.dtype}: set value_range = [LOW, HIGH], the values of black and white"
             )
         if value_range is not None and not value_range[0] < value_range[1]:
             raise ValueError(f"value_range must be a low and a high value, not {list(value_range)}")
@@ -67,7 +65,7 @@ class Arrays:
         self.labels = None
         if labels is not None and labels.endswith(".npy"):
             self.labels = _labels(labels, _open(Path(labels).expanduser()), len(array))
-        elif labels is not None or (isinstance(stored, Mapping) and "labels" in stored):
+        elif labels is not None or "labels" in names:
             name = labels or "labels"
             self.labels = _labels(f"{path}[{name!r}]", _member(self.path, stored, name), len(array))
 

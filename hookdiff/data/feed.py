@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Generator, Tensor
 
 from hookdiff.data.augment import augment, center_crop
 from hookdiff.data.batch import Batch
-from hookdiff.data.loader import ImageReader, ItemReader, Loader, Stack
+from hookdiff.data.loader import Loader, Stack, read_image, read_item
 from hookdiff.data.memory import InMemory
 from hookdiff.data.order import balanced, replacements, split, successors
 from hookdiff.data.prepare import Prepared, prepare
@@ -33,6 +33,7 @@ from hookdiff.randomness import derive_seed
 
 logger = logging.getLogger("hookdiff")
 
+_CPU = torch.device("cpu")
 _AT_ONCE = 1 << 20  # numbers that are fetched from memory in one go: 4 MiB
 
 Finish = Callable[[Tensor, Tensor], Tensor]  # first-stage images and indices -> inputs
@@ -71,9 +72,11 @@ class Feed:
     )
     prefetch: int = field(default=2, validator=ge(1), metadata=about("batches that each worker loads ahead"))
     prepared: Prepared = field(init=False, repr=False)  # the source after the first stage
+    labels: Tensor | None = field(init=False)  # of the whole set: n, int64, on the CPU (-1: unknown)
+    classes: Sequence[str] | None = field(init=False)  # the names of the classes
     batch_size: int = field(init=False, default=0)  # over all ranks
     seed: int = field(init=False, default=0)
-    device: torch.device = field(init=False, default=torch.device("cpu"))
+    device: torch.device = field(init=False, default=_CPU)
     rank: int = field(init=False, default=0)
     num_ranks: int = field(init=False, default=1)
     samples: InMemory | Images | Source = field(init=False)  # on the device if there is room
@@ -87,12 +90,12 @@ class Feed:
         prepared = self.prepared = prepare(self.source, self.transforms, self.store)
         if self.balanced and prepared.labels is None:
             raise UserError("balanced: the source has no labels")
-        self.samples = prepared.samples
+        self.samples, self.labels, self.classes = prepared.samples, prepared.labels, prepared.classes
         self.training, self.held_out_indices = split(prepared.usable, prepared.labels, self.held_out)
         if prepared.survey.undecodable:
             unreadable = torch.zeros(len(prepared), dtype=torch.bool)
             unreadable[list(prepared.survey.undecodable)] = True
-            self._rows = replacements(self._successors(), unreadable)
+            self._rows = replacements((self.training, self.held_out_indices), unreadable)
 
     @classmethod
     def of(cls, data: Feed | InMemory | Images | Source | Tensor) -> Feed:
@@ -100,12 +103,7 @@ class Feed:
         return copy(data) if isinstance(data, Feed) else cls(data)
 
     def bind(
-        self,
-        batch_size: int,
-        seed: int = 0,
-        device: torch.device = torch.device("cpu"),  # noqa: B008 a constant
-        rank: int = 0,
-        num_ranks: int = 1,
+        self, batch_size: int, seed: int = 0, device: torch.device = _CPU, rank: int = 0, num_ranks: int = 1
     ) -> Feed:
         """Set the batches: `batch_size` samples over all ranks, in the order that `seed` gives. Returns self.
 
@@ -128,22 +126,12 @@ class Feed:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample, c h w; the first sample is loaded if it is not known otherwise."""
-        shape = self.prepared.shape
-        if shape is None:
+        shape = self.prepared.survey.shape
+        if not shape:
             (images, _, _) = next(self._loader(0).load(0, [torch.zeros(1, dtype=torch.int64)]))
             shape = tuple(images.shape[1:])
         size = self.transforms.image_size
         return shape if size is None else (shape[0], size, size)
-
-    @property
-    def labels(self) -> Tensor | None:
-        """The labels of the whole set: n, int64, on the CPU (-1: unknown). None if it has none."""
-        return self.prepared.labels
-
-    @property
-    def classes(self) -> Sequence[str] | None:
-        """The names of the classes."""
-        return self.prepared.classes
 
     @property
     def num_classes(self) -> int | None:
@@ -244,20 +232,18 @@ class Feed:
 
     def _loader(self, workers: int) -> Loader:
         if isinstance(self.source, Images):
-            following = self._successors() if self.store.unreadable == "skip" else None
-            reader: Any = ImageReader(self.source, self.transforms, self.prepared.shape, following)
+            # As a numpy array, which needs no file descriptor to be sent to a worker.
+            following = successors((self.training, self.held_out_indices), len(self.prepared)).numpy()
+            fit = partial(self.transforms.fit, shape=self.prepared.survey.shape)
+            read = partial(read_image, self.source, fit, following if self.store.unreadable == "skip" else None)
         else:
-            reader = ItemReader(self.source, self.transforms, self.seed)
-        return Loader(reader, workers, self.prefetch, self.device.type == "cuda")
-
-    def _successors(self) -> Tensor:
-        return successors((self.training, self.held_out_indices), len(self.prepared))
+            read = partial(read_item, self.source, self.transforms, self.seed)
+        return Loader(read, workers, self.prefetch, self.device.type == "cuda")
 
     def _report_replaced(self, indices: Tensor) -> None:
-        for index in indices.tolist():
-            if index not in self._reported:
-                self._reported.add(index)
-                logger.warning(
-                    "data: %s cannot be read, and another sample replaces it (%d so far)",
-                    *(self.describe(index), len(self._reported)),
-                )
+        for index in set(indices.tolist()) - self._reported:
+            self._reported.add(index)
+            count = len(self._reported)
+            logger.warning(
+                "data: %s cannot be read; another sample replaces it (%d so far)", self.describe(index), count
+            )

@@ -13,8 +13,6 @@ from hookdiff.data.decode import SUFFIXES
 from hookdiff.data.labels import encode, read_labels, some
 from hookdiff.errors import why_missing
 
-_EXAMPLES = 5
-
 
 class Folder:
     """Image files at any depth below a folder, in the order of their names.
@@ -34,15 +32,11 @@ class Folder:
             raise ValueError(f"{path} is no folder" if self.path.exists() else f"{path}: {why_missing(self.path)}")
         self.files, others = _find(self.path)
         if not self.files:
-            kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(_EXAMPLES))
-            raise ValueError(f"{path} has no image ({', '.join(SUFFIXES)}); found: {kinds or 'nothing, it is empty'}")
-        names: Sequence[str | int] | None = None
-        if labels == "folder":
-            names = _first_folders(self.path, self.files)
-        elif labels != "none":
-            names = read_labels(self.path, self.files, labels)
-        encoded = encode(names) if names is not None else (None, None)
-        self.labels, self.classes = encoded
+            kinds = some([f"{count} {suffix}" for suffix, count in others.most_common()]) or "nothing, it is empty"
+            raise ValueError(f"{path} has no image ({', '.join(SUFFIXES)}); found: {kinds}")
+        self.labels, self.classes = encode(_first_folders(self.path, self.files) if labels == "folder" else [])
+        if labels not in ("folder", "none"):
+            self.labels, self.classes = read_labels(self.path, self.files, labels)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -75,7 +69,7 @@ def _find(root: Path) -> tuple[list[str], Counter[str]]:
     files, others, seen = [], Counter[str](), set()
 
     def stop(error: OSError) -> None:
-        raise ValueError(f"{error.filename}: cannot be read: {error.strerror}")
+        raise error
 
     for folder, inside, names in os.walk(root, onerror=stop, followlinks=True):
         real = os.path.realpath(folder)
@@ -93,13 +87,11 @@ def _find(root: Path) -> tuple[list[str], Counter[str]]:
     return sorted(files), others
 
 
-def _first_folders(root: Path, files: Sequence[str]) -> list[str] | None:
-    """Return the first folder of each file; None if there are not two of them."""
+def _first_folders(root: Path, files: Sequence[str]) -> list[str]:
+    """Return the first folder of each file; an empty list if there are not two of them."""
     alone = [name for name in files if "/" not in name]
     if alone and len(alone) < len(files):
-        raise ValueError(
-            f"{len(alone)} of {len(files)} images are in {root} itself, not in a class folder ({some(alone)}): move "
-            "them, or set labels = 'none' or a file of labels"
-        )
+        where = f"{len(alone)} of {len(files)} images are in {root} itself, not in a class folder ({some(alone)})"
+        raise ValueError(f"{where}: move them, or set labels = 'none' or a file of labels")
     names = [name.partition("/")[0] for name in files]
-    return names if not alone and len(set(names)) > 1 else None
+    return names if not alone and len(set(names)) > 1 else []

@@ -15,61 +15,51 @@ from torch import Tensor
 
 from hookdiff.errors import nearest
 
-_EXAMPLES = 5
+EXAMPLES = 5  # that a message lists
 
 
-def encode(labels: Sequence[Any]) -> tuple[Tensor, tuple[str, ...] | None]:
-    """Return labels as numbers (n, int64), and the names of the classes in alphabetical order.
+def encode(labels: Sequence[Any]) -> tuple[Tensor | None, tuple[str, ...] | None]:
+    """Return labels as numbers (n, int64), and the names of the classes in alphabetical order; None if there are none.
 
     Labels that are integers are returned as they are, without names. Raises ValueError for labels of other types.
     """
-    if all(type(label) is int for label in labels):
-        return torch.tensor(labels, dtype=torch.int64), None
-    if strange := [label for label in labels if type(label) not in (int, str)]:
-        raise ValueError(f"expected integers or names as labels, got {str(strange[0])[:40]} {len(strange)} times")
-    classes = sorted({str(label) for label in labels})
+    examples = {type(label): label for label in labels}
+    if not labels or examples.keys() == {int}:
+        return torch.tensor(labels) if labels else None, None
+    if examples.keys() != {str}:
+        raise ValueError(f"labels must be all integers or all names, not {some(list(map(repr, examples.values())))}")
+    classes = sorted(set(labels))
     position = {name: k for k, name in enumerate(classes)}
-    return torch.tensor([position[str(label)] for label in labels]), tuple(classes)
+    return torch.tensor([position[label] for label in labels]), tuple(classes)
 
 
-def read_labels(root: Path, files: Sequence[str], labels: str) -> list[str | int]:
-    """Return the label of each of `files` (below `root`) from the file `labels`, in `root` or the working directory.
+def read_labels(root: Path, files: Sequence[str], labels: str) -> tuple[Tensor | None, tuple[str, ...] | None]:
+    """Return labels and classes of `files` (below `root`) from the file `labels`, in `root` or the working directory.
 
     Raises ValueError for a file that is missing or broken, for an image without label and a label without image.
     """
     path = root / labels if (root / labels).is_file() else Path(labels).expanduser()
     if not path.is_file():
         near = nearest(path.name, ["folder", "none", *(p.name for p in root.iterdir() if p.suffix in _READERS)])
-        raise ValueError(
-            f"labels: expected 'folder', 'none' or a file: there is no {labels!r}, in {root} or here{near}"
-        )
+        raise ValueError(f"labels: expected 'folder', 'none' or a file; there is no {labels!r} in {root} or here{near}")
     if path.suffix.lower() not in _READERS:
         raise ValueError(f"{path}: expected labels in a .csv or a .jsonl")
     found: dict[str, str | int] = {}
+    known = set(files)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             for line, row in _READERS[path.suffix.lower()](file):
                 name, label = _entry(line, row)
                 if found.setdefault(name, label) != label:
                     raise ValueError(f"line {line}: {name} has another label on an earlier line")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+        if strange := [name for name in found if name not in known]:
+            near = nearest(strange[0], files)
+            raise ValueError(f"{len(strange)} of its files are not in {root}: {some(strange)}{near}")
+        if lacking := [name for name in files if name not in found]:
+            raise ValueError(f"{len(lacking)} of {len(files)} images have no label: {some(lacking)}")
+        return encode([found[name] for name in files])
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-    known = set(files)
-    if strange := [name for name in found if name not in known]:
-        raise ValueError(
-            f"{path} names {len(strange)} files that are not in {root}: {some(strange)}{nearest(strange[0], files)}"
-        )
-    if lacking := [name for name in files if name not in found]:
-        raise ValueError(f"{path} has no label for {len(lacking)} of {len(files)} images: {some(lacking)}")
-    given = [found[name] for name in files]
-    if len({type(label) for label in given}) > 1:
-        word = next(label for label in given if isinstance(label, str))
-        raise ValueError(f"{path}: some labels are integers and some are not, as {word!r}")
-    return given
 
 
 def _csv(file: TextIO) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -110,4 +100,4 @@ def _entry(line: int, row: Mapping[str, Any]) -> tuple[str, str | int]:
 
 def some(names: Sequence[str]) -> str:
     """Return the first few of `names`, for a message."""
-    return ", ".join(names[:_EXAMPLES]) + (", ..." if len(names) > _EXAMPLES else "")
+    return ", ".join(names[:EXAMPLES]) + (", ..." if len(names) > EXAMPLES else "")

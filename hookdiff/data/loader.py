@@ -5,9 +5,8 @@ from __future__ import annotations
 import atexit
 import random
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -22,24 +21,25 @@ from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
 from hookdiff.randomness import derive_seed
 
-Address = tuple[int, int]  # epoch, index
+Address = tuple[int, list[int]]  # of a batch: its epoch and its indices
 Sample = tuple[Tensor, int | None, int]  # first stage, c h w; label; index
 Stack = tuple[Tensor, Tensor | None, Tensor]  # the same of a batch
+Read = Callable[[int, int], Sample]  # of an epoch and an index
 
 
 class Loader:
     """Reads the samples of a source. It can load another epoch only if the iterator of the last one is exhausted."""
 
-    def __init__(self, reader: Dataset[Any], workers: int, prefetch: int, pin_memory: bool) -> None:
+    def __init__(self, read: Read, workers: int, prefetch: int, pin_memory: bool) -> None:
         self.addresses = _Addresses()
         self.loader: DataLoader[Any] = DataLoader(
-            reader,
-            batch_sampler=self.addresses,
+            _Reader(read),
+            batch_size=None,  # the reader makes the batches
+            sampler=self.addresses,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
-            collate_fn=_collate,
             worker_init_fn=_handle_signals,
             generator=Generator(),  # else the loader would draw from the default one
         )
@@ -113,74 +113,68 @@ def _handle_signals(worker: int) -> None:
 
 
 class _Addresses:
-    """The addresses of an epoch's samples, batch by batch; a DataLoader iterates the same object in each epoch."""
+    """The addresses of an epoch's batches; a DataLoader iterates the same object in each epoch."""
 
     epoch: int = 0
     parts: Iterable[Tensor] = ()
 
-    def __iter__(self) -> Iterator[list[Address]]:
+    def __iter__(self) -> Iterator[Address]:
         for part in self.parts:
-            yield [(self.epoch, index) for index in part.tolist()]
+            yield self.epoch, part.tolist()
 
 
-class ImageReader(Dataset[Sample | UserError]):
-    """The first stage of pictures. With `successors` the next readable picture replaces one that cannot be read.
+class _Reader(Dataset[Stack | UserError]):
+    """Reads batches. An error is returned: raised in a worker, it would have a traceback in its message."""
 
-    An error is returned instead of raised: raised in a worker, it would have a traceback in its message.
-    """
+    def __init__(self, read: Read) -> None:
+        self.read = read
 
-    def __init__(
-        self, source: Images, transforms: Transforms, shape: tuple[int, ...] | None, successors: Tensor | None
-    ) -> None:
-        self.source, self.fit = source, partial(transforms.fit, shape=shape)
-        # As a numpy array, which needs no file descriptor to be sent to a worker.
-        self.successors = None if successors is None else successors.numpy()
-
-    def __getitem__(self, address: Address) -> Sample | UserError:
-        _, first = address
-        index = first
-        while True:
-            try:
-                return with_image(self.source, index, self.fit), None, index
-            except Unreadable as error:
-                if self.successors is None or (index := int(self.successors[index])) == first:
-                    return error
-
-
-class ItemReader(Dataset[Sample | UserError]):
-    """The items of a map-style data set. The default generators are seeded by (seed, epoch, sample) for each item."""
-
-    def __init__(self, source: Source, transforms: Transforms, seed: int) -> None:
-        self.source, self.transforms, self.seed = source, transforms, seed
-
-    def __getitem__(self, address: Address) -> Sample | UserError:
-        epoch, index = address
-        seed = derive_seed(self.seed, "augment", epoch, part=index)
-        random.seed(seed)
-        numpy.random.seed(seed & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(seed)
-        item = self.source[index]
-        image, label = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, None)
-        if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # as an image of Pillow has
-            return UserError(
-                f"sample {index} of the data is a {type(image).__name__}, expected a tensor c h w or a Pillow image"
-            )
+    def __getitem__(self, address: Address) -> Stack | UserError:
+        epoch, indices = address
         try:
-            return self.transforms.fit(image), None if label is None else int(label), index
-        except (OSError, ValueError) as error:
-            return UserError(f"sample {index} of the data: {reason(error)}")
+            return _stack([self.read(epoch, index) for index in indices])
+        except UserError as error:
+            return error
 
 
-def _collate(samples: Sequence[Sample | UserError]) -> Stack | UserError:
-    good = []
-    for sample in samples:
-        if isinstance(sample, UserError):
-            return sample
-        good.append(sample)
-    images, labels, indices = zip(*good, strict=True)
+def read_image(source: Images, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int) -> Sample:
+    """Return the first stage of a picture. If it is unreadable, the next readable one of its `successors` replaces it.
+
+    Raises Unreadable if there is none, or `successors` is None.
+    """
+    first = index
+    while True:
+        try:
+            return with_image(source, index, fit), None, index
+        except Unreadable:
+            if successors is None or (index := int(successors[index])) == first:
+                raise
+
+
+def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, index: int) -> Sample:
+    """Return an item of a map-style data set, after seeding all default generators by (seed, epoch, index).
+
+    Raises UserError for an item that cannot be used.
+    """
+    seed = derive_seed(seed, "augment", epoch, part=index)
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+    item = source[index]
+    image, label = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, None)
+    if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # as an image of Pillow has
+        kind = type(image).__name__
+        raise UserError(f"sample {index} of the data is a {kind}, expected a tensor c h w or a Pillow image")
+    try:
+        return transforms.fit(image), None if label is None else int(label), index
+    except (OSError, ValueError) as error:
+        raise UserError(f"sample {index} of the data: {reason(error)}") from error
+
+
+def _stack(samples: Sequence[Sample]) -> Stack:
+    images, labels, indices = zip(*samples, strict=True)
     for image, index in zip(images, indices, strict=True):
         if (image.shape, image.dtype) != (images[0].shape, images[0].dtype):
             one, other = (f"{' x '.join(map(str, each.shape))} of {each.dtype}" for each in (images[0], image))
-            return UserError(f"sample {indices[0]} of the data is {one}, sample {index} is {other}: set image_size")
-    known = None if None in labels else torch.tensor(labels)
-    return torch.stack(images), known, torch.tensor(indices)
+            raise UserError(f"sample {indices[0]} of the data is {one}, sample {index} is {other}: set image_size")
+    return torch.stack(images), None if None in labels else torch.tensor(labels), torch.tensor(indices)

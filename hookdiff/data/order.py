@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Generator, Tensor
 
@@ -54,7 +56,7 @@ def balanced(labels: Tensor, generator: Generator) -> Tensor:
     return positions[torch.randperm(len(positions), generator=generator)]
 
 
-def successors(parts: tuple[Tensor, ...], total: int) -> Tensor:
+def successors(parts: Sequence[Tensor], total: int) -> Tensor:
     """Return for each of `total` samples the next one of its own part, which replaces it if it cannot be read."""
     following = torch.arange(total)
     for part in parts:
@@ -62,16 +64,15 @@ def successors(parts: tuple[Tensor, ...], total: int) -> Tensor:
     return following
 
 
-def replacements(following: Tensor, unreadable: Tensor) -> Tensor:
-    """Return for each sample itself, or if it is `unreadable` (bool) the first of its successors that is not.
+def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
+    """Return for each sample itself, or if it is `unreadable` (bool) its first readable successor.
 
-    Raises UserError if a part has no readable sample.
+    Raises UserError if a part, which is sorted, has no readable sample.
     """
-    found = torch.arange(len(following))
-    left = unreadable.nonzero().squeeze(1)
-    while len(left):
-        found[left] = following[found[left]]
-        if (found[left] == left).any():
+    found = torch.arange(len(unreadable))
+    for part in parts:
+        broken, readable = part[unreadable[part]], part[~unreadable[part]]
+        if len(broken) and not len(readable):
             raise UserError("none of the samples of the data, or of those held out, can be read")
-        left = left[unreadable[found[left]]]
+        found[broken] = readable[torch.searchsorted(readable, broken) % max(1, len(readable))]
     return found

@@ -71,7 +71,7 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
     not_finite: list[str] = []
     sums = squares = torch.zeros(feed.shape[0], dtype=torch.float64)
     wanted = feed.prepared.usable
-    for asked, batch in zip(wanted.split(256), feed.unaugmented(wanted, 256), strict=True):
+    for asked, batch in zip(torch.split(wanted, 256), feed.unaugmented(wanted, 256), strict=True):
         inputs = batch.inputs.cpu()
         assert batch.indices is not None
         for index, found, image in zip(asked.tolist(), batch.indices.tolist(), inputs, strict=True):

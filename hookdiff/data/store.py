@@ -22,7 +22,7 @@ from torch import Tensor
 from hookdiff.data.source import Images, with_images
 from hookdiff.data.survey import Survey
 from hookdiff.data.transforms import Transforms
-from hookdiff.disk import new_folder, write_file
+from hookdiff.disk import make_folder, new_folder, write_file
 from hookdiff.errors import UserError
 from hookdiff.options import about
 
@@ -72,10 +72,10 @@ def fill(source: Images, found: Survey, transforms: Transforms, pixels: Tensor) 
 
     Samples that cannot be decoded are added to `found.undecodable`.
     """
-    rows, shape = pixels.numpy(), tuple(pixels.shape[1:])
+    rows = pixels.numpy()
 
     def decode(index: int, image: Any) -> None:
-        rows[index] = transforms.fit(image, shape).numpy()
+        rows[index] = transforms.fit(image, found.shape).numpy()
 
     readable = [index for index in range(len(source)) if index not in found.unreadable]
     for index, error in with_images(source, readable, decode):
@@ -88,7 +88,8 @@ def cache_of(source: Images, transforms: Transforms, folder: Path) -> Path:
     if not hasattr(source, "fingerprint"):
         name = type(source).__name__
         raise UserError(f"store = 'disk' needs a fingerprint() of {name}, to see when its data has changed")
-    parts = (_FORMAT, type(source).__qualname__, source.fingerprint(), *transforms.first_stage)
+    first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
+    parts = (_FORMAT, type(source).__qualname__, source.fingerprint(), *first_stage)
     return folder / hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
@@ -101,14 +102,14 @@ def load_cache(path: Path) -> tuple[Survey, Tensor] | None:
         return None
 
 
-def write_cache(path: Path, source: Images, found: Survey, transforms: Transforms, shape: tuple[int, ...]) -> None:
+def write_cache(path: Path, source: Images, found: Survey, transforms: Transforms) -> None:
     """Decode `source` into a cache, which appears complete or not at all."""
-    size = len(source) * torch.Size(shape).numel()
-    # A mapped file that outgrows its disk kills the process without a message.
-    if (free := shutil.disk_usage(path.parent).free) < size:
+    shape = (len(source), *found.shape)
+    size, free = torch.Size(shape).numel(), shutil.disk_usage(path.parent).free
+    if free < size:  # a mapped file that outgrows its disk kills the process without a message
         raise UserError(f"{path.parent}: needs {size / GIB:.2f} GiB, {free / GIB:.2f} are free")
     with new_folder(path) as folder:
-        rows = numpy.lib.format.open_memmap(folder / "pixels.npy", "w+", numpy.uint8, (len(source), *shape))
+        rows = numpy.lib.format.open_memmap(folder / "pixels.npy", "w+", numpy.uint8, shape)
         fill(source, found, transforms, torch.from_numpy(rows))
         rows.flush()
         write_file(folder / "survey.json", json.dumps(cattrs.unstructure(found)).encode())
@@ -117,6 +118,7 @@ def write_cache(path: Path, source: Images, found: Survey, transforms: Transform
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Let one process of this machine at a time use `path`; on Windows, which has no such lock, all at once."""
+    make_folder(path.parent)
     with path.with_suffix(".lock").open("w") as file:
         if os.name != "nt":
             import fcntl

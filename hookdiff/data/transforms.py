@@ -81,20 +81,13 @@ class Transforms:
     color_jitter: tuple[float, float, float, float] = field(
         default=(0.0, 0.0, 0.0, 0.0),
         validator=_check_color_jitter,
-        metadata=about(
-            "strengths of changes in brightness, contrast, saturation and hue, as torchvision's ColorJitter"
-        ),
+        metadata=about("strengths of changes in brightness, contrast, saturation, hue, as torchvision's ColorJitter"),
     )
 
     @property
     def side(self) -> int | None:
         """The side of a picture after the first stage; None where pictures keep their size."""
         return self.resize or self.image_size
-
-    @property
-    def first_stage(self) -> tuple[Any, ...]:
-        """The values of all keys that the first stage depends on."""
-        return self.side, self.upscale, self.channels, self.background
 
     @property
     def random(self) -> bool:
@@ -114,17 +107,21 @@ class Transforms:
         """
         pixels = self._fit(image)
         if shape is not None and pixels.shape != shape:
-            got, expected = (" x ".join(map(str, each)) for each in (pixels.shape, shape))
-            raise ValueError(f"{got}, but {expected} according to its header")
+            raise ValueError(f"{_size(pixels.shape)}, but {_size(shape)} according to its header")
         return pixels
 
     def _fit(self, image: Any) -> Tensor:
+        from PIL import Image
+
         if isinstance(image, (Tensor, numpy.ndarray)):
             pixels = torch.as_tensor(image)
             pixels = pixels[None] if pixels.dim() == 2 else pixels
             if self.fits(pixels.shape) and not (pixels.dtype == torch.uint8 and pixels.shape[0] in _ALPHA):
                 return pixels
-            image = _as_picture(pixels)
+            if pixels.dtype != torch.uint8 or pixels.dim() != 3 or pixels.shape[0] > 4:
+                got = f"{_size(pixels.shape)} of {pixels.dtype}"
+                raise ValueError(f"{got}: only uint8 of 1 to 4 channels can be resized or converted")
+            image = Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy())
         if self.side is not None:
             # A JPEG much larger than the sample is decoded at a half, a quarter or an eighth of its size.
             image.draft(None, (2 * self.side, 2 * self.side))
@@ -139,9 +136,6 @@ class Transforms:
 
         It differs from `fit` of each image by rounding only, and is many times faster.
         """
-        return torch.cat([self._fit_chunk(chunk) for chunk in torch.split(images, 1024)])
-
-    def _fit_chunk(self, images: Tensor) -> Tensor:
         channels, height, width = images.shape[1:]
         if self.channels == 1 and channels == 3:
             weights = torch.tensor([19595, 38470, 7471], device=images.device).view(1, 3, 1, 1)  # of Pillow
@@ -157,13 +151,8 @@ class Transforms:
         return images.contiguous()
 
 
-def _as_picture(pixels: Tensor) -> Any:
-    from PIL import Image
-
-    if pixels.dtype != torch.uint8 or pixels.dim() != 3 or pixels.shape[0] > 4:
-        got = " x ".join(map(str, pixels.shape))
-        raise ValueError(f"{got} of {pixels.dtype}: only uint8 of 1 to 4 channels can be resized or converted")
-    return Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy())
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _resized(image: Any, side: int, upscale: bool) -> Any:
@@ -173,11 +162,9 @@ def _resized(image: Any, side: int, upscale: bool) -> Any:
     width, height = image.size
     if min(width, height) < side and not upscale:
         raise ValueError(f"{width} x {height} is smaller than {side} x {side}; upscale = true enlarges it")
-    if width == height == side:
-        return image
     wide, high, left, top = _resized_box(width, height, side)
     resized = image.resize((wide, high), Image.Resampling.BICUBIC)
-    return resized.crop((left, top, left + side, top + side)) if wide != high else resized
+    return resized.crop((left, top, left + side, top + side))
 
 
 def _resized_box(width: int, height: int, side: int) -> tuple[int, int, int, int]:

@@ -79,7 +79,8 @@ def test_labels_in_a_file_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("array", "options", "facts"),
     [
-        (RGB.astype("float32"), {}, ("float32", "value_range")),
+        (RGB.astype("float32"), {}, ("float32", "value_range", float(RGB.min()), float(RGB.max()))),
+        (numpy.zeros((2, 5, 9, 9), "uint8"), {"layout": "n c h w"}, (5, 1, 4)),
         (RGB, {"layout": "n h w"}, ("(6, 3, 5, 7)", "'n h w'")),
         (RGB[:, :, :3, :3], {}, ("(6, 3, 3, 3)", "layout")),
         (numpy.zeros((5, 9, 9, 9), "uint8"), {}, ("(5, 9, 9, 9)", "layout")),

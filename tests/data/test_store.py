@@ -235,3 +235,9 @@ def test_the_usual_place_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert Store().folder == Path.home() / ".cache" / "hookdiff"
     assert Store(cache_dir="~/mine").folder == Path.home() / "mine"
+
+
+@pytest.mark.parametrize(("key", "value"), [("store", "dsk"), ("memory_limit", -1), ("unreadable", "ignore")])
+def test_a_bad_option_is_refused_by_name(key: str, value: Any) -> None:
+    with refused(ValueError, key, value):
+        Store(**{key: value})
