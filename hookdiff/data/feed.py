@@ -241,9 +241,7 @@ class Feed:
         return Loader(read, workers, self.prefetch, self.device.type == "cuda")
 
     def _report_replaced(self, indices: Tensor) -> None:
-        for index in set(indices.tolist()) - self._reported:
+        for index in sorted(set(indices.tolist()) - self._reported):
             self._reported.add(index)
-            count = len(self._reported)
-            logger.warning(
-                "data: %s cannot be read; another sample replaces it (%d so far)", self.describe(index), count
-            )
+            name, count = self.describe(index), len(self._reported)
+            logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)

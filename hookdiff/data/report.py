@@ -66,7 +66,7 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
 
     Samples that cannot be decoded are added to `unreadable`.
     """
-    groups: defaultdict[bytes, list[str]] = defaultdict(list)  # samples by the hash of their pixels
+    groups: defaultdict[bytes, list[int]] = defaultdict(list)  # samples by the hash of their pixels
     low, high, count = float("inf"), float("-inf"), 0
     not_finite: list[str] = []
     sums = squares = torch.zeros(feed.shape[0], dtype=torch.float64)
@@ -75,20 +75,19 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
         inputs = batch.inputs.cpu()
         assert batch.indices is not None
         for index, found, image in zip(asked.tolist(), batch.indices.tolist(), inputs, strict=True):
-            name = feed.describe(index)
             if index != found:
-                unreadable.setdefault(index, name)
+                unreadable.setdefault(index, feed.describe(index))
                 continue
-            groups[hashlib.blake2b(image.numpy().tobytes(), digest_size=16).digest()].append(name)
+            groups[hashlib.blake2b(image.numpy().tobytes(), digest_size=16).digest()].append(index)
             if not image.isfinite().all():
-                not_finite.append(name)
+                not_finite.append(feed.describe(index))
         low, high = min(low, float(inputs.min())), max(high, float(inputs.max()))
         by_channel = inputs.double().transpose(0, 1).flatten(1)
         count += by_channel.shape[1]
         sums, squares = sums + by_channel.sum(1), squares + by_channel.square().sum(1)
     mean = sums / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt()
-    duplicates = [group for group in groups.values() if len(group) > 1]
+    duplicates = [[feed.describe(index) for index in group] for group in groups.values() if len(group) > 1]
     return {
         "values": {"min": low, "max": high, "mean": mean.tolist(), "std": std.tolist()},
         "not_finite": {"count": len(not_finite), "files": not_finite},

@@ -93,11 +93,20 @@ class Vision:
         if first is None:
             return None
         for name in ("targets", "labels", "_labels"):  # most sets have their labels under one of these names
-            found = numpy.asarray(getattr(self.data, name, ()))
+            found = _integers(getattr(self.data, name, ()))
             # Some sets have labels as they are in a file, and yield them shifted to start at 0.
-            if found.shape == (len(self.data),) and found.dtype.kind in "iu" and found[0] == first:
-                return torch.from_numpy(found.astype(numpy.int64))
-        found = numpy.asarray([self.data[index][1] for index in range(len(self.data))])
-        if found.ndim != 1 or found.dtype.kind not in "iu":
+            if found is not None and len(found) == len(self.data) and found[0] == first:
+                return found
+        found = _integers([self.data[index][1] for index in range(len(self.data))])
+        if found is None:
             raise ValueError(f"{self.name} yields labels of {type(first).__name__}, expected integers")
-        return torch.from_numpy(found.astype(numpy.int64))
+        return found
+
+
+def _integers(labels: Any) -> Tensor | None:
+    """Return labels as int64; None unless all are integers."""
+    try:
+        found = numpy.asarray(labels)
+    except (TypeError, ValueError):  # for lists of different lengths, say
+        return None
+    return torch.from_numpy(found.astype(numpy.int64)) if found.ndim == 1 and found.dtype.kind in "iu" else None
