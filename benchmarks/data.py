@@ -2,10 +2,10 @@
 
     python benchmarks/data.py [png jpeg photo] [--rounds N] [--images N] [--workers 0 2]
 
-All make the same of the same generated files: resize (bicubic, antialiased), centre crop, mirror half of them, scale to
-[-1, 1], batches of 64. They take turns: in each round every one of them goes through one epoch, in an order that is
-shuffled, so that whatever else the machine does falls on all alike. Workers live on from epoch to epoch for all. What
-is held in memory or on disk is decoded before, in the time that is told apart. The table has medians over the rounds.
+All make the same samples of the same generated files: resize (bicubic, antialiased), centre crop, mirror half of them,
+scale to [-1, 1], batches of 64. They take turns: each round times one epoch of each, in a shuffled order, so that other
+load on the machine affects all alike. All keep their workers from epoch to epoch. Decoding into memory or onto disk
+happens before, and its time is listed separately. The table has medians over the rounds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WORKLOADS = {
 
 
 def write(root: Path, files: Files, images: int) -> None:
-    """Write pictures with some structure in two classes: noise alone would compress as no picture does."""
+    """Write pictures with some structure in two classes: pure noise would compress worse than a picture."""
     draw = numpy.random.default_rng(0)
     for k in range(images):
         coarse = Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=numpy.uint8))
@@ -99,7 +99,7 @@ def image_folder(root: Path, side: int, workers: int) -> Epoch:
 
 
 def check(epochs: dict[str, Epoch], shape: tuple[int, ...]) -> None:
-    """Let nobody win with other work: shapes, and means up to what mirroring and rounding do not change."""
+    """Check that all make equal samples: equal shapes, and means that differ by rounding and mirroring only."""
     means = {}
     for name, epoch in epochs.items():
         batches = list(epoch(0))
@@ -127,7 +127,7 @@ def measure(files: Files, images: int, rounds: int, workers: list[int], folder: 
     check(epochs, (BATCH, 3, files.wanted, files.wanted))
     seconds: dict[str, list[float]] = {name: [] for name in epochs}
     order = random.Random(0)
-    for number in range(-1, rounds):  # the first to get warm
+    for number in range(-1, rounds):  # the first round is a warm-up
         for name in order.sample(list(epochs), len(epochs)):
             began = time.perf_counter()
             for _ in epochs[name](number + 1):

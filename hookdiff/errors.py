@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -34,3 +36,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the closest of `known`, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def why_missing(path: Path) -> str:
+    """Return the reason why `path` does not exist: the first name of it that is missing, and the nearest one there."""
+    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
+    missing = path.absolute().relative_to(parent).parts[0]
+    return f"{parent} has no {missing!r}{nearest(missing, os.listdir(parent))}"

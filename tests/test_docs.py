@@ -156,7 +156,8 @@ def together(*kinds: Any) -> Any:
     keys = {
         key: value for kind in kinds for key, value in (kind if isinstance(kind, dict) else parameters(kind)).items()
     }
-    keys = {key: value.replace(annotation=type(value.default)) for key, value in keys.items()}
+    only = inspect.Parameter.KEYWORD_ONLY
+    keys = {key: value.replace(annotation=type(value.default), kind=only) for key, value in keys.items()}
     shared: Any = type("Shared", (), {})
     shared.__signature__ = inspect.Signature([*keys.values()])
     return shared

@@ -40,7 +40,7 @@ class FitMicroBatch:
     def on_start(self, loop: Loop) -> None:
         """Find it; raises UserError when not even one sample fits."""
         rows = loop.feed.training[: -(-loop.config.batch_size // loop.num_ranks)]
-        (batch,) = loop.feed.plain(rows, len(rows))
+        (batch,) = loop.feed.unaugmented(rows, len(rows))
         batch = loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))
         with _traceless(loop):
             size = _on_all_ranks(loop, _largest(loop, batch))

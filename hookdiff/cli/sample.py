@@ -97,7 +97,7 @@ def _picture(path: Path, shape: tuple[int, ...]) -> Tensor:
     from PIL import Image
 
     from hookdiff.data.memory import to_unit_range
-    from hookdiff.data.source import told
+    from hookdiff.data.source import reason
     from hookdiff.data.transforms import Transforms
     from hookdiff.errors import UserError
 
@@ -109,4 +109,4 @@ def _picture(path: Path, shape: tuple[int, ...]) -> Tensor:
         with Image.open(path) as picture:
             return to_unit_range(transforms.fit(picture))
     except Exception as error:  # decoders raise whatever the bytes lead them to
-        raise UserError(f"{path}: cannot be read as a picture: {told(error)}") from None
+        raise UserError(f"{path}: cannot be read as a picture: {reason(error)}") from None

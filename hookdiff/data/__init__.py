@@ -6,11 +6,11 @@ from hookdiff.data.digits import digits
 from hookdiff.data.feed import Feed
 from hookdiff.data.folder import Folder
 from hookdiff.data.hub import HuggingFace
-from hookdiff.data.idx import fashion_mnist
 from hookdiff.data.memory import InMemory
 from hookdiff.data.source import Images, Source
 from hookdiff.data.store import Store
 from hookdiff.data.transforms import Transforms
+from hookdiff.data.vision import fashion_mnist
 
 __all__ = [
     "Arrays",

@@ -13,19 +13,23 @@ import numpy
 import torch
 from torch import Tensor
 
-from hookdiff.errors import nearest
+from hookdiff.errors import nearest, why_missing
 
 Layout = Literal["n h w", "n h w c", "n c h w"]
 
 
 class Arrays:
-    """Images of one array, read as they are needed: an .npy stays on disk.
+    """Images in one array, read one by one: an .npy stays on disk.
 
-    path: an .npy, or an .npz, in which `images` names the array: "images", or the only one, unless given.
-    labels: the name of an array in the .npz ("labels" if there is one), or an .npy of its own; whole numbers, n.
-    layout: told from the shape unless given. value_range: what becomes 0 and 255, linearly; uint8 needs none.
+    Raises ValueError for an array that does not hold images, and for labels that do not match.
 
-    Raises ValueError for what is no array of images, and for labels of another number.
+    Args:
+        path: an .npy, or an .npz (needed)
+        images: name of the array in an .npz; without it "images", or the only array
+        labels: name of the array of labels in an .npz, without it "labels" if there is one; or an .npy of its own;
+            one integer for each image (-1: unknown)
+        layout: "n h w", "n h w c" or "n c h w"; without it the layout that the shape allows
+        value_range: [low, high], the values of black and white; needed unless the array is uint8
     """
 
     def __init__(
@@ -37,32 +41,44 @@ class Arrays:
         value_range: tuple[float, float] | None = None,
     ) -> None:
         self.path = Path(path).expanduser()
-        self.name = _pick(self.path, images, "images")
-        found, self.layout = self.array, layout or _guess(self.path, self.array.shape)
-        if found.ndim != len(self.layout.split()):
-            raise ValueError(f"{self.path}: its shape {found.shape} is no {self.layout!r}")
-        if found.dtype.kind not in "biuf":
-            raise ValueError(f"{self.path}: holds {found.dtype}, expected numbers")
-        if value_range is None and found.dtype != numpy.uint8:
-            least, most = (float(each) for each in (found[:64].min(), found[:64].max())) if len(found) else (0.0, 1.0)
+        self.name, self.range, self.classes = images, value_range, None
+        stored = _open(self.path)
+        names = tuple(stored) if isinstance(stored, Mapping) else ()
+        if names and images is None:
+            self.name = "images" if "images" in names else names[0]
+            if self.name != "images" and len(names) > 1:
+                raise ValueError(f"{path}: set images to the name of one array: {', '.join(names)}")
+        array, self.layout = self.array, layout or _layout(self.path, self.array.shape)
+        if array.ndim != len(self.layout.split()):
+            raise ValueError(f"{path}: its shape {array.shape} is not {self.layout!r}")
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"{path}: holds {array.dtype}, expected numbers")
+        if value_range is None and array.dtype != numpy.uint8 and len(array):
+            some = array[:1000]  # not the whole of a large file
             raise ValueError(
-                f"{self.path}: holds {found.dtype}: value_range = [LOW, HIGH] must say what is black and white "
-                f"(the first {min(64, len(found))} are from {least:g} to {most:g})"
+                f"{path}: holds {array.dtype}: set value_range = [LOW, HIGH], the values of black and white; the first "
+                f"{len(some)} images hold {float(some.min())} to {float(some.max())}"
             )
         if value_range is not None and not value_range[0] < value_range[1]:
             raise ValueError(f"value_range must be a low and a high value, not {list(value_range)}")
-        self.range = value_range
-        self.shape = tuple(self._channels_first(found[:1])[0].shape) if len(found) else None
-        self.classes = None
-        self.labels = _labels(self.path, labels, len(found))
+        self.shape = tuple(self._channels_first(array[:1])[0].shape) if len(array) else None
+        if self.shape and self.shape[0] > 4:
+            raise ValueError(f"{path}: its images have {self.shape[0]} channels, expected 1 to 4")
+        self.labels = None
+        if labels is not None and labels.endswith(".npy"):
+            self.labels = _labels(labels, _open(Path(labels).expanduser()), len(array))
+        elif labels is not None or "labels" in names:
+            name = labels or "labels"
+            self.labels = _labels(f"{path}[{name!r}]", _member(self.path, stored, name), len(array))
 
     @cached_property
     def array(self) -> Any:
-        """The images as they are stored, mapped into memory from an .npy."""
-        return _open(self.path)[self.name] if self.name else _open(self.path)
+        """The images as they are stored; an .npy is memory-mapped."""
+        stored = _open(self.path)
+        return stored if self.name is None else _member(self.path, stored, self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "array"}  # a worker opens its own
+        return {name: value for name, value in vars(self).items() if name != "array"}  # each worker opens the file
 
     def __len__(self) -> int:
         return len(self.array)
@@ -83,9 +99,9 @@ class Arrays:
         return f"{self.path}[{index}]"
 
     def fingerprint(self) -> str:
-        """Return the file's name, size and time of change, and how it is read."""
-        about = os.stat(self.path)
-        return f"{self.path.resolve()} {about.st_size} {about.st_mtime_ns} {self.name} {self.layout} {self.range}"
+        """Return the file's name, size and modification time, and how it is read."""
+        status = os.stat(self.path)
+        return f"{self.path.resolve()} {status.st_size} {status.st_mtime_ns} {self.name} {self.layout} {self.range}"
 
     def _channels_first(self, images: Any) -> Any:
         if self.layout == "n h w":
@@ -94,57 +110,36 @@ class Arrays:
 
 
 def _open(path: Path) -> Any:
+    """Return the array of an .npy, or the mapping of names to arrays of an .npz."""
     if path.suffix.lower() not in (".npy", ".npz"):
         raise ValueError(f"{path}: expected an .npy or an .npz")
     try:
         return numpy.load(path, mmap_mode="r" if path.suffix.lower() == ".npy" else None, allow_pickle=False)
     except FileNotFoundError:
-        parent = path.parent
-        near = nearest(path.name, [p.name for p in parent.iterdir()]) if parent.is_dir() else ""
-        raise ValueError(f"{path}: no such file{near}") from None
+        raise ValueError(f"{path}: {why_missing(path)}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
 
 
-def _pick(path: Path, name: str | None, usual: str, needed: bool = True) -> str | None:
-    """Return the name of the array in an .npz; None in an .npy, which has no names."""
-    opened = _open(path)
-    if not isinstance(opened, Mapping):
-        if name is not None:
-            raise ValueError(f"{path}: an .npy has no array named {name!r}")
-        return None
-    names: list[str] = list(opened)
-    if name is None:
-        if usual in names or not needed:
-            return usual if usual in names else None
-        if len(names) == 1:
-            return names[0]
-        raise ValueError(f"{path}: say which array has the {usual}: {usual} = one of {', '.join(names) or 'none'}")
-    if name not in names:
-        raise ValueError(f"{path}: has no array {name!r}{nearest(name, names)}; it has {', '.join(names)}")
-    return name
+def _member(path: Path, stored: Any, name: str) -> Any:
+    if not isinstance(stored, Mapping):
+        raise ValueError(f"{path}: an .npy has no array named {name!r}")
+    if name not in stored:
+        raise ValueError(f"{path}: has no array {name!r}{nearest(name, stored)}; it has {', '.join(stored)}")
+    return stored[name]
 
 
-def _guess(path: Path, shape: tuple[int, ...]) -> Layout:
+def _layout(path: Path, shape: tuple[int, ...]) -> Layout:
     if len(shape) == 3:
         return "n h w"
-    if len(shape) == 4:
-        first, last = shape[1] <= 4, shape[3] <= 4
-        if first != last:
-            return "n c h w" if first else "n h w c"
-    raise ValueError(f"{path}: cannot tell the layout of {shape}: say layout = 'n h w', 'n h w c' or 'n c h w'")
+    if len(shape) == 4 and (shape[1] <= 4) != (shape[3] <= 4):
+        return "n c h w" if shape[1] <= 4 else "n h w c"
+    raise ValueError(f"{path}: the shape {shape} has no clear layout: set layout = 'n h w', 'n h w c' or 'n c h w'")
 
 
-def _labels(path: Path, labels: str | None, length: int) -> Tensor | None:
-    if labels is not None and labels.endswith(".npy"):
-        where, found = labels, _open(Path(labels).expanduser())
-    else:
-        name = _pick(path, labels, "labels", needed=False)
-        if name is None:
-            return None
-        where, found = f"{path}[{name!r}]", _open(path)[name]
+def _labels(where: str, found: Any, length: int) -> Tensor:
     if found.dtype.kind not in "iu" or found.shape != (length,):
-        raise ValueError(f"{where}: expected {length} whole numbers as labels, got {found.shape} of {found.dtype}")
+        raise ValueError(f"{where}: expected {length} integers as labels, got {found.shape} of {found.dtype}")
     if length and int(found.min()) < -1:
         raise ValueError(f"{where}: labels are counted from 0 (-1: unknown), got {int(found.min())}")
     return torch.from_numpy(numpy.array(found).astype(numpy.int64))

@@ -1,7 +1,7 @@
-"""The random stage of the transforms, for a whole batch at once, on the device that holds it.
+"""The random stage of the transforms, for a whole batch at once, on the batch's device.
 
-What is drawn for a sample is a pure function of (seed, epoch, index): no batch size, rank, worker or kind of store
-changes a pixel.
+The random numbers of a sample depend on (seed, epoch, index) alone: batch size, ranks, workers and store change no
+pixel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hookdiff.data.memory import to_unit_range
 from hookdiff.data.transforms import Transforms
 from hookdiff.randomness import uniforms
 
-# Each has columns of its own, so that what is switched on changes nothing else.
+# The columns of the random numbers. Each use has its own, so that switching one on changes no other.
 _TOP, _LEFT, _FLIP, _FACTORS, _ORDER = 0, 1, 2, slice(3, 7), slice(7, 11)
 
 
@@ -33,15 +33,13 @@ def augment(images: Tensor, transforms: Transforms, seed: int, epoch: int, indic
         mirrored = (draws[:, _FLIP] < share).to(images.device)
         images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
     if any(transforms.color_jitter):
-        images = jitter(
-            to_unit_range(images).add(1).div_(2), transforms.color_jitter, draws[:, _FACTORS], draws[:, _ORDER]
-        )
-        return images.mul_(2).sub_(1)
+        images = to_unit_range(images).add(1).div_(2)
+        return jitter(images, transforms.color_jitter, draws[:, _FACTORS], draws[:, _ORDER]).mul_(2).sub_(1)
     return to_unit_range(images)
 
 
-def plain(images: Tensor, transforms: Transforms) -> Tensor:
-    """Return inputs (n c h w, float32 in [-1, 1]) from first-stage `images`: the centre, and nothing at random."""
+def center_crop(images: Tensor, transforms: Transforms) -> Tensor:
+    """Return inputs (n c h w, float32 in [-1, 1]) from first-stage `images`: the centre, without augmentation."""
     size, side = transforms.image_size, images.shape[-1]
     if size is not None and size != side:
         start = round((side - size) / 2)
@@ -50,25 +48,25 @@ def plain(images: Tensor, transforms: Transforms) -> Tensor:
 
 
 def _crop(images: Tensor, top: Tensor, left: Tensor, size: int) -> Tensor:
-    windows = images.unfold(2, size, 1).unfold(3, size, 1)  # n c y x size size: a view of every place
+    windows = images.unfold(2, size, 1).unfold(3, size, 1)  # n c y x size size: a view of every window
     return windows[torch.arange(len(images), device=images.device), :, top, left]
 
 
 def jitter(images: Tensor, strengths: tuple[float, float, float, float], draws: Tensor, order: Tensor) -> Tensor:
-    """Change `images` (n c h w, float32 in [0, 1]) in place as torchvision's ColorJitter does.
+    """Change `images` (n c h w, float32 in [0, 1]) in place as torchvision's ColorJitter does, and return them.
 
-    Factors of brightness, contrast and saturation are from 1 - strength (at least 0) to 1 + strength, shifts of the
-    hue from -strength to strength of a turn, applied in an order that is drawn for each sample. draws and order:
-    n 4, from [0, 1).
+    Factors of brightness, contrast and saturation lie between 1 - strength (at least 0) and 1 + strength; shifts of
+    the hue lie between -strength and strength, in turns of the colour circle. Each sample has its own order of the
+    four changes. `draws` and `order` are random numbers from [0, 1), n 4.
     """
-    changes: list[Callable[[Tensor, Tensor], Tensor]] = [_brighten, _contrast, _saturate, _turn]
-    turns = order.argsort(1)
+    changes: list[Callable[[Tensor, Tensor], Tensor]] = [_brightness, _contrast, _saturation, _hue]
+    ranks = order.argsort(1)
     for turn in range(4):
         for number, (change, strength) in enumerate(zip(changes, strengths, strict=True)):
-            rows = (turns[:, turn] == number).nonzero().squeeze(1)
+            rows = (ranks[:, turn] == number).nonzero().squeeze(1)
             if not strength or not len(rows) or (number > 1 and images.shape[1] == 1):
                 continue  # grey has neither saturation nor hue
-            low, high = (-strength, strength) if change is _turn else (max(0.0, 1 - strength), 1 + strength)
+            low, high = (-strength, strength) if change is _hue else (max(0.0, 1 - strength), 1 + strength)
             factors = (low + draws[rows, number] * (high - low)).float().to(images.device).view(-1, 1, 1, 1)
             rows = rows.to(images.device)
             images[rows] = change(images[rows], factors).clamp_(0, 1)
@@ -79,26 +77,26 @@ def _grey(images: Tensor) -> Tensor:
     if images.shape[1] == 1:
         return images
     red, green, blue = images.unbind(1)
-    return (0.2989 * red + 0.587 * green + 0.114 * blue).unsqueeze(1)  # Rec. 601, as torchvision rounds it
+    return (0.2989 * red + 0.587 * green + 0.114 * blue).unsqueeze(1)  # Rec. 601, with torchvision's digits
 
 
-def _brighten(images: Tensor, factors: Tensor) -> Tensor:
+def _brightness(images: Tensor, factors: Tensor) -> Tensor:
     return images * factors
 
 
 def _contrast(images: Tensor, factors: Tensor) -> Tensor:
-    # Whole numbers, because the order in which floats are added, and so the last bit, depends on the batch.
+    # The sum is over integers: the order in which floats are added, and with it the last bit, depends on the batch.
     counts = (_grey(images) * 2**24).round().long().sum((1, 2, 3), keepdim=True)
     means = counts.float() / (2**24 * images[0, 0].numel())
     return images * factors + means * (1 - factors)
 
 
-def _saturate(images: Tensor, factors: Tensor) -> Tensor:
+def _saturation(images: Tensor, factors: Tensor) -> Tensor:
     return images * factors + _grey(images) * (1 - factors)
 
 
-def _turn(images: Tensor, shifts: Tensor) -> Tensor:
-    """Turn the hue by `shifts` of a circle, through the HSV of Smith (1978)."""
+def _hue(images: Tensor, shifts: Tensor) -> Tensor:
+    """Shift the hue by `shifts` turns of the colour circle, by way of HSV (Smith 1978)."""
     red, green, blue = images.unbind(1)
     value, chroma = images.amax(1), images.amax(1) - images.amin(1)
     safe = chroma.clamp(min=1e-12)
@@ -109,7 +107,7 @@ def _turn(images: Tensor, shifts: Tensor) -> Tensor:
     )
     sixth = (sixth + 6 * shifts.squeeze(1)) % 6
     parts = []
-    for corner in (5, 3, 1):  # where red, green and blue are at their lowest, from there in steps of a sixth
+    for corner in (5, 3, 1):  # the hue at which red, green and blue are lowest, in sixths of a turn
         distance = (corner + sixth) % 6
         parts.append(value - chroma * torch.minimum(distance, 4 - distance).clamp(0, 1))
     return torch.stack(parts, 1)

@@ -1,4 +1,4 @@
-"""Pictures of any mode become grey or RGB: the one place that knows of depth, transparency and orientation."""
+"""Pictures of any mode become grey or RGB. Depth, transparency and orientation are handled here and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hookdiff.errors import UserError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
-_GREY = ("1", "L", "LA", "La", "I", "F")
-_WIDTH, _HEIGHT, _ORIENTATION = 0x0100, 0x0101, 0x0112  # tags of TIFF, and of Exif
+_WIDTH, _HEIGHT, _ORIENTATION = 0x0100, 0x0101, 0x0112  # tags of TIFF and Exif
 
 
 class Unreadable(UserError):
@@ -19,31 +18,33 @@ class Unreadable(UserError):
 
 
 def num_channels(mode: str) -> int:
-    """Return 1 for the grey ones of Pillow's modes, 3 for the others."""
-    return 1 if mode in _GREY or mode.startswith("I;") else 3
+    """Return 1 for a grey mode of Pillow, 3 for any other."""
+    from PIL import Image
+
+    return 1 if Image.getmodebase(mode) == "L" else 3
 
 
 def upright_size(image: Any) -> tuple[int, int]:
-    """Return width and height of the upright picture; of a file that was only opened, without reading its pixels."""
+    """Return width and height after the orientation in Exif is applied; the pixels of the file are not read."""
     width, height = image.size
     # Pillow would read a whole PNG to look for an orientation behind its pixels.
     if (image.format == "PNG" and "exif" not in image.info) or _orientation(image) < 5:
         return int(width), int(height)
-    if image.format == "TIFF":  # newer versions of Pillow have turned its size already
+    if image.format == "TIFF":  # newer versions of Pillow have swapped its size already
         width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
     return int(height), int(width)
 
 
 def decode(image: Any, channels: int | None, background: str) -> Any:
-    """Return the picture upright, in mode L or RGB; transparency shows `background`. Only the first frame counts.
+    """Return the first frame of a Pillow image, upright, in mode L or RGB, in front of the colour `background`.
 
-    `channels` None keeps grey pictures grey. 16 bits are scaled to 8; 32-bit integers are taken for 16 bits, and
-    floats for [0, 1]. Raises ValueError where a value is outside of these, and whatever Pillow raises.
+    `channels` is 1, 3, or None, which keeps grey pictures grey. 16 bits are scaled to 8; 32-bit integers must lie
+    within 16 bits, floats within [0, 1]. Raises ValueError for values outside, and any error of Pillow.
     """
     from PIL import Image, ImageOps
 
     if image.format == "TIFF":
-        image.filename = ""  # else Pillow maps the file with width and height swapped, if it has to be turned
+        image.filename = ""  # else Pillow maps the file with width and height swapped, if it has to be rotated
     image.load()
     if _orientation(image) != 1:
         ImageOps.exif_transpose(image, in_place=True)
@@ -58,12 +59,12 @@ def decode(image: Any, channels: int | None, background: str) -> Any:
 
 
 def _orientation(image: Any) -> int:
-    """Return the orientation that Exif tells, 1 to 8; 1, upright, where that part of the file is broken."""
+    """Return the orientation in Exif, 1 to 8; 1, which is upright, where that part of the file is broken."""
     try:
-        told = image.getexif().get(_ORIENTATION, 1)
+        value = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # the pixels may still be good
         return 1
-    return told if told in range(1, 9) else 1
+    return value if value in range(1, 9) else 1
 
 
 def _eight_bits(values: Any) -> Any:

@@ -8,7 +8,7 @@ from hookdiff.data.memory import InMemory
 
 
 def digits() -> InMemory:
-    """Handwritten digits, 1 x 8 x 8, labels 0 to 9 (Alpaydin & Kaynak 1998, UCI optdigits, the test half).
+    """1,797 handwritten digits, 1 x 8 x 8, labels 0 to 9 (Alpaydin & Kaynak 1998, UCI optdigits, the test half).
 
     scikit-learn stores counts of dark pixels from 0 to 16; they become uint8 from 0 to 255.
     """

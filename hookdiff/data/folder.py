@@ -10,44 +10,39 @@ from pathlib import Path
 from typing import Any
 
 from hookdiff.data.decode import SUFFIXES
-from hookdiff.data.labels import from_file, number, some
-from hookdiff.errors import nearest
-
-_EXAMPLES = 5
+from hookdiff.data.labels import encode, read_labels, some
+from hookdiff.errors import why_missing
 
 
 class Folder:
-    """The images below `path`, at any depth, in the order of their names.
+    """Image files at any depth below a folder, in the order of their names.
 
-    labels: "folder": the class of an image is the first folder below `path` that it is in; without such folders, or
-    with one alone, there are no classes. "none": there are none anyway. Else a file, looked for in `path` first,
-    with a `file` (below `path`) and a `label` for each image: a table (.csv, the first line names the columns) or a
-    JSON object a line (.jsonl). Labels that are whole numbers are kept (-1: unknown), names are numbered in
-    alphabetical order.
+    Raises ValueError if there is no image, or if images and labels do not match.
 
-    Raises ValueError when there is no image, or a label is missing or too many.
+    Args:
+        path: the folder (needed)
+        labels: "folder": the first folder below `path` is the class of an image, and there are no classes unless there
+            are two such folders; "none": no classes; or a .csv or .jsonl, in `path` or the working directory, with a
+            `file` (below `path`) and a `label` for each image: a name, or an integer from 0 (-1: unknown)
     """
 
     def __init__(self, path: str, labels: str = "folder") -> None:
         self.path = Path(path).expanduser()
         if not self.path.is_dir():
-            raise ValueError(_no_folder(self.path))
+            raise ValueError(f"{path} is no folder" if self.path.exists() else f"{path}: {why_missing(self.path)}")
         self.files, others = _find(self.path)
         if not self.files:
-            raise ValueError(_no_image(self.path, others))
-        if labels == "none":
-            names: Sequence[str | int] | None = None
-        elif labels == "folder":
-            names = _by_folder(self.path, self.files)
-        else:
-            names = from_file(self.path, self.files, labels)
-        self.labels, self.classes = number(names)
+            kinds = some([f"{count} {suffix}" for suffix, count in others.most_common()]) or "nothing, it is empty"
+            raise ValueError(f"{path} has no image ({', '.join(SUFFIXES)}); found: {kinds}")
+        self.labels, self.classes = encode(_first_folders(self.path, self.files) if labels == "folder" else [])
+        if labels not in ("folder", "none"):
+            self.labels, self.classes = read_labels(self.path, self.files, labels)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def load(self, index: int) -> Any:
-        """Open the image; Pillow reads its pixels when they are asked for."""
+        """Return the opened image; Pillow reads its pixels later."""
         from PIL import Image
 
         return Image.open(self.describe(index))
@@ -57,24 +52,24 @@ class Folder:
         return os.path.join(self.path, self.files[index])
 
     def fingerprint(self) -> str:
-        """Return a hash of every file's name, size and time of change."""
+        """Return a hash of the name, size and modification time of every file."""
         found = hashlib.sha256(str(self.path.resolve()).encode())
         for index, name in enumerate(self.files):
             try:
                 about = os.stat(self.describe(index))
                 state = f"{about.st_size} {about.st_mtime_ns}"
-            except OSError as error:  # a link to nothing, say; reading it will tell
+            except OSError as error:  # such as a broken link, which is reported when it is read
                 state = str(error.errno)
             found.update(f"\n{name}\0{state}".encode("utf-8", "surrogateescape"))
         return found.hexdigest()
 
 
 def _find(root: Path) -> tuple[list[str], Counter[str]]:
-    """Return the images as sorted paths below `root`, with slashes, and how many other files of which suffix."""
+    """Return the images as sorted paths below `root`, with slashes, and the counts of other files by suffix."""
     files, others, seen = [], Counter[str](), set()
 
     def stop(error: OSError) -> None:
-        raise ValueError(f"{error.filename}: cannot be read: {error.strerror}")
+        raise error
 
     for folder, inside, names in os.walk(root, onerror=stop, followlinks=True):
         real = os.path.realpath(folder)
@@ -92,28 +87,11 @@ def _find(root: Path) -> tuple[list[str], Counter[str]]:
     return sorted(files), others
 
 
-def _by_folder(root: Path, files: Sequence[str]) -> list[str] | None:
+def _first_folders(root: Path, files: Sequence[str]) -> list[str]:
+    """Return the first folder of each file; an empty list if there are not two of them."""
     alone = [name for name in files if "/" not in name]
-    if len(alone) == len(files):
-        return None
-    if alone:
-        raise ValueError(
-            f"{len(alone)} of {len(files)} images are in no class folder but in {root} itself ({some(alone)}): move "
-            "them, or say labels = 'none' or a file of labels"
-        )
+    if alone and len(alone) < len(files):
+        where = f"{len(alone)} of {len(files)} images are in {root} itself, not in a class folder ({some(alone)})"
+        raise ValueError(f"{where}: move them, or set labels = 'none' or a file of labels")
     names = [name.partition("/")[0] for name in files]
-    return names if len(set(names)) > 1 else None
-
-
-def _no_folder(path: Path) -> str:
-    if path.exists():
-        return f"{path} is no folder"
-    parent = next(folder for folder in path.parents if folder.is_dir())
-    missing = path.relative_to(parent).parts[0]
-    near = nearest(missing, [p.name for p in parent.iterdir() if p.is_dir()])
-    return f"{path}: no such folder: {parent} has no {missing!r}{near}"
-
-
-def _no_image(path: Path, others: Counter[str]) -> str:
-    kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(_EXAMPLES))
-    return f"{path} has no image ({', '.join(SUFFIXES)}); " + (f"found: {kinds}" if kinds else "it is empty")
+    return names if not alone and len(set(names)) > 1 else []

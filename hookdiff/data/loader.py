@@ -1,11 +1,11 @@
-"""Samples that are read when they are due, in this process or by workers that live on from epoch to epoch."""
+"""Samples that are read when they are needed, in this process or by workers that live on from epoch to epoch."""
 
 from __future__ import annotations
 
 import atexit
 import random
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -16,31 +16,32 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hookdiff.data.decode import Unreadable
-from hookdiff.data.source import Images, Source, read, told
+from hookdiff.data.source import Images, Source, reason, with_image
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
 from hookdiff.randomness import derive_seed
 
-Address = tuple[int, int]  # epoch, index
+Address = tuple[int, list[int]]  # of a batch: its epoch and its indices
 Sample = tuple[Tensor, int | None, int]  # first stage, c h w; label; index
-Stack = tuple[Tensor, Tensor | None, Tensor]  # the same for a batch
+Stack = tuple[Tensor, Tensor | None, Tensor]  # the same of a batch
+Read = Callable[[int, int], Sample]  # of an epoch and an index
 
 
 class Loader:
-    """Reads the samples of `source`; keep it for the next epoch only once its iterator has come to an end."""
+    """Reads the samples of a source. It can load another epoch only if the iterator of the last one is exhausted."""
 
-    def __init__(self, reader: Dataset[Any], workers: int, prefetch: int, pin_memory: bool) -> None:
+    def __init__(self, read: Read, workers: int, prefetch: int, pin_memory: bool) -> None:
         self.addresses = _Addresses()
         self.loader: DataLoader[Any] = DataLoader(
-            reader,
-            batch_sampler=self.addresses,
+            _Reader(read),
+            batch_size=None,  # the reader makes the batches
+            sampler=self.addresses,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
-            collate_fn=_collate,
-            worker_init_fn=_begin_work,
-            generator=Generator(),  # of its own: it would draw from the default one
+            worker_init_fn=_handle_signals,
+            generator=Generator(),  # else the loader would draw from the default one
         )
         if workers:
             _with_workers.add(self)
@@ -48,10 +49,10 @@ class Loader:
     def load(self, epoch: int, parts: Iterable[Tensor]) -> Iterator[Stack]:
         """Yield the samples of each of `parts` (n, int64).
 
-        Raises UserError for one that cannot be used.
+        Raises UserError for a sample that cannot be used.
         """
         self.addresses.epoch, self.addresses.parts = epoch, parts
-        with _signals_wait():
+        with _signals_blocked():
             stacks = iter(self.loader)  # this starts the workers
         for stack in stacks:
             if isinstance(stack, UserError):
@@ -59,9 +60,9 @@ class Loader:
             yield stack
 
     def close(self) -> None:
-        """End the workers. When garbage is collected they can no longer be told to, and are waited for in vain."""
+        """End the workers. torch cannot end them once garbage is collected, and would wait for them in vain."""
         iterator = getattr(self.loader, "_iterator", None)
-        if iterator is not None:  # not its truth, which is its length
+        if iterator is not None:  # its truth value would be its length
             iterator._shutdown_workers()
 
 
@@ -70,21 +71,21 @@ _with_workers: WeakSet[Loader] = WeakSet()
 
 @atexit.register
 def _end_workers() -> None:
-    """End the workers of all loaders that are still held.
+    """End the workers of all loaders.
 
-    multiprocessing would send each a single SIGTERM, which none heeds, and wait for it for ever.
+    multiprocessing would send each a single SIGTERM, which a worker ignores, and wait for it for ever.
     """
     for loader in _with_workers:
         loader.close()
 
 
-# What Ctrl-C and schedulers send to all processes of a run at once.
+# The signals that Ctrl-C and schedulers send to all processes of a run at once.
 _FOR_ALL = {signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])}
 
 
 @contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Let the signals wait, here and in processes that are started here until they `_begin_work`."""
+def _signals_blocked() -> Iterator[None]:
+    """Block the signals here, and in processes that are started here until they call `_handle_signals`."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -95,99 +96,85 @@ def _signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_work(worker: int) -> None:
-    """Leave it to the training process to stop: it may need more samples before it has, and ends its workers itself.
+def _handle_signals(worker: int) -> None:
+    """Make a worker ignore the signals, but end at its second SIGTERM.
 
-    It does so with SIGTERM where a worker is stuck, and once more when it exits, so the second one is heeded.
+    The training process may need more samples before it stops, and ends its workers itself: with SIGTERM if one hangs,
+    and with another when it exits.
     """
 
-    def first(number: int, frame: object) -> None:
+    def end_at_the_next(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     for number in _FOR_ALL:
-        signal.signal(number, first if number == signal.SIGTERM else signal.SIG_IGN)
+        signal.signal(number, end_at_the_next if number == signal.SIGTERM else signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_ALL)
 
 
 class _Addresses:
-    """The addresses of an epoch's samples, batch by batch; a DataLoader keeps this one and asks it again."""
+    """The addresses of an epoch's batches; a DataLoader iterates the same object in each epoch."""
 
     epoch: int = 0
     parts: Iterable[Tensor] = ()
 
-    def __iter__(self) -> Iterator[list[Address]]:
+    def __iter__(self) -> Iterator[Address]:
         for part in self.parts:
-            yield [(self.epoch, index) for index in part.tolist()]
+            yield self.epoch, part.tolist()
 
 
-class ImageReader(Dataset[Sample | UserError]):
-    """The first stage of pictures; for one that cannot be read its `following` stand in, or the error is the sample.
+class _Reader(Dataset[Stack | UserError]):
+    """Reads batches. An error is returned: raised in a worker, it would have a traceback in its message."""
 
-    An error is returned, because raised in a worker it would come with a traceback in its message.
-    """
+    def __init__(self, read: Read) -> None:
+        self.read = read
 
-    def __init__(
-        self, source: Images, transforms: Transforms, shape: tuple[int, ...] | None, following: Tensor | None
-    ) -> None:
-        self.source, self.transforms, self.shape = source, transforms, shape
-        self.following = None if following is None else following.numpy()  # numpy's cost no file descriptor to send
-
-    def __getitem__(self, address: Address) -> Sample | UserError:
-        _, index = address
-        begun = index
-        while True:
-            try:
-                return read(self.source, index, self.transforms, self.shape), None, index
-            except Unreadable as error:
-                if self.following is None:
-                    return error
-                index = int(self.following[index])
-                if index == begun:
-                    return error
-
-
-class ItemReader(Dataset[Sample | UserError]):
-    """Items of a map-style data set, with all that they may draw from seeded by (seed, epoch, sample).
-
-    So who loads a sample does not matter.
-    """
-
-    def __init__(self, source: Source, transforms: Transforms, seed: int) -> None:
-        self.source, self.transforms, self.seed = source, transforms, seed
-
-    def __getitem__(self, address: Address) -> Sample | UserError:
-        epoch, index = address
-        seed = derive_seed(self.seed, "augment", epoch, part=index)
-        random.seed(seed)
-        numpy.random.seed(seed & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(seed)
-        item = self.source[index]
-        image, label = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, None)
-        if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # of Pillow, which need not be imported
-            return UserError(
-                f"sample {index} of the data is a {type(image).__name__}, expected a tensor c h w or a Pillow image"
-            )
+    def __getitem__(self, address: Address) -> Stack | UserError:
+        epoch, indices = address
         try:
-            return self.transforms.fit(image), None if label is None else int(label), index
-        except (OSError, ValueError) as error:
-            return UserError(f"sample {index} of the data: {told(error)}")
+            return _stack([self.read(epoch, index) for index in indices])
+        except UserError as error:
+            return error
 
 
-def _collate(samples: Sequence[Sample | UserError]) -> Stack | UserError:
-    good = [sample for sample in samples if not isinstance(sample, UserError)]
-    if len(good) < len(samples):
-        return next(sample for sample in samples if isinstance(sample, UserError))
-    images, labels, indices = zip(*good, strict=True)
-    if len({(image.shape, image.dtype) for image in images}) > 1:
-        odd = next(
-            k for k, image in enumerate(images) if (image.shape, image.dtype) != (images[0].shape, images[0].dtype)
-        )
-        one, other = (f"{' x '.join(map(str, images[k].shape))} of {images[k].dtype}" for k in (0, odd))
-        return UserError(f"sample {indices[0]} of the data is {one}, sample {indices[odd]} is {other}: say image_size")
-    known = [label for label in labels if label is not None]
-    return (
-        torch.stack(images),
-        torch.tensor(known) if len(known) == len(labels) else None,
-        torch.tensor(indices),
-    )
+def read_image(source: Images, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int) -> Sample:
+    """Return the first stage of a picture. If it is unreadable, the next readable one of its `successors` replaces it.
+
+    Raises Unreadable if there is none, or `successors` is None.
+    """
+    first = index
+    while True:
+        try:
+            return with_image(source, index, fit), None, index
+        except Unreadable:
+            if successors is None or (index := int(successors[index])) == first:
+                raise
+
+
+def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, index: int) -> Sample:
+    """Return an item of a map-style data set, after seeding all default generators by (seed, epoch, index).
+
+    Raises UserError for an item that cannot be used.
+    """
+    seed = derive_seed(seed, "augment", epoch, part=index)
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+    item = source[index]
+    image, label = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, None)
+    if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # as an image of Pillow has
+        kind = type(image).__name__
+        raise UserError(f"sample {index} of the data is a {kind}, expected a tensor c h w or a Pillow image")
+    try:
+        return transforms.fit(image), None if label is None else int(label), index
+    except (OSError, ValueError) as error:
+        raise UserError(f"sample {index} of the data: {reason(error)}") from error
+
+
+def _stack(samples: Sequence[Sample]) -> Stack:
+    images, labels, indices = zip(*samples, strict=True)
+    for image, index in zip(images, indices, strict=True):
+        if (image.shape, image.dtype) != (images[0].shape, images[0].dtype):
+            one, other = (f"{' x '.join(map(str, each.shape))} of {each.dtype}" for each in (images[0], image))
+            raise UserError(f"sample {indices[0]} of the data is {one}, sample {index} is {other}: set image_size")
+    return torch.stack(images), None if None in labels else torch.tensor(labels), torch.tensor(indices)

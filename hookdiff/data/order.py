@@ -1,6 +1,8 @@
-"""Which samples are trained on, and in which order: pure functions of the data, the seed and the epoch."""
+"""The samples to train on, and their order: pure functions of the data, the seed and the epoch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -8,14 +10,14 @@ from torch import Generator, Tensor
 from hookdiff.errors import UserError
 from hookdiff.randomness import derive_seed
 
-_SPLIT_SEED = 0  # not the run's: every run on the same data holds out the same samples
+_SPLIT_SEED = 0  # not the run's seed: every run on the same data holds out the same samples
 
 
 def split(usable: Tensor, labels: Tensor | None, held_out: int | float) -> tuple[Tensor, Tensor]:
-    """Part `usable` (n, int64, sorted) into samples to train on and samples held out, both sorted.
+    """Split `usable` (n, int64, sorted) into samples to train on and samples held out, both sorted.
 
-    held_out is a count, or a share below 1. With labels each class gives its share, as near as whole samples allow.
-    Raises UserError when there are not so many.
+    `held_out` is a count, or a share below 1. With labels each class gives its share, as near as whole samples allow.
+    Raises UserError if one side would be empty.
     """
     count = held_out if isinstance(held_out, int) else round(held_out * len(usable))
     if not held_out:
@@ -28,8 +30,8 @@ def split(usable: Tensor, labels: Tensor | None, held_out: int | float) -> tuple
         _, classes, sizes = torch.unique(labels[shuffled], return_inverse=True, return_counts=True)
         exact = sizes.double() * count / len(usable)
         quota = exact.floor().long()
-        rest = (exact - quota).argsort(descending=True, stable=True)
-        quota[rest[: count - int(quota.sum())]] += 1
+        by_remainder = (exact - quota).argsort(descending=True, stable=True)
+        quota[by_remainder[: count - int(quota.sum())]] += 1
         by_class = classes.argsort(stable=True)
         rank = torch.empty_like(classes)  # of each sample within its class
         starts = sizes.cumsum(0) - sizes
@@ -39,9 +41,9 @@ def split(usable: Tensor, labels: Tensor | None, held_out: int | float) -> tuple
 
 
 def balanced(labels: Tensor, generator: Generator) -> Tensor:
-    """Return as many positions as there are `labels` (n), each class equally often within one, shuffled.
+    """Return as many positions as there are `labels` (n), shuffled; the counts of the classes differ by at most one.
 
-    A class gives all of its samples before it gives one again; who gets one more is drawn.
+    A class gives all of its samples before it gives one again. The classes that give one more are drawn at random.
     """
     names, classes, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
     quota = torch.full((len(names),), len(labels) // len(names))
@@ -54,22 +56,23 @@ def balanced(labels: Tensor, generator: Generator) -> Tensor:
     return positions[torch.randperm(len(positions), generator=generator)]
 
 
-def successors(parts: tuple[Tensor, ...], total: int) -> Tensor:
-    """Return who stands in for each sample that turns out unreadable: the next of its own part, (total,), int64."""
+def successors(parts: Sequence[Tensor], total: int) -> Tensor:
+    """Return for each of `total` samples the next one of its own part, which replaces it if it cannot be read."""
     following = torch.arange(total)
     for part in parts:
         following[part] = part.roll(-1)
     return following
 
 
-def stand_ins(following: Tensor, torn: Tensor) -> Tensor:
-    """Return for each sample itself, or if it is `torn` (bool) the first of its `following` that is not."""
-    found = torch.arange(len(following))
-    left = torn.nonzero().squeeze(1)
-    while len(left):
-        found[left] = following[found[left]]
-        back = found[left] == left
-        if back.any():
-            raise UserError("no sample of the data can be read: all stand in for each other")
-        left = left[torn[found[left]]]
+def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
+    """Return for each sample itself, or if it is `unreadable` (bool) its first readable successor.
+
+    Raises UserError if a part, which is sorted, has no readable sample.
+    """
+    found = torch.arange(len(unreadable))
+    for part in parts:
+        broken, readable = part[unreadable[part]], part[~unreadable[part]]
+        if len(broken) and not len(readable):
+            raise UserError("none of the samples of the data, or of those held out, can be read")
+        found[broken] = readable[torch.searchsorted(readable, broken) % max(1, len(readable))]
     return found

@@ -1,4 +1,4 @@
-"""What one wants to know of a data set before training on it."""
+"""The facts about a data set that are worth knowing before training on it."""
 
 from __future__ import annotations
 
@@ -8,36 +8,29 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hookdiff.data.feed import Feed
 from hookdiff.data.memory import InMemory
-from hookdiff.data.survey import kind_of
 
-_GROUPS = 5  # of duplicates that are told
+_GROUPS = 5  # of duplicates that are listed
 
 
 def report(feed: Feed, seconds: float) -> dict[str, Any]:
-    """Read every sample of a bound `feed` once, and epochs of it for about so many `seconds`.
+    """Read every sample of a bound `feed` once, then batches for about `seconds`, and return facts that JSON can hold.
 
-    The answer is made of what JSON knows. Raises UserError when a sample cannot be used.
+    Raises UserError for a sample that cannot be used.
     """
-    found = feed.prepared.survey
-    kinds = {} if found is None else found.kinds
-    given = feed.prepared.source
-    if isinstance(given, InMemory) and given.images.dim() == 4 and given.images.shape[1] <= 4:  # no latents
-        kinds = {kind_of(given.images[0]): len(given)}
+    prepared, found = feed.prepared, feed.prepared.survey
     sizes, modes = Counter[tuple[int, int]](), Counter[str]()
-    for (mode, width, height), count in kinds.items():
-        sizes[width, height] += count
-        modes[mode] += count
-    unreadable = {} if found is None else dict(found.unreadable)
-    unreadable |= feed.prepared.torn or {}
+    for kind in found.kinds:
+        sizes[kind.width, kind.height] += kind.count
+        modes[kind.mode] += kind.count
+    unreadable = found.unreadable | found.undecodable
     pixels = _pixels(feed, unreadable)
     return {
-        "samples": len(feed.prepared),
+        "samples": len(prepared),
         "training": len(feed.training),
-        "held_out": len(feed.held),
+        "held_out": len(feed.held_out_indices),
         "shape": list(feed.shape),
         "sizes": [[width, height, count] for (width, height), count in sizes.most_common()],
         "modes": dict(modes.most_common()),
@@ -50,77 +43,70 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
 
 
 def _classes(feed: Feed) -> dict[str, int] | None:
-    """Return how many samples each class has; those without one count as "unknown"."""
+    """Return the number of samples of each class, and of "unknown" if some have no label."""
     if feed.labels is None:
         return None
     counts = Counter(feed.labels[feed.prepared.usable].tolist())
-    names = feed.classes or [str(label) for label in range(feed.num_classes or 0)]
-    told = {name: counts[label] for label, name in enumerate(names)}
-    return {**told, "unknown": counts[-1]} if counts[-1] else told
+    names = feed.classes or map(str, range(feed.num_classes or 0))
+    by_name = {name: counts[label] for label, name in enumerate(names)}
+    return {**by_name, "unknown": counts[-1]} if counts[-1] else by_name
 
 
 def _store(feed: Feed) -> dict[str, Any]:
-    samples, cache = feed.prepared.samples, feed.prepared.cache
-    num_bytes = samples.images.nbytes if isinstance(samples, InMemory) else 0
-    device = str(feed.samples.images.device) if isinstance(feed.samples, InMemory) else None
-    return {
-        "place": feed.prepared.place,
-        "bytes": num_bytes,
-        "device": device,
-        "path": str(cache.path) if cache else None,
-        "workers": 0 if isinstance(samples, InMemory) else feed.workers,
-    }
+    place, path = feed.prepared.place, feed.prepared.cache
+    found = {"place": place, "bytes": 0, "device": None, "path": str(path) if path else None, "workers": feed.workers}
+    if isinstance(feed.samples, InMemory):
+        images = feed.samples.images
+        found |= {"bytes": images.nbytes, "device": str(images.device), "workers": 0}
+    return found
 
 
 def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
-    """Return range, mean and deviation of what the model sees, not augmented, and what is not finite or there twice."""
-    same: defaultdict[bytes, list[int]] = defaultdict(list)
+    """Return statistics of the unaugmented inputs, and which samples are not finite or duplicates.
+
+    Samples that cannot be decoded are added to `unreadable`.
+    """
+    groups: defaultdict[bytes, list[int]] = defaultdict(list)  # samples by the hash of their pixels
     low, high, count = float("inf"), float("-inf"), 0
-    spoiled: list[str] = []
+    not_finite: list[str] = []
     sums = squares = torch.zeros(feed.shape[0], dtype=torch.float64)
     wanted = feed.prepared.usable
-    start = 0
-    for batch in feed.plain(wanted):
-        asked, start = wanted[start : start + len(batch)], start + len(batch)
+    for asked, batch in zip(torch.split(wanted, 256), feed.unaugmented(wanted, 256), strict=True):
         inputs = batch.inputs.cpu()
         assert batch.indices is not None
-        bad = ~inputs.flatten(1).isfinite().all(1)
-        spoiled += [feed.describe(index) for index in batch.indices[bad].tolist()]
-        for index, stands_in, image in zip(asked.tolist(), (asked != batch.indices).tolist(), inputs, strict=True):
-            if stands_in:
+        for index, found, image in zip(asked.tolist(), batch.indices.tolist(), inputs, strict=True):
+            if index != found:
                 unreadable.setdefault(index, feed.describe(index))
-            else:
-                same[hashlib.blake2b(image.numpy().tobytes(), digest_size=16).digest()].append(index)
+                continue
+            groups[hashlib.blake2b(image.numpy().tobytes(), digest_size=16).digest()].append(index)
+            if not image.isfinite().all():
+                not_finite.append(feed.describe(index))
         low, high = min(low, float(inputs.min())), max(high, float(inputs.max()))
         by_channel = inputs.double().transpose(0, 1).flatten(1)
         count += by_channel.shape[1]
         sums, squares = sums + by_channel.sum(1), squares + by_channel.square().sum(1)
     mean = sums / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt()
-    groups = [[feed.describe(index) for index in group] for group in same.values() if len(group) > 1]
+    duplicates = [[feed.describe(index) for index in group] for group in groups.values() if len(group) > 1]
     return {
         "values": {"min": low, "max": high, "mean": mean.tolist(), "std": std.tolist()},
-        "not_finite": {"count": len(spoiled), "files": spoiled},
-        "duplicates": {"count": sum(len(group) - 1 for group in groups), "groups": groups[:_GROUPS]},
+        "not_finite": {"count": len(not_finite), "files": not_finite},
+        "duplicates": {"count": sum(len(group) - 1 for group in duplicates), "groups": duplicates[:_GROUPS]},
     }
 
 
 def _speed(feed: Feed, seconds: float) -> float:
-    """Return images of this rank a second, over as many epochs as fit into `seconds`, but for the first batch."""
+    """Return the images of this rank per second, over as many epochs as fit into `seconds`, without the first batch."""
     epoch, images = 0, 0
-    began: float | None = None
+    start: float | None = None
     while True:
         for batch in feed.batches(epoch):
-            if began is None:
-                began = time.perf_counter()  # workers have started, and pages are there
+            if start is None:
+                start = time.perf_counter()  # workers have started, and the pages of a file are in memory
                 continue
             images += len(batch)
-            if time.perf_counter() - began > seconds:
-                _wait(batch.inputs)
-                return images / (time.perf_counter() - began)
+            if time.perf_counter() - start > seconds:
+                if batch.inputs.is_cuda:
+                    torch.cuda.synchronize(batch.inputs.device)
+                return images / (time.perf_counter() - start)
         epoch += 1
-
-
-def _wait(inputs: Tensor) -> None:
-    if inputs.is_cuda:
-        torch.cuda.synchronize(inputs.device)

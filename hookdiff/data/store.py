@@ -1,4 +1,4 @@
-"""Where the first stage of the samples lives: in memory, in a file that is mapped into it, or nowhere."""
+"""Where the first stage of the samples is kept: in memory, in a memory-mapped file, or nowhere."""
 
 from __future__ import annotations
 
@@ -6,143 +6,122 @@ import hashlib
 import json
 import os
 import shutil
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import cattrs
 import numpy
 import torch
-from attrs import define, field, validators
+from attrs import define, field
+from attrs.validators import ge, in_
+from cattrs.errors import BaseValidationError
 from torch import Tensor
 
-from hookdiff.data.decode import Unreadable
-from hookdiff.data.source import Images, in_threads, read
+from hookdiff.data.source import Images, with_images
 from hookdiff.data.survey import Survey
 from hookdiff.data.transforms import Transforms
+from hookdiff.disk import make_folder, new_folder, write_file
 from hookdiff.errors import UserError
+from hookdiff.options import about
 
 GIB = 1 << 30
-_FORMAT = 1  # of the files of a cache; a new one is never taken for an old one
-
-
-def _default_cache() -> str:
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hookdiff")
+_FORMAT = 2  # of a cache: one of another format is not read
 
 
 @define(frozen=True, kw_only=True)
 class Store:
-    """Where samples are kept once they are decoded and resized, and what becomes of those that cannot be."""
+    """Where samples are kept once they are decoded and resized, and what happens to samples that cannot be read."""
 
-    store: Literal["auto", "memory", "disk", "none"] = "auto"  # auto: memory up to memory_limit, else none
-    memory_limit: float = field(default=4.0, validator=validators.ge(0))  # auto: GiB of decoded pixels
-    cache_dir: str | None = None  # disk: where files of decoded pixels are; hookdiff in the user's cache unless given
-    unreadable: Literal["stop", "skip"] = "stop"  # what cannot be read: tell and stop, or leave it out
+    store: Literal["auto", "memory", "disk", "none"] = field(
+        default="auto",
+        validator=in_(("auto", "memory", "disk", "none")),
+        metadata=about(
+            'where decoded and resized samples are kept: "memory"; "disk", in a file; "none", decoded again in each '
+            'epoch; "auto", in memory up to `memory_limit`, else "none"'
+        ),
+    )
+    memory_limit: float = field(
+        default=4.0, validator=ge(0), metadata=about('of "auto": limit of decoded pixels', "GiB")
+    )
+    cache_dir: str | None = field(
+        default=None, metadata=about('of "disk": folder of the files; without it `hookdiff` in the user\'s cache')
+    )
+    unreadable: Literal["stop", "skip"] = field(
+        default="stop",
+        validator=in_(("stop", "skip")),
+        metadata=about('what to do if samples cannot be read: "stop", or "skip" them with a warning'),
+    )
 
     @property
     def folder(self) -> Path:
         """The folder of the caches."""
-        return Path(self.cache_dir or _default_cache()).expanduser()
+        user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hookdiff")
+        return Path(self.cache_dir or user).expanduser()
 
     def place(self, num_bytes: int) -> str:
-        """Return where so many bytes are kept: "memory", "disk" or "none"."""
+        """Return where this number of bytes is kept: "memory", "disk" or "none"."""
         if self.store != "auto":
             return self.store
         return "memory" if num_bytes <= self.memory_limit * GIB else "none"
 
 
-def fill(source: Images, indices: Sequence[int], transforms: Transforms, pixels: Tensor) -> dict[int, str]:
-    """Write the first stage of the samples `indices` to their rows of `pixels` (n c h w, uint8).
+def fill(source: Images, found: Survey, transforms: Transforms, pixels: Tensor) -> None:
+    """Write the first stage of all samples with a readable header to their rows of `pixels` (n c h w, uint8).
 
-    Returns what could not be read, and why.
+    Samples that cannot be decoded are added to `found.undecodable`.
     """
-    torn, shape = {}, tuple(pixels.shape[1:])
     rows = pixels.numpy()
 
-    def one(index: int) -> str | None:
-        try:
-            rows[index] = read(source, index, transforms, shape).numpy()
-        except Unreadable as error:
-            return str(error)
+    def decode(index: int, image: Any) -> None:
+        rows[index] = transforms.fit(image, found.shape).numpy()
+
+    readable = [index for index in range(len(source)) if index not in found.unreadable]
+    for index, error in with_images(source, readable, decode):
+        if error is not None:
+            found.undecodable[index] = str(error)
+
+
+def cache_of(source: Images, transforms: Transforms, folder: Path) -> Path:
+    """Return the folder of the cache of `source`, which need not exist. Raises UserError without a fingerprint."""
+    if not hasattr(source, "fingerprint"):
+        name = type(source).__name__
+        raise UserError(f"store = 'disk' needs a fingerprint() of {name}, to see when its data has changed")
+    first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
+    parts = (_FORMAT, type(source).__qualname__, source.fingerprint(), *first_stage)
+    return folder / hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def load_cache(path: Path) -> tuple[Survey, Tensor] | None:
+    """Return the survey and the pixels (n c h w, uint8, memory-mapped) in a cache; None unless both are complete."""
+    try:
+        found = cattrs.structure(json.loads((path / "survey.json").read_text("utf-8")), Survey)
+        return found, torch.from_numpy(numpy.load(path / "pixels.npy", mmap_mode="c"))
+    except (OSError, EOFError, ValueError, BaseValidationError):
         return None
 
-    for index, answer in zip(indices, in_threads(source, one, indices), strict=True):
-        if answer is not None:
-            torn[index] = answer
-    return torn
+
+def write_cache(path: Path, source: Images, found: Survey, transforms: Transforms) -> None:
+    """Decode `source` into a cache, which appears complete or not at all."""
+    shape = (len(source), *found.shape)
+    size, free = torch.Size(shape).numel(), shutil.disk_usage(path.parent).free
+    if free < size:  # a mapped file that outgrows its disk kills the process without a message
+        raise UserError(f"{path.parent}: needs {size / GIB:.2f} GiB, {free / GIB:.2f} are free")
+    with new_folder(path) as folder:
+        rows = numpy.lib.format.open_memmap(folder / "pixels.npy", "w+", numpy.uint8, shape)
+        fill(source, found, transforms, torch.from_numpy(rows))
+        rows.flush()
+        write_file(folder / "survey.json", json.dumps(cattrs.unstructure(found)).encode())
 
 
-@define
-class Cache:
-    """The file of decoded pixels of one source under one set of options."""
-
-    path: Path  # a folder with the pixels and what is known of them
-
-    @classmethod
-    def of(cls, source: Images, transforms: Transforms, folder: Path) -> Cache:
-        """Return the cache of `source`, which need not exist yet. Raises UserError where its data has no name."""
-        if not hasattr(source, "fingerprint"):
-            raise UserError(
-                f"store = 'disk': {type(source).__name__} cannot tell when its data changes (it has no fingerprint)"
-            )
-        parts = (_FORMAT, type(source).__qualname__, source.fingerprint(), *transforms.first_stage)
-        return cls(folder / hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:32])
-
-    def load(self) -> tuple[Survey, Tensor, dict[int, str]] | None:
-        """Return the survey, the pixels (n c h w, mapped into memory) and what could not be read.
-
-        None where there is no cache, or one that is not whole.
-        """
-        try:
-            about = json.loads((self.path / "about.json").read_text("utf-8"))
-            shape, size = tuple(about["shape"]), (self.path / "pixels").stat().st_size
-        except (OSError, ValueError, KeyError):
-            return None
-        if size != numpy.prod(shape, dtype=object):
-            return None
-        pixels = torch.from_file(str(self.path / "pixels"), shared=False, size=size, dtype=torch.uint8)
-        return Survey.from_json(about["survey"]), pixels.view(shape), dict(about["torn"])
-
-    def build(self, source: Images, found: Survey, transforms: Transforms, shape: tuple[int, int, int]) -> None:
-        """Decode all that was `found` to be readable into the cache, which appears whole or not at all."""
-        partial = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}.partial")
-        size = len(source) * int(numpy.prod(shape))
-        try:
-            partial.mkdir(parents=True)
-            # A mapped file that outgrows its disk ends the process without a word, so the room is looked at first.
-            if (free := shutil.disk_usage(partial).free) < size:
-                raise UserError(f"{self.path.parent}: needs {size / GIB:.2f} GiB, {free / GIB:.2f} are free")
-            rows: Any = numpy.memmap(partial / "pixels", numpy.uint8, "w+", shape=(len(source), *shape))
-            readable = [index for index in range(len(source)) if index not in found.unreadable]
-            torn = fill(source, readable, transforms, torch.from_numpy(rows))
-            rows.flush()
-            about = {"shape": [len(source), *shape], "survey": found.to_json(), "torn": list(torn.items())}
-            (partial / "about.json").write_text(json.dumps(about), "utf-8")
-            shutil.rmtree(self.path, ignore_errors=True)  # one that is not whole
-            try:
-                os.rename(partial, self.path)
-            except OSError:
-                if self.load() is None:  # else another process was first, with the same pixels
-                    raise
-        except OSError as error:
-            raise UserError(f"{self.path.parent}: cannot be written: {error.strerror or error}") from None
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Let one process of this machine at a time build the cache, where the system can; else each builds it."""
-        try:
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process of this machine at a time use `path`; on Windows, which has no such lock, all at once."""
+    make_folder(path.parent)
+    with path.with_suffix(".lock").open("w") as file:
+        if os.name != "nt":
             import fcntl
-        except ImportError:  # Windows
-            yield
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = (self.path.parent / f"{self.path.name}.lock").open("w")
-        except OSError as error:
-            raise UserError(f"{self.path.parent}: cannot be written: {error.strerror or error}") from None
-        with file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, whatever happens to the process
-            yield
+
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, also by the end of the process
+        yield

@@ -1,139 +1,120 @@
-"""A look at the header of every picture before training, so that what cannot be used is told then."""
+"""A look at the header of every picture before training, so that problems are reported before it begins."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy
 from attrs import Factory, define
 from torch import Tensor
 
-from hookdiff.data.decode import num_channels, upright_size
-from hookdiff.data.source import Images, closing_file, in_threads, told
+from hookdiff.data.decode import Unreadable, num_channels, upright_size
+from hookdiff.data.labels import EXAMPLES, some
+from hookdiff.data.source import Images, with_images
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
 
-_EXAMPLES = 5
-_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # of pixels that are no file
+_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # of pixels that come without a mode
 
-Kind = tuple[str, int, int]  # Pillow's mode, width, height
+
+@define
+class Kind:
+    """Pictures of one mode and size."""
+
+    mode: str  # of Pillow
+    width: int
+    height: int
+    count: int = 0
+    example: str = ""
 
 
 @define
 class Survey:
-    """Which kinds of pictures there are, and which samples cannot be read."""
+    """The facts about the pictures of a source."""
 
-    kinds: Counter[Kind] = Factory(Counter)
-    examples: dict[Kind, int] = Factory(dict)  # the first sample of each
-    unreadable: dict[int, str] = Factory(dict)  # why, by sample
-
-    def add(self, index: int, kind: Kind) -> None:
-        """Count one more of `kind`."""
-        self.kinds[kind] += 1
-        self.examples.setdefault(kind, index)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        kinds = [[*kind, count, self.examples[kind]] for kind, count in self.kinds.items()]
-        return {"kinds": kinds, "unreadable": list(self.unreadable.items())}
-
-    @classmethod
-    def from_json(cls, saved: Any) -> Survey:
-        """Return what `to_json` told of."""
-        kinds = {(mode, width, height): (count, example) for mode, width, height, count, example in saved["kinds"]}
-        counts = Counter({kind: count for kind, (count, _) in kinds.items()})
-        return cls(counts, {kind: example for kind, (_, example) in kinds.items()}, dict(saved["unreadable"]))
+    shape: tuple[int, ...] = ()  # of a sample after the first stage; empty until a sample is read
+    kinds: list[Kind] = Factory(list)
+    unreadable: dict[int, str] = Factory(dict)  # by sample, the reason why its header cannot be read
+    undecodable: dict[int, str] = Factory(dict)  # the same of pixels; empty if none have been decoded
 
 
 def survey(source: Images) -> Survey:
-    """Look at every sample of `source`; where its `shape` says what all are like, at none."""
-    found = Survey()
+    """Read the header of every sample of `source`, or of none if the source has a `shape`."""
     if shape := getattr(source, "shape", None):
-        found.kinds[kind_of(numpy.empty(shape, numpy.uint8))] = len(source)
-        found.examples[kind_of(numpy.empty(shape, numpy.uint8))] = 0
-        return found
-
-    def look(index: int) -> Kind | str:
-        try:
-            image = source.load(index)
-            with closing_file(image):
-                return kind_of(image)
-        except Exception as error:  # decoders raise whatever the bytes lead them to
-            return f"{source.describe(index)}: {told(error)}"
-
-    for index, answer in enumerate(in_threads(source, look, range(len(source)))):
-        if isinstance(answer, str):
-            found.unreadable[index] = answer
-        else:
-            found.add(index, answer)
-    return found
+        return Survey(kinds=[kind_of_shape(shape, len(source), source.describe(0))])
+    kinds: dict[tuple[str, int, int], Kind] = {}
+    unreadable = {}
+    for index, found in with_images(source, range(len(source)), lambda _, image: _kind_of(image)):
+        if isinstance(found, Unreadable):
+            unreadable[index] = str(found)
+            continue
+        kind = kinds.setdefault((found.mode, found.width, found.height), found)
+        kind.count += 1
+        kind.example = kind.example or source.describe(index)
+    return Survey(kinds=list(kinds.values()), unreadable=unreadable)
 
 
-def kind_of(image: Any) -> Kind:
-    """Return mode, width and height of a Pillow image, or of pixels c h w or h w."""
-    if not isinstance(image, (Tensor, numpy.ndarray)):
-        return (image.mode, *upright_size(image))
-    channels, height, width = (1, *image.shape) if image.ndim == 2 else image.shape
+def kind_of_shape(shape: Sequence[int], count: int = 0, example: str = "") -> Kind:
+    """Return the kind of `count` pictures that are pixels of `shape`, c h w or h w."""
+    channels, height, width = (1, *shape) if len(shape) == 2 else shape
     if channels not in _MODES:
         raise ValueError(f"{channels} channels, expected 1 to 4")
-    return _MODES[channels], int(width), int(height)
+    return Kind(_MODES[channels], width, height, count, example)
 
 
-def check_readable(unreadable: Iterable[str], total: int, skip: bool) -> None:
-    """Raise UserError where some samples are `unreadable` and that is no reason to `skip` them, or all are."""
-    found = list(unreadable)
-    if len(found) == total:
-        raise UserError(f"none of the {total} images can be read:{_list(found)}")
-    if found and not skip:
-        raise UserError(
-            f"{len(found)} of {total} images cannot be read (unreadable = 'skip' leaves them out):{_list(found)}"
-        )
+def _kind_of(image: Any) -> Kind:
+    if isinstance(image, (Tensor, numpy.ndarray)):
+        return kind_of_shape(image.shape)
+    return Kind(image.mode, *upright_size(image))
 
 
-def first_stage_shape(found: Survey, transforms: Transforms, describe: Callable[[int], str]) -> tuple[int, int, int]:
-    """Return the shape (c, h, w) that `transforms` give all of what was found.
+def check_readable(unreadable: Collection[str], total: int, skip: bool) -> None:
+    """Raise UserError if all of the `total` samples are unreadable, or some are and they are not to be skipped."""
+    if len(unreadable) == total:
+        raise UserError(f"none of the {total} images can be read:{_lines(unreadable)}")
+    if unreadable and not skip:
+        way_out = "unreadable = 'skip' leaves them out"
+        raise UserError(f"{len(unreadable)} of {total} images cannot be read ({way_out}):{_lines(unreadable)}")
 
-    Raises UserError where they cannot: grey among colour, different sizes, too small ones.
+
+def first_stage_shape(kinds: list[Kind], transforms: Transforms) -> tuple[int, int, int]:
+    """Return the shape (c, h, w) that `transforms` give pictures of all these kinds.
+
+    Raises UserError for grey among colour, for different sizes, and for sizes that are too small.
     """
-
-    def example(kind: Kind) -> str:
-        return f"{describe(found.examples[kind])} ({kind[1]} x {kind[2]})"
-
-    total, side = sum(found.kinds.values()), transforms.side
-    channels = Counter[int]()
-    for kind, count in found.kinds.items():
-        channels[num_channels(kind[0])] += count
-    if len(channels) > 1 and transforms.channels is None:
-        examples = [next(example(kind) for kind in found.kinds if num_channels(kind[0]) == each) for each in (1, 3)]
-        raise UserError(
-            f"{channels[1]} images are grey, {channels[3]} are in colour: say channels = 1 or 3{_list(examples)}"
-        )
-    depth: int = transforms.channels or min(channels)
-    if side is not None:
-        small = [kind for kind in found.kinds if min(kind[1:]) < side]
+    grey = [kind for kind in kinds if num_channels(kind.mode) == 1]
+    colour = [kind for kind in kinds if kind not in grey]
+    if grey and colour and not transforms.channels:
+        counts = f"{_count(grey)} images are grey, {_count(colour)} are in colour"
+        raise UserError(f"{counts}: set channels = 1 or 3{_examples([grey[0], colour[0]])}")
+    channels = transforms.channels or (1 if grey else 3)
+    if side := transforms.side:
+        small = [kind for kind in kinds if min(kind.width, kind.height) < side]
         if small and not transforms.upscale:
-            count = sum(found.kinds[kind] for kind in small)
             key = "resize" if transforms.resize else "image_size"
-            raise UserError(
-                f"{count} of {total} images are smaller than {key} = {side}; upscale = true enlarges them:"
-                + _list([example(kind) for kind in small])
-            )
-        return depth, side, side
-    sizes = Counter[tuple[int, int]]()
-    for (_, width, height), count in found.kinds.items():
-        sizes[width, height] += count
+            counts = f"{_count(small)} of {_count(kinds)} images are smaller than {key} = {side}"
+            raise UserError(f"{counts}; upscale = true enlarges them:{_examples(small)}")
+        return channels, side, side
+    sizes = Counter[str]()
+    for kind in kinds:
+        sizes[f"{kind.width} x {kind.height}"] += kind.count
     if len(sizes) > 1:
-        told = [f"{count} of {width} x {height}" for (width, height), count in sizes.most_common(_EXAMPLES)]
-        rest = ", ..." if len(sizes) > _EXAMPLES else ""
-        raise UserError(
-            f"the images have {len(sizes)} sizes ({', '.join(told)}{rest}): say image_size, the side to train on"
-        )
-    ((width, height),) = sizes
-    return depth, height, width
+        counts = some([f"{count} of {size}" for size, count in sizes.most_common()])
+        raise UserError(f"the images have {len(sizes)} sizes ({counts}): set image_size, the side to train on")
+    return channels, kinds[0].height, kinds[0].width
 
 
-def _list(lines: list[str]) -> str:
-    rest = len(lines) - _EXAMPLES
-    return "".join(f"\n  {line}" for line in lines[:_EXAMPLES]) + (f"\n  and {rest} more" if rest > 0 else "")
+def _count(kinds: Iterable[Kind]) -> int:
+    return sum(kind.count for kind in kinds)
+
+
+def _examples(kinds: Iterable[Kind]) -> str:
+    return _lines([f"{kind.example} ({kind.width} x {kind.height})" for kind in kinds])
+
+
+def _lines(items: Collection[str]) -> str:
+    rest = len(items) - EXAMPLES
+    return "".join(f"\n  {item}" for item in islice(items, EXAMPLES)) + (f"\n  and {rest} more" if rest > 0 else "")

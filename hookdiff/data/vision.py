@@ -1,23 +1,45 @@
-"""Any data set of torchvision that yields a picture and a whole number."""
+"""The data sets of torchvision whose items are a picture and an integer."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
+from hookdiff.data.memory import InMemory
 from hookdiff.errors import UserError, nearest
 
 _NOT_KEYS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
 
 
-def vision(name: str) -> Callable[..., Vision]:
-    """Return a function that makes the source of torchvision.datasets.NAME; its signature is the class's own.
+def fashion_mnist(root: str, train: bool = True, download: bool = False) -> InMemory:
+    """70,000 articles of clothing, 1 x 28 x 28, in ten classes (Xiao, Rasul & Vollgraf 2017, arXiv 1708.07747).
 
-    Raises UserError when there is no such class.
+    Raises ValueError if a file is missing or broken.
+
+    Args:
+        root: folder with the four idx files, not gzipped, in FashionMNIST/raw (needed)
+        train: the 60,000 to train on; false: the 10,000 to test with
+        download: let torchvision download the files if they are missing
+    """
+    from torchvision.datasets import FashionMNIST
+
+    try:
+        data = FashionMNIST(str(Path(root).expanduser()), train, download=download)
+        return InMemory(data.data.unsqueeze(1), data.targets, data.classes)
+    except Exception as error:  # torchvision checks a broken file by assert, or not at all
+        raise ValueError(f"{root}: Fashion-MNIST cannot be read: {error or type(error).__name__}") from error
+
+
+def vision(name: str) -> Callable[..., Vision]:
+    """Return a function that makes the source of torchvision.datasets.NAME; its signature is that of the class.
+
+    Raises UserError if there is no such class.
     """
     from torchvision import datasets
 
@@ -31,18 +53,17 @@ def vision(name: str) -> Callable[..., Vision]:
     def make(**arguments: Any) -> Vision:
         return Vision(name, kind(**arguments))
 
-    made: Any = make
-    made.__signature__ = signature.replace(parameters=keys, return_annotation=Vision)
+    make.__signature__ = signature.replace(parameters=keys, return_annotation=Vision)  # type: ignore[attr-defined]
     return make
 
 
 class Vision:
-    """A map-style `data` set of torchvision, called `name`, as a source.
+    """A map-style data set of torchvision as a source; `name` is its class.
 
-    Raises ValueError when its items are no pairs of a picture and a whole number, or None.
+    Raises ValueError unless its items are pairs of a picture and an integer, or None.
     """
 
-    one_at_a_time = True  # some read an open file or draw from the default generator in their __getitem__
+    one_at_a_time = True  # some sets read an open file, or draw from the default generator, in their __getitem__
 
     def __init__(self, name: str, data: Any) -> None:
         from PIL import Image
@@ -51,7 +72,7 @@ class Vision:
         item = data[0] if len(data) else None
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Image.Image)):
             kinds = ", ".join(type(each).__name__ for each in item) if isinstance(item, tuple) else type(item).__name__
-            raise ValueError(f"{self.name} yields ({kinds}), expected a picture and a whole number")
+            raise ValueError(f"{self.name} yields ({kinds}), expected a picture and an integer")
         self.labels = self._labels(item[1])
         names = getattr(data, "classes", None)
         fits = self.labels is not None and isinstance(names, Sequence) and len(names) > int(self.labels.max())
@@ -71,19 +92,21 @@ class Vision:
     def _labels(self, first: Any) -> Tensor | None:
         if first is None:
             return None
-        if not _is_whole(first):
-            raise ValueError(f"{self.name} yields labels of {type(first).__name__}, expected whole numbers")
-        for name in ("targets", "labels", "_labels"):  # what most of them call theirs
-            found = getattr(self.data, name, None)
-            if found is None or len(found) != len(self.data) or not all(_is_whole(label) for label in found):
-                continue
-            if int(found[0]) == int(first):  # and not as a file has it, before torchvision counts from 0
-                return torch.tensor([int(label) for label in found])
-        return torch.tensor([int(self.data[index][1]) for index in range(len(self.data))])
+        for name in ("targets", "labels", "_labels"):  # most sets have their labels under one of these names
+            found = _integers(getattr(self.data, name, ()))
+            # Some sets have labels as they are in a file, and yield them shifted to start at 0.
+            if found is not None and len(found) == len(self.data) and found[0] == first:
+                return found
+        found = _integers([self.data[index][1] for index in range(len(self.data))])
+        if found is None:
+            raise ValueError(f"{self.name} yields labels of {type(first).__name__}, expected integers")
+        return found
 
 
-def _is_whole(label: Any) -> bool:
+def _integers(labels: Any) -> Tensor | None:
+    """Return labels as int64; None unless all are integers."""
     try:
-        return bool(int(label) == label)
-    except (TypeError, ValueError, RuntimeError):
-        return False
+        found = numpy.asarray(labels)
+    except (TypeError, ValueError):  # for lists of different lengths, say
+        return None
+    return torch.from_numpy(found.astype(numpy.int64)) if found.ndim == 1 and found.dtype.kind in "iu" else None

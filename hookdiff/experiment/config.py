@@ -39,7 +39,7 @@ SOURCES = {
     "array": "hookdiff.data:Arrays",
 }
 MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
-FEED_KEYS = ("held_out", "balanced", "drop_last", "workers", "prefetch", "pin_memory")
+FEED_KEYS = ("held_out", "balanced", "drop_last", "workers", "prefetch")
 
 
 def _is_size(instance: object, attribute: Attribute[Any], value: Any) -> None:

@@ -172,7 +172,7 @@ def _of_memory(config: Config, trial: Trial) -> dict[str, Finding]:
 
 
 def _plain_batch(loop: Loop) -> Batch:
-    return next(loop.feed.plain(loop.feed.order(0)[:_IMAGES], _IMAGES))
+    return next(loop.feed.unaugmented(loop.feed.order(0)[:_IMAGES], _IMAGES))
 
 
 def _ask(loop: Loop, batch: Batch) -> Outputs | None:

@@ -122,4 +122,4 @@ def _when(every: Every) -> str:
 
 def _training_images(loop: Loop, batch_size: int) -> Iterator[Tensor]:
     """Yield each image that `loop` trains on once, n c h w, without what varies it at random."""
-    return (batch.inputs for batch in loop.feed.plain(loop.feed.training, batch_size))
+    return (batch.inputs for batch in loop.feed.unaugmented(loop.feed.training, batch_size))

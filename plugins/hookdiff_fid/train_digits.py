@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from attrs import asdict, define
 from torch import Generator, Tensor, nn
 
-from hookdiff.data import digits
+from hookdiff.data import Feed, digits
 from hookdiff_fid.digits import DigitsNet
 
 
@@ -52,7 +52,8 @@ def _one_thread() -> Iterator[None]:
 def train(recipe: Recipe) -> tuple[DigitsNet, float]:
     """Return the trained net in eval mode and its accuracy, in [0, 1], on the images held out."""
     data = digits()
-    images, labels = data.fetch(torch.arange(len(data)))
+    batch = next(Feed(data).unaugmented(torch.arange(len(data)), len(data)))
+    images, labels = batch.inputs, batch.labels
     assert labels is not None
     generator = Generator().manual_seed(recipe.seed)
     order = torch.randperm(len(data), generator=generator)

@@ -28,7 +28,7 @@ def fixed_loss(loop: Loop, indices: Tensor) -> Tensor:
     generator = Generator(loop.device)
     total = torch.zeros(2, device=loop.device)  # loss, samples
     with evaluating(loop.model):
-        for position, batch in enumerate(loop.feed.plain(share, size)):
+        for position, batch in enumerate(loop.feed.unaugmented(share, size)):
             generator.manual_seed(derive_seed(loop.config.seed, "evaluate", position, loop.rank))
             drawn = loop.objective.draw(batch, generator)
             loss = loop.hook.compute_loss(loop=loop, batch=drawn).loss.float()

@@ -100,7 +100,7 @@ class Loss:
             self._measure(loop)
 
     def _measure(self, loop: Loop) -> None:
-        held = loop.feed.held
+        held = loop.feed.held_out_indices
         if not len(held):
             return
         self._measured_at = loop.progress.step

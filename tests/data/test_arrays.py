@@ -35,7 +35,7 @@ def test_every_layout(tmp_path: Path, array: Any, layout: Any, expected: Any) ->
     assert data.shape == expected.shape[1:]
     for index in range(6):
         assert torch.equal(data.load(index), torch.from_numpy(expected[index]))
-    (batch,) = Feed(data).plain(torch.arange(6))
+    (batch,) = Feed(data).unaugmented(torch.arange(6))
     assert torch.equal(batch.inputs, torch.from_numpy(expected).float() / 127.5 - 1)
 
 
@@ -79,7 +79,8 @@ def test_labels_in_a_file_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("array", "options", "facts"),
     [
-        (RGB.astype("float32"), {}, ("float32", "value_range")),
+        (RGB.astype("float32"), {}, ("float32", "value_range", float(RGB.min()), float(RGB.max()))),
+        (numpy.zeros((2, 5, 9, 9), "uint8"), {"layout": "n c h w"}, (5, 1, 4)),
         (RGB, {"layout": "n h w"}, ("(6, 3, 5, 7)", "'n h w'")),
         (RGB[:, :, :3, :3], {}, ("(6, 3, 3, 3)", "layout")),
         (numpy.zeros((5, 9, 9, 9), "uint8"), {}, ("(5, 9, 9, 9)", "layout")),
@@ -117,7 +118,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         Arrays(str(tmp_path / "a.pt"))
 
 
-def test_values_outside_of_the_range_are_torn(tmp_path: Path) -> None:
+def test_values_outside_of_the_range_cannot_be_read(tmp_path: Path) -> None:
     array = numpy.full((3, 4, 4), 0.5, "float32")
     array[1, 0, 0], array[2, 0, 0] = 1.5, numpy.nan
     path = saved(tmp_path / "a.npy", array)
@@ -138,7 +139,7 @@ def test_transparent_pixels(tmp_path: Path, channels: int) -> None:
     store: Any
     for store in ("memory", "none"):
         feed = Feed(data, transforms=Transforms(background="black"), store=Store(store=store))
-        (batch,) = feed.plain(torch.arange(4))
+        (batch,) = feed.unaugmented(torch.arange(4))
         expected = array[..., :-1].astype("float64") * array[..., -1:] / 255 / 127.5 - 1
         assert feed.shape == (channels - 1, 6, 6)
         assert numpy.abs(batch.inputs.permute(0, 2, 3, 1).numpy() - expected).max() < 1.01 / 127.5

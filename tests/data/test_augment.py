@@ -9,7 +9,7 @@ from torch import Tensor
 from torchvision.transforms import functional as vision
 
 from hookdiff.data import Transforms
-from hookdiff.data.augment import augment, jitter, plain
+from hookdiff.data.augment import augment, center_crop, jitter
 
 ALL = Transforms(image_size=9, resize=12, flip=0.3, color_jitter=(0.4, 0.3, 0.5, 0.2))
 
@@ -70,10 +70,10 @@ def test_what_is_switched_on_does_not_move_the_crop() -> None:
     assert torch.equal(cut, both.flip(-1))
 
 
-def test_plain_is_the_centre() -> None:
+def test_without_augmentation_the_centre_is_cut_out() -> None:
     images = stack()
-    assert torch.equal(plain(images, ALL), images[:, :, 2:11, 2:11].float() / 127.5 - 1)
-    assert torch.equal(plain(images, Transforms(flip=1.0)), images.float() / 127.5 - 1)
+    assert torch.equal(center_crop(images, ALL), images[:, :, 2:11, 2:11].float() / 127.5 - 1)
+    assert torch.equal(center_crop(images, Transforms(flip=1.0)), images.float() / 127.5 - 1)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

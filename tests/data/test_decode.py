@@ -90,7 +90,7 @@ def test_any_file_becomes_a_picture_or_an_error_that_names_it(
     feed = batch = None
     with suppress_if_it_names(path):
         feed = Feed(Folder(str(tmp_path)), transforms=transforms, store=Store(store=store))
-        (batch,) = feed.plain(torch.tensor([0]))
+        (batch,) = feed.unaugmented(torch.tensor([0]))
     if feed is None or batch is None:
         return
     turned = orientation in (6, 8) and kind in ("jpg", "png", "webp", "tif")

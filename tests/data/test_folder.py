@@ -107,7 +107,7 @@ ROWS = "file,label\nant/000.png,a\nbee/001.png,b\ncat/002.png,c\n"
         ("l.csv", ROWS[:25], (2, 3, "bee/001.png", "cat/002.png")),
         ("l.csv", ROWS[:23], ("line 2", "ant/000.png")),
         ("l.csv", ROWS + "ant/000.png,b\n", ("line 5", "ant/000.png")),
-        ("l.csv", b"file,label\n\xff\xfe,3\n", ("UTF-8",)),
+        ("l.csv", b"file,label\n\xff\xfe,3\n", ("utf-8",)),
         ("l.jsonl", '{"file": "ant/000.png", "label": 1.5}', (0, 1.5)),
         ("l.jsonl", '{"file": "ant/000.png", "label": true}', (True,)),
         ("l.jsonl", '{"file": "ant/000.png", "label": -2}', (-2,)),

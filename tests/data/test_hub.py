@@ -78,6 +78,12 @@ def test_parquet_files(tmp_path: Path, made: Any, noise: Any, where: str) -> Non
     assert_is(HuggingFace(str(tmp_path / where)), noise, [k % 3 for k in range(9)], ("ant", "bee", "cat"))
 
 
+def test_parquet_files_of_several_splits(tmp_path: Path, made: Any) -> None:
+    for split, num in (("train", 9), ("test", 4)):
+        made.select(range(num)).to_parquet(str(tmp_path / "set" / f"{split}-00000-of-00001.parquet"))
+    assert (len(HuggingFace(str(tmp_path / "set"))), len(HuggingFace(str(tmp_path / "set"), split="test"))) == (9, 4)
+
+
 def test_a_folder_of_images(tmp_path: Path, write_folder: Any) -> None:
     paths = write_folder(tmp_path / "set", 9)
     data = HuggingFace(str(tmp_path / "set"))
@@ -140,3 +146,15 @@ def test_images_that_are_missing_are_listed(tmp_path: Path, alone: Any, noise: A
     alone.Dataset.from_dict(rows, features=alone.Features({"image": alone.Image()})).save_to_disk(str(tmp_path / "set"))
     with refused(UserError, 1, 3, "set[1]"):
         Feed(HuggingFace(str(tmp_path / "set")))
+
+
+def test_labels_that_are_missing(tmp_path: Path, alone: Any, noise: Any) -> None:
+    image, label = alone.Image(), alone.ClassLabel(names=["ant", "bee"])
+    rows = {"image": [noise(k, 4, 4) for k in range(3)], "label": [1, None, 0], "name": ["a", None, "b"]}
+    features = alone.Features({"image": image, "label": label, "name": alone.Value("string")})
+    alone.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
+    data = HuggingFace(str(tmp_path / "set"))
+    assert data.labels is not None
+    assert data.labels.tolist() == [1, -1, 0]
+    with refused(ValueError, "set", "'name'", None):
+        HuggingFace(str(tmp_path / "set"), label_column="name")

@@ -36,22 +36,17 @@ def test_floats_pass_as_float32(dtype: torch.dtype) -> None:
 def test_scaling_leaves_the_images_as_they_are() -> None:
     stored = torch.full((2, 1, 1, 1), 255, dtype=torch.uint8)
     data = InMemory(stored)
-    data.fetch(torch.tensor([0, 1]))[0].zero_()
+    data.rows(torch.tensor([0, 1]))[0].zero_()
     assert stored.tolist() == [[[[255]]], [[[255]]]]
     floats = InMemory(torch.ones(2, 1, 1, 1))
-    floats.fetch(torch.tensor([0, 1]))[0].zero_()
+    floats.rows(torch.tensor([0, 1]))[0].zero_()
     assert floats.images.sum() == 2
 
 
 def test_fetching_takes_rows_in_the_order_asked_for() -> None:
     data = InMemory(torch.arange(5.0).reshape(5, 1, 1, 1), torch.arange(5) * 2)
-    images, labels = data.fetch(torch.tensor([3, 0, 3]))
+    images, labels = data.rows(torch.tensor([3, 0, 3]))
     assert images.flatten().tolist() == [3, 0, 3]
     assert labels is not None
     assert labels.tolist() == [6, 0, 6]
-    assert InMemory(torch.zeros(2, 1)).fetch(torch.tensor([1]))[1] is None
-
-
-def test_classes_are_counted_from_zero() -> None:
-    assert InMemory(torch.zeros(3, 1), torch.tensor([0, 4, 2])).num_classes == 5
-    assert InMemory(torch.zeros(3, 1)).num_classes is None
+    assert InMemory(torch.zeros(2, 1)).rows(torch.tensor([1]))[1] is None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookdiff import Feed, InMemory, UserError
-from hookdiff.data.order import split, stand_ins, successors
+from hookdiff.data.order import replacements, split, successors
 from tests.conftest import refused
 
 CPU = torch.device("cpu")
@@ -30,13 +30,15 @@ def test_what_is_held_out_is_never_trained_on(labels: list[int] | None, amount: 
             feed_of(labels, held_out=amount)
         return
     feed = feed_of(labels, held_out=amount, seed=seed)
-    held, training = set(feed.held.tolist()), set(feed.training.tolist())
-    assert len(held) == len(feed.held) == count
+    held, training = set(feed.held_out_indices.tolist()), set(feed.training.tolist())
+    assert len(held) == len(feed.held_out_indices) == count
     assert held | training == set(range(length))
     assert not held & training
     for epoch in range(3):
         assert set(feed.order(epoch).tolist()) == training
-    assert torch.equal(feed.held, feed_of(labels, held_out=amount, seed=seed + 1).held)  # whatever the run's seed
+    assert torch.equal(
+        feed.held_out_indices, feed_of(labels, held_out=amount, seed=seed + 1).held_out_indices
+    )  # whatever the run's seed
     if labels is not None:
         for label in set(labels):
             share = count * labels.count(label) / length
@@ -49,7 +51,7 @@ def test_balanced_classes_come_equally_often(labels: list[int], seed: int, epoch
     order = feed.order(epoch)
     assert torch.equal(order, feed.order(epoch))
     assert len(order) == len(labels) - held_out
-    assert not set(order.tolist()) & set(feed.held.tolist())
+    assert not set(order.tolist()) & set(feed.held_out_indices.tolist())
     present = {labels[index] for index in feed.training.tolist()}
     drawn = [labels[index] for index in order.tolist()]
     counts = [drawn.count(label) for label in present]
@@ -82,28 +84,28 @@ def test_counts_of_an_epoch_are_of_what_is_trained_on() -> None:
 def test_both_parts_can_be_had() -> None:
     images = torch.arange(20.0).view(20, 1)
     feed = Feed(InMemory(images, torch.arange(20) % 2), held_out=6).bind(4)
-    for part in (feed.held, feed.training):
-        batches = list(feed.plain(part, batch_size=4))
+    for part in (feed.held_out_indices, feed.training):
+        batches = list(feed.unaugmented(part, batch_size=4))
         assert [len(batch) for batch in batches][:-1] == [4] * (len(batches) - 1)
         assert torch.cat([batch.inputs for batch in batches]).flatten().tolist() == part.tolist()
         assert torch.equal(torch.cat([batch.indices for batch in batches if batch.indices is not None]), part)
         assert torch.equal(torch.cat([batch.labels for batch in batches if batch.labels is not None]), part % 2)
-    assert list(feed.plain(feed.held[:0])) == []
+    assert list(feed.unaugmented(feed.held_out_indices[:0])) == []
 
 
 @given(length=st.integers(1, 20), data=st.data())
-def test_who_stands_in_is_of_the_same_part(length: int, data: Any) -> None:
-    held = data.draw(st.integers(0, length - 1))
-    training, out = split(torch.arange(length), None, held)
-    torn = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
-    following = successors((training, out), length)
-    parts = [part for part in (training, out) if len(part)]
-    if any(torn[part].all() for part in parts):
+def test_a_replacement_is_the_next_of_the_same_part(length: int, data: Any) -> None:
+    parts = split(torch.arange(length), None, data.draw(st.integers(0, length - 1)))
+    unreadable = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    if any(unreadable[part].all() for part in parts if len(part)):
         with pytest.raises(UserError):
-            stand_ins(following, torn)
+            replacements(parts, unreadable)
         return
-    rows = stand_ins(following, torn)
-    assert not torn[rows].any()
-    assert torch.equal(rows[~torn], torch.arange(length)[~torn])
+    following, found = successors(parts, length), replacements(parts, unreadable)
     for part in parts:
-        assert set(rows[part].tolist()) <= set(part.tolist())
+        assert set(found[part].tolist()) <= set(part.tolist())
+    for index in range(length):
+        expected = index
+        while unreadable[expected]:
+            expected = int(following[expected])
+        assert found[index] == expected

@@ -1,4 +1,4 @@
-"""A set of pictures that cannot be used is refused before training, with examples and counts."""
+"""Problems of a set of pictures are reported before training, with examples and counts."""
 
 import re
 import traceback
@@ -54,7 +54,7 @@ def test_grey_among_colour_needs_a_word(tmp_path: Path, write_folder: Write, noi
     check_facts(colour, root / "ant" / "000.png", "12 x 9")
     for channels in (1, 3):
         feed = feed_of(root, store=store, channels=channels)
-        (batch,) = feed.plain(torch.arange(7))
+        (batch,) = feed.unaugmented(torch.arange(7))
         assert batch.inputs.shape == (7, channels, 9, 12)
         assert feed.shape == (channels, 9, 12)
 
@@ -95,24 +95,24 @@ def test_what_is_no_image_is_listed_or_left_out(tmp_path: Path, write_folder: Wr
     assert sorted(batch.indices.tolist()) == feed.training.tolist()
 
 
-def torn(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-80])
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_torn_pixels_are_found_where_all_are_decoded(tmp_path: Path, write_folder: Write, store: Any) -> None:
+def test_broken_pixels_are_found_where_all_are_decoded(tmp_path: Path, write_folder: Write, store: Any) -> None:
     root = tmp_path / "set"
-    torn(write_folder(root, 9)[4])
+    truncate(write_folder(root, 9)[4])
     counts, line = refusal(root, store=store)
     check_facts(counts, 1, 9, "unreadable", "'skip'")
     check_facts(line, "004.png")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torn_pixels_that_are_met_later_stop_the_run(tmp_path: Path, write_folder: Write, workers: int) -> None:
+def test_broken_pixels_that_are_met_later_stop_the_run(tmp_path: Path, write_folder: Write, workers: int) -> None:
     root = tmp_path / "set"
     path = write_folder(root, 9)[4]
-    torn(path)
+    truncate(path)
     feed = Feed(Folder(str(root)), store=Store(store="none"), workers=workers)
     feed.bind(3)
     with refused(UserError, path) as caught:
@@ -121,13 +121,13 @@ def test_torn_pixels_that_are_met_later_stop_the_run(tmp_path: Path, write_folde
     assert "Traceback" not in str(caught.value)
 
 
-def test_another_stands_in_for_what_is_torn(
+def test_another_sample_replaces_one_that_cannot_be_decoded(
     tmp_path: Path, write_folder: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "set"
     paths = write_folder(root, 12)
     for k in (3, 4, 11):
-        torn(paths[k])
+        truncate(paths[k])
     found = []
     store: Any
     for store, workers in (("memory", 0), ("disk", 0), ("none", 0), ("none", 2)):
@@ -166,7 +166,7 @@ def test_a_set_without_a_readable_image_is_refused_whatever_is_skipped(
 
 
 def test_images_that_need_no_look_are_not_opened() -> None:
-    class Pictures:
+    class Blank:
         labels, classes, shape = None, None, (3, 4, 5)
 
         def __len__(self) -> int:
@@ -176,10 +176,10 @@ def test_images_that_need_no_look_are_not_opened() -> None:
             raise AssertionError
 
         def describe(self, index: int) -> str:
-            return f"picture {index}"
+            return f"blank {index}"
 
-    feed = Feed(Pictures(), store=Store(store="none"))
-    assert (feed.shape, feed.describe(3), len(feed.training)) == ((3, 4, 5), "picture 3", 7)
+    feed = Feed(Blank(), store=Store(store="none"))
+    assert (feed.shape, feed.describe(3), len(feed.training)) == ((3, 4, 5), "blank 3", 7)
 
 
 def test_a_source_without_samples_is_refused(tmp_path: Path) -> None:
@@ -223,10 +223,10 @@ def test_a_tensor_is_resized_too() -> None:
     images = torch.randint(0, 256, (5, 1, 8, 12), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     feed = Feed(images, transforms=Transforms(image_size=4, channels=3))
     assert feed.shape == (3, 4, 4)
-    (batch,) = feed.plain(torch.arange(5))
+    (batch,) = feed.unaugmented(torch.arange(5))
     expected = torch.stack([Transforms(image_size=4, channels=3).fit(image) for image in images])
     assert float((batch.inputs - (expected.float() / 127.5 - 1)).abs().max()) < 2.1 / 127.5
-    with refused(UserError, "1 x 8 x 12", "image_size", 9, "upscale"):
+    with refused(UserError, "12 x 8", "image_size", 9, "upscale"):
         Feed(images, transforms=Transforms(image_size=9))
     with refused(UserError, "image_size", "channels", "uint8", 1, 3, "7 x 8 x 8"):
         Feed(torch.zeros(3, 7, 8, 8), transforms=Transforms(image_size=4))
@@ -278,6 +278,6 @@ def test_a_copy_of_a_feed_decodes_nothing_again(tmp_path: Path, write_folder: Wr
         path.unlink()
     copy = Feed.of(feed)
     assert copy.samples is feed.samples
-    (one,), (other,) = feed.plain(torch.arange(6)), copy.plain(torch.arange(6))
+    (one,), (other,) = feed.unaugmented(torch.arange(6)), copy.unaugmented(torch.arange(6))
     assert torch.equal(one.inputs, other.inputs)
     assert numpy.isfinite(one.inputs.numpy()).all()

@@ -1,4 +1,3 @@
-import json
 import multiprocessing
 import os
 import subprocess
@@ -173,19 +172,27 @@ def test_a_cache_is_used_until_a_file_changes(own: tuple[Path, list[Path]], nois
     assert len(caches(root)) == 3
 
 
-@pytest.mark.parametrize("harm", ["short", "no json", "not there"])
-def test_a_cache_that_is_not_whole_is_made_again(own: tuple[Path, list[Path]], harm: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("pixels.npy", b""),
+        ("pixels.npy", lambda whole: whole[:100]),
+        ("pixels.npy", lambda whole: whole[:-1]),
+        ("pixels.npy", None),
+        ("survey.json", b"{"),
+        ("survey.json", None),
+    ],
+)
+def test_a_cache_that_is_not_whole_is_made_again(own: tuple[Path, list[Path]], name: str, content: Any) -> None:
     root, _ = own
     first = rows(feed_of(root, "disk").batches(0))
     (cache,) = caches(root)
-    if harm == "short":
-        os.truncate(cache / "pixels", 100)
-    elif harm == "no json":
-        (cache / "about.json").write_text("{")
-    else:
-        (cache / "about.json").unlink()
+    whole = (cache / name).read_bytes()
+    (cache / name).unlink()
+    if content is not None:
+        (cache / name).write_bytes(content if isinstance(content, bytes) else content(whole))
     assert_equal(rows(feed_of(root, "disk").batches(0)), first)
-    assert json.loads((cache / "about.json").read_text())["shape"] == [6, 3, 9, 9]
+    assert (cache / name).read_bytes() == whole
 
 
 def test_two_may_make_the_same_cache(own: tuple[Path, list[Path]]) -> None:
@@ -210,7 +217,7 @@ def test_a_cache_remembers_what_cannot_be_read(own: tuple[Path, list[Path]]) -> 
     for _ in range(2):
         feed = Feed(Folder(str(root / "set")), store=kept)
         assert feed.training.tolist() == [0, 2, 3, 4, 5]
-        assert list(feed.prepared.torn) == [4]
+        assert list(feed.prepared.survey.undecodable) == [4]
     with refused(UserError, 1, 6, paths[1]):
         feed_of(root, "disk")
 
@@ -228,3 +235,9 @@ def test_the_usual_place_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert Store().folder == Path.home() / ".cache" / "hookdiff"
     assert Store(cache_dir="~/mine").folder == Path.home() / "mine"
+
+
+@pytest.mark.parametrize(("key", "value"), [("store", "dsk"), ("memory_limit", -1), ("unreadable", "ignore")])
+def test_a_bad_option_is_refused_by_name(key: str, value: Any) -> None:
+    with refused(ValueError, key, value):
+        Store(**{key: value})

@@ -106,7 +106,7 @@ def test_what_fits_passes_whatever_it_is() -> None:
         Transforms(image_size=2).fit(latents)
 
 
-def test_an_image_that_is_too_small_is_refused_unless_it_may_be_enlarged(noise: Noise) -> None:
+def test_pictures_that_are_too_small_are_refused_or_enlarged(noise: Noise) -> None:
     with refused(ValueError, "7 x 12", "8 x 8", "upscale"):
         Transforms(image_size=8).fit(noise(0, 7, 12))
     with refused(ValueError, "9 x 9", "10 x 10"):
@@ -118,13 +118,14 @@ def test_an_image_that_is_too_small_is_refused_unless_it_may_be_enlarged(noise: 
     ("options", "facts"),
     [
         ({"image_size": 1}, ("image_size", 2, 1)),
-        ({"resize": 9}, ("image_size",)),
-        ({"image_size": 9, "resize": 8}, ("image_size", 9, 8)),
-        ({"flip": 1.1}, (0, 1, 1.1)),
-        ({"flip": float("nan")}, (0, 1, "nan")),
-        ({"color_jitter": (0.0, 0.0, 0.0, 0.6)}, (0.5, 0.6)),
-        ({"color_jitter": (-1.0, 0.0, 0.0, 0.0)}, (0, -1.0)),
-        ({"background": "whte"}, ("'whte'", "'white'")),
+        ({"resize": 9}, ("resize", "image_size", 9)),
+        ({"image_size": 9, "resize": 8}, ("resize", "image_size", 9, 8)),
+        ({"channels": 2}, ("channels", 1, 3, 2)),
+        ({"flip": 1.1}, ("flip", 0, 1, 1.1)),
+        ({"flip": float("nan")}, ("flip", 0, 1, "nan")),
+        ({"color_jitter": (0.0, 0.0, 0.0, 0.6)}, ("color_jitter", 0.5, 0.6)),
+        ({"color_jitter": (-1.0, 0.0, 0.0, 0.0)}, ("color_jitter", 0, -1.0)),
+        ({"background": "whte"}, ("background", "'whte'", "'white'")),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], facts: Any) -> None:

@@ -21,7 +21,7 @@ def test_the_keys_are_those_of_the_class() -> None:
 
 
 @pytest.mark.parametrize("name", ["CIFAR1O", "folder", "__all__"])
-def test_a_set_that_torchvision_lacks_is_refused(name: str) -> None:
+def test_a_class_that_torchvision_lacks_is_refused(name: str) -> None:
     with refused(UserError, "torchvision", name):
         vision(name)
 
@@ -46,6 +46,8 @@ def test_labels_that_no_attribute_has_are_read() -> None:
 
 
 class Items:
+    targets: Any = ()
+
     def __init__(self, label: Any) -> None:
         self.label = label
 
@@ -60,6 +62,25 @@ class Items:
 def test_items_of_another_kind_are_refused(label: Any, kind: str) -> None:
     with refused(ValueError, "torchvision:X", kind):
         Vision("X", Items([label] if label == [1, 2] else label))
+
+
+@pytest.mark.parametrize("name", ["targets", "labels", "_labels"])
+@pytest.mark.parametrize("kept", [[5, 6, 7], torch.tensor([5, 6, 7]), [torch.tensor(k) for k in (5, 6, 7)]])
+def test_labels_of_an_attribute_are_not_read_one_by_one(name: str, kept: Any) -> None:
+    items = Items(5)
+    setattr(items, name, kept)
+    labels = Vision("X", items).labels
+    assert labels is not None
+    assert labels.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("kept", [[4, 5, 6], [5, 6], [5, None, 6], ["a", "b", "c"], [[1], [2, 3], []], "abc"])
+def test_attributes_that_are_other_labels_are_passed_over(kept: Any) -> None:
+    items = Items(5)
+    items.targets = kept
+    labels = Vision("X", items).labels
+    assert labels is not None
+    assert labels.tolist() == [5, 5, 5]
 
 
 def test_a_set_without_labels() -> None:

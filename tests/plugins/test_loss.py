@@ -322,7 +322,7 @@ def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
     images = (
         Feed(digits().images[:400], held_out=50)
         .bind(loop.config.batch_size, loop.config.seed, loop.device)
-        .plain(loop.feed.held, 5000)
+        .unaugmented(loop.feed.held_out_indices, 5000)
     )
     (batch,) = images
     diffusion = Diffusion(VP(schedule="cosine"))
