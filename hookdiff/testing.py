@@ -19,17 +19,15 @@ from hookdiff.progress import LoopConfig
 
 
 class ToyObjective:
-    """Learns to remove noise from samples of any shape: a diffusion in small, with timesteps and a loss a sample."""
+    """Learns to predict the noise in samples of any shape: a small diffusion with timesteps and a loss per sample."""
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
-        """Draw the noise, of the shape of the inputs, and the timesteps (n) of a step."""
         noise = torch.randn(batch.inputs.shape, generator=generator)
         timesteps = torch.randint(0, 10, (len(batch),), generator=generator)
         draws = {"noise": noise, "timesteps": timesteps}
         return Batch(batch.inputs, batch.labels, batch.indices, draws, batch.total)
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:
-        """Return the squared error of the predicted noise."""
         noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
         level = (timesteps.float() / 10).reshape(-1, *[1] * (noise.dim() - 1))
         error = (net(batch.inputs + level * noise).float() - noise).square().flatten(1).mean(1)
@@ -37,19 +35,18 @@ class ToyObjective:
 
 
 class ToySampler:
-    """Makes images of whatever the net answers to noise."""
+    """Returns the output of the net for noise."""
 
     def sample(
         self, net: nn.Module, objective: Any, shape: Any, generators: Any, device: torch.device, /, **wanted: Any
     ) -> Tensor:
-        """Return one image of `shape` per generator."""
         noise = torch.stack([torch.randn(tuple(shape), generator=generator) for generator in generators])
         images: Tensor = net(noise)
         return images
 
 
 def toy_model(seed: int = 0, dropout: float = 0.0) -> nn.Module:
-    """Return a net of two layers on four numbers, the same for the same seed."""
+    """Return a net of two layers on four numbers; `seed` determines the weights."""
     before = torch.get_rng_state()
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Dropout(dropout), nn.Linear(8, 4))
@@ -100,7 +97,7 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
 
 
 class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how often the host looked at a value of a tensor, which makes it wait for a GPU."""
+    """Counts how often the host reads a value of a tensor, for which it waits for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -114,10 +111,10 @@ class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def count_transfers() -> Iterator[Transfers]:
-    """Count the transfers from the device to the host in the `with`, which gives an object with `.count`.
+    """Count the transfers from the device to the host during the `with`, in `.count` of the object it yields.
 
-    item(), tolist(), numpy(), cpu(), to("cpu") and all that calls them count, on a CPU too, where they cost nothing.
-    `to` with a torch.device does not count, since the device may be the loop's own.
+    item(), tolist(), numpy(), cpu() and to("cpu") count, also on a CPU, where they cost nothing. `to` with a
+    torch.device does not count, since the device may be the loop's own.
     """
     transfers = Transfers()
 
