@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from hookdiff.data.batch import Batch
 from hookdiff.loop import Loop
 from hookdiff.objective import LossOutput
 from hookdiff.progress import LoopConfig
+
+_READS = ("item", "tolist", "numpy", "cpu", "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
 
 
 class ToyObjective:
@@ -96,45 +96,18 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), f"{name} differs by {(value - other[name]).abs().max():g}"
 
 
-class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how often the host reads a value of a tensor, for which it waits for a GPU."""
+class CountTransfers(TorchFunctionMode):
+    """Counts the transfers from the device to the host during a `with`, in `.count`.
+
+    item(), tolist(), numpy(), cpu(), to("cpu"), bool(), int() and float() count, also on a CPU, where they are free.
+    `to` with a torch.device does not count, since the device may be the loop's own.
+    """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # item(), bool(), int() and float() all call this operator, also inside torch's own optimizers.
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self.count += name in _READS or (name == "to" and "cpu" in (*args[1:], *(kwargs or {}).values()))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def count_transfers() -> Iterator[Transfers]:
-    """Count the transfers from the device to the host during the `with`, in `.count` of the object it yields.
-
-    item(), tolist(), numpy(), cpu() and to("cpu") count, also on a CPU, where they cost nothing. `to` with a
-    torch.device does not count, since the device may be the loop's own.
-    """
-    transfers = Transfers()
-
-    def counted(name: str, original: Callable[..., Any]) -> Any:
-        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            transfers.count += name != "to" or "cpu" in (*args, *kwargs.values())
-            before = transfers.count
-            try:
-                return original(tensor, *args, **kwargs)
-            finally:
-                transfers.count = before  # tolist() of a scalar is an item() too
-
-        return mock.patch.object(Tensor, name, call)
-
-    patches = [counted(name, getattr(Tensor, name)) for name in ("tolist", "numpy", "cpu", "to")]
-    for patch in patches:
-        patch.start()
-    try:
-        with transfers:
-            yield transfers
-    finally:
-        for patch in patches:
-            patch.stop()
