@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hookdiff.models import DiT
 from hookdiff.models.dit import DiTBlock, positions
-from hookdiff.models.embedding import sinusoids
+from hookdiff.models.layers import sinusoids
 from tests.conftest import refused
 
 TINY: dict[str, Any] = {"hidden_size": 16, "depth": 2, "num_heads": 2}
@@ -243,7 +243,7 @@ def test_a_patch_knows_its_place_and_sees_all_others() -> None:
 def test_a_block_is_that_of_the_paper() -> None:
     """adaLN-Zero, with torch's own attention, layer norm and GELU."""
     torch.manual_seed(0)
-    block = DiTBlock(12, 3, 24, 0.0, False)
+    block = DiTBlock(12, 3, 24, dropout=0.0, gradient_checkpointing=False)
     nn.init.normal_(block.modulation.weight, std=0.3)
     attention = nn.MultiheadAttention(12, 3, batch_first=True)
     attention.load_state_dict(
@@ -418,7 +418,7 @@ def test_refuses_what_does_not_fit(options: dict[str, Any], facts: tuple[object,
     ("shape", "timesteps", "facts"),
     [
         ((2, 3, 8, 8), torch.tensor([1, 2]), ("(2, 3, 8, 8)", "(n, 1, h, w)", "in_channels=1")),
-        ((1, 1, 30, 44), torch.tensor([1]), ("30x44", 4, "patch_size", "28x44", "32x44")),
+        ((1, 1, 30, 44), torch.tensor([1]), ("30x44", 4, "patch_size", 28, 32, 44)),
         ((2, 1, 8, 8), torch.tensor([1]), ("timesteps", "(1,)", "(2,)")),
     ],
 )

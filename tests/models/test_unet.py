@@ -366,7 +366,7 @@ def test_the_way_up_mirrors_the_way_down() -> None:
 
 def test_a_block_is_scaled_and_shifted_by_the_time() -> None:
     torch.manual_seed(0)
-    block = ResBlock(4, 8, 6, num_heads=0, dropout=0.0)
+    block = ResBlock(4, 8, 6, num_heads=0, dropout=0.0, gradient_checkpointing=False)
     x, time = images(2, 4, 3, 5), images(2, 6)
     scale, shift = block.time(time).reshape(2, 2, 8, 1, 1).unbind(1)
     h = F.group_norm(block.conv1(F.silu(F.group_norm(x, 1))), 2)
@@ -449,9 +449,9 @@ def test_head_dim_matters_only_where_there_is_attention() -> None:
     [
         ((2, 3, 8, 8), torch.tensor([1, 2]), ("(2, 3, 8, 8)", "(n, 1, h, w)", "in_channels=1")),
         ((1, 8, 8), torch.tensor([1]), ("(1, 8, 8)", "(n, 1, h, w)", "in_channels=1")),
-        ((1, 1, 30, 45), torch.tensor([1]), ("30x45", 4, 3, "channel_mults", "28x44", "32x48")),
-        ((1, 1, 8, 2), torch.tensor([1]), ("8x2", 4, 3, "channel_mults", "8x4")),
-        ((1, 1, 0, 8), torch.tensor([1]), ("0x8", 4, 3, "channel_mults", "4x8")),
+        ((1, 1, 30, 45), torch.tensor([1]), ("30x45", 4, 3, "channel_mults", 28, 32, 44, 48)),
+        ((1, 1, 8, 2), torch.tensor([1]), ("8x2", 4, 3, "channel_mults", 8)),
+        ((1, 1, 0, 8), torch.tensor([1]), ("0x8", 4, 3, "channel_mults", 8)),
         ((2, 1, 8, 8), torch.tensor([1]), ("timesteps", "(1,)", "(2,)")),
         ((1, 1, 8, 8), torch.tensor(1), ("timesteps", "()", "(1,)")),
         ((1, 1, 8, 8), torch.tensor([999]).bfloat16(), ("timesteps", "torch.bfloat16", "float32")),
