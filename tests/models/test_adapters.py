@@ -35,7 +35,7 @@ THEIR_DIT = {
 
 
 class Net(nn.Module):
-    """Maps images to what `answer` makes of them."""
+    """Applies `answer` to the output of a layer."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
