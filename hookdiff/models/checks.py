@@ -22,7 +22,7 @@ def check_dropout(dropout: float) -> None:
 
 
 def check_images(x: Tensor, in_channels: int, divisor: int, reason: str) -> None:
-    """Raise ValueError unless `x` is n in_channels h w, with h and w multiples of `divisor`, needed for a `reason`."""
+    """Raise ValueError, with the `reason` for `divisor`, unless `x` is n in_channels h w in multiples of `divisor`."""
     if x.ndim != 4 or x.shape[1] != in_channels:
         raise ValueError(
             f"x has shape {tuple(x.shape)}, expected (n, {in_channels}, h, w) for in_channels={in_channels}"

@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class TimeEmbedding(nn.Module):
-    """Maps n times to n width, by way of `num_features` sines and cosines; without `autocast` always in full."""
+    """Maps n times to n width through `num_features` sines and cosines; `autocast=False` keeps full precision."""
 
     def __init__(self, width: int, num_features: int, autocast: bool = True) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class TimeEmbedding(nn.Module):
 
     def forward(self, timesteps: Tensor) -> Tensor:
         device = timesteps.device.type
-        as_it_is = self.autocast or device == "meta"  # which has no autocast
-        with nullcontext() if as_it_is else torch.autocast(device, enabled=False):
+        unchanged = self.autocast or device == "meta"  # the meta device has no autocast
+        with nullcontext() if unchanged else torch.autocast(device, enabled=False):
             # The dtype of a model that is cast as a whole; under autocast the weights stay float32.
             features = sinusoids(timesteps, self.num_features).to(self.linear1.weight.dtype)
             out: Tensor = self.linear2(F.silu(self.linear1(features)))
@@ -123,7 +123,7 @@ def sinusoids(timesteps: Tensor, num_features: int) -> Tensor:
 
 
 def attention(qkv: Tensor, num_heads: int) -> Tensor:
-    """Return what each token reads, n tokens width, given queries, keys and values side by side, n tokens 3*width."""
+    """Return the attention of each token to all, n tokens width; `qkv` is n tokens 3*width, the queries first."""
     parts: Any = qkv.chunk(3, dim=2)
     q, k, v = (part.unflatten(2, (num_heads, -1)).transpose(1, 2) for part in parts)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)

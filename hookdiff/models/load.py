@@ -84,7 +84,7 @@ def _differences(own: Shapes, given: Shapes) -> str:
     total = len(missing) + len(unexpected) + len(misshapen)
     if not total:
         return ""
-    # Generators, because the search for the nearest name takes long: only what is shown is searched for.
+    # Generators, because the search for the nearest name takes long: only the lines that are shown need it.
     rows = zip_longest(
         (f"missing {name}{nearest(name, unexpected)}" for name in missing),
         (f"unexpected {name}{nearest(name, missing)}" for name in unexpected),
