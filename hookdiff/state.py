@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from hookdiff.data import Feed
 from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.disk.tree import State, plain
-from hookdiff.errors import NoCheckpoint, UserError, nearest
+from hookdiff.errors import NoCheckpoint, UserError
 from hookdiff.log import Log
+from hookdiff.models.load import differences
 from hookdiff.models.names import plain_name
 from hookdiff.progress import Progress
 
@@ -173,19 +174,12 @@ def _load_model(model: nn.Module, saved: State) -> None:
             f"the checkpoint is of a model with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
             "that makes them has to be in the run, with the same keys as at the checkpoint"
         )
-    problems = [f"missing {name}" for name in own if name not in saved]
-    problems += [f"unexpected {name}{nearest(name, own)}" for name in saved if name not in own]
-    both = [name for name in own if name in saved and isinstance(own[name], Tensor)]
-    forms = [(name, _form(saved[name]), _form(own[name])) for name in both]
-    problems += [f"{name} is {its}, the model's is {ours}" for name, its, ours in forms if its != ours]
-    if problems:
-        more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise UserError("the checkpoint is of another model:\n  " + "\n  ".join(problems[:5]) + more)
+    tensors = [{n: value for n, value in state.items() if isinstance(value, Tensor)} for state in (own, saved)]
+    shapes = [{name: tuple(value.shape) for name, value in state.items()} for state in tensors]
+    dtypes = [{name: value.dtype for name, value in state.items()} for state in tensors]
+    if found := differences(*shapes) or differences(*dtypes, kind="dtype"):
+        raise UserError(f"the checkpoint is of another model: {found}")
     model.load_state_dict(dict(saved))
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)}, {tensor.dtype}"
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

@@ -37,16 +37,16 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     fitting = [name for name in own if given.get(name) == shapes[name]]
     count = f"{len(fitting)} of the model's {len(own)} tensors"
-    differences = _differences(shapes, given)
-    if differences and not (partial and fitting):
+    found = differences(shapes, given)
+    if found and not (partial and fitting):
         way_out = f"\n  start_partial = true loads what fits: {count}" if fitting and asked_by == KEY else ""
-        raise ConfigError(f"{asked_by}: {path} is of another model: {differences}{way_out}")
+        raise ConfigError(f"{asked_by}: {path} is of another model: {found}{way_out}")
     with safetensors.safe_open(path, framework="pt") as file, torch.no_grad():
         for name in fitting:
             own[name].copy_(file.get_tensor(name))
     log.info("started from %s: %s", path, count)
-    if differences:
-        log.warning("tensors of %s that do not fit: %s", path, differences)
+    if found:
+        log.warning("tensors of %s that do not fit: %s", path, found)
 
 
 def check_file(path: Path, asked_by: str = KEY) -> Shapes:
@@ -76,8 +76,8 @@ def check_file(path: Path, asked_by: str = KEY) -> Shapes:
         raise ConfigError(f"{where}: cut short, or no safetensors file: {error}") from None
 
 
-def _differences(own: Shapes, given: Shapes) -> str:
-    """Return how many names and shapes differ, and some of each kind; an empty string if none."""
+def differences(own: Mapping[str, object], given: Mapping[str, object], kind: str = "shape") -> str:
+    """Return how many names and values (of this `kind`) differ, and some of each; an empty string if none."""
     missing = [name for name in own if name not in given]
     unexpected = [name for name in given if name not in own]
     misshapen = [name for name in own if name in given and given[name] != own[name]]
@@ -88,7 +88,7 @@ def _differences(own: Shapes, given: Shapes) -> str:
     rows = zip_longest(
         (f"missing {name}{nearest(name, unexpected)}" for name in missing),
         (f"unexpected {name}{nearest(name, missing)}" for name in unexpected),
-        (f"{name} has shape {given[name]}, the model has {own[name]}" for name in misshapen),
+        (f"{name} has {kind} {given[name]}, the model has {own[name]}" for name in misshapen),
     )
     lines = list(islice(filter(None, chain.from_iterable(rows)), _MOST_SHOWN))
     more = [f"and {total - len(lines)} more"] if total > len(lines) else []
