@@ -1,7 +1,8 @@
-"""A look at the header of every picture before training, so that problems are reported before it begins."""
+"""A look at the header of every picture, so that pictures that do not fit together are refused before training."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
@@ -17,6 +18,9 @@ from hookdiff.data.source import Images, with_images
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
 
+logger = logging.getLogger("hookdiff")
+
+_MANY = 20_000  # headers: to read more takes seconds
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # of pixels that come without a mode
 
 
@@ -41,20 +45,29 @@ class Survey:
     undecodable: dict[int, str] = Factory(dict)  # the same of pixels; empty if none have been decoded
 
 
-def survey(source: Images) -> Survey:
-    """Read the header of every sample of `source`, or of none if the source has a `shape`."""
+def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
+    """Read the header of every sample of `source`, or of none if the source has a `shape`.
+
+    Raises UserError for pictures to which `transforms` cannot give one shape, if no sample can be read, and unless
+    `skip`, if any cannot be read.
+    """
     if shape := getattr(source, "shape", None):
-        return Survey(kinds=[kind_of_shape(shape, len(source), source.describe(0))])
-    kinds: dict[tuple[str, int, int], Kind] = {}
+        kinds = [kind_of_shape(shape, len(source), source.describe(0))]
+        return Survey(first_stage_shape(kinds, transforms), kinds)
+    if len(source) > _MANY:
+        logger.info("data: reading the headers of %d images", len(source))
+    found: dict[tuple[str, int, int], Kind] = {}
     unreadable = {}
-    for index, found in with_images(source, range(len(source)), lambda _, image: _kind_of(image)):
-        if isinstance(found, Unreadable):
-            unreadable[index] = str(found)
+    for index, kind in with_images(source, range(len(source)), lambda _, image: _kind_of(image)):
+        if isinstance(kind, Unreadable):
+            unreadable[index] = str(kind)
             continue
-        kind = kinds.setdefault((found.mode, found.width, found.height), found)
+        kind = found.setdefault((kind.mode, kind.width, kind.height), kind)
         kind.count += 1
         kind.example = kind.example or source.describe(index)
-    return Survey(kinds=list(kinds.values()), unreadable=unreadable)
+    check_readable(unreadable.values(), len(source), skip)
+    kinds = list(found.values())
+    return Survey(first_stage_shape(kinds, transforms), kinds, unreadable)
 
 
 def kind_of_shape(shape: Sequence[int], count: int = 0, example: str = "") -> Kind:
