@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy
 import torch
+from numpy.lib.npyio import NpzFile
 from torch import Tensor
 
 from hookdiff.errors import nearest, why_missing
@@ -109,7 +110,7 @@ def _open(path: Path) -> Iterator[Mapping[str, Any]]:
         raise ValueError(f"{path}: {why_missing(path)}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    if isinstance(stored, Mapping):
+    if isinstance(stored, NpzFile):
         with stored:
             yield stored
     else:

@@ -22,10 +22,10 @@ from hookdiff.data.augment import augment, center_crop
 from hookdiff.data.batch import Batch
 from hookdiff.data.loader import Loader, Stack, read_image, read_item
 from hookdiff.data.memory import InMemory
-from hookdiff.data.order import balanced, replacements, split, successors
+from hookdiff.data.order import balanced, replacements, split
 from hookdiff.data.source import Images, Source
 from hookdiff.data.store import Prepared, Store, prepare
-from hookdiff.data.transforms import Transforms
+from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError
 from hookdiff.options import about
 from hookdiff.randomness import derive_seed
@@ -35,7 +35,7 @@ logger = logging.getLogger("hookdiff")
 _CPU = torch.device("cpu")
 _AT_ONCE = 1 << 20  # numbers that are fetched from memory in one go: 4 MiB
 
-Finish = Callable[[Tensor, Tensor], Tensor]  # first-stage images and indices -> inputs
+Finish = Callable[[Tensor, Tensor], Tensor]  # takes first-stage images and indices, returns inputs
 
 
 def _check_held_out(_: Any, __: Any, held_out: int | float) -> None:
@@ -60,7 +60,9 @@ class Feed:
     held_out: int | float = field(
         default=0,
         validator=_check_held_out,
-        metadata=about("count or share of the samples never trained on: of each class alike, the same in every run"),
+        metadata=about(
+            "count or share of the samples never trained on: the same in every run, in proportion from each class"
+        ),
     )
     balanced: bool = field(
         default=False, metadata=about("each class equally often in an epoch, which keeps its length")
@@ -71,30 +73,36 @@ class Feed:
     )
     prefetch: int = field(default=2, validator=ge(1), metadata=about("batches that each worker loads ahead"))
     prepared: Prepared = field(init=False, repr=False)  # the source after the first stage
-    labels: Tensor | None = field(init=False)  # of the whole set: n, int64, on the CPU (-1: unknown)
-    classes: Sequence[str] | None = field(init=False)  # the names of the classes
+    labels: Tensor | None = field(init=False, default=None)  # of the whole set: n, int64, on the CPU (-1: unknown)
+    classes: Sequence[str] | None = field(init=False, default=None)  # the names of the classes
     batch_size: int = field(init=False, default=0)  # over all ranks
     seed: int = field(init=False, default=0)
     device: torch.device = field(init=False, default=_CPU)
     rank: int = field(init=False, default=0)
     num_ranks: int = field(init=False, default=1)
     samples: InMemory | Images | Source = field(init=False)  # on the device if there is room
-    training: Tensor = field(init=False)  # n, int64, sorted: positions of the samples to train on
-    held_out_indices: Tensor = field(init=False)  # the same of the samples held out
+    usable: Tensor = field(init=False)  # n, int64, sorted: positions of the samples with a readable header
+    training: Tensor = field(init=False)  # those to train on
+    held_out_indices: Tensor = field(init=False)  # those held out
     _rows: Tensor | None = field(init=False, default=None)  # for each sample, the row that has its pixels
     _reported: set[int] = field(init=False, factory=set)  # unreadable samples with a warning in the log
-    _idle: list[Loader] = field(init=False, factory=list)  # their epoch is over; their workers wait for the next
+    _idle: list[Loader] = field(init=False, factory=list)  # at the end of their epoch; their workers wait
 
     def __attrs_post_init__(self) -> None:
-        prepared = self.prepared = prepare(self.source, self.transforms, self.store)
-        if self.balanced and prepared.labels is None:
+        self.prepared = prepare(self.source, self.transforms, self.store)
+        self.samples, survey = self.prepared.samples, self.prepared.survey
+        labels = getattr(self.source, "labels", None)
+        if isinstance(labels, Tensor) and labels.shape == (len(self.samples),):
+            self.labels, self.classes = labels.cpu(), getattr(self.source, "classes", None)
+        if self.balanced and self.labels is None:
             raise UserError("balanced: the source has no labels")
-        self.samples, self.labels, self.classes = prepared.samples, prepared.labels, prepared.classes
-        self.training, self.held_out_indices = split(prepared.usable, prepared.labels, self.held_out)
-        if prepared.survey.undecodable:
-            unreadable = torch.zeros(len(prepared), dtype=torch.bool)
-            unreadable[list(prepared.survey.undecodable)] = True
-            self._rows = replacements((self.training, self.held_out_indices), unreadable)
+        readable = torch.ones(len(self.samples), dtype=torch.bool)
+        readable[list(survey.unreadable)] = False
+        self.usable = readable.nonzero().squeeze(1)
+        self.training, self.held_out_indices = split(self.usable, self.labels, self.held_out)
+        if survey.undecodable:
+            readable[list(survey.undecodable)] = False
+            self._rows = replacements((self.training, self.held_out_indices), ~readable)
 
     @classmethod
     def of(cls, data: Feed | InMemory | Images | Source | Tensor) -> Feed:
@@ -119,8 +127,7 @@ class Feed:
             way_out = "lower batch_size or set drop_last = false" if len(self.training) else "nothing to train on"
             raise UserError(f"the data has {len(self.training)} samples, batch_size is {batch_size}: {way_out}")
         if self.transforms.random and len(self.shape) != 3:
-            shape = " x ".join(map(str, self.shape))
-            raise UserError(f"samples of {shape} are no images c h w and cannot be augmented")
+            raise UserError(f"samples of {size_text(self.shape)} are no images c h w and cannot be augmented")
         return self
 
     @cached_property
@@ -138,9 +145,7 @@ class Feed:
         """The number of names of classes, or without names the highest label plus one; None without labels."""
         if self.labels is None:
             return None
-        if self.classes is not None:
-            return len(self.classes)
-        return int(self.labels.max()) + 1 if len(self.labels) else 0
+        return max(self.labels.tolist(), default=-1) + 1 if self.classes is None else len(self.classes)
 
     def describe(self, index: int) -> str:
         """Return the name of the sample at `index` for messages: its file, or "sample 12"."""
@@ -179,16 +184,16 @@ class Feed:
         def finish(images: Tensor, indices: Tensor) -> Tensor:
             return augment(images, self.transforms, self.seed, epoch, indices)
 
-        parts = self.order(epoch)[start:].split(self.batch_size)
-        parts = [part for part in parts if len(part) >= self._smallest]
+        whole = torch.split(self.order(epoch)[start:], self.batch_size)
+        parts = [part for part in whole if len(part) >= self._smallest]
         yield from self._make(epoch, parts, self.rank, self.num_ranks, finish)
 
     def unaugmented(self, indices: Tensor, batch_size: int = 256) -> Iterator[Batch]:
         """Yield the samples `indices` (n, int64), such as those held out, in this order and without augmentation.
 
-        In place of a random crop it cuts out the centre. A `Source` that augments its items does so as in epoch 0.
+        Samples that are cropped at random are cropped at the centre. A `Source` draws its own augmentation of epoch 0.
         """
-        parts = indices.split(batch_size) if len(indices) else ()
+        parts = torch.split(indices, batch_size) if len(indices) else ()
         yield from self._make(0, parts, 0, 1, lambda images, _: center_crop(images, self.transforms))
 
     def _make(self, epoch: int, parts: Sequence[Tensor], rank: int, num_ranks: int, finish: Finish) -> Iterator[Batch]:
@@ -236,10 +241,13 @@ class Feed:
 
     def _loader(self, workers: int) -> Loader:
         if isinstance(self.source, Images):
+            successors = torch.arange(len(self.samples))
+            for part in (self.training, self.held_out_indices):
+                successors[part] = part.roll(-1)
             # As a numpy array, which needs no file descriptor to be sent to a worker.
-            following = successors((self.training, self.held_out_indices), len(self.prepared)).numpy()
+            following = successors.numpy() if self.store.unreadable == "skip" else None
             fit = partial(self.transforms.fit, shape=self.prepared.survey.shape)
-            read = partial(read_image, self.source, fit, following if self.store.unreadable == "skip" else None)
+            read = partial(read_image, self.source, fit, following)
         else:
             read = partial(read_item, self.source, self.transforms, self.seed)
         return Loader(read, workers, self.prefetch, self.device.type == "cuda")

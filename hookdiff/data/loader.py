@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hookdiff.data.decode import Unreadable
 from hookdiff.data.source import Images, Source, reason, with_image
-from hookdiff.data.transforms import Transforms
+from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError
 from hookdiff.randomness import derive_seed
 
@@ -45,10 +45,7 @@ class Loader:
         _loaders.add(self)
 
     def load(self, epoch: int, parts: Iterable[Tensor]) -> Iterator[Stack]:
-        """Yield the samples of each of `parts` (n, int64).
-
-        Raises UserError for a sample that cannot be used.
-        """
+        """Yield the samples of each of `parts` (n, int64). Raises UserError for a sample that cannot be used."""
         # As numpy arrays, which need no file descriptor to be sent to a worker.
         self.addresses[:] = [(epoch, part.numpy()) for part in parts]
         with _signals_blocked():
@@ -160,6 +157,6 @@ def _stack(samples: Sequence[Sample]) -> Stack:
     images, labels, indices = zip(*samples, strict=True)
     for image, index in zip(images, indices, strict=True):
         if (image.shape, image.dtype) != (images[0].shape, images[0].dtype):
-            one, other = (f"{' x '.join(map(str, each.shape))} of {each.dtype}" for each in (images[0], image))
+            one, other = (f"{size_text(each.shape)} of {each.dtype}" for each in (images[0], image))
             raise UserError(f"sample {indices[0]} of the data is {one}, sample {index} is {other}: set image_size")
     return torch.stack(images), None if None in labels else torch.tensor(labels), torch.tensor(indices)

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from hookdiff.data.memory import InMemory
 from hookdiff.data.source import Images, Source, with_images
 from hookdiff.data.survey import Survey, check_readable, first_stage_shape, kind_of_shape, survey
-from hookdiff.data.transforms import Transforms
+from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.disk import cannot_write, make_folder, new_folder, write_file
 from hookdiff.errors import UserError
 from hookdiff.options import about
@@ -30,7 +29,7 @@ from hookdiff.options import about
 logger = logging.getLogger("hookdiff")
 
 _GIB = 1 << 30
-_FORMAT = 2  # of a cache: one of another format is not read
+_FORMAT = 2  # a cache of another format is not used
 
 
 @define(frozen=True, kw_only=True)
@@ -46,10 +45,10 @@ class Store:
         ),
     )
     memory_limit: float = field(
-        default=4.0, validator=ge(0), metadata=about('of "auto": limit of decoded pixels', "GiB")
+        default=4.0, validator=ge(0), metadata=about('limit of "auto" for the decoded pixels', "GiB")
     )
     cache_dir: str | None = field(
-        default=None, metadata=about('of "disk": folder of the files; without it `hookdiff` in the user\'s cache')
+        default=None, metadata=about('folder of the files of "disk"; without it `hookdiff` in the user\'s cache')
     )
     unreadable: Literal["stop", "skip"] = field(
         default="stop",
@@ -72,28 +71,16 @@ class Store:
 
 @define(eq=False)
 class Prepared:
-    """A source after the first stage, or to be read sample by sample, and the facts about it."""
+    """Samples after the first stage, or a source that gives each sample when it is needed."""
 
-    samples: InMemory | Images | Source  # `InMemory`, or the source if each sample is read when it is needed
+    samples: InMemory | Images | Source
     place: str = "none"  # of the samples: "memory", "disk" or "none"
     survey: Survey = Factory(Survey)
-    cache: Path | None = None
-    labels: Tensor | None = None  # n, int64, on the CPU
-    classes: Sequence[str] | None = None
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    @property
-    def usable(self) -> Tensor:
-        """The samples with a readable header: int64, sorted."""
-        keep = torch.ones(len(self), dtype=torch.bool)
-        keep[list(self.survey.unreadable)] = False
-        return keep.nonzero().squeeze(1)
+    cache: Path | None = None  # the folder on disk
 
 
 def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
-    """Survey `source`, and decode it if it is to be kept.
+    """Read the headers of `source`, and decode it if it is to be kept.
 
     Raises UserError for pictures that do not fit together or cannot be read, and TypeError for an object that is no
     source.
@@ -114,9 +101,6 @@ def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
     shape = prepared.survey.shape
     if shape and any(transforms.color_jitter) and shape[0] not in (1, 3):
         raise UserError(f"color_jitter is for images of 1 or 3 channels, these have {shape[0]}")
-    labels = getattr(source, "labels", None)
-    if isinstance(labels, Tensor) and labels.shape == (len(source),):
-        prepared.labels, prepared.classes = labels.cpu(), getattr(source, "classes", None)
     return prepared
 
 
@@ -148,7 +132,7 @@ def _from_memory(source: InMemory, transforms: Transforms, store: Store) -> Prep
     kinds = [kind_of_shape(shape, len(source), "sample 0")] if are_pictures else []
     if len(source) and not transforms.fits(shape):
         if images.dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
-            got = f"{' x '.join(map(str, shape))} of {images.dtype}"
+            got = f"{size_text(shape)} of {images.dtype}"
             raise UserError(f"image_size and channels are for uint8 images of 1 or 3 channels; these are {got}")
         shape = first_stage_shape(kinds, transforms)
         fitted = torch.cat([transforms.fit_stack(chunk) for chunk in torch.split(images, 1024)])
@@ -170,7 +154,6 @@ def _decode_to_memory(source: Images, found: Survey, transforms: Transforms) -> 
 
 
 def _cache_of(source: Images, transforms: Transforms, folder: Path) -> Path:
-    """Return the folder of the cache of `source`, which need not exist."""
     if not hasattr(source, "fingerprint"):
         name = type(source).__name__
         raise UserError(f"store = 'disk' needs a fingerprint() of {name}, to see when its data has changed")
@@ -180,7 +163,7 @@ def _cache_of(source: Images, transforms: Transforms, folder: Path) -> Path:
 
 
 def _decode_to_disk(path: Path, source: Images, transforms: Transforms, skip: bool) -> tuple[Survey, Tensor]:
-    """Return the survey and the pixels (n c h w, uint8, memory-mapped) in the cache `path`, which is made if needed."""
+    """Return the survey and the pixels (n c h w, uint8, memory-mapped) in the cache `path`; make it if needed."""
     try:
         make_folder(path.parent)
         with path.with_suffix(".lock").open("w") as lock:
