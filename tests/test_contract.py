@@ -96,7 +96,7 @@ OWN_USES = {
     "gradients": {"hookdiff/cli/check.py"},
     "loss": {"hookdiff/cli/summary.py", "hookdiff/diffusion/losses.py", "hookdiff/loop.py"},
     "lr": {"hookdiff/experiment/optimizers.py", "hookdiff/state.py"},  # of a group of weights
-    "memory": {"hookdiff/data/prepare.py", "hookdiff/data/store.py"},
+    "memory": {"hookdiff/data/store.py"},
     "progress": {"hookdiff/state.py"},
     "samples": {"hookdiff/cli/data.py", "hookdiff/cli/sample.py", "hookdiff/data/report.py"},
 }
