@@ -49,7 +49,7 @@ class Choice:
 class chosen(Generic[Chosen]):
     """The converter of a field that takes a choice or its name: `field(converter=chosen[Weighting])`."""
 
-    if TYPE_CHECKING:  # a class, because mypy reads the type of an argument off no expression that is a function
+    if TYPE_CHECKING:  # mypy takes only functions and classes as converters, and no method such as `Weighting.of`
 
         def __init__(self, value: Chosen | str) -> None: ...
 
