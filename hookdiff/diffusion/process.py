@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import torch
 from attrs import define, field
-from attrs.validators import gt
+from attrs.validators import ge, gt, le
 from torch import Tensor
 
 from hookdiff.choices import Choice, chosen
 from hookdiff.diffusion.schedules import Linear, NoiseSchedule, Schedule, rescale_betas_zero_snr
-from hookdiff.options import about, between
+from hookdiff.options import about
 
 _TINY = 2.0**-25  # half the distance between neighbouring float32 that torch draws from [0, 1)
 _MOST_LEFT = 0.05  # of the image's variance at the last timestep; sampling starts there with none
@@ -107,7 +107,7 @@ class VP(Process):
     schedule: Schedule = field(
         default=Linear(), converter=chosen[Schedule], metadata=about("noise added at each timestep")
     )
-    timesteps: int = field(default=1000, validator=between(1, 1_000_000), metadata=about("number of timesteps, T"))
+    timesteps: int = field(default=1000, validator=[ge(1), le(1_000_000)], metadata=about("number of timesteps, T"))
     rescale_betas_zero_snr: bool = field(
         default=False, metadata=about('leave no image at the last timestep (Lin et al. 2023); not with "epsilon"')
     )
