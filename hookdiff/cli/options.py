@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,42 +8,37 @@ from typing import Any
 
 import click
 
+Command = Callable[..., Any]
 
-def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def _split(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name.strip() for names in given for name in names.split(",") if name.strip())
+
+
+def config_argument(function: Command) -> Command:
     """Add the argument CONFIG, a path."""
     return click.argument("config", type=click.Path(path_type=Path))(function)
 
 
-def override_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--plugins` and `--set`, which change a config from the command line."""
-    for option in (
-        click.option(
-            "--set", "settings", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key; may be given several times."
-        ),
-        click.option(
-            "--plugins",
-            multiple=True,
-            callback=lambda ctx, parameter, given: tuple(
-                n.strip() for part in given for n in part.split(",") if n.strip()
-            ),
-            metavar="NAME,no:NAME",
-            help="Plugins to add to the config's, or to take away.",
-        ),
-    ):
-        function = option(function)
-    return function
+# Click shows the option that is added last at the top.
 
 
-def training_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what all commands that train take: `override_options` and those of one process of a run."""
-    for option in (
-        click.option("--usr1", is_flag=True, help="On SIGUSR1 save and exit with 75, as when run.max_time is over."),
-        click.option("--fresh", multiple=True, metavar="NAME", help="When it goes on, start this plugin anew."),
-        click.option(
-            "--skip-batches", default=0, type=click.IntRange(0), metavar="N", help="Pass over the next N batches."
-        ),
-        click.option("--lr", metavar="X", help="The learning rate: short for --set optimizer.lr=X."),
-        override_options,
-    ):
-        function = option(function)
-    return function
+def override_options(function: Command) -> Command:
+    """Add the options that change a config."""
+    text = "Set a key; may be given several times."
+    function = click.option("--set", "settings", multiple=True, metavar="TABLE.KEY=VALUE", help=text)(function)
+    text = "Add plugins to those of the config; no:NAME removes one."
+    return click.option("--plugins", multiple=True, callback=_split, metavar="NAME,no:NAME", help=text)(function)
+
+
+def training_options(function: Command) -> Command:
+    """Add the options of all commands that train; `override_options` are among them."""
+    text = "End the run at SIGUSR1 as out of time, with exit code 75."
+    function = click.option("--usr1", is_flag=True, help=text)(function)
+    text = "Start this plugin anew in a resumed run; may be given several times."
+    function = click.option("--fresh", multiple=True, metavar="NAME", help=text)(function)
+    text = "Skip the next N batches."
+    function = click.option("--skip-batches", default=0, type=click.IntRange(0), metavar="N", help=text)(function)
+    text = "Set the learning rate: short for --set optimizer.lr=X."
+    function = click.option("--lr", metavar="X", help=text)(function)
+    return override_options(function)

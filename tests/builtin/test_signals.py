@@ -139,7 +139,7 @@ def test_golden_messages_of_usr1_and_of_what_a_scheduler_sends_after_it(caplog):
     assert (reason, signals.caught) == ("time", TERM)
     assert caplog.messages == [
         "the time is nearly up: stopping after this step",
-        "the run is ending already; once more leaves at once",
+        "the run is already ending; a second signal ends the process at once",
     ]
 
 

@@ -60,7 +60,7 @@ def table(out: str) -> dict[str, list[str]]:
 
 
 def test_golden_report_of_a_set(hookdiff: Any, folder: Path) -> None:
-    code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--out", "sheets/first.png")
+    code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--out", "pictures/first.png")
     report = table(out)
     assert code == 0
     assert report["source"] == ["folder"]
@@ -68,17 +68,17 @@ def test_golden_report_of_a_set(hookdiff: Any, folder: Path) -> None:
     assert report["sizes"] == ["10 x 10: 22, 12 x 12: 2"]
     assert report["modes"] == ["RGB: 24"]
     assert report["classes"] == ["2: ant 18, bee 6"]
-    assert report["balance"] == ["6 to 18 samples a class, 3.0 times"]
+    assert report["balance"] == ["6 to 18 samples a class, ratio 3.0"]
     assert report["store"] == ["memory: 0.0 MiB in cpu"]
     assert report["unreadable"] == ["0"]
-    assert report["duplicates"][0] == "4 have the pixels of another"
+    assert report["duplicates"][0] == "4 with the same pixels as another"
     assert report["duplicates"][1] == "pictures/ant/00.png = pictures/ant/20.png"
     assert re.fullmatch(r"[\d,]+ images/s", report["speed"][0])
-    assert report["sheet"][0] == "sheets/first.png: the first 8 images of epoch 0"
-    assert [len(row.split()) for row in report["sheet"][1:]] == [3, 3, 2]
-    with Image.open("sheets/first.png") as sheet:
-        assert sheet.mode == "RGB"
-        assert sheet.size == (3 * 64 + 4 * 4, 3 * 64 + 4 * 4)
+    assert report["picture"][0] == "pictures/first.png: the first 8 images of epoch 0"
+    assert [len(row.split()) for row in report["picture"][1:]] == [3, 3, 2]
+    with Image.open("pictures/first.png") as picture:
+        assert picture.mode == "RGB"
+        assert picture.size == (3 * 64 + 4 * 4, 3 * 64 + 4 * 4)
 
 
 def test_its_numbers_are_those_of_the_pixels(hookdiff: Any, folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_set_that_cannot_be_used_is_one_message(hookdiff: Any, settings: list[
     check_facts(err, "hookdiff", *facts)
 
 
-def test_a_sheet_that_cannot_be_written(hookdiff: Any) -> None:
+def test_a_picture_that_cannot_be_written(hookdiff: Any) -> None:
     code, _, err = hookdiff("data", "config.toml", "--seconds", "0", "--out", "config.toml/a.png")
     assert code == 2
     check_facts(err, "config.toml/a.png")
@@ -171,7 +171,7 @@ def test_latents_have_no_mode(hookdiff: Any, folder: Path, user_module: Any) -> 
     code, out, err = hookdiff("data", "latents.toml", "--seconds", "0", "--out", "a.png")
     assert code == 0, err
     assert "sizes" not in table(out)
-    check_facts(table(out)["trained on"][0], "5 x 4 x 4", 0)
+    check_facts(table(out)["inputs"][0], "5 x 4 x 4", 0)
 
 
 def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_key_that_the_source_takes_is_its_own(hookdiff: Any, folder: Path, use
     resolved = config.resolved()["data"]
     assert (resolved["flip"], resolved["image_size"]) == (7, 8)
     _, out, _ = hookdiff("data", "flags.toml", "--seconds", "0", "--set", "run.batch_size=5")
-    (line,) = table(out)["trained on"]
+    (line,) = table(out)["inputs"]
     check_facts(line, "1 x 8 x 8", -0.945)
 
 

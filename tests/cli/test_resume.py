@@ -98,7 +98,7 @@ def test_a_run_goes_on_from_its_own_config(hookdiff, folder):
 def test_golden_messages_of_a_run_that_is_done(hookdiff, folder, caplog):
     assert hookdiff("run", "small.toml", "--set", "run.steps=2")[0] == 0
     before = files(folder / "runs" / "small")
-    line = "runs/small was done already, with 2 of 2 steps; to train on: hookdiff resume runs/small --steps N"
+    line = "runs/small is already done, with 2 of 2 steps; to train longer: hookdiff resume runs/small --steps N"
     assert hookdiff("resume", "runs/small")[:2] == (0, f"{line}\n")
     assert hookdiff("run", "small.toml", "--resume", "--set", "run.steps=2")[:2] == (0, f"{line}\n")
     assert hookdiff("resume", "runs/small", "--out", "b")[:2] == (0, f"{line} --out b\n")

@@ -156,7 +156,7 @@ def test_golden_message_of_a_signal_of_which_a_second_leaves_at_once(folder, sta
     process = start(folder, "run", "small.toml", "--plugins", "hd_slow:Slow")
     assert process.stdout.readline() == "in a long step\n"
     process.send_signal(signal.SIGINT)
-    assert process.stderr.readline() == "stopping after this step; once more leaves at once\n"
+    assert process.stderr.readline() == "stopping after this step; a second signal ends the process at once\n"
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == -signal.SIGINT  # which shells give as 130

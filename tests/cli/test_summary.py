@@ -18,8 +18,8 @@ def test_golden_table_of_what_was_made_and_how_evaluations_went(tmp_path):
     loop = toy_loop(run_dir=tmp_path)
     loop.log({"odd/inner": 1.0}, detail=True)
     assert summary(loop, "time", "it", 125.4) == (
-        "it: out of time after 0 steps, 0 epochs, in 2:05\n"
-        f"  {tmp_path}/config.toml    every key; running it again gives the same run\n"
+        "it: out of time after 0 steps, 0 epochs, in 2:05 min\n"
+        f"  {tmp_path}/config.toml    the whole config; running it again gives the same run\n"
         f"  {tmp_path}/empty          empty\n"
         f"  {tmp_path}/metrics.jsonl  18 lines; loss 0.0556; fd/x ... 2, nan, -4, -7, -10\n"
         f"  {tmp_path}/samples        2, newest step-00000010.png"
