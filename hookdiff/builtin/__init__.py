@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hookdiff.builtin.changes import Changes
 from hookdiff.builtin.metrics import Metrics
 from hookdiff.builtin.run_dir import RunDir
 from hookdiff.builtin.signals import Signals
+from hookdiff.builtin.skip import SkipBatches
+from hookdiff.builtin.start import Start
 
 
 def builtin_plugins(
@@ -40,15 +43,9 @@ def builtin_plugins(
         plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes the size that it finds
     plugins |= {"run_dir": RunDir(overwrite), "metrics": Metrics()}
     if defaults is not None:
-        from hookdiff.builtin.changes import Changes
-
         plugins["changes"] = Changes(defaults)
     if start_from:
-        from hookdiff.builtin.start import Start
-
         plugins["start"] = Start(start_from, start_partial)
     if skip_batches:
-        from hookdiff.builtin.skip import SkipBatches
-
         plugins["skip_batches"] = SkipBatches(skip_batches)
     return plugins

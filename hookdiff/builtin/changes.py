@@ -58,10 +58,11 @@ class Changes:
         if not self._done and state and state.get("config"):
             changed, refused = [], []
             for key, old, new in changes(state["config"], loop.hparams, self.defaults):
-                change = _names(old, new) if key == "run.plugins" else f"{_text(old)} -> {_text(new)}"
-                changed.append(f"{key} {change}")
-                if reason := _why_fixed(key, bool(old) != bool(new)):
-                    refused.append(f"{key} {change}: {reason}")
+                changed.append(f"{key} {_change(key, old, new)}")
+                switch = FIXED_SWITCHES.get(key) if bool(old) != bool(new) else None
+                reason = switch or FIXED.get(".".join(key.split(".")[:2]))  # of the key, or of its part
+                if reason and key not in FREE:
+                    refused.append(f"{changed[-1]}: {reason}")
             if refused:
                 raise _refusal(refused)
             if changed:
@@ -70,18 +71,10 @@ class Changes:
         return state
 
 
-def _why_fixed(key: str, switched: bool) -> str | None:
-    """Return why `key`, or the part that it is an option of, cannot change; None if it can."""
-    if key in FREE:
-        return None
-    part = ".".join(key.split(".")[:2])
-    return FIXED.get(key) or FIXED.get(part) or (FIXED_SWITCHES.get(key) if switched else None)
-
-
 def check_parts(settings: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Raise UserError for a setting that chooses another model or optimizer than `config`, that of the run.
+    """Raise UserError for a setting that chooses another model or optimizer than the `config` of the run.
 
-    This is checked first: otherwise every key that the other class lacks would be reported, too.
+    Without this check, every key of the config that the other class lacks would be reported.
     """
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))
@@ -127,13 +120,9 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _names(old: Any, new: Any) -> str:
-    """Return how two lists of names differ."""
+def _change(key: str, old: Any, new: Any) -> str:
+    if key != "run.plugins":
+        return " -> ".join("(not set)" if value is None else repr(value) for value in (old, new))
     before, after = old or (), new or ()
-    added, removed = [n for n in after if n not in before], [n for n in before if n not in after]
-    parts = [f"{word} {', '.join(names)}" for word, names in (("with", added), ("without", removed)) if names]
-    return " ".join(parts) or "in another order"
-
-
-def _text(value: Any) -> str:
-    return "(not set)" if value is None else repr(value)
+    names = {"with": [n for n in after if n not in before], "without": [n for n in before if n not in after]}
+    return " ".join(f"{word} {', '.join(some)}" for word, some in names.items() if some) or "in another order"

@@ -15,7 +15,7 @@ from typing import Any
 
 from attrs import define, field
 
-from hookdiff.errors import StorageError
+from hookdiff.disk.files import cannot_write, writing
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 
@@ -62,14 +62,15 @@ class Metrics:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
             self._length = self._file.tell()
         except OSError as error:
+            failure = cannot_write(path, error)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise _failure(path, error) from error
+                raise failure from None
             if not was_full:
-                log.warning("%s; new lines wait until there is space", _failure(path, error))
+                log.warning("%s; new lines wait until there is space", failure)
 
     def _open(self, loop: Loop, path: Path) -> None:
         loop.resources.callback(self._close, path)
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if loop.resume and not path.exists():
                 # The resumed place is another run, or a checkpoint of one.
@@ -85,8 +86,6 @@ class Metrics:
             self._warn(loop, path, existed, found, kept)
             self._length = self._file.seek(len(kept))
             self._file.truncate()
-        except OSError as error:
-            raise _failure(path, error) from error
         self._must_cut = False
 
     def _warn(self, loop: Loop, path: Path, existed: bool, found: bytes, kept: bytes) -> None:
@@ -95,8 +94,9 @@ class Metrics:
             count = len(found.splitlines())
             log.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
         elif loop.resume and lost and existed:
-            end = f"its last line is of step {_last_step(kept)}, and the run continues from step {step}"
-            log.warning("%s is %s bytes shorter than at the checkpoint: %s", path, f"{lost:,}", end)
+            last = max((record.get("step", 0) for line in kept.splitlines() if (record := _record(line))), default=0)
+            text = f"{lost:,} bytes shorter than at the checkpoint: it ends at step {last}, the run is at step {step}"
+            log.warning("%s is %s", path, text)
         elif loop.resume and lost and not loop.is_branch:
             log.warning("%s is missing; a new one begins after step %d", path, step)
 
@@ -114,15 +114,6 @@ class Metrics:
         if self._file:
             self._file.close()
         self._length, self._must_cut, self._waiting = state["bytes"], True, b""
-
-
-def _failure(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"{path}: cannot be written: {error.strerror or error}")
-
-
-def _last_step(lines: bytes) -> float:
-    records = map(_record, reversed(lines.splitlines()))
-    return next((record["step"] for record in records if record and "step" in record), 0)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -90,9 +90,8 @@ def _fits(loop: Loop, batch: Batch, size: int, reserve: int) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is one of those that torch raises when the memory of a GPU or a CPU is short."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error).lower() for message in _MESSAGES)
+    known = isinstance(error, RuntimeError) and any(message in str(error).lower() for message in _MESSAGES)
+    return known or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-from pathlib import Path
 
 import tomli_w
 from attrs import define, field
@@ -32,25 +31,20 @@ class RunDir:
     @hookimpl(tryfirst=True)
     def prepare_model(self, loop: Loop) -> None:
         """Lock an existing directory; raises UserError when another process holds the lock."""
-        self._is_ready = loop.run_dir is None or not loop.is_main
-        if loop.run_dir is None or self._is_ready:
-            return
-        self._existed = loop.run_dir.is_dir()
-        if self._existed:
-            with writing(loop.run_dir):
+        path = loop.run_dir if loop.is_main else None
+        self._is_ready = path is None
+        self._existed = path is not None and path.is_dir()
+        if path is not None and self._existed:
+            with writing(path):
                 try:
-                    lock_run_dir(loop.run_dir, loop.resources)
+                    lock_run_dir(path, loop.resources)
                 except OSError as error:
                     if error.errno != errno.EROFS:  # nobody can write there; the first step reports it
                         raise
 
     @hookimpl(trylast=True)
     def on_start(self, loop: Loop) -> None:
-        """Write the directory of a new run.
-
-        Raises UserError when it cannot be written or another run has just made it, and StorageError when the disk
-        fails.
-        """
+        """Write the directory of a new run; raises UserError when this fails or another run has just made it."""
         if loop.progress.position == 0:
             self._write(loop)
 
@@ -66,7 +60,12 @@ class RunDir:
         with writing(path):
             if self.overwrite and path.exists():
                 check_run_dir(path, overwrite=True)
-                _empty(path)
+                for entry in path.iterdir():
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry)
+                    # Another process may wait for the lock. The config marks the folder as a run until the end.
+                    elif entry.name not in (LOCK, CONFIG):
+                        entry.unlink()
             path.mkdir(parents=True, exist_ok=True)
             lock_run_dir(path, loop.resources)
             if not self._existed and (path / CONFIG).exists():
@@ -74,14 +73,3 @@ class RunDir:
             config = tomli_w.dumps(loop.hparams) or "# This run was started by a script.\n"
             with new_file(path / CONFIG) as partial:
                 write_file(partial, config.encode())
-
-
-def _empty(path: Path) -> None:
-    for entry in path.iterdir():
-        # Another process may wait for the lock. The config marks the folder as a run until the end.
-        if entry.name in (LOCK, CONFIG):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()

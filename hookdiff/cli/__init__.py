@@ -39,10 +39,9 @@ class _Lazy(click.Group):
 
 
 def _summary(entry: EntryPoint) -> str:
-    """Return the summary of a command: the first line of its module's docstring, after "`hookdiff NAME`: ".
+    """Return the first line of the module's docstring after "`hookdiff NAME`: ", or else the distribution.
 
-    The file is read and not imported, because the import would take long. Without such a line the distribution is
-    named.
+    The file is read and not imported, because the import would take long.
     """
     package, *inner = entry.module.split(".")
     spec = importlib.util.find_spec(package)
@@ -55,7 +54,7 @@ def _summary(entry: EntryPoint) -> str:
     return f"(from {entry.dist.name if entry.dist else entry.value})"
 
 
-@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(version("hookdiff"), prog_name="hookdiff")
 def group() -> None:
     """Train diffusion models with a loop that you can read. Every feature is a plugin.
@@ -68,8 +67,7 @@ def group() -> None:
 def main() -> None:
     """Run the command line; an error of the user ends in one message and exit code 2."""
     try:
-        code = group.main(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(group.main(standalone_mode=False))
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

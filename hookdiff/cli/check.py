@@ -50,24 +50,20 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], m
 
 
 def _table(estimate: MemoryEstimate) -> Iterator[str]:
-    micro_batch = f"micro_batch = {estimate.micro_batch}, {estimate.per_sample / 2**20:,.3f} for each sample"
-    rows: list[tuple[str, int | None, str]] = [
-        ("parameters", estimate.parameters, ""),
-        ("buffers", estimate.buffers, ""),
-        ("gradients", estimate.gradients, ""),
-        ("optimizer", estimate.optimizer, ""),
-        *((f"plugins.{name}", size, "") for name, size in estimate.plugins.items()),
-        ("data", estimate.data, "the whole data set, held on the device"),
-        ("batch", estimate.batch, f"{estimate.batch_size} samples and their noise"),
-        ("activations", estimate.activations, micro_batch),
-        ("total", estimate.total, ""),
-        ("peak", estimate.peak, "the most at one time, with temporary tensors"),
-        ("available", estimate.available, "memory of the device"),
-    ]
+    notes = {
+        "data": "the whole data set, held on the device",
+        "batch": f"{estimate.batch_size} samples and their noise",
+        "activations": f"micro_batch = {estimate.micro_batch}, {estimate.per_sample / 2**20:,.3f} for each sample",
+        "peak": "the most at one time, with temporary tensors",
+        "available": "memory of the device",
+    }
+    sizes = {name: getattr(estimate, name) for name in ("parameters", "buffers", "gradients", "optimizer")}
+    sizes |= {f"plugins.{name}": size for name, size in estimate.plugins.items()}
+    sizes |= {name: getattr(estimate, name) for name in ("data", "batch", "activations", "total", "peak", "available")}
     yield f"MiB on {estimate.device}"
-    for name, size, note in rows:
+    for name, size in sizes.items():
         if size is None and name == "optimizer":
             yield f"{name:<20}{'?':>12}"
         elif size:
-            yield f"{name:<20}{size / 2**20:>12,.2f}  {note}".rstrip()
+            yield f"{name:<20}{size / 2**20:>12,.2f}  {notes.get(name, '')}".rstrip()
     yield from (f"not counted: {note}" for note in estimate.notes)

@@ -22,14 +22,7 @@ _DRAWN = 64  # the most images in the picture
 @override_options
 @click.option("--out", type=click.Path(path_type=Path), help="PNG file of the picture.  [default: NAME-data.png]")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; no picture is drawn without --out.")
-@click.option(
-    "--seconds",
-    default=2.0,
-    show_default=True,
-    type=click.FloatRange(0),
-    metavar="X",
-    help="Measure the loading speed for X seconds.",
-)
+@click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")
 def command(
     config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool, seconds: float
 ) -> None:
@@ -47,19 +40,10 @@ def command(
     checked = load_config(config, plugins, settings)
     device = experiment.pick_device(checked.run.device)
     feed = experiment.build_feed(checked).bind(checked.run.batch_size, checked.run.seed, device)
-    found = {"source": checked.data.use, **report(feed, seconds)}
     if out is None and not as_json:
         out = Path(f"{checked.run.name}-data.png")
-    picture = _draw(feed, out) if out else None
-    if as_json:
-        click.echo(json.dumps({**found, "picture": picture}))
-        return
-    for name, text in _rows(found):
-        click.echo(f"{name:<12} {text}")
-    if picture:
-        click.echo(f"{'picture':<12} {picture['path']}: the first {picture['images']} images of epoch 0")
-        for row in picture["labels"]:
-            click.echo(f"{'':<12} {' '.join(row)}")
+    found = {"source": checked.data.use, **report(feed, seconds), "picture": _draw(feed, out) if out else None}
+    click.echo(json.dumps(found) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(found)))
 
 
 def _draw(feed: Feed, out: Path) -> dict[str, Any]:
@@ -97,11 +81,12 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "inputs", f"{' x '.join(map(str, found['shape']))}, from {values['min']:.3g} to {values['max']:.3g}"
     yield "mean", ", ".join(f"{value:.4f}" for value in values["mean"])
     yield "std", ", ".join(f"{value:.4f}" for value in values["std"])
-    if store["place"] == "none":
-        workers = f"{store['workers']} workers" if store["workers"] else "the training process"
-        yield "store", f"none: images are decoded in every epoch by {workers}"
-    else:
-        yield "store", f"{store['place']}: {store['bytes'] / 2**20:,.1f} MiB in {store['path'] or store['device']}"
+    workers = f"{store['workers']} workers" if store["workers"] else "the training process"
+    text = f"{store['bytes'] / 2**20:,.1f} MiB in {store['path'] or store['device']}"
+    yield (
+        "store",
+        f"none: decoded in every epoch by {workers}" if store["place"] == "none" else f"{store['place']}: {text}",
+    )
     for name, key, note in (("unreadable", "unreadable", ""), ("not finite", "not_finite", " with NaN or infinity")):
         if found[key]["count"] or name == "unreadable":
             yield name, f"{found[key]['count']:,}{note}"
@@ -111,6 +96,9 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for group in duplicates["groups"]:
         yield "", " = ".join(group[:3]) + (", ..." if len(group) > 3 else "")
     yield "speed", f"{found['images_per_second']:,.0f} images/s"
+    if picture := found["picture"]:
+        yield "picture", f"{picture['path']}: the first {picture['images']} images of epoch 0"
+        yield from (("", " ".join(row)) for row in picture["labels"])
 
 
 def _listed(items: Sequence[str]) -> str:

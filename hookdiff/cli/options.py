@@ -20,25 +20,26 @@ def config_argument(function: Command) -> Command:
     return click.argument("config", type=click.Path(path_type=Path))(function)
 
 
-# Click shows the option that is added last at the top.
-
-
 def override_options(function: Command) -> Command:
     """Add the options that change a config."""
-    text = "Set a key; may be given several times."
-    function = click.option("--set", "settings", multiple=True, metavar="TABLE.KEY=VALUE", help=text)(function)
-    text = "Add plugins to those of the config; no:NAME removes one."
-    return click.option("--plugins", multiple=True, callback=_split, metavar="NAME,no:NAME", help=text)(function)
+    for option in (  # click shows the option that is added last at the top
+        click.option("--set", "settings", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key; may be repeated."),
+        click.option(
+            "--plugins", multiple=True, callback=_split, metavar="NAME,no:NAME", help="Add or remove plugins."
+        ),
+    ):
+        function = option(function)
+    return function
 
 
 def training_options(function: Command) -> Command:
     """Add the options of all commands that train; `override_options` are among them."""
-    text = "End the run at SIGUSR1 as out of time, with exit code 75."
-    function = click.option("--usr1", is_flag=True, help=text)(function)
-    text = "Start this plugin anew in a resumed run; may be given several times."
-    function = click.option("--fresh", multiple=True, metavar="NAME", help=text)(function)
-    text = "Skip the next N batches."
-    function = click.option("--skip-batches", default=0, type=click.IntRange(0), metavar="N", help=text)(function)
-    text = "Set the learning rate: short for --set optimizer.lr=X."
-    function = click.option("--lr", metavar="X", help=text)(function)
-    return override_options(function)
+    for option in (
+        click.option("--usr1", is_flag=True, help="End the run at SIGUSR1 as out of time, with exit code 75."),
+        click.option("--fresh", multiple=True, metavar="NAME", help="Start this plugin anew; may be repeated."),
+        click.option("--skip-batches", default=0, type=click.IntRange(0), metavar="N", help="Skip the next N batches."),
+        click.option("--lr", metavar="X", help="Set the learning rate: short for --set optimizer.lr=X."),
+        override_options,
+    ):
+        function = option(function)
+    return function

@@ -18,12 +18,7 @@ from hookdiff.errors import NoCheckpoint, UserError
 @click.option("--out", type=click.Path(path_type=Path), help="Continue in another directory; RUN is not changed.")
 @training_options
 def command(
-    run: Path,
-    steps: int | None,
-    epochs: int | None,
-    out: Path | None,
-    settings: tuple[str, ...],
-    **options: Any,
+    run: Path, steps: int | None, epochs: int | None, out: Path | None, settings: tuple[str, ...], **options: Any
 ) -> None:
     """Continue RUN, a run directory, from its newest checkpoint and with its own config.
 
@@ -52,6 +47,4 @@ def command(
     try:
         train(source / CONFIG, out or run, resume=run, settings=settings, **options)
     except NoCheckpoint as error:
-        raise UserError(
-            f"{error}; to start the run anew: hookdiff run {source / CONFIG} --out {run} --resume"
-        ) from None
+        raise UserError(f"{error}; to start anew: hookdiff run {source / CONFIG} --out {run} --resume") from None

@@ -20,14 +20,11 @@ log = logging.getLogger("hookdiff")
 @click.command()
 @config_argument
 @training_options
-@click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/NAME]")
+@click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/ and the name]")
 @click.option("--resume", is_flag=True, help="Continue from the newest checkpoint; start anew if there is none.")
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run in the run directory.")
 def command(config: Path, out: Path | None, resume: bool, overwrite: bool, **options: Any) -> None:
-    """Train a model from CONFIG, a TOML file.
-
-    NAME is run.name of the config, or else the name of the file.
-    """
+    """Train a model from CONFIG, a TOML file."""
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other")
     train(config, out, resume=resume, overwrite=overwrite, **options)
@@ -72,14 +69,9 @@ def train(
     check_run_dir(run_dir, resume in (True, run_dir), overwrite)
     experiment.try_config(config, resume=bool(resume))
     signals = Signals(usr1)
+    added = {"signals": signals}
     loop = experiment.build_loop(
-        config,
-        run_dir,
-        resume=resume,
-        overwrite=overwrite,
-        fresh=fresh,
-        skip_batches=skip_batches,
-        plugins={"signals": signals},
+        config, run_dir, resume=resume, overwrite=overwrite, fresh=fresh, skip_batches=skip_batches, plugins=added
     )
     reason = loop.run()
     if reason == "done" and resume and loop.progress.step == loop.first_step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,28 +13,21 @@ from hookdiff.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+_SHARE = click.FloatRange(0, 1, min_open=True)
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN|CHECKPOINT")
-@click.option("--num", default=64, show_default=True, type=click.IntRange(1), metavar="N", help="Number of images.")
+@click.option("--num", default=64, type=click.IntRange(1), metavar="N", help="Number of images.")
 @click.option("--steps", type=int, metavar="N", help="Steps of the sampler.")
 @click.option("--sampler", metavar="NAME", help="ddim, ddpm, euler, heun or dpmpp_2m.")
 @click.option("--guidance-scale", type=float, metavar="X", help="Scale of classifier-free guidance.")
 @click.option("--labels", metavar="N,N,...", help="Classes, used in turn; -1 is no class.  [default: all classes]")
 @click.option("--image", type=click.Path(path_type=Path), help="Picture to start from, instead of noise.")
-@click.option(
-    "--strength",
-    default=0.8,
-    show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
-    metavar="X",
-    help="With --image: share of the sampler's steps to make; 1 leaves little of the picture.",
-)
+@click.option("--strength", default=0.8, type=_SHARE, metavar="X", help="With --image: share of the steps to make.")
 @click.option("--columns", type=click.IntRange(1), metavar="N", help="Columns of the grid.  [default: square]")
-@click.option("--seed", default=0, show_default=True, metavar="N", help="Seed; it decides the noise of every image.")
-@click.option(
-    "--weights", metavar="NAME|FILE", help='An average, "model", or a safetensors file.  [default: an average]'
-)
+@click.option("--seed", default=0, metavar="N", help="Seed of the noise.")
+@click.option("--weights", metavar="NAME|FILE", help="An average, model, or a safetensors file.  [default: average]")
 @click.option("--out", type=click.Path(path_type=Path), help="PNG file.  [default: RUN/samples/seed-SEED.png]")
 def command(
     run: Path,
@@ -51,8 +45,8 @@ def command(
 ) -> None:
     """Make images from RUN, a run directory, or from one CHECKPOINT in it.
 
-    RUN stands for its newest checkpoint. The images are written as one grid. The config of the run decides what
-    --steps, --sampler and --guidance-scale leave open.
+    RUN stands for its newest checkpoint. All images are written as one grid. --steps, --sampler and --guidance-scale
+    replace the values of the config. With --image, a higher --strength leaves less of the picture.
     """
     from hookdiff import experiment
     from hookdiff.disk import CONFIG, check_writable, run_of, save_grid, writing
@@ -63,7 +57,10 @@ def command(
     source = run_of(run)
     changed = {"steps": steps, "sampler": sampler, "guidance.scale": guidance_scale}
     settings = [f"sampling.{key}={value}" for key, value in changed.items() if value is not None]
-    classes = _in_turn(labels, num) if labels else None
+    try:
+        classes = tuple(islice(cycle(map(int, labels.split(","))), num)) if labels else None
+    except ValueError:
+        raise UserError(f"--labels {labels}: expected integers separated by commas, such as 0,1,2") from None
     file = Path(weights) if weights and weights.endswith(".safetensors") else None
     config = load_config(source / CONFIG, settings=settings)
     experiment.try_config(config, resume=True)
@@ -85,14 +82,6 @@ def command(
             save_grid(made.images, out, columns)
     origin = f"weights in {file}" if file else f"{made.weights} weights of step {loop.progress.step}"
     click.echo(f"{out}: {num} images from the {origin}")
-
-
-def _in_turn(labels: str, num: int) -> tuple[int, ...]:
-    try:
-        given = [int(label) for label in labels.split(",")]
-    except ValueError:
-        raise UserError(f"--labels {labels}: expected integers separated by commas, such as 0,1,2") from None
-    return tuple(given[k % len(given)] for k in range(num))
 
 
 def _picture(path: Path, shape: tuple[int, ...]) -> Tensor:

@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hookdiff.builtin.metrics import METRICS, read_metrics
 from hookdiff.disk.paths import CONFIG
+from hookdiff.loop import Loop
 
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
-
-_ENDS = {
-    "plugin": "stopped by a plugin",
-    "on_nan": "stopped by a NaN or an infinity",
-    "signal": "stopped by a signal",
-    "time": "out of time",
-}
+_ENDS = {"plugin": "stopped by a plugin", "on_nan": "stopped by on_nan", "signal": "stopped by a signal"}
 
 
 def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
     """Return the summary of the run called `name`, which took `seconds`."""
     assert loop.run_dir
+    end = "out of time" if reason == "time" else _ENDS.get(reason, reason)
     took = f"{int(seconds) // 60}:{int(seconds) % 60:02} min"
-    done = f"{_ENDS.get(reason, reason)} after {loop.progress.step} steps, {loop.progress.epoch} epochs, in {took}"
+    done = f"{end} after {loop.progress.step} steps, {loop.progress.epoch} epochs, in {took}"
     rows = [(str(path), _describe(path, loop.log.details)) for path in _visible(loop.run_dir)]
     width = max((len(path) for path, _ in rows), default=0)
     return "\n".join([f"{name}: {done}", *(f"  {path:<{width}}  {text}" for path, text in rows)])

@@ -1,7 +1,6 @@
-"""Files and folders that are written whole or not at all, and safetensors files.
+"""Files and folders that are written whole or not at all, even if the process is killed or the power fails.
 
-A file is written under another name, synced and renamed. A killed process or a power failure therefore leaves either
-the old file or the new one.
+A file is written under another name, synced and renamed.
 """
 
 from __future__ import annotations
@@ -25,24 +24,11 @@ from hookdiff.errors import StorageError, UserError
 _CHUNK = 1 << 22  # bytes that are hashed and written at a time; other threads run meanwhile
 
 # Names of dtypes in safetensors files: https://github.com/huggingface/safetensors#format
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPES = {torch.bool: "BOOL", torch.bfloat16: "BF16", torch.complex64: "C64"}
+_DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+_DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)}
+_DTYPES |= {getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)}
+_DTYPES |= {getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)}
 
 
 @define(frozen=True)
@@ -54,7 +40,7 @@ class Written:
 
 
 def check_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Raise TypeError for a tensor that a safetensors file cannot hold; the message has its name."""
+    """Raise TypeError with the name of a tensor that a safetensors file cannot hold."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
             kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 from pathlib import Path
@@ -27,27 +26,16 @@ def as_pictures(images: Tensor) -> Tensor:
 
 def check_writable(path: Path) -> None:
     """Raise UserError if no file can be written at `path`; the check writes nothing."""
-    parent = next((folder for folder in path.absolute().parents if folder.exists()), path)
-    if path.is_dir():
-        number = errno.EISDIR
-    elif not parent.is_dir():
-        number = errno.ENOTDIR
-    elif not os.access(parent, os.W_OK):
-        number = errno.EACCES
-    else:
-        return
-    raise UserError(f"{path}: cannot be written: {os.strerror(number)}")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise UserError(f"{path}: cannot be written; expected a file in a directory with write permission")
 
 
 def save_grid(images: Tensor, path: Path, columns: int | None = None, scale: int | None = None) -> None:
-    """Write images as a grid to one PNG file, which appears whole or not at all.
+    """Write images (n c h w, uint8 or floats in [-1, 1]) as a grid to one PNG file, which appears whole or not at all.
 
-    Args:
-        images: n c h w, uint8 or floats in [-1, 1]
-        path: the file
-        columns: images in a row; None makes the grid as square as possible
-        scale: factor by which both sides are enlarged with smooth interpolation; None enlarges small images to a width
-            of about 64 pixels
+    `columns` None makes the grid as square as possible. `scale` enlarges both sides with smooth interpolation; None
+    enlarges small images to a width of about 64 pixels.
     """
     from PIL import Image
     from torchvision.utils import make_grid

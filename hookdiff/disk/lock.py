@@ -30,14 +30,17 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
         raise UserError(f"{run_dir} is in use by another Loop of this process")
     file: BinaryIO = (run_dir / LOCK).open("a+b", buffering=0)
     try:
-        _lock(file)
+        if os.name != "nt":  # Windows has no such lock
+            import fcntl
+
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked workers would inherit that of flock
     except OSError as error:
         host, process = [*_owner(file), "?", "?"][:2]
         file.close()
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise UserError(f"{run_dir / LOCK}: cannot be locked: {error.strerror}") from None
-        message = f"{run_dir} is in use by process {process} on {host}; wait for it, stop it, or choose --out DIR"
-        raise UserError(message) from None
+        holder = f"process {process} on {host}"
+        raise UserError(f"{run_dir} is in use by {holder}; wait for it, stop it, or choose --out DIR") from None
     if owner := _owner(file):
         log.info("%s: took over the lock of process %s, which no longer runs", run_dir, owner[-1])
     _held[path] = resources
@@ -56,11 +59,3 @@ def _owner(file: BinaryIO) -> list[str]:
     """Return the host and the process id in the file, which is empty while nobody holds the lock."""
     file.seek(0)
     return file.read().decode(errors="replace").split()
-
-
-def _lock(file: BinaryIO) -> None:
-    if os.name != "nt":  # Windows has no such lock
-        import fcntl
-
-        # Not flock: forked workers share its lock, and may outlive the process.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

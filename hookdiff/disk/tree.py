@@ -27,19 +27,15 @@ def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict
     def walk(node: Any, path: tuple[str, ...]) -> Any:
         place = "/".join((where, *path))
         if isinstance(node, Mapping):
-            rest = {}
-            for key, value in node.items():
+            for key in node:
                 if not isinstance(key, str):
                     raise TypeError(f"{place}: the key {key!r} is not a string")
-                inner = (*path, key.replace("~", "~0").replace("/", "~1"))
-                if isinstance(value, Tensor):
-                    tensors["/".join(inner)] = value
-                else:
-                    rest[key] = walk(value, inner)
-            return rest
+            escaped = {key: (*path, key.replace("~", "~0").replace("/", "~1")) for key in node}
+            walked = {key: walk(value, escaped[key]) for key, value in node.items()}
+            return {key: value for key, value in walked.items() if not isinstance(node[key], Tensor)}
         if isinstance(node, (list, tuple)):
             return [walk(item, (*path, str(index))) for index, item in enumerate(node)]
-        if isinstance(node, Tensor):  # in a list
+        if isinstance(node, Tensor):
             tensors["/".join(path)] = node
             return None
         if node is None or type(node) in (bool, int, float, str):

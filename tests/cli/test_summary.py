@@ -4,7 +4,7 @@ from hookdiff.cli.summary import summary
 from hookdiff.testing import toy_loop
 
 
-def test_golden_table_of_what_was_made_and_how_evaluations_went(tmp_path):
+def test_golden_summary_of_a_run(tmp_path):
     lines = [{"step": n, "time": 0.0, "loss": 1 / n} for n in range(1, 19)]
     for line in lines[2::3]:
         line |= {"fd/x": 8.0 - line["step"], "odd/inner": 1.0}
