@@ -16,7 +16,6 @@ from hookdiff.progress import AUTO
 
 log = logging.getLogger("hookdiff")
 
-_OPTIMIZER = "the state of the optimizer is of another kind"
 # The keys that cannot change, by the reason. All others can, unless a plugin refuses the state that it kept.
 _REASONS: Mapping[str, tuple[str, ...]] = {
     "all randomness follows from it": ("run.seed",),
@@ -28,17 +27,17 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("model.num_heads", "model.patch_size", "model.hidden_size", "model.depth", "model.mlp_ratio"),
     ),
     "the weights were trained with this meaning of inputs, times and outputs": (
-        *("diffusion.process", "diffusion.prediction", "diffusion.conditional"),
-        *("diffusion.data_mean", "diffusion.data_std"),
+        *("diffusion.process", "diffusion.prediction", "diffusion.conditional", "diffusion.data_mean"),
+        "diffusion.data_std",
     ),
-    _OPTIMIZER: ("optimizer.use",),
+    "the state of the optimizer is of another kind": ("optimizer.use",),
     "weights would move to another optimizer without their state": ("optimizer.adamw",),
 }
 FIXED = {key: reason for reason, keys in _REASONS.items() for key in keys}
 # Options of a fixed part that can change all the same: they decide which times are drawn.
 FREE = {"diffusion.process.shift", "diffusion.process.sigma_min", "diffusion.process.sigma_max"}
 # Keys that can change, but not be switched on or off, because the optimizer keeps tensors for them.
-FIXED_SWITCHES = dict.fromkeys(("optimizer.amsgrad", "optimizer.centered", "optimizer.momentum"), _OPTIMIZER)
+FIXED_SWITCHES = {f"optimizer.{key}": FIXED["optimizer.use"] for key in ("amsgrad", "centered", "momentum")}
 
 
 @define(eq=False)

@@ -19,20 +19,18 @@ from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.memory import optimizer_bytes
 
+log = logging.getLogger("hookdiff")
 # In lower case: messages of allocators and libraries that do not raise torch.OutOfMemoryError.
 _MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
-
-log = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
 class FitMicroBatch:
     """Sets `micro_batch` to the whole batch, or to the first of its half, quarter, ... that fits in memory.
 
-    Each size is tried with the forward and backward passes of a real step, while memory for the state of the optimizers
-    is reserved. The trial leaves no trace in gradients, buffers, random numbers, states of plugins or the log. With
-    several ranks the size fits on all of them. On a CPU the system may kill the process before torch reports that
-    memory is short.
+    Each size is tried with forward and backward passes of a real step, beside memory that is reserved for the state of
+    the optimizers. The trial leaves no trace in gradients, buffers, random numbers, states of plugins or the log. With
+    several ranks the size fits on all. A CPU's system may kill the process before torch reports that memory is short.
     """
 
     @hookimpl(trylast=True)

@@ -15,7 +15,6 @@ from hookdiff.errors import StorageError, UserError
 
 COMMANDS = ("run", "resume", "check", "data", "sample", "plugins", "hooks")  # plugins bring the others
 GROUP = "hookdiff.commands"
-FAILED, WRONG_INPUT = 1, 2  # exit codes
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -80,4 +79,4 @@ def main() -> None:
         elif not isinstance(error, UserError):
             raise
         click.echo(f"hookdiff: {message}", err=True)
-        sys.exit(FAILED if isinstance(error, OSError | StorageError) else WRONG_INPUT)
+        sys.exit(1 if isinstance(error, OSError | StorageError) else 2)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from hookdiff.cli.options import config_argument, override_options
 from hookdiff.errors import UserError
-
-if TYPE_CHECKING:
-    from hookdiff.experiment.memory import MemoryEstimate
 
 
 @click.command()
@@ -25,8 +21,6 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], m
 
     The data is not read, and no file is written.
     """
-    import json
-
     import tomli_w
     from attrs import asdict
 
@@ -45,11 +39,7 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], m
     estimate = estimate_memory(checked)
     if as_json:
         click.echo(json.dumps({**asdict(estimate), "total": estimate.total}, indent=2))
-    else:
-        click.echo("\n".join(_table(estimate)))
-
-
-def _table(estimate: MemoryEstimate) -> Iterator[str]:
+        return
     notes = {
         "data": "the whole data set, held on the device",
         "batch": f"{estimate.batch_size} samples and their noise",
@@ -60,10 +50,11 @@ def _table(estimate: MemoryEstimate) -> Iterator[str]:
     sizes = {name: getattr(estimate, name) for name in ("parameters", "buffers", "gradients", "optimizer")}
     sizes |= {f"plugins.{name}": size for name, size in estimate.plugins.items()}
     sizes |= {name: getattr(estimate, name) for name in ("data", "batch", "activations", "total", "peak", "available")}
-    yield f"MiB on {estimate.device}"
+    click.echo(f"MiB on {estimate.device}")
     for name, size in sizes.items():
         if size is None and name == "optimizer":
-            yield f"{name:<20}{'?':>12}"
+            click.echo(f"{name:<20}{'?':>12}")
         elif size:
-            yield f"{name:<20}{size / 2**20:>12,.2f}  {notes.get(name, '')}".rstrip()
-    yield from (f"not counted: {note}" for note in estimate.notes)
+            click.echo(f"{name:<20}{size / 2**20:>12,.2f}  {notes.get(name, '')}".rstrip())
+    for note in estimate.notes:
+        click.echo(f"not counted: {note}")

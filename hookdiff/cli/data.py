@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from hookdiff.cli.options import config_argument, override_options
-
-if TYPE_CHECKING:
-    from hookdiff.data import Feed
 
 _LISTED = 10  # the most classes, sizes or files in a list
 _DRAWN = 64  # the most images in the picture
@@ -31,35 +30,27 @@ def command(
     Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed. The
     picture shows the first batch as the model sees it, augmentation included.
     """
-    import json
-
     from hookdiff import experiment
     from hookdiff.data.report import report
+    from hookdiff.disk import save_grid, writing
     from hookdiff.experiment.config import load_config
 
     checked = load_config(config, plugins, settings)
     device = experiment.pick_device(checked.run.device)
     feed = experiment.build_feed(checked).bind(checked.run.batch_size, checked.run.seed, device)
+    found = {"source": checked.data.use, **report(feed, seconds), "picture": None}
     if out is None and not as_json:
         out = Path(f"{checked.run.name}-data.png")
-    found = {"source": checked.data.use, **report(feed, seconds), "picture": _draw(feed, out) if out else None}
+    if out is not None:
+        batch = next(feed.batches(0))[:_DRAWN]
+        columns = math.ceil(math.sqrt(len(batch)))
+        with writing(out):
+            save_grid(batch.inputs, out, columns)
+        labels = [] if batch.labels is None else batch.labels.tolist()
+        names = [feed.classes[label] if feed.classes and label >= 0 else str(label) for label in labels]
+        rows = [names[start : start + columns] for start in range(0, len(names), columns)]
+        found["picture"] = {"path": str(out), "images": len(batch), "labels": rows}
     click.echo(json.dumps(found) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(found)))
-
-
-def _draw(feed: Feed, out: Path) -> dict[str, Any]:
-    """Draw the first batch of epoch 0; return the path, the number of images, and the labels row by row."""
-    import math
-
-    from hookdiff.disk import save_grid, writing
-
-    batch = next(feed.batches(0))[:_DRAWN]
-    columns = math.ceil(math.sqrt(len(batch)))
-    with writing(out):
-        save_grid(batch.inputs, out, columns)
-    labels = [] if batch.labels is None else batch.labels.tolist()
-    names = [feed.classes[label] if feed.classes and label >= 0 else str(label) for label in labels]
-    rows = [names[start : start + columns] for start in range(0, len(names), columns)]
-    return {"path": str(out), "images": len(batch), "labels": rows}
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

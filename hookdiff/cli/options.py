@@ -8,19 +8,17 @@ from typing import Any
 
 import click
 
-Command = Callable[..., Any]
-
 
 def _split(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name.strip() for names in given for name in names.split(",") if name.strip())
 
 
-def config_argument(function: Command) -> Command:
+def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the argument CONFIG, a path."""
     return click.argument("config", type=click.Path(path_type=Path))(function)
 
 
-def override_options(function: Command) -> Command:
+def override_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that change a config."""
     for option in (  # click shows the option that is added last at the top
         click.option("--set", "settings", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key; may be repeated."),
@@ -32,7 +30,7 @@ def override_options(function: Command) -> Command:
     return function
 
 
-def training_options(function: Command) -> Command:
+def training_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of all commands that train; `override_options` are among them."""
     for option in (
         click.option("--usr1", is_flag=True, help="End the run at SIGUSR1 as out of time, with exit code 75."),

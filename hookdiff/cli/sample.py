@@ -72,8 +72,8 @@ def command(
         start = None if image is None else _picture(image, loop.feed.shape).expand(num, *loop.feed.shape)
         if file:
             load_into(loop.model, file, asked_by="--weights")
-        name = "model" if file else weights
-        request = SampleRequest(num, seed, weights=name, labels=classes, images=start, strength=strength)
+            weights = "model"
+        request = SampleRequest(num, seed, weights=weights, labels=classes, images=start, strength=strength)
         try:
             made = loop.sample(request)
         except UnknownWeights as error:

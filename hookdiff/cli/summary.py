@@ -10,6 +10,7 @@ from hookdiff.builtin.metrics import METRICS, read_metrics
 from hookdiff.disk.paths import CONFIG
 from hookdiff.loop import Loop
 
+_VISIBLE = "[!.]*"  # files, but not hidden ones; nothing if the run was stopped before it made its directory
 _ENDS = {"plugin": "stopped by a plugin", "on_nan": "stopped by on_nan", "signal": "stopped by a signal"}
 
 
@@ -19,20 +20,14 @@ def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
     end = "out of time" if reason == "time" else _ENDS.get(reason, reason)
     took = f"{int(seconds) // 60}:{int(seconds) % 60:02} min"
     done = f"{end} after {loop.progress.step} steps, {loop.progress.epoch} epochs, in {took}"
-    rows = [(str(path), _describe(path, loop.log.details)) for path in _visible(loop.run_dir)]
+    rows = [(str(path), _describe(path, loop.log.details)) for path in sorted(loop.run_dir.glob(_VISIBLE))]
     width = max((len(path) for path, _ in rows), default=0)
     return "\n".join([f"{name}: {done}", *(f"  {path:<{width}}  {text}" for path, text in rows)])
 
 
-def _visible(folder: Path) -> list[Path]:
-    if not folder.is_dir():  # the run was stopped before its first step
-        return []
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-
-
 def _describe(path: Path, details: Container[str]) -> str:
     if path.is_dir():
-        inside = _visible(path)
+        inside = sorted(path.glob(_VISIBLE))
         return f"{len(inside)}, newest {inside[-1].name}" if inside else "empty"
     if path.name == CONFIG:
         return "the whole config; running it again gives the same run"

@@ -44,8 +44,7 @@ def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict
         expected = "tensors, Python's numbers and strings, None, lists of them, and dicts with string keys"
         raise TypeError(f"{place} is a {kind}; a state holds {expected}")
 
-    tree: dict[str, Any] = walk(state, ())
-    return tensors, tree
+    return tensors, walk(state, ())
 
 
 def unflatten(tensors: Mapping[str, Tensor], tree: State) -> dict[str, Any]:
