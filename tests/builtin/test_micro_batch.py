@@ -52,7 +52,7 @@ class Wide(nn.Module):
 
 @pytest.fixture
 def wide(tmp_path, user_module, write_config, monkeypatch):
-    """Return a folder with a config whose micro_batch is "auto"."""
+    """Return a folder with a config that sets micro_batch to "auto"."""
     user_module("hd_wide", WIDE)
     run = {"steps": 1, "micro_batch": "auto", "plugins": ["ema", "hd_wide:Limit"]}
     write_config("wide.toml", run=run, model={"use": "hd_wide:Wide"})
