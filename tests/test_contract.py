@@ -257,7 +257,7 @@ print(*sys.modules)
     modules = fresh_python(code)
     assert (tmp_path / "run" / "config.toml").exists()
     assert {module.partition(".")[0] for module in modules if module.startswith("hookdiff_")} == {"hookdiff_clip"}
-    asked_for = {"builtin.skip", "builtin.micro_batch", "builtin.changes", "experiment.memory", "models.memory"}
+    asked_for = {"builtin.micro_batch", "experiment.memory", "models.memory"}
     assert not {f"hookdiff.{name}" for name in asked_for} & modules
     assert not {"torchvision", "aim", "safetensors.torch"} & modules
 
