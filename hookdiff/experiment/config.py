@@ -14,7 +14,6 @@ import tomli
 from attrs import Attribute, asdict, define, evolve, field
 from attrs.validators import ge
 
-from hookdiff.builtin.start import KEYS as START_KEYS
 from hookdiff.builtin.start import Start
 from hookdiff.choices import import_object
 from hookdiff.data import Feed, Store, Transforms
@@ -39,6 +38,7 @@ SOURCES = {
     "array": "hookdiff.data:Arrays",
 }
 MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
+START_KEYS = tuple(parameters(Start))
 FEED_KEYS = ("held_out", "balanced", "drop_last", "workers", "prefetch")
 
 
@@ -216,8 +216,6 @@ def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems:
             run["plugins"] = _switch(run.get("plugins", ()), name, problems)
     data, feed = _data(tables["data"], problems)
     start = arguments(Start, {k: v for k, v in tables["model"].items() if k in START_KEYS}, "model", problems)
-    if start.get("start_partial") and not tables["model"].get("start_from"):
-        problems.add("model.start_partial", "needs start_from")
     model, initial = _shared("model", tables["model"], Initialisation, MODELS, problems, START_KEYS, _import_model)
     table = {"use": "adamw", **tables["optimizer"]}
     optimizers = OPTIMIZERS | {name: path for name, path in UNFIT.items() if name == table["use"]}
