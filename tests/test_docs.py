@@ -38,10 +38,10 @@ from hookdiff.diffusion import (
     Times,
     Weighting,
 )
-from hookdiff.experiment.config import FEED_KEYS, MODELS, OPTIMIZERS, SOURCES, RunConfig, load_config
+from hookdiff.experiment.config import MODELS, OPTIMIZERS, SOURCES, RunConfig, load_config
 from hookdiff.experiment.discovery import import_object, installed
 from hookdiff.experiment.optimizers import Groups, muon
-from hookdiff.experiment.structure import parameters, resolved
+from hookdiff.experiment.structure import described, parameters, resolved
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
 from hookdiff.models import DiT, UNet
 from hookdiff.models.init import Initialisation
@@ -167,7 +167,7 @@ def shared_data_keys() -> Any:
     """Return a function that takes the keys of [data] that are no source's own."""
     feed = parameters(Feed)
     source = inspect.Parameter("source", inspect.Parameter.KEYWORD_ONLY)
-    return together({"source": source}, Transforms, Store, {key: feed[key] for key in FEED_KEYS})
+    return together({"source": source}, Transforms, Store, {key: feed[key] for key in described(Feed)})
 
 
 def tables() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from hookdiff.data import Batch, InMemory
+from hookdiff.data import Batch, InMemory, Store
 from hookdiff.disk.tree import flatten
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment import build
@@ -225,7 +225,7 @@ def _data(config: Config, loop: Loop) -> int:
             sum(storages([samples.images, samples.labels], loop.device).values()) if loop.device.type == "cuda" else 0
         )
     size = len(loop.feed.prepared) * torch.Size(loop.feed.shape).numel()  # decoded, a byte a number
-    kept = loop.device.type == "cuda" and config.feed["store"].place(size) != "none"
+    kept = loop.device.type == "cuda" and config.data.of(Store).place(size) != "none"
     return size if kept and size <= torch.cuda.mem_get_info(loop.device)[0] // 4 else 0
 
 

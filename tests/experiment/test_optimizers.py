@@ -24,12 +24,9 @@ from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, 
 from tests.conftest import check_facts, refused
 
 
-def part(kind: Any, **arguments: Any) -> Part:
-    return Part("optimizer", "mine", kind, arguments)
-
-
 def built(model: nn.Module, kind: Any = torch.optim.AdamW, no_decay: Any = ("auto",), **arguments: Any) -> Any:
-    return as_tuple(build_optimizers(part(kind, **arguments), model, Groups(no_decay=tuple(no_decay))))
+    shared = {Groups: {"no_decay": tuple(no_decay)}}
+    return as_tuple(build_optimizers(Part("optimizer", "mine", kind, arguments, "use", shared), model))
 
 
 class Parts(nn.Module):

@@ -146,7 +146,7 @@ def test_what_is_taken(kind, value, expected):
         (Inner, {}, ("size",)),
         (Inner, {"size": 0}, (0, "size", 1)),
         (Inner, {"size": 1, "lable": "x"}, ("lable", "'label'", "size")),
-        (list[Inner], [{"size": 1}, {"size": 0}], (0, "item 2", "size", 1)),
+        (list[Inner], [{"size": 1}, {"size": 0}], (0, "item 2.size", 1)),
     ],
 )
 def test_what_is_refused(kind, value, facts):
