@@ -84,18 +84,16 @@ class Section:
         use = table.get(self.key, self.default)
         target = self._target(use, problems)
         own = parameters(target) if target else {}
-        keys = {kind: [key for key in described(kind) if key not in own] for kind in self.shared}
-        shared = {
-            kind: arguments(kind, {k: v for k, v in table.items() if k in names}, self.table, problems)
-            for kind, names in keys.items()
-        }
+        shared, beside = {}, [self.key]
+        for kind in self.shared:
+            keys = [key for key in described(kind) if key not in own]
+            shared[kind] = arguments(kind, {k: v for k, v in table.items() if k in keys}, self.table, problems)
+            beside += keys
         if target is None:
             return None
-        beside = [self.key, *(key for names in keys.values() for key in names)]
         rest = {key: value for key, value in table.items() if key not in beside}
-        return Part(
-            self.table, str(use), target, arguments(target, rest, self.table, problems, beside), self.key, shared
-        )
+        given = arguments(target, rest, self.table, problems, beside)
+        return Part(self.table, str(use), target, given, self.key, shared)
 
     def _target(self, use: Any, problems: Problems) -> Any:
         where, names = f"{self.table}.{self.key}", f"known: {', '.join(self.known)}, or module:Name"

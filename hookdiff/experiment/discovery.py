@@ -20,11 +20,10 @@ def installed(group: str = GROUP) -> dict[str, list[EntryPoint]]:
     A name has several when several distributions claim it. An entry point that is seen twice, as an editable
     install on the path can be, counts once.
     """
+    unique = {(entry.name, entry.value, distribution(entry)): entry for entry in entry_points(group=group)}
     found: dict[str, list[EntryPoint]] = {}
-    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
-        known = found.setdefault(entry.name, [])
-        if (entry.value, distribution(entry)) not in [(other.value, distribution(other)) for other in known]:
-            known.append(entry)
+    for key in sorted(unique):
+        found.setdefault(key[0], []).append(unique[key])
     return found
 
 
@@ -42,23 +41,20 @@ def plugin_class(given: str) -> type:
     """Import the class of the plugin `given`: a name from the entry points, or `module:Class`.
 
     Raises PluginError when there is none or several of that name, when it cannot be imported, when it is no class,
-    or when a package that it `needs` (a mapping of module to what pip installs) is missing.
+    or when a package that it `needs` (a mapping of modules to requirements of pip) is missing.
     """
     kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
     if not inspect.isclass(kind):
         raise PluginError(f"the plugin {given!r} is a {type(kind).__name__}, expected a class")
     needs: Mapping[str, str] = getattr(kind, "needs", {})
     for module, requirement in needs.items():
-        if not _is_there(module):
+        try:
+            spec = importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # the package that it is in
+            spec = None
+        if spec is None:
             raise PluginError(f"the plugin {given!r} needs the package {module}: pip install '{requirement}'")
     return kind
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in
-        return False
 
 
 def _load(name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,34 +25,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hookdiff")
 AUTO = "auto"  # among the patterns of no_decay
-_PLURALS = {
-    "embedding": "embeddings",
-    "norm": "norms",
-    "vector": "biases",
-    "matrix": "matrices that optimizer.adamw names",
-    "kernel": "convolutions",
-}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_CLOSURE = "its step evaluates the loss several times (a closure), and a step here has one batch and one gradient"
-_UNFIT = {
-    torch.optim.LBFGS: _CLOSURE,
-    torch.optim.SparseAdam: "it takes sparse gradients alone, and those of a network are dense",
-}
-_KINDS = [kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and issubclass(kind, Optimizer)]
-_PATHS = {kind.__name__.lower(): f"torch.optim:{kind.__name__}" for kind in _KINDS if kind is not Optimizer}
-UNFIT = {kind.__name__.lower(): f"torch.optim:{kind.__name__}" for kind in _UNFIT}  # refused, with the reason
-OPTIMIZERS = {name: path for name, path in sorted(_PATHS.items()) if name not in UNFIT}
-OPTIMIZERS["muon"] = "hookdiff.experiment.optimizers:muon"
 
 
 def unfit(target: Callable[..., Any]) -> str | None:
     """Return why the loop cannot train with the optimizer `target`, or None."""
     if not (inspect.isclass(target) and issubclass(target, Optimizer)):
         return None
+    if issubclass(target, torch.optim.SparseAdam):
+        return "it takes sparse gradients alone, and those of a network are dense"
     closure = inspect.signature(target.step).parameters.get("closure")
-    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    return next((why for kind, why in _UNFIT.items() if issubclass(target, kind)), _CLOSURE if needs_closure else None)
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return None
+    return "its step evaluates the loss several times (a closure), and a step here has one batch and one gradient"
+
+
+_KINDS = sorted({kind for kind in vars(torch.optim).values() if inspect.isclass(kind)} - {Optimizer}, key=str)
+_PATHS = {kind.__name__.lower(): f"torch.optim:{kind.__name__}" for kind in _KINDS}
+UNFIT = {kind.__name__.lower(): _PATHS[kind.__name__.lower()] for kind in _KINDS if unfit(kind)}
+OPTIMIZERS = {name: path for name, path in _PATHS.items() if name not in UNFIT}
+OPTIMIZERS["muon"] = "hookdiff.experiment.optimizers:muon"
 
 
 @define(frozen=True, kw_only=True)
@@ -240,25 +232,14 @@ def muon(
     rest = [weight for weight in params if weight not in matrices]
     if not rest:
         return (first,)
-    _warn_of_small_share(matrices, rest)
+    own_size, rest_size = (sum(weight.parameter.numel() for weight in weights) for weights in (matrices, rest))
+    if own_size < rest_size:
+        log.warning(
+            f"muon: has {own_size / (own_size + rest_size):.1%} of the parameters, and AdamW the others\n"
+            "  Muon pays where most of a model is matrices, as in a transformer (model.use = 'dit'); here "
+            "optimizer.use = 'adamw' may do as well"
+        )
     rate = lr if adamw_lr is None else adamw_lr
     of_adamw: dict[str, Any] = {"lr": rate, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": weight_decay}
     of_adamw |= _kernel(torch.optim.AdamW, of_adamw, rest)
     return first, torch.optim.AdamW(_groups(rest, "adamw"), **of_adamw)
-
-
-def _warn_of_small_share(matrices: Sequence[Weight], rest: Sequence[Weight]) -> None:
-    """Warn where Muon has less than half of the parameters: AdamW then trains most of the model."""
-    sizes: Counter[str] = Counter()
-    for weight in rest:
-        sizes[weight.role] += weight.parameter.numel()
-    own = sum(weight.parameter.numel() for weight in matrices)
-    total = own + sizes.total()
-    if own < total / 2:
-        role, most = sizes.most_common(1)[0]
-        log.warning(
-            f"muon: has {own / total:.1%} of the parameters, and AdamW the other {sizes.total() / total:.1%}, most of "
-            f"them {_PLURALS[role]} ({most / total:.1%})\n"
-            "  Muon pays where most of a model is matrices, as in a transformer (model.use = 'dit'); here "
-            "optimizer.use = 'adamw' may do as well"
-        )

@@ -213,14 +213,12 @@ def _readings(text: str) -> Iterator[Any]:
     yield str(text)
 
 
-def _exactly(wanted: type | tuple[type, ...], kind: type) -> Callable[[Any, Any], Any]:
-    def hook(value: Any, _: Any) -> Any:
-        # bool is an int for isinstance, and no number for a config.
-        if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"expected {_NAMES[kind]}, got {value!r}")
-        return kind(value)
-
-    return hook
+def _scalar(value: Any, kind: Any) -> Any:
+    # bool is an int for isinstance, and no number for a config.
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"expected {_NAMES[kind]}, got {value!r}")
+    return kind(value)
 
 
 def _union(value: Any, kind: Any) -> Any:
@@ -303,7 +301,7 @@ def _choice(value: Any, kind: type[Choice]) -> Choice:
 def _literal(value: Any, kind: Any) -> Any:
     allowed = typing.get_args(kind)
     if value not in allowed or type(value) not in map(type, allowed):
-        close = nearest(value, [a for a in allowed if isinstance(a, str)]) if isinstance(value, str) else ""
+        close = nearest(str(value), map(str, allowed))
         raise ValueError(f"expected one of {', '.join(map(repr, allowed))}, got {value!r}{close}")
     return value
 
@@ -337,10 +335,8 @@ def _is(*origins: Any) -> Callable[[Any], bool]:
 
 _UNION = (typing.Union, types.UnionType)
 _converter = cattrs.Converter()
-_converter.register_structure_hook(bool, _exactly(bool, bool))
-_converter.register_structure_hook(int, _exactly(int, int))
-_converter.register_structure_hook(float, _exactly((int, float), float))
-_converter.register_structure_hook(str, _exactly(str, str))
+for _kind in _NAMES:
+    _converter.register_structure_hook(_kind, _scalar)
 _converter.register_structure_hook(Every, _every)
 _converter.register_structure_hook_func(_is(*_UNION), _union)
 _converter.register_structure_hook_func(_is(*_COLLECTIONS), _sequence)
