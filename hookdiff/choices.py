@@ -31,7 +31,7 @@ class Choice:
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
-        """Return `value` if it is of this kind; else make what it names: a string, or a mapping of `use` and options.
+        """Return `value` if it is of this kind; else make one from its name, or from a mapping of `use` and options.
 
         Raises PluginError for an unknown name.
         """
@@ -89,14 +89,14 @@ def name_of(chosen: type[Choice]) -> str:
     return next((name for name, paths in _published(chosen).items() if paths == [path]), path)
 
 
-def import_object(path: str, what: str) -> Any:
-    """Import `package.module:Name`; raises PluginError that says `what` it was for."""
+def import_object(path: str, purpose: str) -> Any:
+    """Import `package.module:Name`; raises PluginError that begins with `purpose`."""
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
     except (ImportError, TypeError, ValueError) as error:  # the last two where `module` starts with a dot, or is empty
-        raise PluginError(f"{what}: cannot import {module}: {error}") from error
+        raise PluginError(f"{purpose}: cannot import {module}: {error}") from error
     try:
         return attrgetter(name)(found)
     except AttributeError:
-        raise PluginError(f"{what}: {module} has no {name!r}{nearest(name, dir(found))}") from None
+        raise PluginError(f"{purpose}: {module} has no {name!r}{nearest(name, dir(found))}") from None

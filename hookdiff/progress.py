@@ -91,7 +91,7 @@ def parse_every(value: int | str | Every) -> Every:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e[-+]?\d+)?)\s*([a-z]*)\s*", str(value))
     unit = (match[2] or "steps") if match else ""
-    if not match or isinstance(value, bool) or unit not in _UNITS:
+    if not match or isinstance(value, (bool, float)) or unit not in _UNITS:
         raise ValueError(f"expected steps (500), epochs ('2 epochs') or time ('15 min'), got {value!r}")
     kind = "steps" if unit.startswith("step") else "epochs" if unit.startswith("epoch") else "seconds"
     amount = float(match[1]) * _UNITS[unit]

@@ -1,6 +1,6 @@
 """A TOML file becomes a checked `Config`; all its problems are reported at once, each with its place.
 
-Nothing is built here: a table with a `use` (or `source`) key names what it configures and holds its arguments.
+Nothing is built here: a table names a class or function by its key `use` (or `source`), and has its arguments.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class RunConfig(LoopConfig):
 
 @define(frozen=True)
 class Section:
-    """A table that names its target, beside keys that are the same for all targets.
+    """A table that names a target, a class or function, and has its arguments beside keys that all targets share.
 
-    A key that the target takes is the target's.
+    A key that is both is the target's.
     """
 
     table: str
@@ -76,7 +76,7 @@ class Section:
     shared: tuple[type, ...]  # the classes of the other keys
     key: str = "use"  # the key that names the target
     default: str | None = None
-    hidden: Mapping[str, str] = field(factory=dict)  # names that are found too, but not listed
+    hidden: Mapping[str, str] = field(factory=dict)  # targets that messages do not list
     find: Callable[[str, str], Any] = import_object
 
     def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
@@ -107,7 +107,7 @@ class Section:
         try:
             target = self.find(path, use)
         except UserError as error:
-            problems.add(where, str(error))
+            problems.add(where, error)
             return None
         if not callable(target):
             problems.add(where, f"{path} is a {type(target).__name__}, expected a class or a function")
@@ -115,9 +115,9 @@ class Section:
         return target
 
 
-def _import_source(path: str, what: str) -> Any:
+def _import_source(path: str, purpose: str) -> Any:
     module, _, name = path.partition(":")
-    return vision(name) if module == "torchvision" else import_object(path, what)
+    return vision(name) if module == "torchvision" else import_object(path, purpose)
 
 
 SOURCES = {
@@ -131,9 +131,7 @@ SOURCES = {
 MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
 SECTIONS = (
     Section("data", SOURCES, (Transforms, Store, Feed), key="source", find=_import_source),
-    Section(
-        "model", MODELS, (Start, Initialisation), find=lambda path, what: checkpointable(import_object(path, what))
-    ),
+    Section("model", MODELS, (Start, Initialisation), find=lambda path, use: checkpointable(import_object(path, use))),
     Section("optimizer", OPTIMIZERS, (Groups,), default="adamw", hidden=UNFIT),
 )
 
@@ -194,7 +192,7 @@ def _make_importable(table: dict[str, Any], path: Path) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse the file at `path`; raises ConfigError with the line of what is no TOML."""
+    """Parse the file at `path`; raises ConfigError that names the line that is not TOML."""
     try:
         return tomli.loads(path.read_text("utf-8"))
     except UnicodeDecodeError as error:
@@ -292,13 +290,12 @@ def _plugins(names: Iterable[str], tables: Mapping[str, Any], problems: Problems
     for given in names:
         name = plugin_name(given)
         where = f"plugins.{name}"
-        if name in parts:
-            problems.add("run.plugins", f"{name!r} is listed twice")
-            continue
         try:
+            if name in parts:
+                raise PluginError(f"{name!r} is listed twice")
             kind = plugin_class(given)
         except PluginError as error:
-            problems.add("run.plugins", str(error))
+            problems.add("run.plugins", error)
             continue
         table = tables.get(name, {})
         if not isinstance(table, dict):
@@ -308,11 +305,11 @@ def _plugins(names: Iterable[str], tables: Mapping[str, Any], problems: Problems
         if lacking := missing(kind, table):
             problems.add(where, f"needs {', '.join(lacking)}")
     for name in tables:
-        # A table of a plugin that is switched off may stay; one that no plugin could ever read is a slip.
+        # A plugin that is switched off may keep its table; a table that no plugin reads is a mistake.
         if name not in parts and name not in map(plugin_name, names) and name not in installed():
             problems.add(f"plugins.{name}", f"no plugin of that name{nearest(name, (*parts, *installed()))}")
     try:
         check_partners({name: part.target for name, part in parts.items() if isinstance(part.target, type)})
     except PluginError as error:
-        problems.add("run.plugins", str(error))
+        problems.add("run.plugins", error)
     return parts

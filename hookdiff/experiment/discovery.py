@@ -1,4 +1,4 @@
-"""Finds plugins: by name among the entry points of installed packages, or as `module:Class`."""
+"""Plugins by name, among the entry points of installed packages, or as `module:Class`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GROUP = "hookdiff.plugins"
 
 
 def installed(group: str = GROUP) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of `group` by name, sorted. Imports nothing.
+    """Return the entry points of `group` by name, sorted; nothing is imported.
 
-    A name has several when several distributions claim it. An entry point that is seen twice, as an editable
+    A name has several if several distributions claim it. An entry point that is found twice, as that of an editable
     install on the path can be, counts once.
     """
     unique = {(entry.name, entry.value, distribution(entry)): entry for entry in entry_points(group=group)}
@@ -40,8 +40,8 @@ def plugin_name(given: str) -> str:
 def plugin_class(given: str) -> type:
     """Import the class of the plugin `given`: a name from the entry points, or `module:Class`.
 
-    Raises PluginError when there is none or several of that name, when it cannot be imported, when it is no class,
-    or when a package that it `needs` (a mapping of modules to requirements of pip) is missing.
+    Raises PluginError if there is none or several of that name, if it cannot be imported, if it is no class, or if a
+    package that it `needs` (a mapping of modules to requirements of pip) is missing.
     """
     kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
     if not inspect.isclass(kind):

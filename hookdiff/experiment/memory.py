@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from hookdiff.experiment.config import Config
     from hookdiff.loop import Loop
 
-# Plugins that have a part in forward and backward, or keep something; those that write files or make images do not.
+# Plugins without any of these only write files or make images.
 HOOKS = ("prepare_model", "wrap_net", "micro_step", "compute_loss", "backward", "state_dict")
 
 
 @define(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the device, by what takes them."""
+    """Bytes on the device, by their use."""
 
     device: str
     batch_size: int  # samples of an update, of one rank
@@ -44,15 +44,15 @@ class MemoryEstimate:
     parameters: int
     buffers: int
     gradients: int
-    optimizer: int | None  # its state once it has made an update; None: it cannot be run on fake tensors
-    plugins: Mapping[str, int]  # the tensors in the state of each that has some
-    data: int  # the set, where a GPU holds it
+    optimizer: int | None  # its state after an update; None: it cannot run on fake tensors
+    plugins: Mapping[str, int]  # the tensors in their states; those without tensors are left out
+    data: int  # all samples, if a GPU holds them
     batch: int  # inputs, labels and draws of an update
-    activations: int  # kept for the backward pass of a micro-batch: each storage once, and nothing of the above
-    per_sample: int  # what one more sample in the micro-batch adds to the activations
-    peak: int  # the most that is held at one time, with all that comes and goes in an update
-    available: int | None = None  # the memory of the device, where it has its own
-    notes: tuple[str, ...] = ()  # what is not in the numbers, and why
+    activations: int  # saved for the backward pass of a micro-batch, without any of the above
+    per_sample: int  # activations of one more sample in the micro-batch
+    peak: int  # the most at one time, temporary tensors of an update included
+    available: int | None = None  # the memory of a device that has its own
+    notes: tuple[str, ...] = ()  # parts that are not in the numbers, with the reason
 
     @property
     def total(self) -> int:
@@ -95,12 +95,12 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
             return as_fakes(build.make_model(fitted, made_on), mode, device)
 
     @contextmanager
-    def noted(what: str) -> Iterator[None]:
+    def noted(part: str) -> Iterator[None]:
         """Note an error in place of raising it: a plugin or an optimizer may raise anything."""
         try:
             yield
         except Exception as error:
-            notes.append(f"{what}: {_first_line(error)}")
+            notes.append(f"{part}: {_first_line(error)}")
 
     def update(parts: Iterable[Batch], *, step: bool = True) -> None:
         for part in parts:

@@ -18,7 +18,6 @@ from hookdiff.errors import ConfigError, nearest
 from hookdiff.experiment.structure import parameters as arguments_of
 from hookdiff.models.names import plain_name
 from hookdiff.options import about
-from hookdiff.state import as_tuple
 
 if TYPE_CHECKING:
     from hookdiff.experiment.part import Part
@@ -135,15 +134,6 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
     except Exception as error:  # an optimizer may raise anything for its arguments, or in its first step
         raise ConfigError(f"{part.where}: {error}") from error
     return part.given(**fused).build(params)
-
-
-def build_small(part: Part, device: torch.device) -> tuple[Optimizer, ...]:
-    """Make the optimizers of `part` for one small layer on `device`: their groups and rates, for any model.
-
-    Raises ConfigError where they could be made for no model, or not make a step.
-    """
-    known = {key: value for key, value in part.arguments.items() if part.target is not muon or key != "adamw"}
-    return as_tuple(build_optimizers(evolve(part, arguments=known, shared={}), nn.Linear(2, 2, device=device)))
 
 
 def check_patterns(part: Part, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""A thing to build: what a table of the config names, with its checked arguments."""
+"""A thing to build: the class or function that a table of the config names, with its checked arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Part:
         return evolve(self, arguments={**self.arguments, **taken})
 
     def build(self, *first: Any) -> Any:
-        """Make the thing; what it raises because of its arguments becomes a ConfigError that names the table."""
+        """Make the thing; an error because of its arguments becomes a ConfigError that names the table."""
         try:
             return self.target(*first, **self.arguments)
         except (ArithmeticError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
+from torch import nn
 from torch.optim import Optimizer
 
 from hookdiff.builtin.start import Start
@@ -14,10 +16,11 @@ from hookdiff.data import Transforms
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.build import build_model, build_sampling, pick_device
 from hookdiff.experiment.config import Config
-from hookdiff.experiment.optimizers import build_small, check_patterns
+from hookdiff.experiment.optimizers import build_optimizers, check_patterns, muon
 from hookdiff.experiment.structure import Problems, missing
 from hookdiff.models.load import check_file
 from hookdiff.plugins import Plugins
+from hookdiff.state import as_tuple
 
 
 def try_config(config: Config, *, resume: bool = False) -> None:
@@ -79,4 +82,6 @@ def try_optimizers(config: Config) -> tuple[Optimizer, ...]:
         device = pick_device(config.run.device)
     except ConfigError:  # which `try_config` reports
         device = torch.device("cpu")
-    return build_small(config.optimizer, device)
+    part = config.optimizer  # without the patterns, which name weights of the model
+    known = {key: value for key, value in part.arguments.items() if part.target is not muon or key != "adamw"}
+    return as_tuple(build_optimizers(evolve(part, arguments=known, shared={}), nn.Linear(2, 2, device=device)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,7 +94,7 @@ def summary(target: object) -> str:
 
 
 def _kind(hint: Any) -> type[Choice] | None:
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    members = typing.get_args(hint) or (hint,)
     return next((m for m in members if isinstance(m, type) and issubclass(m, Choice)), None)
 
 

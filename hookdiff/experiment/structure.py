@@ -25,7 +25,7 @@ from hookdiff.choices import Choice, find
 from hookdiff.errors import ConfigError, PluginError, nearest
 from hookdiff.progress import Every, parse_every
 
-_REFUSED = (ValueError, TypeError, OverflowError, PluginError, CattrsError)  # what a value that does not fit raises
+_REFUSED = (ValueError, TypeError, OverflowError, PluginError, CattrsError)  # raised for a value that does not fit
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _COLLECTIONS = (tuple, list, set, frozenset, Sequence, Collection, Iterable)
 
@@ -83,7 +83,7 @@ def arguments(
             result[key] = _value(value, hints[key])
         except _REFUSED as error:
             problems.add(f"{where}.{key}", error)
-    # attrs runs no validator once one field has failed. Here each sees an instance of what is known so far.
+    # attrs runs no validator once one field has failed. Here each sees an instance of the fields known so far.
     so_far = types.SimpleNamespace(**{name: parameter.default for name, parameter in known.items()} | result)
     for key, field in fields_of(target).items():
         if key in result and field.validator is not None:
@@ -306,12 +306,6 @@ def _literal(value: Any, kind: Any) -> Any:
     return value
 
 
-def _every(value: Any, _: Any) -> Every:
-    if not isinstance(value, (int, str, Every)):
-        raise ValueError(f"expected steps (500), epochs ('2 epochs') or time ('15 min'), got {value!r}")
-    return parse_every(value)
-
-
 def _named(kind: Any) -> str:
     """Return the type in words; an alternative of None is left out, since TOML does not have it."""
     members = typing.get_args(kind)
@@ -337,7 +331,7 @@ _UNION = (typing.Union, types.UnionType)
 _converter = cattrs.Converter()
 for _kind in _NAMES:
     _converter.register_structure_hook(_kind, _scalar)
-_converter.register_structure_hook(Every, _every)
+_converter.register_structure_hook(Every, lambda value, _: parse_every(value))
 _converter.register_structure_hook_func(_is(*_UNION), _union)
 _converter.register_structure_hook_func(_is(*_COLLECTIONS), _sequence)
 _converter.register_structure_hook_func(_is(dict, Mapping, MutableMapping), _mapping)
