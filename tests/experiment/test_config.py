@@ -54,7 +54,7 @@ def problems(path, *args, **kwargs):
 
 
 def place(line):
-    """Return what comes first in a line: the key."""
+    """Return the key that a line begins with."""
     return line.split(": ")[0]
 
 
@@ -394,7 +394,7 @@ QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, Hea
 
 
 def load_or_refuse(path, plugins=(), given=()):
-    """Load and probe; anything but a Config or a UserError is a bug. What loads must come back as it was."""
+    """Load and probe; anything but a Config or a UserError is a bug. A config that loads is written and read again as the same."""
     config = None
     with contextlib.suppress(UserError):
         config = load_config(path, plugins, given)
