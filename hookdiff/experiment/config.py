@@ -19,9 +19,9 @@ from hookdiff.choices import import_object
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.errors import ConfigError, PluginError, UserError, nearest
+from hookdiff.errors import ConfigError, PluginError, UserError, nearest, why_missing
 from hookdiff.experiment.discovery import installed, plugin_class, plugin_name
-from hookdiff.experiment.optimizers import OPTIMIZERS, UNFIT, Groups, unfit
+from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.structure import Problems, Text, arguments, as_toml, described, missing, parameters
 from hookdiff.models.adapters import checkpointable
@@ -76,7 +76,6 @@ class Section:
     shared: tuple[type, ...]  # the classes of the other keys
     key: str = "use"  # the key that names the target
     default: str | None = None
-    hidden: Mapping[str, str] = field(factory=dict)  # targets that messages do not list
     find: Callable[[str, str], Any] = import_object
 
     def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
@@ -100,7 +99,7 @@ class Section:
         if not isinstance(use, str):
             problems.add(where, f"{'is missing' if use is None else f'expected a string, got {use!r}'}; {names}")
             return None
-        path = {**self.hidden, **self.known}.get(use, use)
+        path = self.known.get(use, use)
         if ":" not in path:
             problems.add(where, f"unknown {use!r}{nearest(use, self.known)}; {names}")
             return None
@@ -132,7 +131,7 @@ MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
 SECTIONS = (
     Section("data", SOURCES, (Transforms, Store, Feed), key="source", find=_import_source),
     Section("model", MODELS, (Start, Initialisation), find=lambda path, use: checkpointable(import_object(path, use))),
-    Section("optimizer", OPTIMIZERS, (Groups,), default="adamw", hidden=UNFIT),
+    Section("optimizer", OPTIMIZERS, (Groups,), default="adamw"),
 )
 
 
@@ -200,8 +199,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # of tomli, or of Python for a number too long or a nest too deep
         raise ConfigError(f"{path}: not TOML: {error}") from None
     except FileNotFoundError:
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
-        raise ConfigError(f"{path}: no such file{near}") from None
+        raise ConfigError(f"{path}: no such file: {why_missing(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -253,8 +251,6 @@ def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems:
     }
     if (data := parts.get("data")) and (lacking := missing(data.target, tables["data"])):
         problems.add("data", f"{data.use} needs {', '.join(lacking)}")
-    if (optimizer := parts.get("optimizer")) and (reason := unfit(optimizer.target)):
-        problems.add("optimizer.use", f"{optimizer.use!r} cannot train here: {reason}")
     for name, target in {"diffusion": Diffusion, "sampling": Sampling}.items():
         parts[name] = Part(name, "", target, arguments(target, tables.get(name, {}), name, problems))
     plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems)

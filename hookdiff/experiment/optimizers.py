@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,24 +26,10 @@ log = logging.getLogger("hookdiff")
 AUTO = "auto"  # among the patterns of no_decay
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-
-
-def unfit(target: Callable[..., Any]) -> str | None:
-    """Return why the loop cannot train with the optimizer `target`, or None."""
-    if not (inspect.isclass(target) and issubclass(target, Optimizer)):
-        return None
-    if issubclass(target, torch.optim.SparseAdam):
-        return "it takes sparse gradients alone, and those of a network are dense"
-    closure = inspect.signature(target.step).parameters.get("closure")
-    if closure is None or closure.default is not inspect.Parameter.empty:
-        return None
-    return "its step evaluates the loss several times (a closure), and a step here has one batch and one gradient"
-
-
-_KINDS = sorted({kind for kind in vars(torch.optim).values() if inspect.isclass(kind)} - {Optimizer}, key=str)
-_PATHS = {kind.__name__.lower(): f"torch.optim:{kind.__name__}" for kind in _KINDS}
-UNFIT = {kind.__name__.lower(): _PATHS[kind.__name__.lower()] for kind in _KINDS if unfit(kind)}
-OPTIMIZERS = {name: path for name, path in _PATHS.items() if name not in UNFIT}
+# LBFGS evaluates the loss several times a step, and SparseAdam takes sparse gradients alone.
+_UNFIT = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+_KINDS = sorted(name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and kind not in _UNFIT)
+OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in _KINDS}
 OPTIMIZERS["muon"] = "hookdiff.experiment.optimizers:muon"
 
 

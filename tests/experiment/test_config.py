@@ -394,7 +394,7 @@ QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, Hea
 
 
 def load_or_refuse(path, plugins=(), given=()):
-    """Load and probe; anything but a Config or a UserError is a bug. A config that loads is written and read again as the same."""
+    """Load and probe, expecting a UserError at most. A config that loads is written and read again as the same."""
     config = None
     with contextlib.suppress(UserError):
         config = load_config(path, plugins, given)
