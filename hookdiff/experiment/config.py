@@ -80,8 +80,11 @@ class Section:
 
     def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
         """Return the part that `table` names; None where it names none, with the reason among the problems."""
-        use = table.get(self.key, self.default)
-        target = self._target(use, problems)
+        use, target = table.get(self.key, self.default), None
+        try:
+            target = self._target(use)
+        except UserError as error:
+            problems.add(f"{self.table}.{self.key}", error)
         own = parameters(target) if target else {}
         shared, beside = {}, [self.key]
         for kind in self.shared:
@@ -94,23 +97,16 @@ class Section:
         given = arguments(target, rest, self.table, problems, beside)
         return Part(self.table, str(use), target, given, self.key, shared)
 
-    def _target(self, use: Any, problems: Problems) -> Any:
-        where, names = f"{self.table}.{self.key}", f"known: {', '.join(self.known)}, or module:Name"
+    def _target(self, use: Any) -> Any:
+        names = f"known: {', '.join(self.known)}, or module:Name"
         if not isinstance(use, str):
-            problems.add(where, f"{'is missing' if use is None else f'expected a string, got {use!r}'}; {names}")
-            return None
+            raise ConfigError(f"{'is missing' if use is None else f'expected a string, got {use!r}'}; {names}")
         path = self.known.get(use, use)
         if ":" not in path:
-            problems.add(where, f"unknown {use!r}{nearest(use, self.known)}; {names}")
-            return None
-        try:
-            target = self.find(path, use)
-        except UserError as error:
-            problems.add(where, error)
-            return None
+            raise ConfigError(f"unknown {use!r}{nearest(use, self.known)}; {names}")
+        target = self.find(path, use)
         if not callable(target):
-            problems.add(where, f"{path} is a {type(target).__name__}, expected a class or a function")
-            return None
+            raise ConfigError(f"{path} is a {type(target).__name__}, expected a class or a function")
         return target
 
 

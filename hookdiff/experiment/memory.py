@@ -203,7 +203,7 @@ def _data(config: Config, loop: Loop) -> int:
         return 0
     if isinstance(samples, InMemory):
         return sum(storages([samples.images, samples.labels], loop.device).values())
-    size = len(loop.feed.prepared) * torch.Size(loop.feed.shape).numel()  # decoded, a byte a number
+    size = len(samples) * torch.Size(loop.feed.shape).numel()  # decoded, a byte a number
     fits = size <= torch.cuda.mem_get_info(loop.device)[0] // 4
     return size if fits and config.data.of(Store).place(size) != "none" else 0
 
