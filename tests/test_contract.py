@@ -187,11 +187,11 @@ def test_a_plugin_knows_the_public_names_and_itself(path: Path) -> None:
 
 # The rooms of the core, lowest first: each may import those before it. See docs/architecture.md.
 ROOMS = [
-    *("errors", "readonly", "ranks", "randomness", "options", "choices", "gradients", "dispatch"),
+    *("errors", "readonly", "ranks", "findings", "randomness", "options", "choices", "gradients", "dispatch"),
     *("disk", "data", "progress", "objective", "sampling", "weights", "models", "diffusion"),
     *("log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("sinks", "findings", "testing", "builtin", "experiment", "cli", "__init__"),
+    *("sinks", "testing", "builtin", "experiment", "cli", "__init__"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # these name `Loop` for type checkers
 
