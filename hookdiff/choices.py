@@ -1,7 +1,7 @@
-"""One of several classes, chosen by name, each with only its own options.
+"""Parts chosen by name among several classes, each with only its own options.
 
-A config writes `weighting = { use = "min_snr", gamma = 3.0 }`, or `weighting = "min_snr"` where it sets no option; a
-script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"` takes a class of the user's own.
+A config writes `weighting = { use = "min_snr", gamma = 3.0 }`, or `weighting = "min_snr"` if it sets no option; a
+script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"` names a class of the user's own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Choice:
 def find(kind: type[Chosen], use: object) -> type[Chosen]:
     """Return the class of `kind` called `use`: a known name, one of an entry point, or `module:Name`.
 
-    Raises PluginError when there is none or several of that name, or when it is of another kind.
+    Raises PluginError if there is none or several of that name, or if the class is of another kind.
     """
     found = kind.known.get(str(use)) or import_object(_path(kind, use), f"the {kind.kind} {use!r}")
     if isinstance(found, type) and issubclass(found, kind):
