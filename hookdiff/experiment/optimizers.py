@@ -28,8 +28,8 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # LBFGS evaluates the loss several times a step, and SparseAdam takes sparse gradients alone.
 _UNFIT = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
-_KINDS = sorted(name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and kind not in _UNFIT)
-OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in _KINDS}
+_KINDS = [name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and kind not in _UNFIT]
+OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in sorted(_KINDS, key=str.lower)}
 OPTIMIZERS["muon"] = "hookdiff.experiment.optimizers:muon"
 
 
