@@ -1,7 +1,7 @@
-"""One of several classes, chosen by name, each with only its own options.
+"""Parts chosen by name among several classes, each with only its own options.
 
-A config writes `weighting = { use = "min_snr", gamma = 3.0 }`, or `weighting = "min_snr"` where it sets no option; a
-script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"` takes a class of the user's own.
+A config writes `weighting = { use = "min_snr", gamma = 3.0 }`, or `weighting = "min_snr"` if it sets no option; a
+script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"` names a class of the user's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Choice:
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
-        """Return `value` if it is of this kind; else make what it names: a string, or a mapping of `use` and options.
+        """Return `value` if it is of this kind; else make one from its name, or from a mapping of `use` and options.
 
         Raises PluginError for an unknown name.
         """
@@ -62,7 +62,7 @@ class chosen(Generic[Chosen]):
 def find(kind: type[Chosen], use: object) -> type[Chosen]:
     """Return the class of `kind` called `use`: a known name, one of an entry point, or `module:Name`.
 
-    Raises PluginError when there is none or several of that name, or when it is of another kind.
+    Raises PluginError if there is none or several of that name, or if the class is of another kind.
     """
     found = kind.known.get(str(use)) or import_object(_path(kind, use), f"the {kind.kind} {use!r}")
     if isinstance(found, type) and issubclass(found, kind):
@@ -102,14 +102,14 @@ def name_of(chosen: type[Choice]) -> str:
     return next((name for name, paths in _published(chosen).items() if paths == [path]), path)
 
 
-def import_object(path: str, what: str) -> Any:
-    """Import `package.module:Name`; raises PluginError that says `what` it was for."""
+def import_object(path: str, purpose: str) -> Any:
+    """Import `package.module:Name`; raises PluginError that begins with `purpose`."""
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
     except (ImportError, TypeError, ValueError) as error:  # the last two where `module` starts with a dot, or is empty
-        raise PluginError(f"{what}: cannot import {module}: {error}") from error
+        raise PluginError(f"{purpose}: cannot import {module}: {error}") from error
     try:
         return attrgetter(name)(found)
     except AttributeError:
-        raise PluginError(f"{what}: {module} has no {name!r}{nearest(name, dir(found))}") from None
+        raise PluginError(f"{purpose}: {module} has no {name!r}{nearest(name, dir(found))}") from None

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from attrs import Attribute, asdict, define, field, validators
 
+from hookdiff.options import about
 from hookdiff.ranks import first_rank_says
 
 _UNITS = {"step": 1, "steps": 1, "epoch": 1, "epochs": 1, "s": 1, "sec": 1, "min": 60, "h": 3600}
@@ -90,7 +91,7 @@ def parse_every(value: int | str | Every) -> Every:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e[-+]?\d+)?)\s*([a-z]*)\s*", str(value))
     unit = (match[2] or "steps") if match else ""
-    if not match or isinstance(value, bool) or unit not in _UNITS:
+    if not match or isinstance(value, (bool, float)) or unit not in _UNITS:
         raise ValueError(f"expected steps (500), epochs ('2 epochs') or time ('15 min'), got {value!r}")
     kind = "steps" if unit.startswith("step") else "epochs" if unit.startswith("epoch") else "seconds"
     amount = float(match[1]) * _UNITS[unit]
@@ -141,13 +142,34 @@ def _is_size(instance: object, attribute: Attribute[Any], value: Any) -> None:
 class LoopConfig:
     """The loop's own options."""
 
-    steps: int | None = field(default=None, validator=validators.optional(validators.ge(1)))  # updates
-    epochs: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
-    seed: int = field(default=0, validator=[validators.ge(0), validators.lt(2**63)])
-    batch_size: int = field(default=128, validator=validators.ge(1))  # samples of a step, over all ranks
-    micro_batch: int | None = field(default=None, validator=_is_size)  # what fits
-    log_every: int = field(default=50, validator=validators.ge(1))  # steps
-    max_time: Every = field(default=Every(0), converter=parse_every, validator=_is_time)  # "3 h"; 0 is no limit
+    steps: int | None = field(
+        default=None,
+        validator=validators.optional(validators.ge(1)),
+        metadata=about("length of the run; this or `epochs` is needed", "updates"),
+    )
+    epochs: int | None = field(
+        default=None,
+        validator=validators.optional(validators.ge(1)),
+        metadata=about("length of the run; this or `steps` is needed", "passes over the data"),
+    )
+    seed: int = field(
+        default=0, validator=[validators.ge(0), validators.lt(2**63)], metadata=about("seed of everything random")
+    )
+    batch_size: int = field(
+        default=128,
+        validator=validators.ge(1),
+        metadata=about("samples of an update, over all micro-batches and ranks"),
+    )
+    micro_batch: int | None = field(default=None, validator=_is_size)
+    log_every: int = field(
+        default=50, validator=validators.ge(1), metadata=about("distance of two lines in the log", "steps")
+    )
+    max_time: Every = field(
+        default=Every(0),
+        converter=parse_every,
+        validator=_is_time,
+        metadata=about('time after which the run saves, stops and exits with 75 ("3 h"); 0 is no limit'),
+    )
 
     def limit_reached(self, progress: Progress, start_time: float) -> Reason | None:
         """Return why a run that stands at `progress` is over, or None.

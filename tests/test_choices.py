@@ -91,7 +91,7 @@ def test_an_unknown_name_gets_the_nearest(use: str, nearest: str) -> None:
 
 
 @pytest.mark.parametrize("use", [7, 1.5, True, ["square"], ""])
-def test_what_is_no_name_is_refused(use: object) -> None:
+def test_a_value_that_is_no_name_is_refused(use: object) -> None:
     with refused(PluginError, repr(use), "square", "circle"):
         find(Shape, use)
 
@@ -116,7 +116,7 @@ def test_a_class_of_the_users_own(mine: None) -> None:
         ("hookdiff.diffusion:Euler", ["hookdiff.diffusion:Euler", "shape", "Shape"]),
     ],
 )
-def test_what_is_none_of_the_kind_is_refused(mine: None, use: str, facts: list[str]) -> None:
+def test_a_class_of_another_kind_is_refused(mine: None, use: str, facts: list[str]) -> None:
     with refused(PluginError, *facts):
         find(Shape, use)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from attrs import define, field
 from attrs.validators import min_len, optional
@@ -10,8 +11,12 @@ from attrs.validators import min_len, optional
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.load import load_into
+from hookdiff.options import about
 
-KEYS = "start_from", "start_partial"  # of the table [model]
+
+def _check_partial(start: Start, _: Any, partial: bool) -> None:
+    if partial and not start.start_from:
+        raise ValueError("needs start_from")
 
 
 @define(eq=False)
@@ -21,9 +26,17 @@ class Start:
     The arguments are keys of the table [model].
     """
 
-    start_from: str | None = field(default=None, validator=optional(min_len(1)))  # a safetensors file
-    start_partial: bool = (
-        False  # load only the tensors that fit by name and shape, and list the others; else all must fit
+    start_from: str | None = field(
+        default=None,
+        validator=optional(min_len(1)),
+        metadata=about("safetensors file with the weights that a new run starts from; a resumed run has its own"),
+    )
+    start_partial: bool = field(
+        default=False,
+        validator=_check_partial,
+        metadata=about(
+            "load only the tensors of `start_from` that fit by name and shape, and list the others; else all must fit"
+        ),
     )
 
     @hookimpl(tryfirst=True)

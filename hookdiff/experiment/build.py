@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from attrs import evolve
 from torch import Generator, nn
 
 from hookdiff.builtin import builtin_plugins
-from hookdiff.data import Feed, Images, InMemory, Source
+from hookdiff.builtin.start import Start
+from hookdiff.data import Feed, Images, InMemory, Source, Store, Transforms
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config
@@ -20,7 +22,7 @@ from hookdiff.experiment.part import Part
 from hookdiff.experiment.structure import missing
 from hookdiff.loop import Loop
 from hookdiff.models.adapters import adapt, check_contract
-from hookdiff.models.init import layers_called
+from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.progress import AUTO
 
 
@@ -39,13 +41,22 @@ def build_loop(
 ) -> Loop:
     """Build data, model, objective, optimizer and plugins, and the Loop that holds them.
 
-    `hooks` leaves out the plugins that implement none of them, but those called as in `keep`: who only samples needs no
-    others, and its run directory is not written. `plugins` are heard before those of the config. `resume=True` goes on
-    with the run in `run_dir`, or starts where that has no checkpoint; a path, as Loop takes it, must have one. What
-    cannot change since the checkpoint is refused (see `Changes`). `skip_batches` are passed over at the start. The
-    model is initialised from the run's seed, unless `make` makes another.
+    Args:
+        config: the checked config.
+        run_dir: the run directory.
+        resume: go on with the run in `run_dir`, or start where that has no checkpoint; a path, as Loop takes it, must
+            have one. A change since the checkpoint that cannot be is refused (see `Changes`).
+        overwrite: remove an earlier run in `run_dir`.
+        fresh: as Loop takes it.
+        skip_batches: number of batches to pass over at the start.
+        plugins: plugins that are called before those of the config.
+        hooks: leave out the plugins that implement none of these hooks, for a loop that only samples, say. Its run
+            directory is not written.
+        keep: plugins that stay all the same.
+        make: makes the model; without it the config's is made and initialised from the run's seed.
 
-    Raises ConfigError that names the table of what cannot be built.
+    Raises:
+        ConfigError: a part cannot be built; the message names its table.
     """
     device = pick_device(config.run.device)
     feed = build_feed(config, decode=hooks is None)
@@ -55,27 +66,30 @@ def build_loop(
     objective, sampler = build_objective(config, feed)
     with layers_called(model) as called:
         check_model(config, model, feed, objective)
-    initialise(config, model, called[-1] if called else None)
+    try:
+        config.model.of(Initialisation).apply(model, called[-1] if called else None)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
     own = builtin_plugins(
         overwrite=overwrite,
         signals=False,
         fit_micro_batch=config.run.micro_batch == AUTO,
         skip_batches=skip_batches,
         defaults=config.defaults() if resume else None,
-        **config.start,
+        **config.model.shared[Start],
     )
     plugins = {**(plugins or {}), **own}
     if clash := plugins.keys() & config.plugins.keys():
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
     plugins |= {name: part.build() for name, part in config.plugins.items()}
     if hooks is not None:
-        # What is left out stays as a name that hears nothing, so that its saved state is not taken for a stranger's.
-        heard = {name for name, plugin in plugins.items() if _hears(plugin, hooks)} | set(keep)
-        heard -= {"run_dir", "changes"}  # which stand by a run that trains
+        # A plugin that is left out keeps its name, so that its saved state is not taken for an unknown plugin's.
+        heard = {name for name, plugin in plugins.items() if _is_needed(plugin, hooks)} | set(keep)
+        heard -= {"run_dir", "changes"}  # for a run that trains
         plugins = {name: plugin if name in heard else object() for name, plugin in plugins.items()}
     return Loop(
         model,
-        lambda prepared: build_optimizers(config.optimizer, prepared, config.groups),
+        lambda prepared: build_optimizers(config.optimizer, prepared),
         objective,
         feed,
         evolve(config.run, micro_batch=None) if config.run.micro_batch == AUTO else config.run,
@@ -88,32 +102,40 @@ def build_loop(
     )
 
 
-def _hears(plugin: object, hooks: Collection[str]) -> bool:
-    """Whether a loop of which only `hooks` matter needs `plugin`; who restores runs saves them, whatever it hears."""
+def _is_needed(plugin: object, hooks: Collection[str]) -> bool:
+    """Whether a loop that calls only `hooks` needs `plugin`: one that saves runs only if the loop restores."""
     saves = hasattr(plugin, "restore") and "restore" not in hooks
     return not saves and any(hasattr(plugin, hook) for hook in hooks)
 
 
-def build_feed(config: Config, decode: bool = True) -> Feed:
-    """Look at the data and decode it where it is to be kept, unless only its shape and labels are asked for.
+@contextmanager
+def _problems_of(where: str) -> Iterator[None]:
+    """Turn an error that an object raises for its values into a ConfigError that names `where`."""
+    try:
+        yield
+    except (ValueError, UserError) as error:
+        raise ConfigError(f"{where}: {error}") from error
 
-    Raises ConfigError for what cannot be trained on.
+
+def build_feed(config: Config, decode: bool = True) -> Feed:
+    """Read the data and decode it where it is to be kept, unless only its shape and labels are needed.
+
+    Raises ConfigError for data that cannot be trained on.
     """
     source = config.data.build()
     if not isinstance(source, InMemory | Images | Source):  # a tensor is a Source in this respect
         raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}, which has no length or [i]")
-    store = config.feed["store"] if decode else evolve(config.feed["store"], store="auto", memory_limit=0)
-    try:
-        return Feed(source, **{**config.feed, "store": store})
-    except UserError as error:
-        raise ConfigError(f"data: {error}") from error
+    store = config.data.of(Store)
+    if not decode:
+        store = evolve(store, store="auto", memory_limit=0)
+    with _problems_of("data"):
+        return Feed(source, config.data.of(Transforms), store, **config.data.shared[Feed])
 
 
 def fit_to_data(config: Config, feed: Feed) -> Config:
-    """Let the data decide those of the model's arguments that the config leaves open.
+    """Take from the data the arguments of the model that the config leaves open.
 
-    Whether a model is told of classes is asked for in the config, so their number is only given to one that cannot do
-    without.
+    A model that can do without a number of classes gets none, since the config decides whether it takes labels.
     """
     facts = _facts(feed)
     if feed.num_classes is not None and "num_classes" in missing(config.model.target, config.model.arguments):
@@ -125,7 +147,7 @@ def fit_to_data(config: Config, feed: Feed) -> Config:
 
 
 def _facts(feed: Feed) -> dict[str, Any]:
-    """Return what the data says of a model, by the names that arguments have for it here and in diffusers."""
+    """Return channels and side of the data, by the names that arguments have for them here and in diffusers."""
     channels, *sides = feed.shape
     side = {"image_size": sides[-1], "sample_size": sides[-1]} if sides else {}
     return {"in_channels": channels, "out_channels": channels, **side}
@@ -143,28 +165,18 @@ def make_model(config: Config, device: torch.device) -> nn.Module:
 
 
 def build_model(part: Part) -> nn.Module:
-    """Make the model, following our contract also where another library made it."""
+    """Make the model, and adapt one of another library to our contract."""
     model = part.build()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.use: {part.use} made a {type(model).__name__}, expected a torch.nn.Module")
     if not any(True for _ in model.parameters()):
         raise ConfigError(f"model.use: {part.use} made a model without parameters")
-    try:
+    with _problems_of(part.where):
         return adapt(model)
-    except ValueError as error:
-        raise ConfigError(f"{part.where}: {error}") from None
-
-
-def initialise(config: Config, model: nn.Module, output: str | None) -> None:
-    """Draw the weights of `model` as the config says; `output` is the name of its last layer."""
-    try:
-        config.initial.apply(model, output)
-    except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
 
 
 def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusion) -> None:
-    """Raise ConfigError unless `model` takes what `objective` makes of the data, and returns the same shape."""
+    """Raise ConfigError unless `model` takes the inputs of `objective` for the data, and returns the same shape."""
     part, times = config.model, objective.process.network_time(objective.times.draw(objective.process, 1, Generator()))
     asked, known = getattr(model, "num_classes", None) or 0, feed.num_classes or 0
     if 0 < asked < known:
@@ -172,13 +184,13 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
     try:
         check_contract(model, feed.shape, labels=bool(objective.conditional), times=times.dtype)
     except ValueError as error:
-        differing = {key: said for key, said in _facts(feed).items() if part.arguments.get(key, said) != said}
-        likely = "; the data says " + ", ".join(f"{key} = {said}" for key, said in differing.items())
-        raise ConfigError(f"{part.where}: {part.use} {error}{likely if differing else ''}") from error
+        differing = [f"{k} = {v}" for k, v in _facts(feed).items() if part.arguments.get(k, v) != v]
+        likely = f"; the data has {', '.join(differing)}" if differing else ""
+        raise ConfigError(f"{part.where}: {part.use} {error}{likely}") from error
 
 
 def fit_to_model(config: Config, model: nn.Module) -> Config:
-    """Tell the network the labels if it takes them, unless the config says otherwise."""
+    """Give the network the labels if it takes them, unless the config says otherwise."""
     takes_labels = bool(getattr(model, "num_classes", 0))
     diffusion = config.diffusion.given(conditional=takes_labels)
     if diffusion.arguments["conditional"] and not takes_labels:
@@ -187,20 +199,21 @@ def fit_to_model(config: Config, model: nn.Module) -> Config:
 
 
 def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
-    """Make the objective and the sampler, and see that they fit each other and the data."""
+    """Make the objective and the sampler; raises ConfigError unless they fit each other and the data."""
     objective: Diffusion = config.diffusion.build()
-    sampling: Sampling = config.sampling.build()
     if objective.conditional and feed.labels is None:
-        raise ConfigError(f"diffusion.conditional: the network is told of classes, and {config.data.use} has no labels")
-    try:
+        raise ConfigError(f"diffusion.conditional: the network takes classes, and {config.data.use} has no labels")
+    with _problems_of("diffusion"):
         objective.normalize(torch.zeros(1, *feed.shape))
-    except ValueError as error:
-        raise ConfigError(f"diffusion: {error}") from None
-    try:
+    return objective, build_sampling(config, objective)
+
+
+def build_sampling(config: Config, objective: Diffusion) -> Sampling:
+    """Make the sampler; raises ConfigError unless it can sample from `objective`."""
+    sampling: Sampling = config.sampling.build()
+    with _problems_of("sampling"):
         sampling.points(objective)
-    except ValueError as error:
-        raise ConfigError(f"sampling: {error}") from None
-    return objective, sampling
+    return sampling
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,34 +1,119 @@
-"""A TOML file becomes a checked `Config`; every problem in it is told at once, each with its place.
+"""A TOML file becomes a checked `Config`; all its problems are reported at once, each with its place.
 
-Nothing is built here: a table with a `use` (or `source`) key names what it configures and holds its arguments.
+Nothing is built here: a table names a class or function by its key `use` (or `source`), and has its arguments.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli
-from attrs import Attribute, asdict, define, evolve, field
+from attrs import Attribute, define, evolve, field, fields
 from attrs.validators import ge
 
-from hookdiff.builtin.start import KEYS as START_KEYS
 from hookdiff.builtin.start import Start
 from hookdiff.choices import import_object
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.errors import ConfigError, PluginError, UserError, nearest
+from hookdiff.errors import ConfigError, PluginError, UserError, nearest, why_missing
 from hookdiff.experiment.discovery import installed, plugin_class, plugin_name
-from hookdiff.experiment.optimizers import OPTIMIZERS, UNFIT, Groups, unfit
+from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.structure import Problems, Text, arguments, as_toml, missing, parameters, resolved
+from hookdiff.experiment.structure import Problems, Text, arguments, as_toml, described, missing, parameters
 from hookdiff.models.adapters import checkpointable
 from hookdiff.models.init import Initialisation
+from hookdiff.options import about
 from hookdiff.plugins import check_partners
 from hookdiff.progress import AUTO, LoopConfig
+
+
+def _is_size(instance: object, attribute: Attribute[Any], value: Any) -> None:
+    if value not in (None, AUTO):
+        ge(1)(instance, attribute, value)
+
+
+@define(frozen=True, kw_only=True)
+class RunConfig(LoopConfig):
+    """The table [run]: the loop's keys, and those of its surroundings."""
+
+    # A Loop has a number; "auto" is tried out when it starts.
+    micro_batch: int | Literal["auto"] | None = field(  # type: ignore[assignment]
+        default=None,
+        validator=_is_size,
+        metadata=about(
+            'samples that go through the network at a time, without it all; "auto" is as many as the memory holds'
+        ),
+    )
+    name: str = field(metadata=about("name of the run directory `runs/NAME`; without it that of the config file"))
+    device: str = field(
+        default="auto",
+        metadata=about('"cpu", "cuda", "cuda:1", "mps"; "auto" is the first of cuda, mps and cpu that is there'),
+    )
+    # A sixth faster on a CPU, more on a GPU under amp.
+    channels_last: bool = field(default=True, metadata=about("memory layout of convolutions with the channels last"))
+    plugins: tuple[str, ...] = field(
+        default=(), metadata=about("names of entry points, or `module:Class`, in the order in which they are called")
+    )
+    import_from: str | None = field(
+        default=None,
+        metadata=about("folder from which `module:Name` is imported too; without it that of the config"),
+    )
+
+
+@define(frozen=True)
+class Section:
+    """A table that names a target, a class or function, and has its arguments beside keys that all targets share.
+
+    A key that is both is the target's.
+    """
+
+    table: str
+    known: Mapping[str, str]  # paths of targets, by name
+    shared: tuple[type, ...]  # the classes of the other keys
+    key: str = "use"  # the key that names the target
+    default: str | None = None
+    find: Callable[[str, str], Any] = import_object
+
+    def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
+        """Return the part that `table` names; None where it names none, with the reason among the problems."""
+        use, target = table.get(self.key, self.default), None
+        try:
+            target = self._target(use)
+        except UserError as error:
+            problems.add(f"{self.table}.{self.key}", error)
+        own = parameters(target) if target else {}
+        shared, beside = {}, [self.key]
+        for kind in self.shared:
+            keys = [key for key in described(kind) if key not in own]
+            shared[kind] = arguments(kind, {k: v for k, v in table.items() if k in keys}, self.table, problems)
+            beside += keys
+        if target is None:
+            return None
+        rest = {key: value for key, value in table.items() if key not in beside}
+        given = arguments(target, rest, self.table, problems, beside)
+        return Part(self.table, str(use), target, given, self.key, shared)
+
+    def _target(self, use: Any) -> Any:
+        names = f"known: {', '.join(self.known)}, or module:Name"
+        if not isinstance(use, str):
+            raise ConfigError(f"{'is missing' if use is None else f'expected a string, got {use!r}'}; {names}")
+        path = self.known.get(use, use)
+        if ":" not in path:
+            raise ConfigError(f"unknown {use!r}{nearest(use, self.known)}; {names}")
+        target = self.find(path, use)
+        if not callable(target):
+            raise ConfigError(f"{path} is a {type(target).__name__}, expected a class or a function")
+        return target
+
+
+def _import_source(path: str, purpose: str) -> Any:
+    module, _, name = path.partition(":")
+    return vision(name) if module == "torchvision" else import_object(path, purpose)
+
 
 SOURCES = {
     "digits": "hookdiff.data:digits",
@@ -39,25 +124,11 @@ SOURCES = {
     "array": "hookdiff.data:Arrays",
 }
 MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
-FEED_KEYS = ("held_out", "balanced", "drop_last", "workers", "prefetch")
-
-
-def _is_size(instance: object, attribute: Attribute[Any], value: Any) -> None:
-    if value not in (None, AUTO):
-        ge(1)(instance, attribute, value)
-
-
-@define(frozen=True, kw_only=True)
-class RunConfig(LoopConfig):
-    """The table [run]: the loop's keys, and what surrounds it."""
-
-    # A Loop has a number; "auto" is tried out when it starts.
-    micro_batch: int | Literal["auto"] | None = field(default=None, validator=_is_size)  # type: ignore[assignment]
-    name: str = "run"  # of the run directory, runs/NAME
-    device: str = "auto"  # "cpu", "cuda", "cuda:1", "mps"; auto takes the first that is there
-    channels_last: bool = True  # memory layout of convolutions: a sixth faster on a CPU, more on a GPU under amp
-    plugins: tuple[str, ...] = ()
-    import_from: str | None = None  # a folder to import modules from, relative to that of the config, its default
+SECTIONS = (
+    Section("data", SOURCES, (Transforms, Store, Feed), key="source", find=_import_source),
+    Section("model", MODELS, (Start, Initialisation), find=lambda path, use: checkpointable(import_object(path, use))),
+    Section("optimizer", OPTIMIZERS, (Groups,), default="adamw"),
+)
 
 
 @define(frozen=True, eq=False)
@@ -67,51 +138,30 @@ class Config:
     path: Path
     run: RunConfig
     data: Part
-    feed: Mapping[str, Any]  # arguments of Feed, besides the source
     model: Part
-    optimizer: Part
     diffusion: Part
+    optimizer: Part
     sampling: Part
     plugins: Mapping[str, Part]  # those that are switched on, in order
-    start: Mapping[str, Any] = field(factory=dict)  # of the table [model]: the weights to start from
-    initial: Initialisation = field(factory=Initialisation)  # of the table [model] too
-    groups: Groups = field(factory=Groups)  # of the table [optimizer]: what all classes share
 
     def resolved(self) -> dict[str, Any]:
         """Return the config with every default written out; running it again gives the same run."""
-        diffusion = self.diffusion.build()  # what is left out follows from the process
+        diffusion = self.diffusion.build()  # some defaults follow from the process
         return {
             "run": as_toml(self.run),
-            "data": {"source": self.data.use, **self.data.resolved(), **_feed_table(self.feed, self.data)},
-            "model": {
-                "use": self.model.use,
-                **self.model.resolved(),
-                **_start_table(self.start),
-                **resolved(Initialisation, asdict(self.initial)),
-            },
+            "data": self.data.resolved(),
+            "model": self.model.resolved(),
             "diffusion": as_toml(diffusion),
-            "optimizer": {
-                "use": self.optimizer.use,
-                **resolved(Groups, asdict(self.groups)),
-                **self.optimizer.resolved(),
-            },
+            "optimizer": self.optimizer.resolved(),
             "sampling": as_toml(self.sampling.build().fit(diffusion)),
             "plugins": {name: part.resolved() for name, part in self.plugins.items()},
         }
 
     def defaults(self) -> dict[str, Any]:
-        """Return what the config would be if it said no more than what is used, and for which plugins."""
-        parts = ("data", "model", "diffusion", "optimizer", "sampling")
-        return evolve(
-            self,
-            run=RunConfig(),
-            feed={"transforms": Transforms(), "store": Store()},
-            start={},
-            initial=Initialisation(),
-            groups=Groups(),
-            plugins={name: evolve(part, arguments={}) for name, part in self.plugins.items()},
-            **{name: evolve(getattr(self, name), arguments={}) for name in parts},
-        ).resolved()
+        """Return the resolved config of a file that only names the same parts and plugins."""
+        parts = {name: getattr(self, name).bare() for name in ("data", "model", "diffusion", "optimizer", "sampling")}
+        plugins = {name: part.bare() for name, part in self.plugins.items()}
+        return evolve(self, run=RunConfig(name=self.run.name), plugins=plugins, **parts).resolved()
 
 
 def load_config(path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = ()) -> Config:
@@ -120,15 +170,11 @@ def load_config(path: Path, plugins: Iterable[str] = (), settings: Iterable[str]
     `plugins` are names to add, or to take away as `no:NAME`; `settings` are `table.key=value`. Raises ConfigError
     that lists every problem.
     """
-    table = read_toml(path)
-    problems = Problems()
+    table, problems = read_toml(path), Problems()
     for setting in sorted(settings, key=_set_order):
         _set(table, setting, problems)
     _make_importable(table, path)
-    config = _check(table, path, plugins, problems)
-    if problems.found or config is None:
-        raise refusal(path, problems.found)
-    return config
+    return _check(table, path, plugins, problems)
 
 
 def _make_importable(table: dict[str, Any], path: Path) -> None:
@@ -140,14 +186,8 @@ def _make_importable(table: dict[str, Any], path: Path) -> None:
             sys.path.append(folder)
 
 
-def refusal(path: Path, found: Sequence[str]) -> ConfigError:
-    """Return the error that lists all that was `found` to be wrong with the config at `path`."""
-    count = f"{len(found)} problem" + ("s" if len(found) > 1 else "")
-    return ConfigError(f"{path}: {count}\n" + "\n".join(f"  {line}" for line in found))
-
-
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse the file at `path`; raises ConfigError with the line of what is no TOML."""
+    """Parse the file at `path`; raises ConfigError that names the line that is not TOML."""
     try:
         return tomli.loads(path.read_text("utf-8"))
     except UnicodeDecodeError as error:
@@ -155,8 +195,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # of tomli, or of Python for a number too long or a nest too deep
         raise ConfigError(f"{path}: not TOML: {error}") from None
     except FileNotFoundError:
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
-        raise ConfigError(f"{path}: no such file{near}") from None
+        raise ConfigError(f"{path}: no such file: {why_missing(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -195,62 +234,41 @@ def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str
     return tuple(other for other in listed if other != name[3:])
 
 
-def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems: Problems) -> Config | None:
-    known = ("run", "data", "model", "diffusion", "optimizer", "sampling", "plugins")
-    for name in table:
-        if name not in known:
-            problems.add(name, f"unknown table{nearest(name, known)}; known: {', '.join(known)}")
-    tables: dict[str, dict[str, Any]] = {}
-    for name in known:
-        tables[name] = table.get(name, {})
-        if not isinstance(tables[name], dict):
-            problems.add(name, f"expected a table [{name}], got {tables[name]!r}")
-            tables[name] = {}
-        elif name in ("run", "data", "model") and name not in table:
-            problems.add(name, f"the table [{name}] is missing")
-
-    run = arguments(RunConfig, {"name": path.stem, **tables["run"]}, "run", problems)
-    _check_length(tables["run"], run, problems)
-    if "plugins" in run or "plugins" not in tables["run"]:
+def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems: Problems) -> Config:
+    tables = _tables(table, problems)
+    given = tables.get("run", {})
+    run = arguments(RunConfig, {"name": path.stem, **given}, "run", problems)
+    _check_length(given, run, problems)
+    if "plugins" in run or "plugins" not in given:
         for name in switches:
             run["plugins"] = _switch(run.get("plugins", ()), name, problems)
-    data, feed = _data(tables["data"], problems)
-    start = arguments(Start, {k: v for k, v in tables["model"].items() if k in START_KEYS}, "model", problems)
-    if start.get("start_partial") and not tables["model"].get("start_from"):
-        problems.add("model.start_partial", "needs start_from")
-    model, initial = _shared("model", tables["model"], Initialisation, MODELS, problems, START_KEYS, _import_model)
-    table = {"use": "adamw", **tables["optimizer"]}
-    optimizers = OPTIMIZERS | {name: path for name, path in UNFIT.items() if name == table["use"]}
-    optimizer, groups = _shared("optimizer", table, Groups, optimizers, problems)
-    if optimizer and (reason := unfit(optimizer.target)):
-        problems.add("optimizer.use", f"{optimizer.use!r} cannot train here: {reason}")
-    diffusion = Part("diffusion", "", Diffusion, arguments(Diffusion, tables["diffusion"], "diffusion", problems))
-    sampling = Part("sampling", "", Sampling, arguments(Sampling, tables["sampling"], "sampling", problems))
-    plugins = _plugins(run.get("plugins", ()), tables["plugins"], problems)
-    if problems.found or data is None or model is None or optimizer is None:
-        return None
-    shared: dict[str, Any] = {"start": start, "initial": Initialisation(**initial), "groups": Groups(**groups)}
-    return Config(path, RunConfig(**run), data, feed, model, optimizer, diffusion, sampling, plugins, **shared)
+    parts: dict[str, Any] = {
+        section.table: section.read(tables[section.table], problems) for section in SECTIONS if section.table in tables
+    }
+    if (data := parts.get("data")) and (lacking := missing(data.target, tables["data"])):
+        problems.add("data", f"{data.use} needs {', '.join(lacking)}")
+    for name, target in {"diffusion": Diffusion, "sampling": Sampling}.items():
+        parts[name] = Part(name, "", target, arguments(target, tables.get(name, {}), name, problems))
+    plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems)
+    problems.refuse(path)
+    return Config(path=path, run=RunConfig(**run), plugins=plugins, **parts)
 
 
-def _shared(
-    where: str,
-    table: Mapping[str, Any],
-    shared: type,
-    known: Mapping[str, str],
-    problems: Problems,
-    others: Iterable[str] = (),
-    import_target: Callable[[str, str], Any] = import_object,
-) -> tuple[Part | None, dict[str, Any]]:
-    """Check a table of a part whose keys of `shared` are read here whatever the part; `others` have been read."""
-    keys = (*others, *parameters(shared))
-    checked = arguments(shared, {k: v for k, v in table.items() if k in parameters(shared)}, where, problems)
-    rest = {key: value for key, value in table.items() if key not in keys}
-    return _part(where, "use", rest, known, problems, import_target, keys), checked
+def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:
+    """Return the tables of `config` by name, without those that are missing or no tables."""
+    needed, known = ("run", "data", "model"), [field.name for field in fields(Config)[1:]]
+    for name in (name for name in config if name not in known):
+        problems.add(name, f"unknown table{nearest(name, known)}; known: {', '.join(known)}")
+    tables = {name: config.get(name, {}) for name in known if name in config or name not in needed}
+    for name in (name for name in needed if name not in tables):
+        problems.add(name, f"the table [{name}] is missing")
+    for name in [name for name, table in tables.items() if not isinstance(table, dict)]:
+        problems.add(name, f"expected a table [{name}], got {tables.pop(name)!r}")
+    return tables
 
 
 def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems: Problems) -> None:
-    """Tell of a run with no length or two. A key that is wrong or misspelt has been told, and counts as set."""
+    """Refuse a run with no length or two. A key that is wrong or misspelt is a problem already, and counts as set."""
     known, lengths = parameters(RunConfig), ("steps", "epochs")
     given = [key for key in lengths if key in table and checked.get(key, table[key]) is not None]
     if len(given) == 2:
@@ -259,87 +277,17 @@ def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems
         problems.add("run", "set steps or epochs")
 
 
-def _data(table: Mapping[str, Any], problems: Problems) -> tuple[Part | None, dict[str, Any]]:
-    """Check the table [data]: a key that the source takes is the source's, the others are shared by all sources."""
-    before = len(problems.found)
-    use = {key: value for key, value in table.items() if key == "source"}
-    data = _part("data", "source", use, SOURCES, problems, _import_source)
-    own = parameters(data.target) if data else {}
-    shared = {Transforms: parameters(Transforms), Store: parameters(Store), Feed: FEED_KEYS}
-    known = [*own, *(key for keys in shared.values() for key in keys if key not in own)]
-    for key in table:
-        if data and key != "source" and key not in known:
-            near = nearest(key, ["source", *known])
-            problems.add(f"data.{key}", f"unknown key{near}; known: {', '.join(known)}")
-    checked = {
-        kind: arguments(kind, {k: v for k, v in table.items() if k in keys and k not in own}, "data", problems)
-        for kind, keys in shared.items()
-    }
-    if data:
-        given = {key: value for key, value in table.items() if key in own}
-        data = evolve(data, arguments=arguments(data.target, given, "data", problems))
-        if lacking := missing(data.target, given):
-            problems.add("data", f"{data.use} needs {', '.join(lacking)}")
-    if len(problems.found) > before:
-        return None, {}
-    options = {"transforms": Transforms(**checked[Transforms]), "store": Store(**checked[Store])}
-    return data, {**options, **checked[Feed]}
-
-
-def _import_source(path: str, what: str) -> Any:
-    module, _, name = path.partition(":")
-    return vision(name) if module == "torchvision" else import_object(path, what)
-
-
-def _import_model(path: str, what: str) -> Any:
-    return checkpointable(import_object(path, what))
-
-
-def _part(
-    where: str,
-    key: str,
-    table: Mapping[str, Any],
-    known: Mapping[str, str],
-    problems: Problems,
-    import_target: Callable[[str, str], Any] = import_object,
-    beside: Iterable[str] = (),
-) -> Part | None:
-    """Check a table whose `key` names what it configures: one of `known`, or `module:Name`."""
-    use = table.get(key)
-    if not isinstance(use, str):
-        if not any(line.startswith(f"{where}: ") for line in problems.found):  # the table itself may be missing
-            got = "is missing" if use is None else f"expected a string, got {use!r}"
-            problems.add(f"{where}.{key}", f"{got}; known: {', '.join(known)}, or module:Name")
-        return None
-    path = known.get(use, use)
-    if ":" not in path:
-        names = ", ".join(known)
-        problems.add(f"{where}.{key}", f"unknown {use!r}{nearest(use, known)}; known: {names}, or module:Name")
-        return None
-    try:
-        target = import_target(path, use)
-    except UserError as error:
-        problems.add(f"{where}.{key}", str(error))
-        return None
-    if not callable(target):
-        problems.add(f"{where}.{key}", f"{path} is a {type(target).__name__}, expected a class or a function")
-        return None
-    rest = {name: value for name, value in table.items() if name != key}
-    return Part(where, str(use), target, arguments(target, rest, where, problems, beside))
-
-
 def _plugins(names: Iterable[str], tables: Mapping[str, Any], problems: Problems) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     for given in names:
         name = plugin_name(given)
         where = f"plugins.{name}"
-        if name in parts:
-            problems.add("run.plugins", f"{name!r} is listed twice")
-            continue
         try:
+            if name in parts:
+                raise PluginError(f"{name!r} is listed twice")
             kind = plugin_class(given)
         except PluginError as error:
-            problems.add("run.plugins", str(error))
+            problems.add("run.plugins", error)
             continue
         table = tables.get(name, {})
         if not isinstance(table, dict):
@@ -349,23 +297,11 @@ def _plugins(names: Iterable[str], tables: Mapping[str, Any], problems: Problems
         if lacking := missing(kind, table):
             problems.add(where, f"needs {', '.join(lacking)}")
     for name in tables:
-        # A table of a plugin that is switched off may stay; one that no plugin could ever read is a slip.
+        # A plugin that is switched off may keep its table; a table that no plugin reads is a mistake.
         if name not in parts and name not in map(plugin_name, names) and name not in installed():
             problems.add(f"plugins.{name}", f"no plugin of that name{nearest(name, (*parts, *installed()))}")
     try:
         check_partners({name: part.target for name, part in parts.items() if isinstance(part.target, type)})
     except PluginError as error:
-        problems.add("run.plugins", str(error))
+        problems.add("run.plugins", error)
     return parts
-
-
-def _feed_table(given: Mapping[str, Any], data: Part) -> dict[str, Any]:
-    own = parameters(data.target)
-    feed = {name: value for name, value in resolved(Feed, given).items() if name in FEED_KEYS}
-    shared = [given["transforms"], given["store"]]
-    table = {**{k: v for part in shared for k, v in resolved(type(part), asdict(part)).items()}, **feed}
-    return {name: value for name, value in table.items() if name not in own}
-
-
-def _start_table(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if given.get("start_from")}

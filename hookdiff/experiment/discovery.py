@@ -1,4 +1,4 @@
-"""Finds plugins: by name among the entry points of installed packages, or as `module:Class`."""
+"""Plugins by name, among the entry points of installed packages, or as `module:Class`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ GROUP = "hookdiff.plugins"
 
 
 def installed(group: str = GROUP) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of `group` by name, sorted. Imports nothing.
+    """Return the entry points of `group` by name, sorted; nothing is imported.
 
-    A name has several when several distributions claim it. An entry point that is seen twice, as an editable
+    A name has several if several distributions claim it. An entry point that is found twice, as that of an editable
     install on the path can be, counts once.
     """
+    unique = {(entry.name, entry.value, distribution(entry)): entry for entry in entry_points(group=group)}
     found: dict[str, list[EntryPoint]] = {}
-    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
-        known = found.setdefault(entry.name, [])
-        if (entry.value, distribution(entry)) not in [(other.value, distribution(other)) for other in known]:
-            known.append(entry)
+    for key in sorted(unique):
+        found.setdefault(key[0], []).append(unique[key])
     return found
 
 
@@ -41,24 +40,21 @@ def plugin_name(given: str) -> str:
 def plugin_class(given: str) -> type:
     """Import the class of the plugin `given`: a name from the entry points, or `module:Class`.
 
-    Raises PluginError when there is none or several of that name, when it cannot be imported, when it is no class,
-    or when a package that it `needs` (a mapping of module to what pip installs) is missing.
+    Raises PluginError if there is none or several of that name, if it cannot be imported, if it is no class, or if a
+    package that it `needs` (a mapping of modules to requirements of pip) is missing.
     """
     kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
     if not inspect.isclass(kind):
         raise PluginError(f"the plugin {given!r} is a {type(kind).__name__}, expected a class")
     needs: Mapping[str, str] = getattr(kind, "needs", {})
     for module, requirement in needs.items():
-        if not _is_there(module):
+        try:
+            spec = importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # the package that it is in
+            spec = None
+        if spec is None:
             raise PluginError(f"the plugin {given!r} needs the package {module}: pip install '{requirement}'")
     return kind
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in
-        return False
 
 
 def _load(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""How much memory the training of a config takes, counted on tensors that have a shape and no values.
+"""The memory that training a config takes, counted on tensors that have a shape and no values.
 
-Two updates are made of fake tensors through the loop's own hooks, so autocast, gradient checkpointing and what plugins
-keep are in the count. The numbers are those that an allocator is asked for: its rounding, and what a kernel takes for
-itself, come on top.
+Two updates are made with such fake tensors through the loop's own hooks, so the count includes autocast, gradient
+checkpointing and the states of plugins. The numbers are those that an allocator is asked for: its rounding, and the
+workspace of a kernel, come on top.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from attrs import define
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
 
-from hookdiff.data import Batch, InMemory
+from hookdiff.data import Batch, InMemory, Store
 from hookdiff.disk.tree import flatten
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment import build
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
     from hookdiff.experiment.config import Config
     from hookdiff.loop import Loop
 
-# Plugins that have a part in forward and backward, or keep something; those that write files or make images do not.
+# Plugins without any of these only write files or make images.
 HOOKS = ("prepare_model", "wrap_net", "micro_step", "compute_loss", "backward", "state_dict")
 
 
 @define(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the device, by what takes them."""
+    """Bytes on the device, by their use."""
 
     device: str
     batch_size: int  # samples of an update, of one rank
@@ -45,15 +44,15 @@ class MemoryEstimate:
     parameters: int
     buffers: int
     gradients: int
-    optimizer: int | None  # its state once it has made an update; None: it cannot be run on fake tensors
-    plugins: Mapping[str, int]  # the tensors in the state of each that has some
-    data: int  # the set, where a GPU holds it
+    optimizer: int | None  # its state after an update; None: it cannot run on fake tensors
+    plugins: Mapping[str, int]  # the tensors in their states; those without tensors are left out
+    data: int  # all samples, if a GPU holds them
     batch: int  # inputs, labels and draws of an update
-    activations: int  # kept for the backward pass of a micro-batch: each storage once, and nothing of the above
-    per_sample: int  # what one more sample in the micro-batch adds to the activations
-    peak: int  # the most that is held at one time, with all that comes and goes in an update
-    available: int | None = None  # the memory of the device, where it has its own
-    notes: tuple[str, ...] = ()  # what is not in the numbers, and why
+    activations: int  # saved for the backward pass of a micro-batch, without any of the above
+    per_sample: int  # activations of one more sample in the micro-batch
+    peak: int  # the most at one time, temporary tensors of an update included
+    available: int | None = None  # the memory of a device that has its own
+    notes: tuple[str, ...] = ()  # parts that are not in the numbers, with the reason
 
     @property
     def total(self) -> int:
@@ -63,11 +62,11 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: Config) -> MemoryEstimate:
-    """Count what training `config` takes, without making its weights, its activations or a run directory.
+    """Count the memory that training `config` takes, without making its weights, its activations or a run directory.
 
-    The data is looked at for the shape of its samples. `micro_batch = "auto"` is counted as the whole batch.
+    The data is read for the shape of its samples. `micro_batch = "auto"` is counted as the whole batch.
 
-    Raises ConfigError for what cannot be built, and UserError for a model that cannot be run without values.
+    Raises ConfigError for a config that cannot be built, and UserError for a model that cannot run without values.
     """
     chosen, cpu = build.pick_device(config.run.device), torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
@@ -75,90 +74,97 @@ def estimate_memory(config: Config) -> MemoryEstimate:
             for made_on in (torch.device("meta"), cpu):  # many models look at a value while they are made
                 try:
                     return _estimate(config, Path(folder), device, made_on)
-                except Exception as error:  # whatever a model may raise
+                except Exception as error:  # a model may raise anything
                     problem = error
-    if isinstance(problem, ConfigError) and not _looked(problem):
+    if isinstance(problem, ConfigError) and not _needs_values(problem):
         raise problem
-    reason = "it looks at values, and they are made without any" if _looked(problem) else _first_line(problem)
+    reason = "it looks at values, and they are made without any" if _needs_values(problem) else _first_line(problem)
     raise UserError(f"the memory of {config.model.use} cannot be counted: {reason}") from problem
 
 
-def _looked(error: BaseException | None) -> bool:
-    """Whether something wanted to know a value of a fake tensor."""
-    return isinstance(error, DataDependentOutputException) or (error is not None and _looked(error.__cause__))
+def _needs_values(error: BaseException | None) -> bool:
+    """Return whether the value of a fake tensor was read."""
+    return isinstance(error, DataDependentOutputException) or (error is not None and _needs_values(error.__cause__))
 
 
 def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torch.device) -> MemoryEstimate:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode, notes = FakeTensorMode(allow_non_fake_inputs=True), []
 
     def make(fitted: Config, _: torch.device) -> nn.Module:
         with made_on:
             return as_fakes(build.make_model(fitted, made_on), mode, device)
 
+    @contextmanager
+    def noted(part: str) -> Iterator[None]:
+        """Note an error in place of raising it: a plugin or an optimizer may raise anything."""
+        try:
+            yield
+        except Exception as error:
+            notes.append(f"{part}: {_first_line(error)}")
+
+    def update(parts: Iterable[Batch], *, step: bool = True) -> None:
+        for part in parts:
+            loop.hook.micro_step(loop=loop, batch=part, index=0, count=1)
+        with mode:
+            for optimizer in loop.optimizers if step else ():
+                optimizer.step()
+
     loop = build.build_loop(config, run_dir, hooks=HOOKS, make=make)
-    notes = _start(loop)
+    loop.prepare()
+    for start in loop.plugins.order("on_start"):  # each plugin by itself
+        with noted(f"the plugin {start.plugin_name!r} did not start"):
+            start.function(*({"loop": loop}[name] for name in start.argnames))
     size = -(-config.run.batch_size // loop.num_ranks)
     micro_batch = min(size, loop.config.micro_batch or size)
     batch, more = _batch(loop, size), _batch(loop, micro_batch + 1)
     parts = batch.split(micro_batch)
-    held = storages([*loop.model.parameters(), *loop.model.buffers(), *_tensors(batch)])
+    inputs, parameters, buffers = _tensors(batch), storages(loop.model.parameters()), storages(loop.model.buffers())
+    held = parameters | buffers | inputs
 
     with _saved() as saved:
-        _micro_step(loop, parts[0])
-    activations = _sum_without(saved, held)  # at once: what is made later may get the address of what is gone
+        update(parts[:1], step=False)
+    activations = _sum_without(saved, held)  # at once: a later tensor may get the address of one that is gone
     gradients = sum(storages(parameter.grad for parameter in loop.model.parameters()).values())
     optimizer: int | None = None
-    try:
-        _step(loop.optimizers, mode)
+    with noted("the state of the optimizer"):
+        update(())
         state = [value for each in loop.optimizers for entry in each.state.values() for value in entry.values()]
         held |= storages(state)
         optimizer = sum(storages(state, device).values())
-    except Exception as error:  # whatever an optimizer may raise
-        notes.append(f"the state of the optimizer: {_first_line(error)}")
-    plugins, more_notes = _plugin_states(loop, held)
+    plugins: dict[str, int] = {}
+    for name, plugin in loop.plugins.items():
+        with noted(f"the state of the plugin {name!r}"):
+            tensors, _ = flatten(plugin.state_dict() if hasattr(plugin, "state_dict") else {})
+            own = storages(tensors.values(), loop.device)
+            plugins[name] = _sum_without(own, held)
+            held |= own
     with _saved() as saved:
         loop.hook.compute_loss(loop=loop, batch=more)
-    per_sample = _sum_without(saved, held | storages(_tensors(more))) - activations
+    per_sample = _sum_without(saved, held | _tensors(more)) - activations
     clear_gradients(loop.optimizers)
     with HeldBytes(held) as now:
-        for part in parts[:2]:  # a second one finds the gradients of the first
-            _micro_step(loop, part)
-        if optimizer is not None:
-            _step(loop.optimizers, mode)
+        update(parts[:2], step=optimizer is not None)  # a second part finds the gradients of the first
 
-    parameters = sum(storages(loop.model.parameters()).values())
-    buffers = sum(storages(loop.model.buffers()).values())
-    inputs = sum(storages(_tensors(batch)).values())
-    data = _data(config, loop)
+    fixed = {
+        "parameters": sum(parameters.values()),
+        "buffers": sum(buffers.values()),
+        "data": _data(config, loop),
+        "batch": sum(inputs.values()),
+    }
     return MemoryEstimate(
         device=str(device),
         batch_size=size,
         micro_batch=micro_batch,
-        parameters=parameters,
-        buffers=buffers,
         gradients=gradients,
         optimizer=optimizer,
-        plugins=plugins,
-        data=data,
-        batch=inputs,
+        plugins={name: size for name, size in plugins.items() if size},
         activations=activations,
         per_sample=per_sample,
-        peak=parameters + buffers + (optimizer or 0) + sum(plugins.values()) + data + inputs + now.most,
+        peak=sum(fixed.values()) + (optimizer or 0) + sum(plugins.values()) + now.most,
         available=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-        notes=(*notes, *more_notes),
+        notes=tuple(notes),
+        **fixed,
     )
-
-
-def _start(loop: Loop) -> list[str]:
-    """Begin as the loop does, but let each plugin start by itself; return what could not be counted."""
-    loop.prepare()
-    notes = []
-    for heard in loop.plugins.order("on_start"):
-        try:
-            heard.function(*({"loop": loop}[name] for name in heard.argnames))
-        except Exception as error:  # whatever a plugin may raise
-            notes.append(f"the plugin {heard.plugin_name!r} did not start: {_first_line(error)}")
-    return notes
 
 
 def _batch(loop: Loop, size: int) -> Batch:
@@ -169,17 +175,13 @@ def _batch(loop: Loop, size: int) -> Batch:
     return loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))
 
 
-def _tensors(batch: Batch) -> list[Tensor | None]:
-    return [batch.inputs, batch.labels, *batch.draws.values()]
-
-
-def _micro_step(loop: Loop, part: Batch) -> None:
-    loop.hook.micro_step(loop=loop, batch=part, index=0, count=1)
+def _tensors(batch: Batch) -> dict[int, int]:
+    return storages([batch.inputs, batch.labels, *batch.draws.values()])
 
 
 @contextmanager
 def _saved() -> Iterator[dict[int, int]]:
-    """Note the bytes of each storage that is saved for a backward pass, by its address."""
+    """Collect the bytes of each storage that is saved for a backward pass, by its address."""
     saved: dict[int, int] = {}
 
     def look(tensor: Tensor) -> Tensor:
@@ -194,39 +196,16 @@ def _sum_without(storages: Mapping[int, int], others: Mapping[int, int]) -> int:
     return sum(size for address, size in storages.items() if address not in others)
 
 
-def _step(optimizers: Iterable[Optimizer], mode: FakeTensorMode) -> None:
-    with mode:
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def _plugin_states(loop: Loop, held: dict[int, int]) -> tuple[dict[str, int], list[str]]:
-    """Add what plugins keep to what is `held`; return the bytes of each, and what could not be counted."""
-    sizes, notes = {}, []
-    for name, plugin in loop.plugins.items():
-        if hasattr(plugin, "state_dict"):
-            try:
-                tensors, _ = flatten(plugin.state_dict())
-            except Exception as error:  # whatever a plugin may raise
-                notes.append(f"the state of the plugin {name!r}: {_first_line(error)}")
-                continue
-            own = storages(tensors.values(), loop.device)
-            if size := _sum_without(own, held):
-                sizes[name] = size
-            held |= own
-    return sizes, notes
-
-
 def _data(config: Config, loop: Loop) -> int:
-    """Return the bytes of the set where a GPU holds it: see `InMemory.to`."""
+    """Return the bytes of the data if a GPU holds it: see `InMemory.to`."""
     samples = loop.feed.samples
+    if loop.device.type != "cuda":
+        return 0
     if isinstance(samples, InMemory):
-        return (
-            sum(storages([samples.images, samples.labels], loop.device).values()) if loop.device.type == "cuda" else 0
-        )
+        return sum(storages([samples.images, samples.labels], loop.device).values())
     size = len(samples) * torch.Size(loop.feed.shape).numel()  # decoded, a byte a number
-    kept = loop.device.type == "cuda" and config.feed["store"].place(size) != "none"
-    return size if kept and size <= torch.cuda.mem_get_info(loop.device)[0] // 4 else 0
+    fits = size <= torch.cuda.mem_get_info(loop.device)[0] // 4
+    return size if fits and config.data.of(Store).place(size) != "none" else 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,14 +1,16 @@
-"""A thing to build: what a table of the config names, with its checked arguments."""
+"""A thing to build: the class or function that a table of the config names, with its checked arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import define, evolve, field
 
 from hookdiff.errors import ConfigError
-from hookdiff.experiment.structure import parameters, resolved
+from hookdiff.experiment.structure import described, parameters, resolved
+
+Shared = TypeVar("Shared")
 
 
 @define(frozen=True, eq=False)
@@ -19,6 +21,8 @@ class Part:
     use: str
     target: Callable[..., Any]
     arguments: Mapping[str, Any] = field(factory=dict)
+    key: str = ""  # of the table, with `use` as its value
+    shared: Mapping[type, Mapping[str, Any]] = field(factory=dict)  # arguments of other classes in the same table
 
     def accepts(self, name: str) -> bool:
         """Whether the target has an argument `name` that the table leaves open."""
@@ -30,12 +34,26 @@ class Part:
         return evolve(self, arguments={**self.arguments, **taken})
 
     def build(self, *first: Any) -> Any:
-        """Make the thing; what it raises because of its arguments becomes a ConfigError that names the table."""
+        """Make the thing; an error because of its arguments becomes a ConfigError that names the table."""
         try:
             return self.target(*first, **self.arguments)
         except (ArithmeticError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.where}: {error}") from error
 
+    def of(self, kind: type[Shared]) -> Shared:
+        """Make an object of the class `kind`, which has keys in the same table."""
+        return kind(**self.shared.get(kind, {}))
+
+    def bare(self) -> Part:
+        """Return the same part without arguments."""
+        return evolve(self, arguments={}, shared={kind: {} for kind in self.shared})
+
     def resolved(self) -> dict[str, Any]:
-        """Return the arguments, defaults included, as TOML values."""
-        return resolved(self.target, self.arguments)
+        """Return the table with its defaults, as TOML values."""
+        table = {self.key: self.use} if self.key else {}
+        table |= resolved(self.target, self.arguments)
+        own = parameters(self.target)
+        for kind, given in self.shared.items():
+            keys = [key for key in described(kind) if key not in own]
+            table |= {key: value for key, value in resolved(kind, given).items() if key in keys}
+        return table

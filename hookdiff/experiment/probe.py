@@ -1,74 +1,76 @@
-"""What only building shows of a config, found without its data and without a loop."""
+"""Problems of a config that only building shows, found without its data and without a loop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import nn
 from torch.optim import Optimizer
 
+from hookdiff.builtin.start import Start
+from hookdiff.data import Transforms
 from hookdiff.errors import ConfigError, UserError
-from hookdiff.experiment.build import build_model, pick_device
-from hookdiff.experiment.config import Config, refusal
-from hookdiff.experiment.optimizers import build_small, check_patterns
-from hookdiff.experiment.part import Part
-from hookdiff.experiment.structure import missing
+from hookdiff.experiment.build import build_model, build_sampling, pick_device
+from hookdiff.experiment.config import Config
+from hookdiff.experiment.optimizers import build_optimizers, check_patterns, muon
+from hookdiff.experiment.structure import Problems, missing
 from hookdiff.models.load import check_file
 from hookdiff.plugins import Plugins
+from hookdiff.state import as_tuple
 
 
 def try_config(config: Config, *, resume: bool = False) -> None:
-    """Find what only building shows, without the data and without a loop.
+    """Find the problems that only building shows, without the data and without a loop.
 
     The model is made on the meta device, which takes no memory, or for real if it cannot be made there; the optimizer
     on one weight. A run that may `resume` may do so without the file that its model started from.
 
     Raises ConfigError that lists every problem.
     """
-    problems = []
-    steps: list[Any] = [
+    problems = Problems()
+    steps: list[Callable[[], Any]] = [
         lambda: pick_device(config.run.device),
-        lambda: _probe_model(config, config.feed["transforms"].image_size),
-        lambda: _probe_start(config.start.get("start_from") if not resume else None),
+        lambda: _probe_model(config),
         lambda: try_optimizers(config),
-        lambda: _probe_sampling(config),
+        lambda: build_sampling(config, config.diffusion.build()),
+        *(part.build for part in config.plugins.values()),
     ]
-    for step in [*steps, *(part.build for part in config.plugins.values())]:
+    if (file := config.model.of(Start).start_from) and not resume:
+        steps.insert(2, lambda: check_file(Path(file)))
+    for step in steps:
         try:
             step()
         except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise refusal(config.path, problems)
-    Plugins({name: part.build() for name, part in config.plugins.items()})  # do they keep the contract?
+            problems.found.append(str(error))
+    problems.refuse(config.path)
+    Plugins({name: part.build() for name, part in config.plugins.items()})  # raises if they break the contract
 
 
-def _probe_model(config: Config, side: int | None) -> None:
-    part = config.model
+def _probe_model(config: Config) -> None:
+    part, side = config.model, config.data.of(Transforms).image_size
     if missing(part.target, part.arguments):
         return
     names = [name for name in ("image_size", "sample_size") if part.accepts(name)]
     sides = (side,) if side or not names else (8, 28, 32, 64, 96, 256)
     errors = []
     for guess in sides:
+        sized = part.given(**dict.fromkeys(names, guess))
         try:
-            model = _probe_one_model(part.given(**dict.fromkeys(names, guess)))
-            check_patterns(config.optimizer, model, config.groups)
+            try:
+                with torch.device("meta"):
+                    model = build_model(sized)
+            except ConfigError:
+                model = build_model(sized)  # many models look at a value while they are made, which fails on meta alone
+            check_patterns(config.optimizer, model)
         except ConfigError as error:
             errors.append(str(error))
-    # Where the data has the say, only what is wrong in the same way for any size is wrong.
+    # If the data decides the size, a problem must be the same for all sizes.
     if len(errors) == len(sides) and len(set(errors)) == 1:
         raise ConfigError(errors[0])
-
-
-def _probe_one_model(part: Part) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            return build_model(part)
-    except ConfigError:
-        return build_model(part)  # many models look at a value while they are made, which fails on meta alone
 
 
 def try_optimizers(config: Config) -> tuple[Optimizer, ...]:
@@ -78,19 +80,8 @@ def try_optimizers(config: Config) -> tuple[Optimizer, ...]:
     """
     try:
         device = pick_device(config.run.device)
-    except ConfigError:  # which `probe` tells
+    except ConfigError:  # which `try_config` reports
         device = torch.device("cpu")
-    return build_small(config.optimizer, device)
-
-
-def _probe_start(path: str | None) -> None:
-    if path:
-        check_file(Path(path))
-
-
-def _probe_sampling(config: Config) -> None:
-    diffusion, sampling = config.diffusion.build(), config.sampling.build()
-    try:
-        sampling.points(diffusion)
-    except ValueError as error:
-        raise ConfigError(f"sampling: {error}") from None
+    part = config.optimizer  # without the patterns, which name weights of the model
+    known = {key: value for key, value in part.arguments.items() if part.target is not muon or key != "adamw"}
+    return as_tuple(build_optimizers(evolve(part, arguments=known, shared={}), nn.Linear(2, 2, device=device)))

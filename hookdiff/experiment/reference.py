@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,18 +14,17 @@ from hookdiff.choices import Choice, import_object
 from hookdiff.experiment.structure import as_toml, fields_of, hints_of, parameters
 
 _BLOCK = re.compile(r"(<!-- keys of (\S+?)(?: without ([\w, ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-_NO_DEFAULT = (inspect.Parameter.empty, attrs.NOTHING)  # the latter of a default that follows from another key
 _ARGUMENT = re.compile(r"^    +(\w+): (.*(?:\n     +.*)*)", re.MULTILINE)
 
 
 @attrs.define(frozen=True)
 class Key:
-    """One key of a config."""
+    """A key of a config."""
 
     name: str
     default: str  # as TOML; an empty string where there is none
     help: str
-    kind: type[Choice] | None = None  # where the key chooses a part
+    kind: type[Choice] | None = None  # of a key that chooses a part
 
 
 def keys(target: Callable[..., Any]) -> list[Key]:
@@ -41,36 +39,34 @@ def keys(target: Callable[..., Any]) -> list[Key]:
         text = metadata.get("help") or texts.get(name, "")
         unit = f" ({metadata['unit']})" if "unit" in metadata else ""
         kind = _kind(hints.get(name))
-        default = None if parameter.default in _NO_DEFAULT else as_toml(parameter.default)
+        default = as_toml(parameter.default)
         if isinstance(default, dict) and kind:
             default = default["use"]
-        found.append(Key(name, _said(default), text + unit, kind))
+        found.append(Key(name, _written(default), text + unit, kind))
     return found
 
 
 def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) -> str:
-    """Return the table of the keys of `target`, and one of each choice that has options."""
-    lines = ["| key | default | |", "|---|---|---|"]
-    chosen: list[type[Choice]] = []
-    for key in keys(target):
-        if key.name not in without:
-            lines.append(f"| `{key.name}` | {f'`{key.default}`' if key.default else ''} | {key.help} |")
-            chosen += [key.kind] if key.kind else []
-    for kind in chosen:
+    """Return the table of the keys of `target`, and one of each kind of part among them and among their options."""
+    shown = [key for key in keys(target) if key.name not in without]
+    lines = ["| key | default | |", "|---|---|---|", *map(_row, shown)]
+    kinds = [key.kind for key in shown if key.kind]
+    for kind in kinds:
         lines += ["", f"`{kind.kind}` is one of these, or `module:Name`:", "", "| use | option | default | |"]
-        lines += ["|---|---|---|---|", *_choices(kind)]
+        lines.append("|---|---|---|---|")
+        for use, part in kind.known.items():
+            options = keys(part)
+            lines += [f"| `{use}` | | | {summary(part)} |", *(f"| {_row(option)}" for option in options)]
+            kinds += [option.kind for option in options if option.kind and option.kind not in kinds]
     return "\n".join(lines) + "\n"
 
 
-def _choices(kind: type[Choice]) -> Iterator[str]:
-    for use, part in kind.known.items():
-        yield f"| `{use}` | | | {summary(part)} |"
-        for key in keys(part):
-            yield f"| | `{key.name}` | {f'`{key.default}`' if key.default else ''} | {key.help} |"
+def _row(key: Key) -> str:
+    return f"| `{key.name}` | {f'`{key.default}`' if key.default else ''} | {key.help} |"
 
 
 def plain(target: Callable[..., Any]) -> Iterator[str]:
-    """Yield the lines of the same for a terminal."""
+    """Yield the lines of these tables for a terminal."""
     for key in keys(target):
         yield f"  {key.name} = {key.default}".rstrip(" =").ljust(28) + f"  {key.help}"
         for use, part in key.kind.known.items() if key.kind else ():
@@ -98,11 +94,11 @@ def summary(target: object) -> str:
 
 
 def _kind(hint: Any) -> type[Choice] | None:
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    members = typing.get_args(hint) or (hint,)
     return next((m for m in members if isinstance(m, type) and issubclass(m, Choice)), None)
 
 
-def _said(default: Any) -> str:
+def _written(default: Any) -> str:
     """Return a default as TOML."""
     if default is None:
         return ""
@@ -110,11 +106,11 @@ def _said(default: Any) -> str:
         return str(default).lower()
     if isinstance(default, str):
         return f'"{default}"'
-    return f"[{', '.join(map(_said, default))}]" if isinstance(default, list) else str(default)
+    return f"[{', '.join(map(_written, default))}]" if isinstance(default, list) else str(default)
 
 
 def _arguments(target: Callable[..., Any]) -> dict[str, str]:
     """Return the texts of the arguments in a docstring that has a section "Args:"."""
     _, _, section = (inspect.getdoc(target) or "").partition("\nArgs:\n")
     section = re.split(r"\n\n(?=\w+:\n)", section)[0]
-    return {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(section)}
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in _ARGUMENT.findall(section)}

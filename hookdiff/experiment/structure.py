@@ -1,7 +1,7 @@
-"""Turns a TOML table into checked arguments of whatever it configures: an attrs class, a module, a function.
+"""Turns a TOML table into checked arguments of the attrs class, module or function that it configures.
 
 The rules: no unknown key, no coercion (the string "false" is no bool, 7 is no string; an int is a float), attrs
-validators run field by field, and all problems are told at once.
+validators run field by field, and all problems are reported at once.
 """
 
 from __future__ import annotations
@@ -13,45 +13,50 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from pathlib import PurePath
-from typing import Any, cast
+from pathlib import Path, PurePath
+from typing import Any
 
 import attrs
 import cattrs
 import tomli
-from cattrs.errors import BaseValidationError, StructureHandlerNotFoundError
+from cattrs.errors import BaseValidationError, CattrsError, StructureHandlerNotFoundError
 
 from hookdiff.choices import Choice, find
-from hookdiff.errors import PluginError, nearest
+from hookdiff.errors import ConfigError, PluginError, nearest
 from hookdiff.progress import Every, parse_every
+
+_REFUSED = (ValueError, TypeError, OverflowError, PluginError, CattrsError)  # raised for a value that does not fit
+_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_COLLECTIONS = (tuple, list, set, frozenset, Sequence, Collection, Iterable)
 
 
 class Text(str):
-    """A value from the command line: read as whatever its key expects."""
+    """A value from the command line: read as the type that its key expects."""
 
 
-class Invalid(ValueError):
-    """A table that does not fit; `problems` are the places inside of it, as ".shift", with their messages."""
-
-    def __init__(self, problems: list[tuple[str, str]]) -> None:
-        super().__init__("; ".join(f"{place.lstrip('.')}: {message}" for place, message in problems))
-        self.problems = problems
-
-
-class Problems:
-    """What is wrong with a config, place by place."""
+class Problems(ValueError):
+    """The problems of a config, or of a table in it, each as "place: message"."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
 
-    def add(self, where: str, message: str) -> None:
-        """Note a problem at `where`, as "run.steps"."""
-        self.found.append(f"{where}: {message}")
+    def __str__(self) -> str:
+        return "; ".join(line.lstrip(".: ") for line in self.found)
 
-    def add_error(self, where: str, error: BaseException) -> None:
-        """Note all that `error` says of the value at `where`."""
-        for place, message in _problems(error):
-            self.add(f"{where}{place}", message)
+    def add(self, where: str, problem: str | BaseException) -> None:
+        """Note a problem at `where`, as "run.steps", or all problems of an error that the value there raised."""
+        if isinstance(problem, Problems):
+            self.found += [where + line for line in problem.found]
+        elif isinstance(problem, BaseValidationError):
+            self.found += cattrs.transform_error(problem, where, lambda error, _: _message(error))
+        else:
+            self.found.append(f"{where}: {problem if isinstance(problem, str) else _message(problem)}")
+
+    def refuse(self, path: Path) -> None:
+        """Raise ConfigError that lists all problems of the config at `path`, unless there are none."""
+        if self.found:
+            count = f"{len(self.found)} problem" + ("s" if len(self.found) > 1 else "")
+            raise ConfigError(f"{path}: {count}\n" + "\n".join(f"  {line}" for line in self.found))
 
 
 def arguments(
@@ -63,12 +68,10 @@ def arguments(
 ) -> dict[str, Any]:
     """Check `table` against the signature of `target` and return the typed arguments it sets.
 
-    Problems are added under `where`; `beside` are keys of the same place that others read. Arguments that `target`
-    requires and the table lacks are not looked for here: whoever builds may add some (`missing` tells).
+    Problems are added under `where`; `beside` are other keys that the table may have. An argument that `target`
+    requires and the table lacks is no problem here, since it may be given later: see `missing`.
     """
-    known = parameters(target)
-    hints = hints_of(target)
-    result = {}
+    known, hints, result = parameters(target), hints_of(target), {}
     for key, value in table.items():
         if key not in known:
             keys = (*known, *beside)
@@ -77,19 +80,18 @@ def arguments(
             problems.add(f"{where}.{key}", f"unknown key{way_out}; known: {', '.join(keys) or 'none'}")
             continue
         try:
-            result[key] = _value(value, hints.get(key, Any))
-        except (ValueError, TypeError, PluginError) as error:
-            problems.add_error(f"{where}.{key}", error)
-    # attrs runs no validator once one field has failed. Here each sees an instance of what is known so far.
-    defaults = {name: parameter.default for name, parameter in known.items()}
-    so_far = types.SimpleNamespace(**{**defaults, **result})
+            result[key] = _value(value, hints[key])
+        except _REFUSED as error:
+            problems.add(f"{where}.{key}", error)
+    # attrs runs no validator once one field has failed. Here each sees an instance of the fields known so far.
+    so_far = types.SimpleNamespace(**{name: parameter.default for name, parameter in known.items()} | result)
     for key, field in fields_of(target).items():
         if key in result and field.validator is not None:
             try:
                 field.validator(so_far, field, result[key])
             except (ValueError, TypeError) as error:
-                told = _message(error).removeprefix(f"'{field.name}' ").removeprefix(f"{field.name} ")
-                problems.add(f"{where}.{key}", told)
+                message = _message(error).removeprefix(f"'{field.name}' ").removeprefix(f"{field.name} ")
+                problems.add(f"{where}.{key}", message)
     return result
 
 
@@ -103,6 +105,11 @@ def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {n: p for n, p in known.items() if p.kind not in skipped and n not in ("self", "params")}
 
 
+def described(kind: type) -> list[str]:
+    """Return the keys of the attrs class `kind` that have a help text: the fields that a config may set."""
+    return [name for name, field in fields_of(kind).items() if "help" in field.metadata]
+
+
 def missing(target: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
     """Return the parameters without a default that `given` does not set."""
     return [n for n, p in parameters(target).items() if p.default is inspect.Parameter.empty and n not in given]
@@ -111,35 +118,34 @@ def missing(target: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
 def resolved(target: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` and the defaults of `target` as TOML values.
 
-    What TOML cannot say (None) is left out, and so is a default that would not come back as it is.
+    None, which TOML does not have, is left out, and so is a default that would be read as another value.
     """
     table, hints = {}, hints_of(target)
     for name, parameter in parameters(target).items():
         value = as_toml(given.get(name, parameter.default))
-        if value is not None and (name in given or _comes_back(parameter.default, value, hints.get(name, Any))):
+        if value is not None and (name in given or _comes_back(parameter.default, value, hints[name])):
             table[name] = value
     return table
 
 
-def _comes_back(default: Any, said: Any, kind: Any) -> bool:
+def _comes_back(default: Any, written: Any, kind: Any) -> bool:
     try:
-        return bool(_structure(said, kind) == default)
-    except (ValueError, TypeError):
+        return bool(_converter.structure(written, kind) == default)
+    except _REFUSED:
         return False
 
 
 def as_toml(value: Any) -> Any:
-    """Return `value` as TOML says it; None where it cannot say all of it."""
+    """Return `value` as a TOML value; None where TOML has none for it or for a part of it."""
     if isinstance(value, Every):
         return int(value.amount) if value.unit == "steps" else str(value)
     if isinstance(value, enum.Enum):
         return as_toml(value.value)
     if isinstance(value, PurePath):
         return str(value)
-    if isinstance(value, Choice):
-        return {"use": value.use, **_fields_as_toml(value)}
-    if fields_of(type(value)):
-        return _fields_as_toml(value)
+    if fields_of(type(value)) or isinstance(value, Choice):
+        use = {"use": value.use} if isinstance(value, Choice) else {}
+        return use | resolved(type(value), _options(value))
     if isinstance(value, (tuple, list, set, frozenset)):
         items = [as_toml(item) for item in value]
         return None if None in items else items
@@ -150,10 +156,6 @@ def as_toml(value: Any) -> Any:
     return value if isinstance(value, plain) else None
 
 
-def _fields_as_toml(value: Any) -> dict[str, Any]:
-    return resolved(type(value), _options(value))
-
-
 def _options(value: Any) -> dict[str, Any]:
     """Return the arguments that make `value`, which keeps each under its own name."""
     fields = fields_of(type(value))
@@ -161,49 +163,44 @@ def _options(value: Any) -> dict[str, Any]:
 
 
 def fields_of(target: Any) -> dict[str, attrs.Attribute[Any]]:
-    """Return the fields of an attrs class by the names of its arguments; of anything else, none."""
-    if not (inspect.isclass(target) and attrs.has(target)):
-        return {}
-    return {field.alias: field for field in cast(Any, target).__attrs_attrs__ if field.init}
+    """Return the fields of an attrs class by the names of its arguments; of any other object none."""
+    is_attrs = inspect.isclass(target) and attrs.has(target)
+    return {field.alias: field for field in attrs.fields(target) if field.init} if is_attrs else {}
 
 
 def hints_of(target: Any) -> dict[str, Any]:
-    """Return the types of the arguments that have one."""
-    if fields := fields_of(target):
-        return {alias: _hint(field.type, _scope(target, field.name)) for alias, field in fields.items() if field.type}
-    scope = getattr(inspect.unwrap(target.__init__ if inspect.isclass(target) else target), "__globals__", {})
-    typed = {name: parameter.annotation for name, parameter in parameters(target).items()}
-    return {name: _hint(kind, scope) for name, kind in typed.items() if kind is not inspect.Parameter.empty}
-
-
-def _scope(target: type, field: str) -> dict[str, Any]:
-    """Return the names of the module of the class, `target` or a base of it, that declares `field`."""
-    owners = (kind for kind in target.__mro__ if field in vars(kind).get("__annotations__", {}))
-    return vars(sys.modules[next(owners, target).__module__])
+    """Return the type of each argument that a config may set; Any where there is none, or only checkers know it."""
+    fields, inner = fields_of(target), inspect.unwrap(target)
+    scope: dict[str, Any] = {}
+    for owner in reversed(inner.__mro__) if inspect.isclass(inner) else [inner]:
+        scope |= getattr(sys.modules.get(owner.__module__), "__dict__", {})
+    given = {name: parameter.annotation for name, parameter in parameters(target).items()}
+    return {name: _hint(fields[name].type if name in fields else kind, scope) for name, kind in given.items()}
 
 
 def _hint(annotation: Any, scope: dict[str, Any]) -> Any:
+    if annotation in (None, inspect.Parameter.empty):
+        return Any
     alone = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
         return typing.get_type_hints(alone, scope)["it"]
-    except (AttributeError, NameError, SyntaxError, TypeError):  # most often only checkers import its name
+    except (AttributeError, NameError, SyntaxError, TypeError):
         return Any
 
 
 def _value(value: Any, kind: Any) -> Any:
     if not isinstance(value, Text):
-        return _structure(value, kind)
+        return _converter.structure(value, kind)
     members = typing.get_args(kind)
     if value == "none" and types.NoneType in members and not any("none" in getattr(m, "known", ()) for m in members):
         return None
-    first: Exception | None = None
+    errors = []
     for reading in _readings(value):
         try:
-            return _structure(reading, kind)
-        except (ValueError, TypeError) as error:
-            first = first or error
-    assert first
-    raise first
+            return _converter.structure(reading, kind)
+        except _REFUSED as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _readings(text: str) -> Iterator[Any]:
@@ -216,35 +213,23 @@ def _readings(text: str) -> Iterator[Any]:
     yield str(text)
 
 
-def _structure(value: Any, kind: Any) -> Any:
-    try:
-        return _converter.structure(value, kind)
-    except StructureHandlerNotFoundError:
-        raise ValueError(f"cannot be set in a config: it takes {_named(kind)}") from None
-    except (BaseValidationError, OverflowError) as error:
-        raise Invalid(_problems(error)) from None
-
-
-def _exactly(wanted: type | tuple[type, ...], described: str) -> Callable[[Any, Any], Any]:
-    def hook(value: Any, _: Any) -> Any:
-        # bool is an int for isinstance, and no number for a config.
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            raise ValueError(f"expected {described}, got {value!r}")
-        return float(cast(float, value)) if wanted == (int, float) else value
-
-    return hook
+def _scalar(value: Any, kind: Any) -> Any:
+    # bool is an int for isinstance, and no number for a config.
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"expected {_NAMES[kind]}, got {value!r}")
+    return kind(value)
 
 
 def _union(value: Any, kind: Any) -> Any:
     members = [member for member in typing.get_args(kind) if member is not types.NoneType]
-    members.sort(key=lambda member: member is not type(value))
     errors = []
-    for member in members:
+    for member in sorted(members, key=lambda member: member is not type(value)):
         try:
             return _converter.structure(value, member)
         except StructureHandlerNotFoundError:
             continue
-        except (ValueError, TypeError, OverflowError, BaseValidationError, PluginError) as error:
+        except _REFUSED as error:
             errors.append(error)
     raise errors[0] if len(errors) == 1 else ValueError(f"expected {_named(kind)}, got {value!r}")
 
@@ -252,43 +237,54 @@ def _union(value: Any, kind: Any) -> Any:
 def _sequence(value: Any, kind: Any) -> Any:
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"expected a list, got {value!r}")
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple and not (len(inner) == 2 and inner[1] is Ellipsis):
-        if len(value) != len(inner):
-            raise ValueError(f"expected a list of {len(inner)}, got {len(value)} items")
-        kinds: Sequence[Any] = inner
-    else:
-        kinds = [inner[0] if inner else Any] * len(value)
-    items = [
-        _inside(f"item {number}", item, item_kind)
-        for number, (item, item_kind) in enumerate(zip(value, kinds, strict=True), 1)
-    ]
-    made = origin or kind
-    return made(items) if made in (list, set, frozenset) else tuple(items)
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind) or (Any, ...)
+    kinds = inner if origin is tuple and inner[-1] is not Ellipsis else inner[:1] * len(value)
+    if len(value) != len(kinds):
+        raise ValueError(f"expected a list of {len(kinds)}, got {len(value)} items")
+    places = [f": item {number}" for number in range(1, len(value) + 1)]
+    items = _each(zip(places, value, kinds, strict=True))
+    return origin(items) if origin in (list, set, frozenset) else tuple(items)
 
 
 def _mapping(value: Any, kind: Any) -> Any:
+    keys, values = typing.get_args(kind) or (str, Any)
+    table = _table(value)
+    made = _each((f".{key}", item, values) for key, item in table.items())
+    return dict(zip(_each((f".{key}", key, keys) for key in table), made, strict=True))
+
+
+def _each(values: Iterable[tuple[str, Any, Any]]) -> list[Any]:
+    """Structure values, each given with its place and its type; raises Problems of all that do not fit."""
+    made, problems = [], Problems()
+    for place, value, kind in values:
+        try:
+            made.append(_converter.structure(value, kind))
+        except _REFUSED as error:
+            problems.add(place, error)
+    if problems.found:
+        raise problems
+    return made
+
+
+def _table(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a table, got {value!r}")
-    keys, values = typing.get_args(kind) or (str, Any)
-    return {_inside(key, key, keys): _inside(key, item, values) for key, item in value.items()}
+    return value
 
 
 def _attrs_class(value: Any, kind: Any) -> Any:
     """Check a table inside a table by the same rules."""
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a table, got {value!r}")
     problems = Problems()
-    given = arguments(kind, value, "", problems)
+    given = arguments(kind, _table(value), "", problems)
     if lacking := missing(kind, value):
         problems.add("", f"needs {', '.join(lacking)}")
     if problems.found:
-        raise Invalid([(place, message) for place, _, message in (line.partition(": ") for line in problems.found)])
+        raise problems
     return kind(**given)
 
 
 def _choice(value: Any, kind: type[Choice]) -> Choice:
-    """Read a name, or a table whose `use` is a name and whose other keys are options of what it names."""
+    """Read a name, or a table whose `use` is a name and whose other keys are options of the class of that name."""
     if isinstance(value, kind):
         return value
     if not isinstance(value, (str, dict)):
@@ -302,78 +298,43 @@ def _choice(value: Any, kind: type[Choice]) -> Choice:
     return chosen
 
 
-def _inside(place: str, value: Any, kind: Any) -> Any:
-    try:
-        return _structure(value, kind)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{place}: {_message(error)}") from None
-
-
 def _literal(value: Any, kind: Any) -> Any:
     allowed = typing.get_args(kind)
     if value not in allowed or type(value) not in map(type, allowed):
-        close = nearest(value, [a for a in allowed if isinstance(a, str)]) if isinstance(value, str) else ""
+        close = nearest(str(value), map(str, allowed))
         raise ValueError(f"expected one of {', '.join(map(repr, allowed))}, got {value!r}{close}")
     return value
 
 
-def _every(value: Any, _: Any) -> Every:
-    if not isinstance(value, (int, str, Every)):
-        raise ValueError(f"expected steps (500), epochs ('2 epochs') or time ('15 min'), got {value!r}")
-    return parse_every(value)
-
-
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
-def _is_sequence(kind: Any) -> bool:
-    return (typing.get_origin(kind) or kind) in (tuple, list, set, frozenset, Sequence, Collection, Iterable)
-
-
-def _is_mapping(kind: Any) -> bool:
-    return (typing.get_origin(kind) or kind) in (dict, Mapping, MutableMapping)
-
-
-def _is_literal(kind: Any) -> bool:
-    return typing.get_origin(kind) is typing.Literal
-
-
 def _named(kind: Any) -> str:
-    members = typing.get_args(kind) if _is_union(kind) else (kind,)
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", types.NoneType: None}
-    told = [
-        " or ".join(map(repr, typing.get_args(member)))
-        if _is_literal(member)
-        else names.get(member, getattr(member, "__name__", str(member)))
-        for member in members
-    ]
-    return " or ".join(name for name in told if name)
-
-
-def _problems(error: BaseException) -> list[tuple[str, str]]:
-    """Return what `error` says, with the places inside the value that it says it of."""
-    if isinstance(error, BaseValidationError):
-        return [problem for inner in error.exceptions for problem in _problems(inner)]
-    return error.problems if isinstance(error, Invalid) else [("", _message(error))]
+    """Return the type in words; an alternative of None is left out, since TOML does not have it."""
+    members = typing.get_args(kind)
+    if _is(*_UNION)(kind):
+        return " or ".join(_named(member) for member in members if member is not types.NoneType)
+    if _is(typing.Literal)(kind):
+        return " or ".join(map(repr, members))
+    return _NAMES[kind] if kind in _NAMES else getattr(kind, "__name__", str(kind))
 
 
 def _message(error: BaseException) -> str:
-    """Return the message for a user: attrs' validators raise tuples of arguments."""
-    if isinstance(error, Invalid):
-        return str(error)
-    return str(error.args[0]) if error.args else type(error).__name__
+    if isinstance(error, StructureHandlerNotFoundError):
+        return f"cannot be set in a config: it takes {_named(error.type_)}"
+    # attrs' validators raise errors with several arguments.
+    return str(error.args[0]) if error.args else str(error) or type(error).__name__
 
 
-_converter = cattrs.Converter(forbid_extra_keys=True)
-_converter.register_structure_hook(bool, _exactly(bool, "true or false"))
-_converter.register_structure_hook(int, _exactly(int, "an integer"))
-_converter.register_structure_hook(float, _exactly((int, float), "a number"))
-_converter.register_structure_hook(str, _exactly(str, "a string"))
-_converter.register_structure_hook(Every, _every)
-_converter.register_structure_hook_func(_is_union, _union)
-_converter.register_structure_hook_func(_is_sequence, _sequence)
-_converter.register_structure_hook_func(_is_mapping, _mapping)
+def _is(*origins: Any) -> Callable[[Any], bool]:
+    return lambda kind: (typing.get_origin(kind) or kind) in origins
+
+
+_UNION = (typing.Union, types.UnionType)
+_converter = cattrs.Converter()
+for _kind in _NAMES:
+    _converter.register_structure_hook(_kind, _scalar)
+_converter.register_structure_hook(Every, lambda value, _: parse_every(value))
+_converter.register_structure_hook_func(_is(*_UNION), _union)
+_converter.register_structure_hook_func(_is(*_COLLECTIONS), _sequence)
+_converter.register_structure_hook_func(_is(dict, Mapping, MutableMapping), _mapping)
 _converter.register_structure_hook_func(lambda kind: bool(fields_of(kind)), _attrs_class)
 _converter.register_structure_hook_func(lambda kind: isinstance(kind, type) and issubclass(kind, Choice), _choice)
-_converter.register_structure_hook_func(_is_literal, _literal)
+_converter.register_structure_hook_func(_is(typing.Literal), _literal)

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+
+from hookdiff.options import about
 
 LAYERS = (nn.Linear, _ConvNd)
 log = logging.getLogger("hookdiff")
@@ -24,17 +26,23 @@ _DRAWS: dict[str, Callable[[Tensor], Any]] = {
 
 @define(frozen=True, kw_only=True)
 class Initialisation:
-    """What happens to a new model before its optimizer exists. The arguments are keys of the table [model].
+    """What happens to a new model before its optimizer exists. The arguments are keys of the table [model]."""
 
-    init: "default" leaves what the class drew. "xavier" (Glorot & Bengio 2010, eq. 16), "kaiming" (He et al. 2015,
-        arXiv 1502.01852, eq. 10) and "orthogonal" (Saxe et al. 2013, arXiv 1312.6120) draw the weights of linear
-        layers and convolutions afresh, and set their biases to zero. What the class starts at zero stays there: it
-        means to.
-    zero_output: the last layer starts at zero, weight and bias, so that a fresh model predicts nothing.
-    """
-
-    init: Literal["default", "xavier", "kaiming", "orthogonal"] = "default"
-    zero_output: bool = False
+    init: Literal["default", "xavier", "kaiming", "orthogonal"] = field(
+        default="default",
+        metadata=about(
+            '"default": what the class draws; "xavier" (Glorot & Bengio 2010, eq. 16), "kaiming" (He et al. 2015, '
+            'arXiv 1502.01852, eq. 10), "orthogonal" (Saxe et al. 2013, arXiv 1312.6120): weights of linear layers and '
+            "convolutions, with biases of zero; layers that the class starts at zero stay at zero"
+        ),
+    )
+    zero_output: bool = field(
+        default=False,
+        metadata=about(
+            "start the layer that is called last at zero, so that a new model predicts nothing, "
+            'as "unet" and "dit" do anyway; the log names the layer'
+        ),
+    )
 
     def apply(self, model: nn.Module, output: str | None) -> None:
         """Change `model` in place; `output` is the name of its last layer. Raises ValueError for what cannot be."""

@@ -22,7 +22,7 @@ from typing import Any
 import tomli_w
 from attrs import define, field
 
-from hookdiff import Config, Every, UserError
+from hookdiff import Config, Every, Feed, UserError
 from hookdiff.disk import CONFIG
 from hookdiff.experiment import Part, build_feed
 from hookdiff_selftest.compare import (
@@ -127,7 +127,7 @@ def make_plan(config: Config, steps: int, workers: int) -> Plan:
         if not (name in savers and key == "every") and not is_due(every)
     )
     save_at = min(range(steps // 3, steps - steps // 3), key=cost)
-    change = int(config.feed.get("workers", 0)), workers
+    change = int(config.data.shared[Feed].get("workers", 0)), workers
     return Plan(steps, save_at, log_every, num_batches, savers, untried, change)
 
 

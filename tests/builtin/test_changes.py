@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookdiff import UserError, build_loop, hookimpl, load_config
+from hookdiff import Feed, UserError, build_loop, hookimpl, load_config
 from hookdiff.builtin.changes import FIXED, FIXED_SWITCHES, Changes, changes
 from hookdiff.diffusion import Diffusion
 from hookdiff.disk import flatten
-from hookdiff.experiment.config import FEED_KEYS, RunConfig
+from hookdiff.experiment.config import RunConfig
 from hookdiff.experiment.optimizers import muon
-from hookdiff.experiment.structure import parameters
+from hookdiff.experiment.structure import described, parameters
 from hookdiff.models import DiT, UNet
 from hookdiff.models.init import Initialisation
 from hookdiff.testing import toy_loop
@@ -82,7 +82,7 @@ def test_added_and_removed_plugins_are_logged(tmp_path, caplog):
 def test_the_fixed_keys_are_keys_of_a_config():
     known = {
         "run": parameters(RunConfig),
-        "data": FEED_KEYS,
+        "data": described(Feed),
         "model": {"use", *parameters(UNet), *parameters(DiT), *parameters(Initialisation)},
         "diffusion": parameters(Diffusion),
         "optimizer": {"use", "amsgrad", "centered", "momentum", *parameters(muon)},

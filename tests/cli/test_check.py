@@ -50,6 +50,7 @@ def test_a_config_with_a_dit_is_printed_with_every_default(check):
         "num_classes": 10,
         "dropout": 0.0,
         "gradient_checkpointing": False,
+        "start_partial": False,
         "init": "default",
         "zero_output": False,
     }

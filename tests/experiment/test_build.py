@@ -109,14 +109,14 @@ def test_the_written_config_gives_the_same_run_again(config, tmp_path):
     assert_same(weights(loop), weights(other))
 
 
-def test_hooks_leave_out_who_has_none_of_them(config, tmp_path):
+def test_plugins_without_the_hooks_are_left_out(config, tmp_path):
     loop = build_loop(config(plugins=["ema", "clip", "checkpoint"]), tmp_path, hooks=("restore", "offer_weights"))
     heard = [name for name, plugin in loop.plugins.items() if type(plugin) is not object]
     assert heard == ["ema", "checkpoint"]
     assert "clip" in loop.plugins  # by name alone: its saved state is no stranger's
 
 
-def test_the_data_decides_what_the_config_leaves_open(config, tmp_path):
+def test_the_data_gives_the_arguments_that_the_config_leaves_open(config, tmp_path):
     loop = build_loop(config(model="Net"), tmp_path / "run")
     assert loop.model.facts == (1, 8, None)  # whether it gets classes is up to the config
     assert loop.hparams["model"].items() >= {"use": "hd_user:Net", "in_channels": 1, "image_size": 8}.items()
@@ -135,7 +135,7 @@ def test_data_without_labels_or_sides(config):
     assert pairs.model.arguments == {"in_channels": 3, "image_size": 6}
 
 
-def test_what_neither_the_config_nor_the_data_gives_is_missing(config, tmp_path):
+def test_an_argument_that_neither_config_nor_data_gives_is_missing(config, tmp_path):
     with refused(ConfigError, "model", "hd_user:Needy", "must"):
         build_loop(config(model="Needy"), tmp_path / "run")
     assert build_loop(config("model.must=1", model="Needy"), tmp_path / "run").model.facts[0] == 1
@@ -284,7 +284,7 @@ def test_a_file_that_a_part_cannot_open_is_refused_with_its_table(tmp_path):
         Part("data", "mine", open, {"file": str(tmp_path / "gone")}).build()
 
 
-def test_who_saves_runs_has_no_part_in_single_steps(config, tmp_path):
+def test_plugins_that_save_runs_have_no_part_in_single_steps(config, tmp_path):
     checked = config(plugins=["checkpoint", "ema"])
     loop = build_loop(checked, tmp_path / "run", hooks=("prepare_model", "before_step", "offer_weights"))
     assert {name: type(plugin).__name__ for name, plugin in loop.plugins.items() if name in checked.plugins} == {

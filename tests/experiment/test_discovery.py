@@ -35,7 +35,7 @@ def test_an_unknown_name_gets_the_nearest_and_all_that_are_installed():
         plugin_class("emma")
 
 
-def test_a_name_that_is_like_none_gets_no_guess():
+def test_a_name_that_resembles_no_other_gets_no_guess():
     with refused(PluginError, "'zzzzzz'") as caught:
         plugin_class("zzzzzz")
     assert not any(repr(name) in str(caught.value) for name in installed())
@@ -88,7 +88,7 @@ def test_golden_message_of_a_package_that_a_plugin_needs(install, module):
     assert str(caught.value) == f"the plugin 'mine' needs the package {module}: pip install 'nowhere[all]>=2'"
 
 
-def test_what_a_plugin_needs_may_be_there(install):
+def test_a_package_that_a_plugin_needs_may_be_there(install):
     install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine="class Mine:\n    needs = {'json.decoder': 'json'}\n")
     assert plugin_class("mine").__name__ == "Mine"
 
@@ -105,12 +105,12 @@ def test_a_module_on_the_path(install):
 
 
 @pytest.mark.parametrize("given", ["not_to_be_found:Mine", ":Mine", ".relative:Mine", "..:Mine", ":", "json."])
-def test_what_cannot_be_imported_is_an_error_of_the_user(given):
+def test_a_class_that_cannot_be_imported_is_an_error_of_the_user(given):
     with refused(PluginError, repr(given)):
         plugin_class(given)
 
 
-def test_import_object_says_what_it_was_for():
+def test_import_object_names_its_purpose():
     assert import_object("json:loads", "a test")("[1]") == [1]
     with refused(PluginError, "a test", "json", "'load_s'", "'loads'"):
         import_object("json:load_s", "a test")

@@ -1,4 +1,4 @@
-"""What is counted on tensors without values, beside what real runs hold."""
+"""The memory counted on tensors without values, compared with that of real runs."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def num_bytes(tensors):
 
 
 def saved_bytes(loop, size):
-    """What the forward pass of `size` samples saves in a real run, without parameters, buffers and the batch."""
+    """Return the bytes that the forward pass of `size` samples saves in a real run, besides weights and batch."""
     held = [*loop.model.parameters(), *loop.model.buffers()]
     batch = next(loop.feed.batches(0))
     batch = loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))
@@ -101,7 +101,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "settings", "plugins"), CASES)
-def test_it_is_what_a_real_run_holds(config, tmp_path, model, settings, plugins):
+def test_the_estimate_is_the_memory_of_a_real_run(config, tmp_path, model, settings, plugins):
     given = config(model, *settings, plugins=plugins)
     estimate = estimate_memory(given)
     assert list(tmp_path.glob("run*")) == []
@@ -122,7 +122,7 @@ def test_it_is_what_a_real_run_holds(config, tmp_path, model, settings, plugins)
     assert estimate.notes == ()
 
 
-def test_it_is_the_sum_that_one_can_write_down_for_an_mlp(config):
+def test_the_estimate_of_an_mlp_is_its_formula(config):
     n, size, hidden, number = 6, 64, 100, 4
     estimate = estimate_memory(config("MLP", "model.hidden=100"))
     weights = number * (2 * size * hidden + hidden + size)
@@ -136,7 +136,7 @@ def test_it_is_the_sum_that_one_can_write_down_for_an_mlp(config):
     assert (estimate.device, estimate.data, estimate.available) == ("cpu", 0, None)
 
 
-def test_the_peak_is_what_the_allocator_was_asked_for(config, tmp_path):
+def test_the_peak_is_that_of_the_allocator(config, tmp_path):
     given = config("unet", "model.channels=32", "run.batch_size=32", "run.micro_batch=16")
     estimate = estimate_memory(given)
     loop = build_loop(given, tmp_path / "run")
@@ -155,7 +155,7 @@ def test_the_peak_is_what_the_allocator_was_asked_for(config, tmp_path):
     assert estimate.peak == pytest.approx(fixed + most, rel=0.1)
 
 
-def test_gradient_checkpointing_lowers_what_is_kept_and_the_peak(config):
+def test_gradient_checkpointing_lowers_activations_and_peak(config):
     plain = estimate_memory(config("dit", "run.batch_size=64"))
     less = estimate_memory(config("dit", "run.batch_size=64", "model.gradient_checkpointing=true"))
     assert less.activations < plain.activations / 2
@@ -163,7 +163,7 @@ def test_gradient_checkpointing_lowers_what_is_kept_and_the_peak(config):
     assert (less.parameters, less.optimizer) == (plain.parameters, plain.optimizer)
 
 
-def test_less_goes_through_at_a_time(config):
+def test_a_smaller_micro_batch_needs_less(config):
     whole, half = (estimate_memory(config("MLP", "run.batch_size=400", f"run.micro_batch={n}")) for n in (400, 200))
     assert half.activations == whole.activations - 200 * whole.per_sample
     assert half.peak < whole.peak

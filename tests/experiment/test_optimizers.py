@@ -1,4 +1,4 @@
-"""What [optimizer] builds: every parameter in one group, every class of torch, and the kernels."""
+"""The optimizers of [optimizer]: every parameter in one group, every class of torch, and the kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, build_loop, load_config
-from hookdiff.experiment.optimizers import OPTIMIZERS, UNFIT, Groups, build_optimizers, muon, spare, weights_of
+from hookdiff.experiment.optimizers import OPTIMIZERS, Groups, build_optimizers, muon, spare, weights_of
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.probe import try_config
 from hookdiff.state import as_tuple
@@ -24,12 +24,9 @@ from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, w
 from tests.conftest import check_facts, refused
 
 
-def part(kind: Any, **arguments: Any) -> Part:
-    return Part("optimizer", "mine", kind, arguments)
-
-
 def built(model: nn.Module, kind: Any = torch.optim.AdamW, no_decay: Any = ("auto",), **arguments: Any) -> Any:
-    return as_tuple(build_optimizers(part(kind, **arguments), model, Groups(no_decay=tuple(no_decay))))
+    shared = {Groups: {"no_decay": tuple(no_decay)}}
+    return as_tuple(build_optimizers(Part("optimizer", "mine", kind, arguments, "use", shared), model))
 
 
 class Parts(nn.Module):
@@ -47,7 +44,7 @@ class Parts(nn.Module):
         self.fixed = nn.Linear(2, 2).requires_grad_(False)
 
 
-def test_what_a_weight_is_for() -> None:
+def test_the_role_of_each_weight() -> None:
     assert {weight.name: weight.role for weight in weights_of(Parts())} == {
         "scale": "vector",
         "position": "kernel",
@@ -171,11 +168,11 @@ def test_muon_leaves_matrices_to_adamw_on_request() -> None:
         built(model, muon, adamw=("*",))
 
 
-def test_muon_says_how_little_of_a_model_it_has(caplog: pytest.LogCaptureFixture) -> None:
-    built(Parts(), muon)  # its matrix has 12 of 136 parameters, kernels have 54 + 24
+def test_muon_warns_if_it_has_less_than_half_of_a_model(caplog: pytest.LogCaptureFixture) -> None:
+    built(Parts(), muon)  # its matrix has 12 of 136 parameters
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    check_facts(record.getMessage(), "muon", "8.8%", "91.2%", "convolutions", "57.4%", "optimizer.use", "'adamw'")
+    check_facts(record.getMessage(), "muon", "8.8%", "optimizer.use", "'adamw'")
     caplog.clear()
     built(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(6)), muon)  # half
     assert not caplog.messages
@@ -225,7 +222,7 @@ def test_optimizers_are_fused_unless_another_kernel_is_set(kind: Any, arguments:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_kernel_that_the_gpu_lacks_is_not_asked_for() -> None:
+def test_a_kernel_that_the_gpu_lacks_is_not_used() -> None:
     for name in OPTIMIZERS:
         optimizers = built(nn.Linear(3, 3, device="cuda"), *chosen(name))
         for optimizer in optimizers:
@@ -271,7 +268,7 @@ def test_a_model_without_a_weight_to_train_is_refused() -> None:
         built(toy_model().requires_grad_(False))
 
 
-def test_a_function_gets_the_groups_and_makes_what_it_likes() -> None:
+def test_a_function_gets_the_groups_and_makes_any_optimizer() -> None:
     def mine(params: Any, lr: float = 0.1, weight_decay: float = 0.2) -> Any:
         return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
 
@@ -304,7 +301,7 @@ def load(folder: Path, *settings: str, **optimizer: Any) -> Any:
 
 def test_all_optimizers_of_torch_are_there() -> None:
     kinds = {name.lower() for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
-    assert kinds - {"optimizer"} == {*OPTIMIZERS, *UNFIT}
+    assert kinds - {"optimizer"} == {*OPTIMIZERS, "lbfgs", "sparseadam"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -325,19 +322,12 @@ def test_every_optimizer_trains_and_resumes_to_the_bit(name: str, tmp_path: Path
     assert_same(weights(again), after)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("lbfgs", "closure"), ("torch.optim:SparseAdam", "sparse")])
+@pytest.mark.parametrize(("name", "reason"), [("LBFGS", "closure"), ("SparseAdam", "dense")])
 def test_optimizers_that_cannot_train_here_are_refused_with_the_reason(tmp_path: Path, name: str, reason: str) -> None:
-    with refused(ConfigError, "optimizer.use", repr(name), reason):
-        load(tmp_path, use=name)
-
-
-def test_an_optimizer_of_ones_own_that_needs_a_closure_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "hd_needs.py").write_text(
-        "import torch\nclass Needs(torch.optim.SGD):\n def step(self, closure): ...\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with refused(ConfigError, "optimizer.use", "'hd_needs:Needs'", "closure"):
-        load(tmp_path, use="hd_needs:Needs")
+    with refused(ConfigError, "optimizer", reason):
+        try_config(load(tmp_path, use=f"torch.optim:{name}"))
+    with refused(ConfigError, "optimizer.use", repr(name.lower())):
+        load(tmp_path, use=name.lower())
 
 
 def test_a_probe_refuses_patterns_that_name_no_weight(tmp_path: Path) -> None:
@@ -356,7 +346,7 @@ def test_a_probe_tries_the_optimizer_on_the_device_of_the_run(tmp_path: Path) ->
     assert build_loop(config, tmp_path / "run").run() == "done"
 
 
-def test_the_config_says_all_keys_and_comes_back(tmp_path: Path) -> None:
+def test_the_written_config_has_all_keys_and_is_read_as_the_same(tmp_path: Path) -> None:
     config = load(tmp_path, use="muon", adamw_lr=1e-4)
     table = config.resolved()["optimizer"]
     assert (table["use"], table["no_decay"], table["ns_steps"], table["adamw_lr"]) == ("muon", ["auto"], 5, 1e-4)
@@ -380,7 +370,7 @@ def test_groups_may_change_on_resume_because_state_goes_by_name(tmp_path: Path) 
         assert_same(state_of(other), expected)
 
 
-def test_decay_moves_only_what_decays() -> None:
+def test_decay_moves_only_weights_that_decay() -> None:
     def run(**arguments: Any) -> dict[str, Tensor]:
         loop = toy_loop(
             optimizers=lambda model: built(model, torch.optim.AdamW, lr=0.01, **arguments),

@@ -98,7 +98,7 @@ def same(one, other):
         (Every, "15 min", Every(900, "seconds")),
     ],
 )
-def test_what_is_taken(kind, value, expected):
+def test_values_that_fit(kind, value, expected):
     assert same(read(kind, value), expected)
 
 
@@ -146,10 +146,10 @@ def test_what_is_taken(kind, value, expected):
         (Inner, {}, ("size",)),
         (Inner, {"size": 0}, (0, "size", 1)),
         (Inner, {"size": 1, "lable": "x"}, ("lable", "'label'", "size")),
-        (list[Inner], [{"size": 1}, {"size": 0}], (0, "item 2", "size", 1)),
+        (list[Inner], [{"size": 1}, {"size": 0}], (0, "item 2.size", 1)),
     ],
 )
-def test_what_is_refused(kind, value, facts):
+def test_values_that_are_refused(kind, value, facts):
     check_facts(read(kind, value), "t.x", *facts)
 
 
@@ -183,7 +183,7 @@ def test_what_is_refused(kind, value, facts):
         (Any, "words", "words"),
     ],
 )
-def test_text_is_read_as_what_the_key_expects(kind, text, expected):
+def test_text_is_read_as_the_type_that_the_key_expects(kind, text, expected):
     assert same(read(kind, Text(text)), expected)
 
 
@@ -281,7 +281,7 @@ def test_types_that_only_checkers_know_check_nothing():
     assert problems.found == []
 
 
-def test_whatever_can_be_called_has_parameters():
+def test_any_callable_has_parameters():
     class Custom:
         def __call__(self, x: int): ...
 
@@ -305,12 +305,12 @@ def test_an_inherited_init_is_read_in_its_own_module():
 
     (line,) = found(Child, {"lr": "x"})
     check_facts(line, "t.lr", "'x'")
-    assert "Tensor" not in line  # of a number or a tensor, what a config can say
+    assert "Tensor" not in line  # a config can only give the number
     (line,) = found(Child, {"betas": [0.9]})
     check_facts(line, "t.betas", 1, 2)
 
 
-def test_missing_lists_what_has_no_default():
+def test_missing_lists_the_arguments_without_a_default():
     def target(a, b, c=1): ...
 
     assert missing(target, {"a": 1}) == ["b"]
@@ -319,7 +319,7 @@ def test_missing_lists_what_has_no_default():
 
 
 def round_trip(target, given):
-    """Write what was given and the defaults as TOML, and read it."""
+    """Write the given values and the defaults as TOML, and read them."""
     problems = Problems()
     again = arguments(target, tomli.loads(tomli_w.dumps(resolved(target, given))), "t", problems)
     assert problems.found == []

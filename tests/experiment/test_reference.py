@@ -1,0 +1,139 @@
+"""The help of every key, and the tables of the docs that are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import define, field
+
+from hookdiff.choices import Choice, import_object, name_of
+from hookdiff.data import Feed
+from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.experiment.config import MODELS, OPTIMIZERS, SECTIONS, SOURCES, RunConfig
+from hookdiff.experiment.discovery import installed
+from hookdiff.experiment.reference import keys, markdown, plain, refresh
+from hookdiff.options import about
+
+DOCS = Path(__file__).parents[2] / "docs"
+MADE_FROM = {Feed: {"source", "transforms", "store"}}  # parts that other keys of the table describe
+
+
+def configured() -> dict[str, Any]:
+    """Return each class and function of hookdiff that has keys in a config, by a name for messages."""
+    paths = {**MODELS, **SOURCES, "muon": OPTIMIZERS["muon"]}
+    ours = {name: import_object(path, name) for name, path in paths.items() if path.startswith("hookdiff.")}
+    shared = {kind.__name__: kind for section in SECTIONS for kind in section.shared}
+    plugins = {
+        f"plugins.{name}": entry.load()
+        for name, (entry, *_) in installed().items()
+        if entry.dist and entry.dist.name == "hookdiff"
+    }
+    return {"run": RunConfig, "diffusion": Diffusion, "sampling": Sampling, **shared, **ours, **plugins}
+
+
+def without_help(where: str, target: Callable[..., Any], seen: set[type[Choice]]) -> Iterator[str]:
+    """Yield the keys of `target`, and the options of the parts that they choose, that have no help."""
+    for key in keys(target):
+        if not key.help and key.name not in MADE_FROM.get(target, ()):
+            yield f"{where}.{key.name}"
+        if key.kind and key.kind not in seen:
+            seen.add(key.kind)
+            for part in key.kind.known.values():
+                yield from without_help(f"{key.kind.kind} {name_of(part)}", part, seen)
+
+
+def test_every_key_has_its_help() -> None:
+    seen: set[type[Choice]] = set()
+    found = [key for name, target in configured().items() for key in without_help(name, target, seen)]
+    assert not found, ", ".join(found)
+
+
+@pytest.mark.skipif(not DOCS.is_dir(), reason="needs the sources")
+def test_the_tables_of_the_docs_are_those_of_the_classes() -> None:
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text("utf-8")
+        assert text == refresh(text), f"{page.name} is out of date: see hookdiff.experiment.reference.refresh"
+
+
+class Shape(Choice):
+    kind = "shape"
+
+
+@define(frozen=True)
+class Square(Shape):
+    """Four equal sides. Nothing else."""
+
+    side: float = field(default=2.0, metadata=about("length of a side", "cm"))
+
+
+@define(frozen=True)
+class Pair(Shape):
+    """Two of them."""
+
+    shapes: tuple[float, ...] = (1.0, 2.5)
+
+
+Shape.known = {"square": Square, "pair": Pair}
+
+
+@define
+class Drawing:
+    shape: Shape = field(default=Square(), metadata=about("what is drawn"))
+    colour: str | None = field(default=None, metadata=about("its colour"))
+    state: int = field(init=False)
+
+
+def drawn(size: int, name: str = "x", filled: bool = False) -> None:
+    """Draw.
+
+    Args:
+        size: its size, in two
+            lines.
+        name: its name
+
+    Returns:
+        other: nothing.
+    """
+
+
+def test_the_keys_of_a_class_and_of_a_function() -> None:
+    found = [(key.name, key.default, key.help) for target in (Drawing, drawn) for key in keys(target)]
+    assert found == [
+        ("shape", '"square"', "what is drawn"),
+        ("colour", "", "its colour"),
+        ("size", "", "its size, in two lines"),
+        ("name", '"x"', "its name"),
+        ("filled", "false", ""),
+    ]
+
+
+def test_golden_tables() -> None:
+    assert markdown(Drawing, frozenset({"colour"})) == (
+        "| key | default | |\n|---|---|---|\n"
+        '| `shape` | `"square"` | what is drawn |\n'
+        "\n`shape` is one of these, or `module:Name`:\n\n"
+        "| use | option | default | |\n|---|---|---|---|\n"
+        "| `square` | | | Four equal sides. Nothing else |\n"
+        "| | `side` | `2.0` | length of a side (cm) |\n"
+        "| `pair` | | | Two of them |\n"
+        "| | `shapes` | `[1.0, 2.5]` |  |\n"
+    )
+    assert list(plain(Drawing)) == [
+        '  shape = "square"            what is drawn',
+        "    square                    Four equal sides. Nothing else (side = 2.0)",
+        "    pair                      Two of them (shapes = [1.0, 2.5])",
+        "  colour                      its colour",
+    ]
+
+
+def test_refresh_makes_only_the_tables_anew() -> None:
+    page = f"before\n\n<!-- keys of {__name__}:Drawing without shape, state -->\nold\n<!-- end -->\n\nafter\n"
+    made = refresh(page)
+    assert made.startswith("before\n\n<!-- keys of ")
+    assert made.endswith("\n<!-- end -->\n\nafter\n")
+    assert "old" not in made
+    assert "| `colour` |  | its colour |" in made
+    assert refresh(made) == made
