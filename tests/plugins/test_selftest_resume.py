@@ -1,4 +1,4 @@
-"""`hookdiff selftest resume`: every plugin of ours passes, and who does not resume is named."""
+"""`hookdiff selftest resume`: every plugin of ours passes, and a plugin that does not resume is named."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_all_plugins_together_resume_exactly(folder: Path) -> None:
         pytest.param("Mirrors", ["ema", "checkpoint"], "luck", marks=pytest.mark.slow),
     ],
 )
-def test_who_forgets_a_field_is_named(name: str, others: list[str], lost: str, folder: Path) -> None:
+def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lost: str, folder: Path) -> None:
     # The run would end after 3 steps; in the other test it would go on for longer than the test.
     path = config(folder, *others, f"resume_user:{name}")
     result = selftest(path, "--set", "run.epochs=1")
@@ -265,9 +265,9 @@ def test_who_forgets_a_field_is_named(name: str, others: list[str], lost: str, f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "fact"),
     [
-        ("Mangles", "plugins/mangles/steps was 5 when it was saved and 0 once it was loaded"),
+        ("Mangles", "plugins/mangles/steps in the state: 5, and 0 once it was loaded"),
         (
             "Counts",
             "because of the plugin 'counts'; first seen: the logged number updates at step 6: 6.0, and 1.0 when",
@@ -278,17 +278,17 @@ def test_who_forgets_a_field_is_named(name: str, others: list[str], lost: str, f
         ("Breaks", "the checkpoint's state of 'breaks' cannot be loaded: KeyError: 'momentum'"),
     ],
 )
-def test_who_does_not_resume_is_named(name: str, told: str, folder: Path) -> None:
+def test_a_plugin_that_does_not_resume_is_named(name: str, fact: str, folder: Path) -> None:
     # Of digits, which are held in memory: items that are read when they are due seed the global generators.
     result = selftest(config(folder, "loss", "checkpoint", f"resume_user:{name}", source="digits"))
     assert result.exit_code == 1, result.output
-    assert told in result.stdout
+    assert fact in result.stdout
     if name not in ("Appends", "Breaks"):
         assert f"because of the plugin {name.lower()!r}" in result.stdout.splitlines()[0]
 
 
 @pytest.mark.slow
-def test_a_saver_that_tells_of_no_checkpoint_is_told(folder: Path) -> None:
+def test_a_saver_without_a_checkpoint_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint of 'mute' was complete"):
         selftest(config(folder, "resume_user:Mute"))
 
@@ -314,13 +314,13 @@ def test_every_plugin_alone_resumes_exactly(name: str, folder: Path) -> None:
         assert "not the same, but texts, which may be names or times: plugins/aim/run in the state" in result.stdout
 
 
-def test_a_run_that_nobody_saves_is_refused(folder: Path) -> None:
+def test_a_run_without_a_saver_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"none of its plugins saves the run .* add one with --plugins NAME"):
         selftest(config(folder, "ema"))
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_on_its_own_is_told_with_what_it_said(folder: Path) -> None:
+def test_a_run_that_fails_on_its_own_is_reported_with_its_output(folder: Path) -> None:
     source = 'raise RuntimeError("no such thing")\n'
     path = config(folder, "checkpoint", "resume_user:Saved")
     (folder / "resume_user.py").write_text(USER.replace("        self.steps += 1\n", f"        {source}"))
@@ -351,7 +351,7 @@ def test_the_save_is_in_the_middle_of_an_epoch_and_of_a_log_window(tmp_path_fact
         check()
 
 
-def test_what_is_due_too_late_is_told(folder: Path) -> None:
+def test_an_event_that_is_due_too_late_is_reported(folder: Path) -> None:
     assert plan(folder, 12, 3, 10, "fid").untried == ()
     made = make_plan(load_config(config(folder, "checkpoint", "fid"), (), ["plugins.fid.every=13"]), 12, 0)
     assert made.untried == ("plugins.fid.every = 13",)
