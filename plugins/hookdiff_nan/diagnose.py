@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -191,31 +191,21 @@ def may_be_compiled() -> bool:
 @contextmanager
 def _without_autocast(loop: Loop) -> Iterator[None]:
     """Let the model compute in its own precision, also inside of autocast."""
-    opened: list[ExitStack] = []
+    forward = loop.model.forward
 
-    def enter(module: Any, args: Any, kwargs: Any) -> Any:
-        stack = ExitStack()
-        stack.enter_context(torch.autocast(loop.device.type, enabled=False))
-        opened.append(stack)
-        return tuple(map(_single, args)), {name: _single(value) for name, value in kwargs.items()}
+    def single(value: Any) -> Any:
+        half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        return value.float() if half else value
 
-    def leave(module: Any, args: Any, output: Any) -> None:
-        opened.pop().close()
+    def forward_in_single(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(loop.device.type, enabled=False):
+            return forward(*map(single, args), **{name: single(value) for name, value in kwargs.items()})
 
-    handles = [
-        loop.model.register_forward_pre_hook(enter, with_kwargs=True),
-        loop.model.register_forward_hook(leave, always_call=True),
-    ]
+    loop.model.__dict__["forward"] = forward_in_single
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _single(value: Any) -> Any:
-    half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if half else value
+        del loop.model.__dict__["forward"]
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,9 +216,8 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bad_weights(loop: Loop) -> dict[str, str]:
     """Return the values of bad parameters and buffers, as text; a buffer, such as a mask, may hold infinities."""
-    bad = {name: value for name, value in loop.model.named_parameters() if is_bad(value)}
-    bad |= {name: value for name, value in loop.model.named_buffers() if value.detach().isnan().any()}
-    return {name: describe(value) for name, value in bad.items()}
+    bad = {name: describe(value) for name, value in loop.model.named_parameters() if is_bad(value)}
+    return bad | {name: describe(value) for name, value in loop.model.named_buffers() if value.isnan().any()}
 
 
 def _bad_rows(values: Tensor) -> list[int]:
@@ -253,22 +242,22 @@ def _samples(loop: Loop, batch: Batch, rows: Sequence[int]) -> list[dict[str, An
 
 
 def _details(report: NonFinite, watch: Watch, samples: list[dict[str, Any]]) -> dict[str, str]:
-    details = {}
+    details: dict[str, list[str]] = {}
     if (forward := watch.forward) and not watch.returned_finite:
-        lines = [f"{forward.place}, in {name_of(forward.dtype)}"]
-        lines += [f"took {one}" for one in forward.inputs] + [f"made {one}" for one in forward.outputs]
-        details["first output not finite"] = "\n".join(lines)
+        details["first output not finite"] = [
+            f"{forward.place}, in {name_of(forward.dtype)}",
+            *(f"took {one}" for one in forward.inputs),
+            *(f"made {one}" for one in forward.outputs),
+        ]
     elif backward := watch.backward:
-        where = f"output of {backward.maker or 'the objective'}"
-        if backward.parameter:
-            where = f"parameter {backward.parameter}"
-        details["first gradient not finite"] = f"of the {where}\n{backward.gradient}"
-    if samples:
-        details["bad samples"] = "\n".join(_line(sample) for sample in samples)
-    details["inputs"] = describe(report.batch.inputs)
-    details["the network took"] = "\n".join(watch.given)
-    details["the network returned"] = "\n".join(watch.returned)
-    return {title: text for title, text in details.items() if text}
+        maker = f"output of {backward.maker or 'the objective'}"
+        place = f"parameter {backward.parameter}" if backward.parameter else maker
+        details["first gradient not finite"] = [f"of the {place}", backward.gradient]
+    details["bad samples"] = [_line(sample) for sample in samples]
+    details["inputs"] = [describe(report.batch.inputs)]
+    details["the network took"] = watch.given
+    details["the network returned"] = watch.returned
+    return {title: "\n".join(lines) for title, lines in details.items() if lines}
 
 
 def _line(sample: Mapping[str, Any]) -> str:

@@ -30,10 +30,7 @@ class NaN:
 
     policy: Literal["stop", "skip", "rollback"] = field(
         default="stop",
-        metadata=about(
-            'what to do: "stop"; "skip", which leaves the batch out; "rollback", which returns to the last checkpoint '
-            "and goes on with the next batches"
-        ),
+        metadata=about('"stop", "skip" the batch, or "rollback" to the last checkpoint and go on with later batches'),
     )
     max_skips: int = field(
         default=3, validator=ge(1), metadata=about("stop when more steps are left out without a new update between")
@@ -45,7 +42,7 @@ class NaN:
         default=3,
         validator=ge(0),
         metadata=about(
-            "number of steps, the first of the run, kept for `hookdiff replay`, each as large as the weights"
+            "number of steps, the first of the run, kept for `hookdiff replay`, as large as the weights each"
         ),
     )
     diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last step that was not finite

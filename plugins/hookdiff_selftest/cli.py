@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -87,5 +88,5 @@ def resume(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], st
         sys.exit(1)
 
 
-def _row(name: str, cells: list[str | float]) -> str:
+def _row(name: str, cells: Sequence[str | float]) -> str:
     return f"  {name:<9}" + "".join(f"{cell if isinstance(cell, str) else f'{cell:.4f}':>11}" for cell in cells)

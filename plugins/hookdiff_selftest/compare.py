@@ -12,20 +12,20 @@ from attrs import define
 
 from hookdiff.log import MACHINE
 
-FILE = "the file "
+FILE, STATE = "the file ", " in the state"  # of names
 DIGEST = "tensor "  # a text that stands for a tensor begins so
 # Parts of a state that are not compared: the proof changes the config, and the metrics file has times in it.
 _DIFFERENT = ("config/", "plugins/metrics/")
-_ABSENT = "not there"
 _WIDTH = 100  # characters of a value that are shown
 _BEFORE = 20  # of them, those that are the same in both
+_SHORT = 64  # characters of both values beside a name
 
 Owner = Callable[[str], str]  # from the name of a number or file to the plugin that logged or wrote it; "" for the core
 
 
 @define(frozen=True)
 class Item:
-    """A logged number, a value of the state, or a file."""
+    """A logged number, a value of the state, a field of a plugin, or a file."""
 
     value: Any  # numbers, texts, and lists of them; a text with its digest stands for a tensor or a file
     owner: str  # the plugin that it belongs to, or "" for the core
@@ -35,22 +35,36 @@ class Item:
 
 @define(frozen=True)
 class Difference:
-    """Something that is not the same in two runs."""
+    """An item that is not the same in two runs, or that only one of them has."""
 
-    what: str
-    owner: str
-    values: tuple[str, str]
-    is_text: bool = False
+    name: str
+    here: Item
+    there: Item
+
+    @property
+    def owner(self) -> str:
+        """The plugin that the item belongs to, or "" for the core."""
+        return self.here.owner or self.there.owner
+
+    @property
+    def is_text(self) -> bool:
+        """Whether both are texts, which may be names or times."""
+        return self.here.is_text and self.there.is_text
 
     def describe(self, when: str) -> str:
         """Return a sentence about it; `when` says when the second value was found. Long values are cut."""
-        begin, (one, other) = 0, self.values
-        if max(len(one), len(other)) > _WIDTH:
-            differ = (k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+        place, values = _first_difference(self.here.value, self.there.value)
+        begin = 0
+        if max(map(len, values)) > _WIDTH:
+            differ = (k for k, (a, b) in enumerate(zip(*values, strict=False)) if a != b)
             begin = max(0, next(differ, 0) - _BEFORE)
         end = begin + _WIDTH
-        one, other = ("..." * bool(begin) + text[begin:end] + "..." * (len(text) > end) for text in self.values)
-        return f"{self.what}: {one}, and {other} {when}"
+        one, other = ("..." * bool(begin) + text[begin:end] + "..." * (len(text) > end) for text in values)
+        return f"{self.name}{place}: {one}, and {other} {when}"
+
+    def __str__(self) -> str:
+        values = f" ({self.here.value} and {self.there.value})"
+        return self.name + values * (len(values) < _SHORT)
 
 
 def numbers(path: Path, owner: Owner) -> dict[str, Item]:
@@ -74,8 +88,13 @@ def state(values: Mapping[str, Any]) -> dict[str, Item]:
             top, _, rest = path.partition("/")
             owner = rest.partition("/")[0].replace("~1", "/").replace("~0", "~") if top == "plugins" else ""
             is_text = isinstance(value, str) and not value.startswith(DIGEST)
-            found[f"{path} in the state"] = Item(value, owner, is_text=is_text)
+            found[path + STATE] = Item(value, owner, is_text=is_text)
     return found
+
+
+def fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Item]:
+    """Return the fields of plugins, from their flat names by plugin."""
+    return {f"the field {key} of {name}": Item(held[key], name) for name, held in values.items() for key in held}
 
 
 def files(paths: Mapping[str, Path], owner: Owner) -> dict[str, Item]:
@@ -93,18 +112,12 @@ def files(paths: Mapping[str, Path], owner: Owner) -> dict[str, Item]:
 
 
 def compare(one: Mapping[str, Item], other: Mapping[str, Item]) -> Iterator[Difference]:
-    """Yield what is not the same to the last bit, logged numbers in the order of their steps."""
-    nothing = Item(_ABSENT, "")
-    both = {what: (one.get(what, nothing), other.get(what, nothing)) for what in (*one, *other)}
-    for what, (here, there) in sorted(both.items(), key=lambda item: max(each.step for each in item[1])):
-        if repr(here.value) != repr(there.value):
-            place, values = _first_difference(here.value, there.value)
-            yield Difference(what + place, here.owner or there.owner, values, here.is_text and there.is_text)
-
-
-def unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values that differ, or that only one of the two has."""
-    return [name for name in dict.fromkeys((*one, *other)) if repr(one.get(name)) != repr(other.get(name))]
+    """Yield the items that are not the same to the last bit, logged numbers in the order of their steps."""
+    nothing = Item("not there", "")
+    both = [Difference(name, one.get(name, nothing), other.get(name, nothing)) for name in {**one, **other}]
+    for each in sorted(both, key=lambda each: max(each.here.step, each.there.step)):
+        if repr(each.here.value) != repr(each.there.value):
+            yield each
 
 
 def _first_difference(here: Any, there: Any) -> tuple[str, tuple[str, str]]:

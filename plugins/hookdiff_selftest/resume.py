@@ -26,13 +26,12 @@ from hookdiff import Config, Every, UserError
 from hookdiff.disk import CONFIG
 from hookdiff.experiment import Part, build_feed
 from hookdiff.findings import listed
-from hookdiff_selftest.compare import DIGEST, FILE, Difference, compare, files, numbers, state, unequal
+from hookdiff_selftest.compare import DIGEST, FILE, STATE, Difference, compare, fields, files, numbers, state
 from hookdiff_selftest.witness import END, RESUMED, SAVED, Witness
 
 METRICS = "metrics.jsonl"
 _TAIL = 30  # lines of a run that failed
 _MOST = 5  # things of one kind that are named
-_WIDTH = 60  # characters of values beside a name
 _NETWORK = ("micro_step", "backward")  # the hooks in which the network is called
 _KILLED = signal.SIGTERM if os.name == "nt" else -signal.SIGKILL  # the exit code of a process that the witness killed
 _GPU = "on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)"
@@ -40,7 +39,7 @@ _NO_PLUGIN = (
     "it belongs to no plugin; do the model, the data or the optimizer keep more than what is in their state_dict, or "
     "draw random numbers of their own?"
 )
-_STATE = (
+_LOOK = (
     "look at its state_dict and load_state_dict: what it keeps from step to step has to be in both, or to follow from "
     "loop.progress"
 )
@@ -93,7 +92,7 @@ def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]
         if code := cut.train(resume=True):
             last = cut.output[-1] if cut.output else "it printed nothing"
             return [f"the resumed run failed with exit code {code}: {last}", *cut.output], False
-        return _judge(whole, cut, [difference.what for difference in unlike])
+        return _judge(whole, cut, [difference.name for difference in unlike])
 
 
 def make_plan(config: Config, steps: int, workers: int) -> Plan:
@@ -197,7 +196,7 @@ def _differences_before(whole: Run, cut: Run) -> list[Difference]:
     evidence = Evidence.of(whole, cut)
     one, other = (numbers(run.run_dir / METRICS, evidence.owner) for run in (whole, cut))
     last = max((item.step for item in other.values()), default=0)  # some of its lines may not be there yet
-    early = ({what: item for what, item in items.items() if item.step < last} for items in (one, other))
+    early = ({name: item for name, item in items.items() if item.step < last} for items in (one, other))
     states = (state(note["state"]) for note in (evidence.saved, evidence.again))
     return [*compare(*early), *compare(*states)]
 
@@ -236,16 +235,18 @@ class Evidence:
         generator. The owner of the first difference counts only if the weights stayed the same, because changed weights
         show in what every plugin logs.
         """
-        hook, changed = self._first_change()
-        reloaded, lost, drew = self.reloaded(), self._lost(), self.whole["drew"]
+        hook, first = self._first_change()
+        changed, drew = self.changed(), self.whole["drew"]
+        reloaded = [each.owner for each in changed if each.name.endswith(STATE)]
+        lost = [each.owner for each in changed if not each.name.endswith(STATE) and self._is_lost(each)]
         owners = [difference.owner for difference in found]
         shapes_pass = ("before_step", "compute_loss", *_NETWORK)
         likely = [plugin for plugin in (*reloaded, *lost, *drew) if plugin in owners]
-        if hook not in _NETWORK or changed in {*reloaded, *drew} or self.forgotten(changed):
-            likely.insert(0, changed)
+        if hook not in _NETWORK or first in drew or any(each.owner == first for each in changed):
+            likely.insert(0, first)
         if hook:
             likely += [name for name in lost if any(hasattr(self.plugins[name].target, each) for each in shapes_pass)]
-            likely += [changed, *drew]
+            likely += [first, *drew]
         else:
             likely += [*owners, *drew]
         return next((plugin for plugin in likely if plugin in self.plugins), None)
@@ -258,40 +259,22 @@ class Evidence:
         both = [dropwhile(lambda call: call[0] < begin or call[1] != "before_step", trace) for trace in traces]
         return next(((call[1], call[2]) for expected, call in zip(*both, strict=False) if expected != call), ("", ""))
 
-    def _lost(self) -> list[str]:
-        """Return the plugins that save nothing, and had a number or generator that differed after the resume."""
+    def _is_lost(self, field: Difference) -> bool:
+        """Whether a plugin that saves nothing lost the number or generator in `field`."""
+        kinds = {type(field.here.value), type(field.there.value)}
+        # Values of other types mark most likely that something was done once.
+        return not hasattr(self.plugins[field.owner].target, "state_dict") and len(kinds) == 1 and bool not in kinds
 
-        def is_lost(plugin: str, name: str) -> bool:
-            kinds = {type(note["fields"][plugin].get(name)) for note in (self.saved, self.resumed)}
-            return len(kinds) == 1 and bool not in kinds  # others mark what was done once, most likely
-
-        silent = [name for name, part in self.plugins.items() if not hasattr(part.target, "state_dict")]
-        return [plugin for plugin in silent if any(is_lost(plugin, name) for name in self._changed_fields(plugin))]
-
-    def reloaded(self) -> dict[str, str]:
-        """Return, by plugin, a line about the first value of its state that was not loaded as it was saved."""
-        lines: dict[str, str] = {}
-        if self.resumed:
-            for difference in compare(state(self.saved["state"]), state(self.resumed["state"])):
-                if difference.owner in self.plugins:
-                    lines.setdefault(difference.owner, difference.describe("once it was loaded"))
-        return lines
-
-    def forgotten(self, plugin: str) -> list[str]:
-        """Return the fields of `plugin` that differed after the resume from the save, with short values."""
-        fields: dict[str, str] = {}
-        for name in self._changed_fields(plugin):
-            both = (note["fields"].get(plugin, {}).get(name, "not there") for note in (self.saved, self.resumed))
-            values = " and ".join(map(str, both))
-            fields[name.partition("/")[0]] = "" if "/" in name or len(values) > _WIDTH else f" ({values})"
-        return [name + values for name, values in fields.items()]
-
-    def _changed_fields(self, plugin: str) -> list[str]:
+    def changed(self) -> list[Difference]:
+        """Return the plugins' state and fields that differed between the save and the resumed process."""
         if not self.resumed:
             return []
-        saved, again, resumed = (note["fields"].get(plugin, {}) for note in (self.saved, self.again, self.resumed))
-        # What was not the same twice at the save is a time, or follows from one.
-        return [name for name in unequal(saved, resumed) if name not in unequal(saved, again)]
+        notes = (self.saved, self.again, self.resumed)
+        saved, again, resumed = (state(note["state"]) | fields(note["fields"]) for note in notes)
+        # Items that were not the same twice at the save are times, or follow from one.
+        unstable = {difference.name for difference in compare(saved, again)}
+        found = [each for each in compare(saved, resumed) if each.owner in self.plugins]
+        return [each for each in found if each.name not in unstable]
 
     def drew(self, plugin: str) -> list[str]:
         """Return a line about a `plugin` that drew from a global generator."""
@@ -310,10 +293,10 @@ def _judge(whole: Run, cut: Run, names: Sequence[str]) -> tuple[list[str], bool]
     logged = [numbers(run.run_dir / METRICS, evidence.owner) for run in (whole, cut)]
     states = [state(note["state"]) for note in (evidence.whole, evidence.cut)]
     written = [files(run.files(saves), evidence.owner) for run in (whole, cut)]
-    found = [each for pair in (logged, states, written) for each in compare(*pair) if each.what not in names]
+    found = [each for pair in (logged, states, written) for each in compare(*pair) if each.name not in names]
     # A text in the state that was the same up to the save has to stay so; one in a file may hold times.
-    texts = [difference.what for difference in found if difference.is_text and difference.what.startswith(FILE)]
-    if wrong := [difference for difference in found if difference.what not in texts]:
+    texts = [difference.name for difference in found if difference.is_text and difference.name.startswith(FILE)]
+    if wrong := [difference for difference in found if difference.name not in texts]:
         return _failure(wrong, evidence), False
     before, after = plan.workers
     num_tensors = sum(str(item.value).startswith(DIGEST) for item in states[0].values())
@@ -336,10 +319,9 @@ def _failure(found: Sequence[Difference], evidence: Evidence) -> list[str]:
     plugin = evidence.culprit(found)
     if plugin is None:
         return _report("not resumed exactly", None, found, "when resumed", [_NO_PLUGIN])
-    lines = [line for name, line in evidence.reloaded().items() if name == plugin]
-    if names := evidence.forgotten(plugin):
-        lines.append(f"not the same at the save and right after the resume: its field {listed(names, _MOST)}")
-    return _report("not resumed exactly", plugin, found, "when resumed", [*lines, *(evidence.drew(plugin) or [_STATE])])
+    changed = [each for each in evidence.changed() if each.owner == plugin]
+    lines = [f"not the same at the save and right after the resume: {listed(changed, _MOST)}"] if changed else []
+    return _report("not resumed exactly", plugin, found, "when resumed", [*lines, *(evidence.drew(plugin) or [_LOOK])])
 
 
 def _unstable(found: Sequence[Difference], evidence: Evidence) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import random
 import signal
 import time
@@ -22,7 +23,7 @@ from attrs.validators import ge
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, Reason, hookimpl
-from hookdiff.disk import check_tensors, flatten
+from hookdiff.disk import flatten
 from hookdiff.options import about
 from hookdiff_selftest.compare import DIGEST
 
@@ -186,20 +187,14 @@ def _plain(value: Any, depth: int) -> Any:
     """Return `value` as `flatten` takes it, or _NOTHING for an object without a value or a state of its own."""
     if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < _MOST):
         return value
-    if isinstance(value, np.ndarray | np.generic):
-        value = torch.from_numpy(np.array(value)) if value.dtype.kind in "biuf" else _NOTHING
     if isinstance(value, Tensor):
-        try:
-            check_tensors({"": value})
-        except TypeError:
-            return _NOTHING
-        return value
+        return value if value.layout == torch.strided else _NOTHING
     if isinstance(value, torch.Generator):
         return value.get_state()
-    if isinstance(value, random.Random):
-        return hashlib.sha256(repr(value.getstate()).encode()).hexdigest()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return _NOTHING
+    if isinstance(value, np.ndarray | np.generic | random.Random | np.random.Generator):
+        return hashlib.sha256(pickle.dumps(value)).hexdigest()
     if isinstance(value, list | tuple | deque):
         value = dict(enumerate(value))
     elif hasattr(value, "state_dict") and not isinstance(value, nn.Module):  # the loop's own model, most likely

@@ -241,13 +241,13 @@ def test_all_plugins_together_resume_exactly(folder: Path) -> None:
     ("name", "others", "lost"),
     [
         # It changes weights after the step, and all others see what comes of it.
-        ("Scales", ["ema", "lr", "nan", "checkpoint"], "updates (5 and 0)"),
-        pytest.param("Scales", ALL, "updates (5 and 0)", marks=pytest.mark.slow),
-        pytest.param("Scales", ["checkpoint"], "updates (5 and 0)", marks=pytest.mark.slow),
+        ("Scales", ["ema", "lr", "nan", "checkpoint"], "the field updates of scales (5 and 0)"),
+        pytest.param("Scales", ALL, "the field updates of scales (5 and 0)", marks=pytest.mark.slow),
+        pytest.param("Scales", ["checkpoint"], "the field updates of scales (5 and 0)", marks=pytest.mark.slow),
         # Of these nothing shows but that weights and losses are others.
-        pytest.param("Forgets", ["ema", "checkpoint"], "left", marks=pytest.mark.slow),
-        pytest.param("Mirrors", ALL, "luck", marks=pytest.mark.slow),
-        pytest.param("Mirrors", ["ema", "checkpoint"], "luck", marks=pytest.mark.slow),
+        pytest.param("Forgets", ["ema", "checkpoint"], "the field left/0 of forgets", marks=pytest.mark.slow),
+        pytest.param("Mirrors", ALL, "the field luck of mirrors", marks=pytest.mark.slow),
+        pytest.param("Mirrors", ["ema", "checkpoint"], "the field luck of mirrors", marks=pytest.mark.slow),
     ],
 )
 def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lost: str, folder: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lo
     assert result.exit_code == 1, result.output
     verdict, field, advice, counts = result.stdout.splitlines()
     assert verdict.startswith(f"not resumed exactly because of the plugin {name.lower()!r}; first seen: ")
-    assert field == f"not the same at the save and right after the resume: its field {lost}"
+    assert lost in field
     assert "state_dict" in advice
     assert len(others) == 1 or " of ema" in counts
     assert all(len(line) < 400 for line in result.stdout.splitlines())
@@ -267,7 +267,7 @@ def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lo
 @pytest.mark.parametrize(
     ("name", "fact"),
     [
-        ("Mangles", "plugins/mangles/steps in the state: 5, and 0 once it was loaded"),
+        ("Mangles", "plugins/mangles/steps in the state (5 and 0)"),
         (
             "Counts",
             "because of the plugin 'counts'; first seen: the logged number updates at step 6: 6.0, and 1.0 when",
@@ -391,7 +391,7 @@ def test_numbers_of_the_machine_do_not_count(tmp_path: Path) -> None:
     assert gone.describe("when resumed") == "the logged number loss at step 3: 0.5, and not there when resumed"
     late, early = {"step": 9, "loss": 1.0}, {"step": 6, "ema/x": None}
     found = compare(logged("a", late, early), logged("b", {**late, "loss": 2.0}, {**early, "ema/x": 1.0}))
-    assert [(each.what, each.owner) for each in found] == [
+    assert [(each.name, each.owner) for each in found] == [
         ("the logged number ema/x at step 6", "ema"),
         ("the logged number loss at step 9", "los"),
     ]
@@ -405,13 +405,15 @@ def test_one_bit_is_a_difference(bit: int, entry: int) -> None:
     one, other = (digests({"plugins": {"a/b": {"x": each}}, "model": {"y": values}}) for each in (values, flipped))
     assert list(compare(state(one), state(one))) == []
     (found,) = compare(state(one), state(other))
-    assert (found.what, found.owner, found.is_text) == ("plugins/a~1b/x in the state", "a/b", False)
+    assert (found.name, found.owner, found.is_text) == ("plugins/a~1b/x in the state", "a/b", False)
 
 
 def test_tensors_of_another_type_or_shape_or_none_are_differences() -> None:
     one = {"a": torch.zeros(2), "b": torch.tensor(1), "c": torch.ones(1, dtype=torch.bool), "d": torch.zeros(3)}
     other = {"a": torch.zeros(2, 1), "b": torch.tensor(2), "e": torch.ones(1), "d": torch.zeros(3).bfloat16()}
-    found = {each.what: each.values for each in compare(state(digests(one)), state(digests(other)))}
+    found = {
+        each.name: (each.here.value, each.there.value) for each in compare(state(digests(one)), state(digests(other)))
+    }
     assert found["b in the state"] == ("tensor int64 [] 1", "tensor int64 [] 2")
     assert found["c in the state"] == ("tensor bool [1] True", "not there")
     assert found["e in the state"] == ("not there", "tensor float32 [1] 1.0")
@@ -425,7 +427,7 @@ def test_files_are_compared_and_texts_are_known(tmp_path: Path) -> None:
         paths[name].write_bytes(data)
     one = files({"t": paths["a"], "p": paths["c"], "same": paths["a"]}, str)
     other = files({"t": paths["b"], "p": paths["d"], "q": paths["a"], "same": paths["a"]}, str)
-    assert [(each.what, each.owner, each.is_text) for each in compare(one, other)] == [
+    assert [(each.name, each.owner, each.is_text) for each in compare(one, other)] == [
         ("the file p", "p", False),
         ("the file t", "t", True),
         ("the file q", "q", False),
