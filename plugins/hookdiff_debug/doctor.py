@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve
 from torch import Generator, Tensor
 
 from hookdiff import Batch, Config, Finding, Loop, SampleRequest, UserError, build_loop, evaluating
@@ -29,7 +29,8 @@ _IN_A_STEP = (
     *("optimizer_step", "sample", "offer_weights", "wrap_net"),
 )
 _IN_SAMPLING = ("prepare_model", "restore", "sample", "offer_weights")
-_PARTS = {"compute_loss": "forward", "backward": "backward", "optimizer_step": "optimizer"}
+_PARTS = {"compute_loss": "forward", "backward": "backward", "optimizer_step": "optimizer"}  # of a step, by hook
+_LOOP = ("defaults", "metrics", "run_dir", "start")  # plugins that count as the loop
 _TRAINED = 500  # updates, after which a network has to know something
 _IMAGES = 64  # for which the network is called
 _DRAWN = 4  # of them in the strip
@@ -44,16 +45,7 @@ class Report:
     findings: dict[str, Finding]  # by the name of the check
     trial: Trial
     step: int  # updates that the network had before the trial
-    strip: Path | None = None
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds of the timed steps: forward, backward, optimizer, data, the loop itself, and each plugin."""
-        parts: defaultdict[str, float] = defaultdict(float)
-        for (plugin, hook), seconds in self.trial.parts.items():
-            own = "loop" if plugin in ("defaults", "metrics", "run_dir", "start") else plugin
-            parts[_PARTS.get(hook, own)] += seconds
-        return dict(parts)
+    strip: Path | None
 
 
 @define
@@ -61,11 +53,11 @@ class _Portrait:
     """Outputs and errors of a network, with its own weights and with an average of them if there is one."""
 
     outputs: Outputs | None
-    levels: list[Level] = field(factory=list)
-    average: str | None = None  # its name
-    averaged: list[Level] = field(factory=list)
-    samples: Tensor = field(factory=lambda: torch.empty(0))
-    strip: Tensor | None = None
+    samples: Tensor
+    strip: Tensor
+    levels: list[Level]
+    average: str | None  # its name
+    averaged: list[Level]
 
 
 def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: Path | None) -> Report:
@@ -98,21 +90,22 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
     trained = before >= _TRAINED
     findings, network = _of_data(loop, trial), _of_network(trial, start, portrait, trained)
     findings |= checks.following(network, checks.cause(findings | network))
-    report = Report(findings, trial, before)
     findings |= {"length": _of_length(loop, tried), "trial": checks.check_trial(trial)}
-    findings["time"] = checks.check_time(report.parts, trial.seconds / trial.steps_timed)
+    parts: defaultdict[str, float] = defaultdict(float)
+    for (plugin, hook), seconds in trial.parts.items():
+        parts[_PARTS.get(hook, "loop" if plugin in _LOOP else plugin)] += seconds
+    findings["time"] = checks.check_time(parts, trial.seconds / trial.steps_timed)
     # Estimated with the micro-batch that "auto" found: it is the one that was measured.
     findings |= _of_memory(evolve(tried, run=evolve(tried.run, micro_batch=loop.config.micro_batch)), trial)
     findings |= {f"logged {number}": Finding("warning", text) for number, text in enumerate(logged, 1)}
     passive = [name for name in tried.plugins if type(loop.plugins[name]) is object]
-    parts = [f"{', '.join(passive)}: no part in the computation of a step, or in sampling"] if passive else []
-    parts += ["debug: these are its checks"] if "debug" in config.plugins else []
-    if parts:
-        findings["left out"] = Finding("ok", "; ".join(parts))
-    if strip is not None and portrait.strip is not None:
+    left_out = [f"{', '.join(passive)}: no part in the computation of a step, or in sampling"] if passive else []
+    left_out += ["debug: these are its checks"] if "debug" in config.plugins else []
+    if left_out:
+        findings["left out"] = Finding("ok", "; ".join(left_out))
+    if strip is not None:
         save_grid(portrait.strip, strip, columns=len(LEVELS) + 1)
-        report.strip = strip
-    return report
+    return Report(findings, trial, before, strip)
 
 
 def _of_data(loop: Loop, trial: Trial) -> dict[str, Finding]:
@@ -184,21 +177,22 @@ def _measure(loop: Loop, batch: Batch) -> Outputs | None:
 def _portray(loop: Loop) -> _Portrait:
     batch, objective = _plain_batch(loop), loop.objective
     labels = batch.labels if getattr(objective, "conditional", False) else None
-    portrait = _Portrait(_measure(loop, batch))
+    outputs = _measure(loop, batch)
+    levels, averaged, average = list[Level](), list[Level](), None
     if len(batch) > 1:
-        levels = partial(measure.measure_levels, loop.model, objective, batch.inputs, labels)
+        errors = partial(measure.measure_levels, loop.model, objective, batch.inputs, labels)
         with evaluating(loop.model):
-            portrait.levels = levels()
+            levels = errors()
             with loop.weights(None) as name:
-                portrait.averaged = levels()
-        portrait.average = None if name == "model" else name
+                averaged = errors()
+        average = None if name == "model" else name
     with loop.weights(None), evaluating(loop.model):
         few = None if labels is None else labels[:_DRAWN]
-        portrait.strip = measure.draw_strip(loop.model, objective, batch.inputs[:_DRAWN], few).cpu()
+        strip = measure.draw_strip(loop.model, objective, batch.inputs[:_DRAWN], few).cpu()
     sampler: Any = loop.sampler
     with loop.using(sampler=evolve(sampler, steps=min(sampler.steps, _SAMPLER_STEPS))):
-        portrait.samples = loop.sample(SampleRequest(_MADE)).images.float().cpu()
-    return portrait
+        samples = loop.sample(SampleRequest(_MADE)).images.float().cpu()
+    return _Portrait(outputs, samples, strip, levels, average, averaged)
 
 
 @contextmanager
@@ -206,20 +200,18 @@ def _listening() -> Iterator[list[str]]:
     """Keep log and stderr of the `with` from the terminal; give the list of its warnings, each once."""
     warnings: list[str] = []
 
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno == logging.WARNING and record.getMessage() not in warnings:
-                warnings.append(record.getMessage())
+    def keep(record: logging.LogRecord) -> bool:
+        if record.levelno == logging.WARNING and record.getMessage() not in warnings:
+            warnings.append(record.getMessage())
+        return False
 
-    log, handler = logging.getLogger("hookdiff"), Keep()
-    propagate, log.propagate = log.propagate, False
-    log.addHandler(handler)
+    log = logging.getLogger("hookdiff")
+    log.addFilter(keep)
     try:
         with redirect_stderr(io.StringIO()):
             yield warnings
     finally:
-        log.removeHandler(handler)
-        log.propagate = propagate
+        log.removeFilter(keep)
 
 
 def as_text(findings: Mapping[str, Finding]) -> str:

@@ -227,9 +227,8 @@ def draw_strip(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) 
 
 def merged(looks: Sequence[Mapping[str, Layer]]) -> dict[str, Layer]:
     """Return for each layer the look at which its gradient was largest."""
-    largest: dict[str, Layer] = {}
+    found: dict[str, list[Layer]] = {}
     for look in looks:
         for name, layer in look.items():
-            if name not in largest or layer.rms > largest[name].rms or largest[name].norm is None:
-                largest[name] = layer
-    return largest
+            found.setdefault(name, []).append(layer)
+    return {name: max(layers, key=lambda each: (each.norm is not None, each.rms)) for name, layers in found.items()}

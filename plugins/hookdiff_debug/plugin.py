@@ -12,7 +12,7 @@ from attrs.validators import ge
 from hookdiff import Alarms, Batch, Due, Every, Finding, Loop, NonFinite, hookimpl, parse_every
 from hookdiff.options import about
 from hookdiff_debug.checks import check_gradients, check_inputs, check_outputs, check_response
-from hookdiff_debug.measure import Layer, Outputs, measure_inputs, measure_layers, measure_outputs, untouched
+from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
 
 _EARLY = 64  # the last update of those that are looked at in any case: most mistakes show at once
 _SETTLED = 4  # updates, after which a network whose layers start as zero has a gradient everywhere
@@ -79,7 +79,11 @@ class Debug:
             self._alarms.check(step + 1, name, finding)
             if finding.severity == "error":
                 break  # the others follow from it, or can wait
-        self._numbers |= _numbers_of(outputs, layers)
+        numbers = {"silent_layers": float(sum(not layer.norm for layer in layers.values()))}
+        if outputs is not None:
+            numbers |= {"output_mean": outputs.mean, "output_std": outputs.std, "by_image": outputs.by_image}
+            numbers |= {"by_time": outputs.by_time, "by_label": outputs.by_label}
+        self._numbers |= {f"debug/{name}": value for name, value in numbers.items() if not math.isnan(value)}
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -109,11 +113,3 @@ class Debug:
         """Restore a saved state, so that a resumed run repeats nothing."""
         self._alarms.load_state_dict(state["alarms"])
         self._silent = dict(state["silent"])
-
-
-def _numbers_of(outputs: Outputs | None, layers: Mapping[str, Layer]) -> dict[str, float]:
-    numbers = {"silent_layers": float(sum(not layer.norm for layer in layers.values()))}
-    if outputs is not None:
-        numbers |= {"output_mean": outputs.mean, "output_std": outputs.std, "by_image": outputs.by_image}
-        numbers |= {"by_time": outputs.by_time, "by_label": outputs.by_label}
-    return {f"debug/{name}": value for name, value in numbers.items() if not math.isnan(value)}

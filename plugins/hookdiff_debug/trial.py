@@ -112,7 +112,9 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
         trial.losses.append(step.loss)
         trial.outcome = step.outcome
         if not (math.isfinite(step.loss) or trial.spoiled):
-            _blame(trial, loop, batch)
+            rows = (~batch.inputs.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
+            trial.inputs = measure_inputs(batch.inputs, loop.objective) if rows else trial.inputs
+            trial.spoiled = [loop.feed.describe(int(batch.indices[row])) for row in rows if batch.indices is not None]
         if step.outcome == "stopped":
             break
         if step.outcome == "updated":
@@ -152,14 +154,6 @@ def _peak(loop: Loop, batch: Batch, trial: Trial) -> Iterator[None]:
     with HeldBytes.beside(there) as held, eager(loop.model):  # tensors of compiled code cannot be counted
         yield
     trial.peak_memory = held.before + held.most
-
-
-def _blame(trial: Trial, loop: Loop, batch: Batch) -> None:
-    """Name the samples of a `batch` that are not finite, if there are some."""
-    rows = (~batch.inputs.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
-    if rows:
-        trial.inputs = measure_inputs(batch.inputs, loop.objective)
-        trial.spoiled = [loop.feed.describe(int(batch.indices[row])) for row in rows if batch.indices is not None]
 
 
 def _batches(loop: Loop, clock: Clock) -> Iterator[Batch]:

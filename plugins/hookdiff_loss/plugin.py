@@ -37,14 +37,12 @@ class Loss:
     spike: float = field(
         default=10.0,
         validator=gt(0),
-        metadata=about("report a loss that is so far above the median of the window", "robust standard deviations"),
+        metadata=about("report a loss above the window's median by more than this", "robust standard deviations"),
     )
     plateau: int = field(
         default=2000,
         validator=ge(0),
-        metadata=about(
-            "report a loss that is flat (within 5 percent) for so long, 10 windows or more; 0: no", "updates"
-        ),
+        metadata=about("report a loss that stays within 5 percent so long, at least 10 windows; 0: never", "updates"),
     )
     bins: int = field(
         default=12, validator=ge(3), metadata=about("number of bins of the log-SNR, equally wide but for the outer two")
@@ -153,24 +151,18 @@ class Loss:
                 why += "; the error is larger than that of predicting nothing at all"
             report(loop.progress.step, evolve(finding, why=why))
 
+    @property
+    def _parts(self) -> dict[str, Any]:
+        parts = {"smoothed": self._smoothed, "diagnosis": self._diagnosis, "levels": self._levels}
+        return {**parts, "overfitting": self._overfitting, "alarms": self._alarms}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the curve, of the noise levels and of the held-out loss, and the reported findings."""
-        return {
-            "smoothed": self._smoothed.state_dict(),
-            "diagnosis": self._diagnosis.state_dict(),
-            "levels": self._levels.state_dict(),
-            "updates": self._updates,
-            "unlearned": self._unlearned,
-            "unexplained": self._unexplained,
-            "overfitting": self._overfitting.state_dict(),
-            "alarms": self._alarms.state_dict(),
-        }
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        return {**parts, "updates": self._updates, "unlearned": self._unlearned, "unexplained": self._unexplained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
-        self._smoothed.load_state_dict(state["smoothed"])
-        self._diagnosis.load_state_dict(state["diagnosis"])
-        self._levels.load_state_dict(state["levels"])
-        self._updates, self._unexplained, self._unlearned = state["updates"], state["unexplained"], state["unlearned"]
-        self._overfitting.load_state_dict(state["overfitting"])
-        self._alarms.load_state_dict(state["alarms"])
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self._updates, self._unlearned, self._unexplained = state["updates"], state["unlearned"], state["unexplained"]

@@ -30,7 +30,7 @@ class NaN:
 
     policy: Literal["stop", "skip", "rollback"] = field(
         default="stop",
-        metadata=about('"stop", "skip" the batch, or "rollback" to the last checkpoint and go on with later batches'),
+        metadata=about('what to do: "stop", "skip" the batch, or "rollback" to the last checkpoint and later batches'),
     )
     max_skips: int = field(
         default=3, validator=ge(1), metadata=about("stop when more steps are left out without a new update between")
@@ -41,9 +41,7 @@ class NaN:
     keep: int = field(
         default=3,
         validator=ge(0),
-        metadata=about(
-            "number of steps, the first of the run, kept for `hookdiff replay`, as large as the weights each"
-        ),
+        metadata=about("first steps kept for `hookdiff replay`, each as large as the weights"),
     )
     diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last step that was not finite
     num_begun: int = field(default=0, init=False)  # steps in this process
@@ -107,16 +105,15 @@ class NaN:
     def _verdict(self, loop: Loop, report: NonFinite, found: Diagnosis) -> Verdict:
         self._in_a_row += 1
         self._furthest = max(self._furthest, loop.progress.step)
-        why = ""
-        if self.policy == "skip" and found.cause == "weight":
-            why = "skipping cannot mend a weight"
-        elif self.policy == "rollback" and not self.can_roll_back:
-            why = "there is no checkpoint yet to go back to"
-        elif self.policy != "stop" and self._in_a_row > self.max_skips:
-            why = f"{self.max_skips} in a row is max_skips"
-        if why:
-            report.notes["policy"] = f"{self.policy}, but {why}: stop"
-            return "stop"
+        rules = (
+            (self.policy == "skip" and found.cause == "weight", "skipping cannot mend a weight"),
+            (self.policy == "rollback" and not self.can_roll_back, "there is no checkpoint yet to go back to"),
+            (self.policy != "stop" and self._in_a_row > self.max_skips, f"{self.max_skips} in a row is max_skips"),
+        )
+        for holds, why in rules:
+            if holds:
+                report.notes["policy"] = f"{self.policy}, but {why}: stop"
+                return "stop"
         return self.policy
 
     def _keep(self, loop: Loop, report: NonFinite, found: Diagnosis, states: Mapping[str, Any]) -> None:

@@ -74,6 +74,20 @@ def write_record(
         "values": {},
         "files": {},
     }
+    summary = {
+        "step": report.step,
+        "position": report.position,
+        "epoch": loop.progress.epoch,
+        "loss": report.loss,
+        "cause": found.cause,
+        "text": found.text,
+        "module": found.module,
+        "parameter": found.parameter,
+        "gradients": report.parameters,
+        "samples": found.samples,
+        "learning_rates": [group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups],
+        "notes": report.notes,
+    }
     texts = {"report.txt": f"{report}\n"}
     if loop.hparams:
         texts[CONFIG] = tomli_w.dumps(loop.hparams)
@@ -84,8 +98,7 @@ def write_record(
             facts["files"][file] = write_tensors(folder / file, tensors).sha256
         for file, text in texts.items():
             facts["files"][file] = write_file(folder / file, text.encode()).sha256
-        summary = json.dumps(_plain(_summary(loop, report, found)), indent=1, allow_nan=False)
-        write_file(folder / "report.json", summary.encode())
+        write_file(folder / "report.json", json.dumps(_plain(summary), indent=1, allow_nan=False).encode())
         write_file(folder / STEP, json.dumps(facts, indent=1).encode())
 
 
@@ -175,23 +188,6 @@ def digest(values: Tensor) -> str:
     if values.is_floating_point():
         values = values.masked_fill(values.isnan(), math.nan)
     return _sha256(values.reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _summary(loop: Loop, report: NonFinite, found: Diagnosis) -> dict[str, Any]:
-    return {
-        "step": report.step,
-        "position": report.position,
-        "epoch": loop.progress.epoch,
-        "loss": report.loss,
-        "cause": found.cause,
-        "text": found.text,
-        "module": found.module,
-        "parameter": found.parameter,
-        "gradients": report.parameters,
-        "samples": found.samples,
-        "learning_rates": [group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups],
-        "notes": report.notes,
-    }
 
 
 def _plain(node: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +97,14 @@ def fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Item]:
     return {f"the field {key} of {name}": Item(held[key], name) for name, held in values.items() for key in held}
 
 
-def files(paths: Mapping[str, Path], owner: Owner) -> dict[str, Item]:
-    """Return the content of files, by name."""
+def files(folder: Path, skipped: Collection[str], owner: Owner) -> dict[str, Item]:
+    """Return the content of the files in `folder` by name, except hidden ones and those in `skipped`."""
     found = {}
-    for name in sorted(paths):
-        data = paths[name].read_bytes()
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder)
+        if not path.is_file() or inner.parts[0] in skipped or any(part.startswith(".") for part in inner.parts):
+            continue
+        data, name = path.read_bytes(), inner.as_posix()
         try:
             is_text = bool(data.decode())
         except UnicodeDecodeError:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from attrs import define, field
+from attrs import Factory, define, field
 
 from hookdiff import Config, Every, UserError
 from hookdiff.disk import CONFIG
@@ -132,11 +132,8 @@ class Run:
     folder: Path
     name: str
     output: list[str] = field(factory=list)  # the last lines of the last process
-
-    @property
-    def run_dir(self) -> Path:
-        """The run directory."""
-        return self.folder / self.name
+    run_dir: Path = field(default=Factory(lambda self: self.folder / self.name, takes_self=True))
+    notes: Path = field(default=Factory(lambda self: self.folder / f"{self.name}-notes", takes_self=True))
 
     def train(self, kill: bool = False, resume: bool = False) -> int:
         """Train, or go on, until the end of the plan or the kill; return the exit code."""
@@ -168,27 +165,13 @@ class Run:
         if resume and "workers" not in inspect.signature(self.config.data.target).parameters:
             table["data"]["workers"] = plan.workers[1]
         run["plugins"] = [*run["plugins"], f"{Witness.__module__}:{Witness.__name__}"]
-        plugins["witness"] = {"out": str(self._notes), "at": plan.save_at, "stop": plan.steps, "kill": kill}
+        plugins["witness"] = {"out": str(self.notes), "at": plan.save_at, "stop": plan.steps, "kill": kill}
         return table
-
-    @property
-    def _notes(self) -> Path:
-        return self.folder / f"{self.name}-notes"
 
     def note(self, moment: str) -> Note:
         """Return what the witness wrote at that moment."""
-        path = self._notes / f"{moment}.json"
+        path = self.notes / f"{moment}.json"
         return json.loads(path.read_text("utf-8")) if path.exists() else {}
-
-    def files(self, checkpoints: Iterable[str]) -> dict[str, Path]:
-        """Return the files of the run, except hidden ones and those in the folders of `checkpoints`."""
-        skipped = {*checkpoints, CONFIG, METRICS}
-        paths = {path.relative_to(self.run_dir): path for path in self.run_dir.rglob("*") if path.is_file()}
-        return {
-            inner.as_posix(): path
-            for inner, path in paths.items()
-            if inner.parts[0] not in skipped and not any(part.startswith(".") for part in inner.parts)
-        }
 
 
 def _differences_before(whole: Run, cut: Run) -> list[Difference]:
@@ -237,19 +220,18 @@ class Evidence:
         """
         hook, first = self._first_change()
         changed, drew = self.changed(), self.whole["drew"]
-        reloaded = [each.owner for each in changed if each.name.endswith(STATE)]
-        lost = [each.owner for each in changed if not each.name.endswith(STATE) and self._is_lost(each)]
+        suspects = [each.owner for each in changed if each.name.endswith(STATE) or self._is_lost(each)]
         owners = [difference.owner for difference in found]
-        shapes_pass = ("before_step", "compute_loss", *_NETWORK)
-        likely = [plugin for plugin in (*reloaded, *lost, *drew) if plugin in owners]
+        likely = [plugin for plugin in (*suspects, *drew) if plugin in owners]
         if hook not in _NETWORK or first in drew or any(each.owner == first for each in changed):
             likely.insert(0, first)
         if hook:
-            likely += [name for name in lost if any(hasattr(self.plugins[name].target, each) for each in shapes_pass)]
-            likely += [first, *drew]
+            takes_part = ("before_step", "compute_loss", *_NETWORK)
+            likely += [name for name in suspects if any(hasattr(self.plugins[name].target, h) for h in takes_part)]
+            likely.append(first)
         else:
-            likely += [*owners, *drew]
-        return next((plugin for plugin in likely if plugin in self.plugins), None)
+            likely += owners
+        return next((plugin for plugin in (*likely, *drew) if plugin in self.plugins), None)
 
     def _first_change(self) -> tuple[str, str]:
         """Return the hook and the plugin in which weights, gradients or rates first differed; "" for none."""
@@ -289,10 +271,10 @@ def _judge(whole: Run, cut: Run, names: Sequence[str]) -> tuple[list[str], bool]
     """Compare the ends; `names` are texts in the state that no two runs have in common."""
     evidence, plan = Evidence.of(whole, cut), whole.plan
     # The last checkpoint may be complete after the witness has had its turn, so those of either run count.
-    saves = [*evidence.whole["checkpoints"], *evidence.cut["checkpoints"]]
+    skipped = {*evidence.whole["checkpoints"], *evidence.cut["checkpoints"], CONFIG, METRICS}
     logged = [numbers(run.run_dir / METRICS, evidence.owner) for run in (whole, cut)]
     states = [state(note["state"]) for note in (evidence.whole, evidence.cut)]
-    written = [files(run.files(saves), evidence.owner) for run in (whole, cut)]
+    written = [files(run.run_dir, skipped, evidence.owner) for run in (whole, cut)]
     found = [each for pair in (logged, states, written) for each in compare(*pair) if each.name not in names]
     # A text in the state that was the same up to the save has to stay so; one in a file may hold times.
     texts = [difference.name for difference in found if difference.is_text and difference.name.startswith(FILE)]

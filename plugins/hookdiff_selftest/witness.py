@@ -43,7 +43,7 @@ class _Call:
     """A plugin's part of a hook, while it runs."""
 
     plugin: str
-    generators: tuple[Any, ...]  # the states of the global generators when they were last looked at
+    generators: tuple[Any, ...]  # the last states of the global generators
     drew: bool = False
 
 

@@ -421,16 +421,22 @@ def test_tensors_of_another_type_or_shape_or_none_are_differences() -> None:
 
 
 def test_files_are_compared_and_texts_are_known(tmp_path: Path) -> None:
-    paths = {}
-    for name, data in {"a": b"one", "b": b"two", "c": b"\xff\x00", "d": b"\xff\x01"}.items():
-        paths[name] = tmp_path / name
-        paths[name].write_bytes(data)
-    one = files({"t": paths["a"], "p": paths["c"], "same": paths["a"]}, str)
-    other = files({"t": paths["b"], "p": paths["d"], "q": paths["a"], "same": paths["a"]}, str)
-    assert [(each.name, each.owner, each.is_text) for each in compare(one, other)] == [
-        ("the file p", "p", False),
-        ("the file t", "t", True),
-        ("the file q", "q", False),
+    contents = {
+        "one": {"t": b"one", "p": b"\xff\x00", "same": b"one", ".hidden": b"1", "config": b"1"},
+        "other": {"t": b"two", "p": b"\xff\x01", "q": b"one", "same": b"one", ".hidden": b"2"},
+    }
+    found = []
+    for folder, names in contents.items():
+        (tmp_path / folder / "in").mkdir(parents=True)
+        for name, data in names.items():
+            (tmp_path / folder / "in" / name).write_bytes(data)
+        (tmp_path / folder / "config").write_text(folder)
+        found.append(files(tmp_path / folder, {"config"}, str))
+    assert [(each.name, each.owner, each.is_text) for each in compare(*found)] == [
+        ("the file in/config", "in/config", False),
+        ("the file in/p", "in/p", False),
+        ("the file in/t", "in/t", True),
+        ("the file in/q", "in/q", False),
     ]
 
 
