@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,29 +49,22 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)
 
 
-class OwnNorms:
-    """Collects the norms of the gradients of one backward pass before they are averaged over ranks.
+@contextmanager
+def own_norms(parameters: Sequence[Tensor], norms: list[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Add the norms of the gradients of one backward pass to `norms`, before they are averaged over ranks.
 
     DistributedDataParallel averages once a gradient is accumulated; the hook of a parameter is called before that.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self._parameters, self._dtype = parameters, dtype
-        self._norms: list[Tensor] = []
+    def take(gradient: Tensor) -> None:
+        norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=dtype))
 
-    def __enter__(self) -> None:
-        self._handles = [p.register_hook(self._take) for p in self._parameters]  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+    handles = [p.register_hook(take) for p in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
-
-    def _take(self, gradient: Tensor) -> None:
-        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=self._dtype))
-
-    def norms(self) -> Tensor:
-        """Return the norms, in the order of the backward pass: (tensors,). NaN if there was none."""
-        return torch.stack(self._norms) if self._norms else torch.full((1,), math.nan, dtype=self._dtype)
 
 
 class NoiseScale:

@@ -18,7 +18,7 @@ from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookim
 from hookdiff.findings import listed
 from hookdiff.options import about
 from hookdiff_gradients.diagnosis import EARLY, Cause, Limits, Numbers, conclude, diagnose, diagnose_nan, num_recent
-from hookdiff_gradients.measures import NoiseScale, OwnNorms, entry_sizes
+from hookdiff_gradients.measures import NoiseScale, entry_sizes, own_norms
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,11 +79,12 @@ class GradientMonitor(Limits):
         if not loop.log.next_due or len(batch) == batch.total:
             return (yield)
         # With several ranks the backward pass averages gradients: only a hook gets those of this rank.
-        own = OwnNorms(loop.gradients.parameters, loop.gradients.dtype) if loop.num_ranks > 1 and index == 0 else None
-        with own or nullcontext():
+        is_own = loop.num_ranks > 1 and index == 0
+        own: list[Tensor] = []
+        with own_norms(loop.gradients.parameters, own, self._ring.dtype) if is_own else nullcontext():
             output = yield
         if index == 0:
-            norms = own.norms() if own else loop.gradients.measure()
+            norms = torch.stack(own or [torch.tensor(math.nan)]) if is_own else loop.gradients.measure()
             self._noise.after_first(norms, len(batch), len(batch) * loop.num_ranks / batch.total)
         if index == count - 1:
             self._noise.after_last(loop.gradients.measure(), batch.total)
@@ -241,16 +242,10 @@ class GradientMonitor(Limits):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history, the noise scale, and the reported findings."""
-        return {
-            "history": self._rows(),
-            "size": self._size,
-            "growth": self._growth,
-            "noise": self._noise.state if self._noise.known else None,
-            "alarms": self._alarms.state_dict(),
-            "looks": self._looks,
-            "found": dict(self._found),
-            "num_nan": self._num_nan,
-        }
+        noise = self._noise.state if self._noise.known else None
+        tensors = {"history": self._rows(), "size": self._size, "growth": self._growth, "noise": noise}
+        counts = {"looks": self._looks, "found": dict(self._found), "num_nan": self._num_nan}
+        return {**tensors, **counts, "alarms": self._alarms.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; the history starts empty if other parameters are trained now."""
