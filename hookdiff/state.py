@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -174,10 +174,12 @@ def _load_model(model: nn.Module, saved: State) -> None:
             f"the checkpoint is of a model with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
             "that makes them has to be in the run, with the same keys as at the checkpoint"
         )
-    tensors = [{n: value for n, value in state.items() if isinstance(value, Tensor)} for state in (own, saved)]
-    shapes = [{name: tuple(value.shape) for name, value in state.items()} for state in tensors]
-    dtypes = [{name: value.dtype for name, value in state.items()} for state in tensors]
-    if found := differences(*shapes) or differences(*dtypes, kind="dtype"):
+
+    def compared(kind: str, read: Callable[[Tensor], object]) -> str:
+        ours, its = ({n: read(v) for n, v in state.items() if isinstance(v, Tensor)} for state in (own, saved))
+        return differences(ours, its, kind)
+
+    if found := compared("shape", lambda value: tuple(value.shape)) or compared("dtype", lambda value: value.dtype):
         raise UserError(f"the checkpoint is of another model: {found}")
     model.load_state_dict(dict(saved))
 

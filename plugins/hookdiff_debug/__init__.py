@@ -1,4 +1,4 @@
-"""Looks after a training: what is wrong with its data, network or optimisation, in words."""
+"""Finds errors in the data, the network or the optimisation of a training."""
 
 from hookdiff_debug.plugin import Debug
 

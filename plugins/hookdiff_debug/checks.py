@@ -1,4 +1,4 @@
-"""From measured numbers to findings: a function a check, whose rules are in order, the most basic cause first."""
+"""Judges measured numbers: one function for each check, its rules in order, the most basic cause first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hookdiff_debug.trial import Trial
 BYTES_OVER, BYTES_UP_TO = 2.0, 255.5  # largest value of images in [0, 255]
 UNIT_LOW, UNIT_HIGH = 0.1, 0.9  # ends that images in [0, 1] come near to
 ROUNDING = 0.01  # beyond the ends of a range
-WILD = 4.0  # mean or deviation of what is no image in [-1, 1]
+WILD = 4.0  # mean or deviation, beyond which values are no images in [-1, 1]
 FAINT, LOPSIDED = 0.1, 0.9  # a lower deviation or a larger mean leaves little contrast beside noise of variance 1
 OFF_MEAN, OFF_STD = 0.5, 2.0  # mean, and factor of the deviation, of images that are hardly standardised
 SIGMA_DATA = 1.67  # factor between the deviation and sigma_data
@@ -62,7 +62,7 @@ SMALL_BATCH, LARGE_BATCH = 8, 0.25  # images; share of the data
 FEW_IMAGES, MANY_EPOCHS = 20_000, 300
 WAITING, HEAVY, SHOWN = 0.3, 0.2, 0.005  # shares of a step: of data, of one plugin, of a part that is listed
 FULL = 0.9  # share of the memory
-CORE = ("forward", "backward", "optimizer", "data", "loop")  # parts of a step that are no plugin's
+CORE = ("forward", "backward", "optimizer", "data", "loop")  # parts of a step that belong to no plugin
 
 LOOK = "`hookdiff data CONFIG`, which shows the data as it is read"
 SCALE = "values in [-1, 1]; for latents diffusion.data_mean and data_std, and sampling.clipping = 'none'"
@@ -79,23 +79,22 @@ def following(findings: Mapping[str, Finding], cause: str | None) -> dict[str, F
 
     A cause that is not among them comes before all of them.
     """
+    if cause is None:
+        return dict(findings)
     names = list(findings)
-    innocent = names if cause is None else names[: names.index(cause) + 1] if cause in names else []
-    return {
-        name: finding
-        if name in innocent or finding.severity == "ok"
-        else evolve(finding, remedy=f"to mend {cause} first: this may follow from it")
-        for name, finding in findings.items()
-    }
+    later = names[names.index(cause) + 1 :] if cause in names else names
+    referring = {name: findings[name] for name in later if findings[name].severity != "ok"}
+    remedy = f"to mend {cause} first: this may follow from it"
+    return {**findings, **{name: evolve(finding, remedy=remedy) for name, finding in referring.items()}}
 
 
 def check_inputs(
     inputs: Inputs, standardised: bool = False, sigma_data: float | None = None, bad_samples: Sequence[str] = ()
 ) -> Finding:
-    """Judge the range and distribution of the images, which the process and the sampler take to be in [-1, 1].
+    """Judge the range and distribution of the images, which the process and the sampler expect in [-1, 1].
 
-    `standardised`: the objective has a data_mean or data_std, so any range will do; `sigma_data` is that of EDM, if it
-    is read; `bad_samples` are the names of samples that are not finite, where they are known.
+    `standardised`: the objective has a data_mean or data_std, so any range will do; `sigma_data` is that of EDM, if the
+    objective uses it; `bad_samples` are the names of samples that are not finite, where they are known.
     """
     low, high, num, mean, std = inputs.low, inputs.high, inputs.num, abs(inputs.scaled_mean), inputs.scaled_std
     raw, largest = not standardised, max(inputs.std, abs(inputs.mean))
@@ -145,7 +144,7 @@ def check_labels(counts: Sequence[int] | None, unknown: int, conditional: bool) 
 
 
 def check_schedule(log_snr: Sequence[float], std: float) -> Finding:
-    """Judge a process by its log-SNR on the way from image to noise; `std` is the deviation of the images."""
+    """Judge a process by its log-SNR, from image to noise; `std` is the deviation of the images."""
     first, last = math.exp(log_snr[0]) * std**2, math.exp(log_snr[-1]) * std**2
     rises = any(after > before for before, after in itertools.pairwise(log_snr))
     left = f"at the end {percent(last / (1 + last))} of the variance is image, and sampling begins with pure noise"
@@ -160,23 +159,23 @@ def check_schedule(log_snr: Sequence[float], std: float) -> Finding:
 
 
 def check_loss(trial: Trial) -> Finding:
-    """Judge whether the loss is finite, where the learning rate has no part in it."""
+    """Judge whether the loss is finite, as far as the learning rate has no influence."""
     bad, losses = trial.first_bad, trial.losses
-    what = f"the loss is not finite at step {bad}"
+    nan = f"the loss is not finite at step {bad}"
     return judge(
         f"{losses[0]:.3g} at first, {losses[-1]:.3g} at last",
-        error(bad and trial.inputs.nonfinite, f"{what}, nor are the inputs", "data without these samples"),
-        error(bad == 1, f"{what}, before any update", "other data, another network or another loss"),
+        error(bad and trial.inputs.nonfinite, f"{nan}, nor are the inputs", "data without these samples"),
+        error(bad == 1, f"{nan}, before any update", "other data, another network or another loss"),
     )
 
 
 def check_learning(trial: Trial, trained: bool = False) -> Finding:
-    """Judge whether the loss falls; of a network that is `trained` already, whether it stays."""
+    """Judge whether the loss falls; for a network that is `trained` already, whether the loss stays low."""
     losses, rate, bad = trial.losses, max(trial.rates, default=0.0), trial.first_bad
     width = min(8, max(4, len(losses) // 4))
     means = [trial.mean_loss(slice(start, start + width)) for start in range(max(1, len(losses) - width + 1))]
     first, peak, end = trial.mean_loss(slice(4)) if trained else losses[0], max(losses), means[-1]
-    # At once, and at the end of a warm-up: later on, weights have grown with what changes them.
+    # At first, and at the end of a warm-up: later on the weights are larger, and the ratio is smaller.
     change = max(statistics.median(part or [math.nan]) for part in (trial.changes[:8], trial.changes[-8:]))
     numbers = f"loss {first:.3g} to {end:.3g} in {len(losses)} steps, with a peak of {peak:.3g} at step "
     numbers += f"{losses.index(peak) + 1}; learning rate {rate:.3g}; an update changes the weights by {percent(change)}"
@@ -191,7 +190,7 @@ def check_learning(trial: Trial, trained: bool = False) -> Finding:
     stopped = evolve(too_high, why=f"loss or gradient not finite at step {bad or len(losses)}, with lr {rate:.3g}")
     return judge(
         numbers,
-        (check_loss(trial).severity == "error", Finding("ok", "not judged, for the loss is not finite")),
+        (check_loss(trial).severity == "error", Finding("ok", "not judged, because the loss is not finite")),
         (bad or trial.outcome == "stopped", stopped),
         (len(losses) < FEWEST, Finding("ok", f"{len(losses)} steps are too few to judge it")),
         (back or wild or lost or ruined, too_high),
@@ -204,9 +203,9 @@ def check_learning(trial: Trial, trained: bool = False) -> Finding:
 def check_gradients(
     layers: Mapping[str, Layer], silent: Collection[str] = (), outputs: Outputs | None = None
 ) -> Finding:
-    """Judge the gradients of all layers; `silent` are those in which they have been exactly zero for several steps.
+    """Judge the gradients of all layers; in the `silent` ones they have been exactly zero for several steps.
 
-    While the `outputs` are next to nothing, so are all gradients but those of the last layer, and sizes mean nothing.
+    While the `outputs` are close to zero, so are all gradients but those of the last layer: sizes are not compared.
     """
     dead = [layer for layer in layers if layer in silent]
     unused = [layer for layer, found in layers.items() if found.norm is None]
@@ -224,19 +223,19 @@ def check_gradients(
 
 
 def check_outputs(outputs: Outputs | None, settled: bool = True, is_first: bool = False) -> Finding:
-    """Judge the output of the network, which is not constant once it is `settled`; `is_first`: before any update."""
+    """Judge the output of the network; once it is `settled` it may not be constant. `is_first`: before any update."""
     if outputs is None:
-        return Finding("ok", "not known: the objective calls the network in a way of its own")
+        return Finding("ok", "not known: the objective calls the network in an unusual way")
     constant, size = outputs.std == 0 or outputs.largest == 0, max(outputs.std, abs(outputs.mean))
-    what, remedy = "the output explodes", "a lower learning rate, or the plugin clip"
+    explodes, remedy = "the output explodes", "a lower learning rate, or the plugin clip"
     if is_first:
         remedy = "other initial weights, a normalisation in each layer, or a last layer of zeros"
     return judge(
         f"{outputs}, where about 1 is expected" if size > LARGE else str(outputs),
         (outputs.nonfinite, not_finite("output", outputs.nonfinite, remedy)),
-        error(settled and constant, "the output is constant", "a last layer that is called, and not zero for ever"),
-        error(outputs.std > HUGE or (is_first and size > LARGE), what, remedy),
-        warning(size > LARGE, what, remedy),
+        error(settled and constant, "the output is constant", "a last layer that is called and does not stay zero"),
+        error(outputs.std > HUGE or (is_first and size > LARGE), explodes, remedy),
+        warning(size > LARGE, explodes, remedy),
     )
 
 
@@ -245,33 +244,32 @@ def check_response(outputs: Outputs | None, settled: bool = True) -> Finding:
     if outputs is None or not settled:
         return Finding("ok", "not known yet")
     changes = {"image": outputs.by_image, "time": outputs.by_time, "label": outputs.by_label}
-    changes = {name: change for name, change in changes.items() if not math.isnan(change)}
     ignored = [name for name, change in changes.items() if change <= IGNORED]
     names = " and the ".join(ignored)
-    shares = [f"{percent(change)} with the {name}" for name, change in changes.items()]
+    shares = [f"{percent(change)} with the {name}" for name, change in changes.items() if not math.isnan(change)]
     return judge(
-        f"changes by {', '.join(shares) or 'nothing that is known'}",
+        f"changes by {', '.join(shares) or 'an unknown share'}",
         error("image" in ignored, "the output is the same for every image", "a forward that uses its input"),
         warning(ignored, f"the output does not change with the {names}", f"a forward that uses the {names}"),
     )
 
 
 def check_levels(levels: Sequence[Level], trained: bool) -> Finding:
-    """Judge the errors from clean to noisy, beside predictions that know only mean and variance of the images."""
+    """Judge the errors from clean to noisy, beside predictions from mean and variance of the images alone."""
     ratios = [level.error / level.mean_error if level.mean_error else math.nan for level in levels]
     worse = [one for one in levels if one.error > OVER_FLOOR * one.floor + FLOOR_SLACK * one.mean_error]
     new, times = min(ratios) > UNLEARNED, ", ".join(f"{level.time:.4g}" for level in worse)
-    seen = "clean to noisy, over that of predicting the mean: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
+    shown = "clean to noisy, over that of predicting the mean: " + " ".join(f"{ratio:.2f}" for ratio in ratios)
     return judge(
-        seen + ("; the trial is too short to judge them" if new and not trained else ""),
+        shown + ("; the trial is too short to judge them" if new and not trained else ""),
         error(not all(map(math.isfinite, ratios)), "errors not finite", "another schedule; see the output, too"),
         error(trained and new, "the network predicts no better than the mean", "another learning rate; see the output"),
-        (trained and worse, little_learned(f"time {times}", f"mean and variance alone predict better; {seen}")),
+        (trained and worse, little_learned(f"time {times}", f"mean and variance alone predict better; {shown}")),
     )
 
 
 def check_samples(images: Tensor, data: Inputs, trained: bool) -> Finding:
-    """Judge `images` that were made, n c h w: range and deviation beside those of the data, NaN, one image for all."""
+    """Judge samples, `images` of n c h w: range and deviation beside those of the data, NaN, equal images."""
     made = measure_inputs(images)
     spare = (data.high - data.low) / 4
     outside = float(((images < data.low - spare) | (images > data.high + spare)).float().mean())
@@ -294,7 +292,7 @@ def check_average(name: str, average: Sequence[Level], own: Sequence[Level], tra
     slow = "a lower decay, a warm-up of it, or a longer training"
     return judge(
         f"{name} has {over:.2f} times the error of the model's own weights",
-        warning(trained and over == 1, f"{name} gives the very errors of the model's own weights: is it updated?"),
+        warning(trained and over == 1, f"{name} has exactly the errors of the model's own weights: is it updated?"),
         warning(trained and not over <= LAGGING, f"{name} lags behind the model's own weights", slow),
     )
 
@@ -308,7 +306,7 @@ def check_length(parameters: int, images: int, values: int, batch_size: int, ste
         f"{parameters / images:.3g} an image",
         warning(batch_size < SMALL_BATCH, "small batch", "a larger batch_size: gradients are noisy"),
         warning(batch_size > LARGE_BATCH * images, "batch above a quarter of the data", "a smaller batch_size"),
-        warning(steps * batch_size < FEW_IMAGES, "short training", "some 50000 images or more, shown in all"),
+        warning(steps * batch_size < FEW_IMAGES, "short training", "some 50000 images or more, over all steps"),
         warning(by_heart, "the network can learn the images by heart", "more data, flips, dropout, or fewer steps"),
     )
 
@@ -325,7 +323,7 @@ def check_trial(trial: Trial) -> Finding:
 
 
 def check_time(parts: Mapping[str, float], per_step: float) -> Finding:
-    """Judge where the seconds of a step go, by their parts."""
+    """Judge the seconds of the `parts` of a step."""
     total = sum(parts.values()) or math.nan
     shares = {part: parts[part] / total for part in sorted(parts, key=parts.__getitem__, reverse=True)}
     heavy = [part for part, share in shares.items() if part not in CORE and share > HEAVY]
@@ -339,10 +337,7 @@ def check_time(parts: Mapping[str, float], per_step: float) -> Finding:
 
 
 def check_memory(estimate: float, measured: float, available: float | None, how: str = "measured") -> Finding:
-    """Judge the memory that a step takes, in bytes: as estimated, as measured, and as there is.
-
-    `how` it was: "measured" by the allocator, or "counted", tensor by tensor.
-    """
-    needed, there = max(estimate, measured), available or math.inf
-    seen = f"{estimate / 2**20:.0f} MiB estimated, {measured / 2**20:.0f} {how}"
-    return judge(seen, (needed > FULL * there, memory_short(needed, there)))
+    """Judge the bytes of a step beside the available ones. `how`: "measured" by the allocator, or "counted"."""
+    needed, limit = max(estimate, measured), available or math.inf
+    numbers = f"{estimate / 2**20:.0f} MiB estimated, {measured / 2**20:.0f} {how}"
+    return judge(numbers, (needed > FULL * limit, memory_short(needed, limit)))

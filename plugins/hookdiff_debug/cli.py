@@ -1,4 +1,4 @@
-"""`hookdiff doctor`: check a config or a run, and print what was found, the cause first."""
+"""`hookdiff doctor`: check a config or a run, and print the findings, the cause first."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hookdiff.cli.options import override_options
     default=50,
     show_default=True,
     type=click.IntRange(2),
-    help="Updates of the trial. Where the learning rate of a CONFIG still rises then, it makes more: through the"
+    help="Updates of the trial. Where the learning rate of a CONFIG still rises then, more follow: through the"
     " warm-up in growing strides, and 25 at the whole rate.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Of the picture, a .png; NAME-doctor.png unless given.")
+@click.option("--out", type=click.Path(path_type=Path), help="Path of the picture, NAME-doctor.png unless given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and draw only with --out.")
 def command(
     path: Path,
@@ -31,12 +31,12 @@ def command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Say what is wrong with CONFIG, with the newest checkpoint of RUN, a run directory, or with one CHECKPOINT in it.
+    """Check CONFIG, the newest checkpoint of RUN, a run directory, or one CHECKPOINT in it.
 
-    Trains for some steps in a temporary directory, half a minute at most, and looks at data, network and optimisation.
+    Trains for some steps in a temporary directory, half a minute at most, and checks data, network and optimisation.
     The first line names the cause when there is an error; then comes each check: ok, warning (it is unusual, and may be
-    meant) or error. The picture shows four images with more and more noise and, below, what the network sees in them.
-    Exit code 1 when there is an error.
+    meant) or error. The picture shows four images with more and more noise and, below, the network's predictions of
+    them. Exit code 1 when there is an error.
     """
     import json
     import math
@@ -60,32 +60,23 @@ def command(
             report = examine(config, run, steps, Path(folder), out)
         except OSError as error:
             raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
-    first = cause(report.findings)
+    first, trial = cause(report.findings), report.trial
     if as_json:
-        per_step = report.trial.seconds / report.trial.steps_timed
-        click.echo(
-            json.dumps(
-                {
-                    "cause": first,
-                    "findings": [{"name": name, **asdict(finding)} for name, finding in report.findings.items()],
-                    "step": report.step,
-                    "steps_asked": report.trial.asked,
-                    "steps_made": len(report.trial.rates),
-                    "losses": [loss if math.isfinite(loss) else None for loss in report.trial.losses],
-                    "seconds_per_step": per_step,
-                    "parts": {
-                        f"{plugin}.{hook}": seconds / report.trial.steps_timed
-                        for (plugin, hook), seconds in report.trial.parts.items()
-                    },
-                    "strip": report.strip and str(report.strip),
-                }
-            )
-        )
+        facts = {
+            "cause": first,
+            "findings": [{"name": name, **asdict(finding)} for name, finding in report.findings.items()],
+            "step": report.step,
+            "steps_asked": trial.asked,
+            "steps_made": len(trial.rates),
+            "losses": [loss if math.isfinite(loss) else None for loss in trial.losses],
+            "seconds_per_step": trial.seconds / trial.steps_timed,
+            "parts": {f"{plugin}.{hook}": time / trial.steps_timed for (plugin, hook), time in trial.parts.items()},
+            "strip": report.strip and str(report.strip),
+        }
+        click.echo(json.dumps(facts))
     else:
         click.echo(as_text(report.findings))
         if report.strip:
-            click.echo(
-                f"{'':<8} picture        {report.strip}: more noise from left to right, below what is seen in it"
-            )
+            click.echo(f"{'':<8} picture        {report.strip}: more noise to the right, predictions below")
     if first:
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""What `hookdiff doctor` does: a config or a run is built, looked at, and trained for some steps elsewhere."""
+"""Examines a config or a run for `hookdiff doctor`, and trains it for some steps in another folder."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import copy
 import io
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
-from torch import Generator, Tensor, nn
+from attrs import define, evolve
+from torch import Generator, Tensor
 
 from hookdiff import Batch, Config, Finding, Loop, SampleRequest, UserError, build_loop, evaluating
 from hookdiff.disk import run_of, save_grid
@@ -28,9 +29,10 @@ _IN_A_STEP = (
     *("optimizer_step", "sample", "offer_weights", "wrap_net"),
 )
 _IN_SAMPLING = ("prepare_model", "restore", "sample", "offer_weights")
-_PARTS = {"compute_loss": "forward", "backward": "backward", "optimizer_step": "optimizer"}
+_PARTS = {"compute_loss": "forward", "backward": "backward", "optimizer_step": "optimizer"}  # of a step, by hook
+_LOOP = ("defaults", "metrics", "run_dir", "start")  # plugins that count as the loop
 _TRAINED = 500  # updates, after which a network has to know something
-_IMAGES = 64  # that the network is asked about
+_IMAGES = 64  # for which the network is called
 _DRAWN = 4  # of them in the strip
 _MADE = 8  # samples
 _SAMPLER_STEPS = 30  # at most
@@ -38,33 +40,24 @@ _SAMPLER_STEPS = 30  # at most
 
 @define
 class Report:
-    """All that was found, the most basic first."""
+    """All findings, the most basic first."""
 
     findings: dict[str, Finding]  # by the name of the check
     trial: Trial
     step: int  # updates that the network had before the trial
-    strip: Path | None = None
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds of the timed steps: forward, backward, optimizer, data, the loop itself, and each plugin."""
-        parts: defaultdict[str, float] = defaultdict(float)
-        for (plugin, hook), seconds in self.trial.parts.items():
-            own = "loop" if plugin in ("defaults", "metrics", "run_dir", "start") else plugin
-            parts[_PARTS.get(hook, own)] += seconds
-        return dict(parts)
+    strip: Path | None
 
 
 @define
 class _Portrait:
-    """What a network does when it is asked, with its own weights and with an average of them if there is one."""
+    """Outputs and errors of a network, with its own weights and with an average of them if there is one."""
 
     outputs: Outputs | None
-    levels: list[Level] = field(factory=list)
-    average: str | None = None  # its name
-    averaged: list[Level] = field(factory=list)
-    samples: Tensor = field(factory=lambda: torch.empty(0))
-    strip: Tensor | None = None
+    samples: Tensor
+    strip: Tensor
+    levels: list[Level]
+    average: str | None  # its name
+    averaged: list[Level]
 
 
 def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: Path | None) -> Report:
@@ -72,39 +65,47 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
 
     Pictures go to `strip`, if it is given. Raises UserError when it cannot be built, or the run has no checkpoint.
     """
-    own = [name for name in config.plugins if name == "debug"]  # its checks are those of the doctor
-    config = evolve(config, plugins={name: part for name, part in config.plugins.items() if name not in own})
-    with _listening() as said, ExitStack() as stack:
+    # The checks of the plugin debug are those of the doctor.
+    tried = evolve(config, plugins={name: part for name, part in config.plugins.items() if name != "debug"})
+    with _listening() as logged, ExitStack() as stack:
         # Both act before the first step alone; the weights of a run are its checkpoint's, and the file may be gone.
         keep = ("micro_batch",) if run else ("micro_batch", "start")
-        loop = build_loop(config, folder / "run", hooks=_IN_A_STEP, keep=keep)
+        loop = build_loop(tried, folder / "run", hooks=_IN_A_STEP, keep=keep)
         before, portrait = 0, None
         if run is not None:
-            saved = build_loop(config, run_of(run), resume=run, hooks=_IN_SAMPLING)
+            saved = build_loop(tried, run_of(run), resume=run, hooks=_IN_SAMPLING)
             with saved:
                 before, portrait = saved.progress.step, _portray(saved)
                 stack.enter_context(loop)
-                _take_over(loop, saved)
+                loop.model.load_state_dict(saved.model.state_dict())
+                for own, other in zip(loop.optimizers, saved.optimizers, strict=True):
+                    own.load_state_dict(copy.deepcopy(other.state_dict()))
+                loop.progress.load_state_dict(saved.progress.state_dict())
             del saved  # so that its memory is not counted as the trial's
         else:
             stack.enter_context(loop)
-        start = None if portrait else _ask(loop, _plain_batch(loop))
+        start = None if portrait else _measure(loop, _plain_batch(loop))
         trial = train(loop, steps, whole_rate=run is None)
         portrait = portrait or _portray(loop)
     trained = before >= _TRAINED
     findings, network = _of_data(loop, trial), _of_network(trial, start, portrait, trained)
     findings |= checks.following(network, checks.cause(findings | network))
-    report = Report(findings, trial, before)
-    findings |= {"length": _of_length(loop, config), "trial": checks.check_trial(trial)}
-    findings["time"] = checks.check_time(report.parts, trial.seconds / trial.steps_timed)
-    # What "auto" found is what was measured.
-    findings |= _of_memory(evolve(config, run=evolve(config.run, micro_batch=loop.config.micro_batch)), trial)
-    findings |= {f"logged {number}": Finding("warning", text) for number, text in enumerate(said, 1)}
-    findings |= _of_plugins([name for name in config.plugins if type(loop.plugins[name]) is object], own)
-    if strip is not None and portrait.strip is not None:
+    findings |= {"length": _of_length(loop, tried), "trial": checks.check_trial(trial)}
+    parts: defaultdict[str, float] = defaultdict(float)
+    for (plugin, hook), seconds in trial.parts.items():
+        parts[_PARTS.get(hook, "loop" if plugin in _LOOP else plugin)] += seconds
+    findings["time"] = checks.check_time(parts, trial.seconds / trial.steps_timed)
+    # Estimated with the micro-batch that "auto" found: it is the one that was measured.
+    findings |= _of_memory(evolve(tried, run=evolve(tried.run, micro_batch=loop.config.micro_batch)), trial)
+    findings |= {f"logged {number}": Finding("warning", text) for number, text in enumerate(logged, 1)}
+    passive = [name for name in tried.plugins if type(loop.plugins[name]) is object]
+    left_out = [f"{', '.join(passive)}: no part in the computation of a step, or in sampling"] if passive else []
+    left_out += ["debug: these are its checks"] if "debug" in config.plugins else []
+    if left_out:
+        findings["left out"] = Finding("ok", "; ".join(left_out))
+    if strip is not None:
         save_grid(portrait.strip, strip, columns=len(LEVELS) + 1)
-        report.strip = strip
-    return report
+    return Report(findings, trial, before, strip)
 
 
 def _of_data(loop: Loop, trial: Trial) -> dict[str, Finding]:
@@ -153,13 +154,6 @@ def _of_length(loop: Loop, config: Config) -> Finding:
     return checks.check_length(parameters, images, values, run.batch_size, steps)
 
 
-def _of_plugins(passive: Sequence[str], own: Sequence[str]) -> dict[str, Finding]:
-    """Return which plugins of the config have no part in the trial."""
-    parts = [f"{', '.join(passive)}: no part in what a step computes, or in sampling"] if passive else []
-    parts += [f"{name}: these are its checks" for name in own]
-    return {"left out": Finding("ok", "; ".join(parts))} if parts else {}
-
-
 def _of_memory(config: Config, trial: Trial) -> dict[str, Finding]:
     if trial.peak_memory is None:
         return {}
@@ -175,7 +169,7 @@ def _plain_batch(loop: Loop) -> Batch:
     return next(loop.feed.unaugmented(loop.feed.order(0)[:_IMAGES], _IMAGES))
 
 
-def _ask(loop: Loop, batch: Batch) -> Outputs | None:
+def _measure(loop: Loop, batch: Batch) -> Outputs | None:
     with measure.untouched(loop):
         return measure.measure_outputs(loop, loop.objective.draw(batch, Generator().manual_seed(0)))
 
@@ -183,56 +177,41 @@ def _ask(loop: Loop, batch: Batch) -> Outputs | None:
 def _portray(loop: Loop) -> _Portrait:
     batch, objective = _plain_batch(loop), loop.objective
     labels = batch.labels if getattr(objective, "conditional", False) else None
-    portrait = _Portrait(_ask(loop, batch))
-
-    def levels(net: nn.Module) -> list[Level]:
-        return measure.measure_levels(net, objective, batch.inputs, labels)
-
-    def strip(net: nn.Module) -> Tensor:
-        few = None if labels is None else labels[:_DRAWN]
-        return measure.draw_strip(net, objective, batch.inputs[:_DRAWN], few).cpu()
-
+    outputs = _measure(loop, batch)
+    levels, averaged, average = list[Level](), list[Level](), None
     if len(batch) > 1:
+        errors = partial(measure.measure_levels, loop.model, objective, batch.inputs, labels)
         with evaluating(loop.model):
-            portrait.levels = levels(loop.model)
+            levels = errors()
             with loop.weights(None) as name:
-                portrait.averaged = levels(loop.model)
-        portrait.average = None if name == "model" else name
+                averaged = errors()
+        average = None if name == "model" else name
     with loop.weights(None), evaluating(loop.model):
-        portrait.strip = strip(loop.model)
+        few = None if labels is None else labels[:_DRAWN]
+        strip = measure.draw_strip(loop.model, objective, batch.inputs[:_DRAWN], few).cpu()
     sampler: Any = loop.sampler
     with loop.using(sampler=evolve(sampler, steps=min(sampler.steps, _SAMPLER_STEPS))):
-        portrait.samples = loop.sample(SampleRequest(_MADE)).images.float().cpu()
-    return portrait
-
-
-def _take_over(loop: Loop, saved: Loop) -> None:
-    """Give `loop` the weights, the optimizers and the place of a run that has been restored."""
-    loop.model.load_state_dict(saved.model.state_dict())
-    for own, other in zip(loop.optimizers, saved.optimizers, strict=True):
-        own.load_state_dict(copy.deepcopy(other.state_dict()))
-    loop.progress.load_state_dict(saved.progress.state_dict())
+        samples = loop.sample(SampleRequest(_MADE)).images.float().cpu()
+    return _Portrait(outputs, samples, strip, levels, average, averaged)
 
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """Keep what is logged and printed in the `with` from the terminal; give the warnings, each once."""
-    said: list[str] = []
+    """Keep log and stderr of the `with` from the terminal; give the list of its warnings, each once."""
+    warnings: list[str] = []
 
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno == logging.WARNING and record.getMessage() not in said:
-                said.append(record.getMessage())
+    def keep(record: logging.LogRecord) -> bool:
+        if record.levelno == logging.WARNING and record.getMessage() not in warnings:
+            warnings.append(record.getMessage())
+        return False
 
-    log, handler = logging.getLogger("hookdiff"), Keep()
-    propagate, log.propagate = log.propagate, False
-    log.addHandler(handler)
+    log = logging.getLogger("hookdiff")
+    log.addFilter(keep)
     try:
         with redirect_stderr(io.StringIO()):
-            yield said
+            yield warnings
     finally:
-        log.removeHandler(handler)
-        log.propagate = propagate
+        log.removeFilter(keep)
 
 
 def as_text(findings: Mapping[str, Finding]) -> str:

@@ -1,4 +1,4 @@
-"""Numbers about data, network and gradients, taken without leaving a trace in the training."""
+"""Measures data, network and gradients without any effect on the training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Loop, evaluating
 
-# Ways from image to noise, in (0, 1), at which the network is asked. The ends tell what the middle does not.
+# Fractions of the way from image to noise at which the network is measured.
 LEVELS = (0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.98)
 
 
@@ -39,15 +39,15 @@ class Inputs:
 
 @define(frozen=True)
 class Outputs:
-    """What the network answers to a batch, and how much of it changes with what it is told; NaN: not known."""
+    """The output of the network for a batch, and how much it changes with each input; NaN: not known."""
 
     mean: float
     std: float
     largest: float  # absolute value
     nonfinite: float  # share of the values
     by_image: float  # change when each gets the noisy image of another, over the size of the output (both RMS)
-    by_time: float  # the same with the time of another
-    by_label: float  # the same without its label
+    by_time: float  # when each gets the time of another
+    by_label: float  # when each loses its label
 
     def __str__(self) -> str:
         return f"mean {self.mean:.2g}, std {self.std:.2g}"
@@ -68,17 +68,17 @@ class Layer:
 
 @define(frozen=True)
 class Level:
-    """How well the network predicts at one noise level; errors are squared, mean over pixels and images."""
+    """The squared errors of predictions at one noise level, mean over pixels and images."""
 
-    time: float  # as the network is told it
-    error: float
+    time: float  # as the network gets it
+    error: float  # of the network
     mean_error: float  # of predicting the mean of each pixel
-    floor: float  # of the best prediction that knows no more of the images than that and the mean variance
+    floor: float  # of the best prediction from the mean of each pixel and the mean variance
 
 
 @contextmanager
 def untouched(loop: Loop) -> Iterator[None]:
-    """Let the model be called: in eval mode, without gradients, with randomness and buffers put back afterwards."""
+    """Put the model in eval mode without gradients; restore random state and buffers afterwards."""
     model, on_gpu = loop.model, loop.device.type == "cuda"
     modules = list(model.modules())
     kept = [(module, name, b, b.clone()) for module in modules for name, b in module._buffers.items() if b is not None]
@@ -91,25 +91,26 @@ def untouched(loop: Loop) -> Iterator[None]:
     finally:
         for module, name, buffer, value in kept:
             buffer.copy_(value)
-            module._buffers[name] = buffer  # a forward may have put another in its place
+            module._buffers[name] = buffer  # a forward may have replaced it
 
 
 def eager(model: nn.Module) -> AbstractContextManager[object]:
-    """Let `model` run as it is: what was compiled for training would be compiled once more for a look."""
+    """Let `model` run without the compiler, which would compile it once more for a look."""
     compiled = any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
-def measure_inputs(inputs: Tensor, standardised: Callable[[Tensor], Tensor] = lambda images: images) -> Inputs:
-    """Look at `inputs`, n c h w or n of any shape, with one transfer; `standardised` as `Diffusion` has it."""
-    flat = inputs.detach().float().flatten(1)
+def measure_inputs(inputs: Tensor, objective: object = None) -> Inputs:
+    """Measure `inputs`, n c h w or n of any shape, also after `objective.normalize` if it exists; one transfer."""
+    inputs = inputs.detach().float()
+    flat, scaled = inputs.flatten(1), getattr(objective, "normalize", lambda images: images)(inputs).flatten(1)
     finite = flat.isfinite()
     low, high = torch.where(finite, flat, math.inf).min(), torch.where(finite, flat, -math.inf).max()
     mean, std = _moments(flat, finite)
-    scaled_mean, scaled_std = _moments(standardised(inputs.detach().float()).flatten(1), finite)
+    scaled_mean, scaled_std = _moments(scaled, finite)
     constant = (flat.amax(1) == flat.amin(1)).float().mean()
     same = (flat[1:] == flat[:1]).all(1).float().mean() if len(flat) > 1 else flat.new_zeros(())
-    by_channel = inputs.detach().float().transpose(0, 1).flatten(1) if inputs.dim() > 2 else flat.new_zeros(0, 1)
+    by_channel = inputs.transpose(0, 1).flatten(1) if inputs.dim() > 2 else flat.new_zeros(0, 1)
     flags = (by_channel.amax(1) == by_channel.amin(1)).float()
     nonfinite = (~finite).float().mean()
     numbers = torch.stack((low, high, mean, std, scaled_mean, scaled_std, nonfinite, constant, same))
@@ -125,46 +126,44 @@ def _moments(values: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Recorder:
-    """Stands in for the network and keeps what it was first asked and answered."""
+    """Stands in for the network and keeps the arguments and the output of its first call."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.asked: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.answer: Any = None
+        self.first: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        answer = self.model(*args, **kwargs)
-        if self.asked is None:
-            self.asked, self.answer = (args, kwargs), answer
-        return answer
+        output = self.model(*args, **kwargs)
+        self.first = self.first or (args, kwargs, output)
+        return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
 
 def measure_outputs(loop: Loop, batch: Batch) -> Outputs | None:
-    """Let the objective ask the network about `batch`, then about the same with parts exchanged; one transfer.
+    """Measure the output of the network for `batch`, and for the same with parts exchanged; one transfer.
 
-    None when the objective does not ask it with a tensor, or gets none. Call it in `untouched`.
+    None when the objective gives the network no tensor, or gets none. Call it in `untouched`.
     """
     recorder = _Recorder(loop.model)
     loop.objective(recorder, batch)  # type: ignore[arg-type]  # it is called, and asked for attributes
-    if recorder.asked is None or not isinstance(recorder.answer, Tensor):
+    if recorder.first is None or not isinstance(recorder.first[2], Tensor):
         return None
-    (args, kwargs), output = recorder.asked, recorder.answer.float()
+    args, kwargs, first = recorder.first
+    output = first.float()
+    size = _rms(output)
+    nothing = torch.full_like(size, math.nan)
 
-    def change(index: int, other: Callable[[Tensor], Tensor]) -> Tensor:
-        nothing = torch.full_like(size, math.nan)
+    def change(index: int, exchange: Callable[[Tensor], Tensor]) -> Tensor:
         if len(args) <= index or not isinstance(args[index], Tensor) or len(args[index]) != len(output):
             return nothing
-        changed = other(args[index])
-        answer: Tensor = loop.model(*args[:index], changed, *args[index + 1 :], **kwargs)
+        changed = exchange(args[index])
+        other: Tensor = loop.model(*args[:index], changed, *args[index + 1 :], **kwargs)
         differs = (changed != args[index]).any()
-        return torch.where(differs, _rms(answer.float() - output) / size, nothing)
+        return torch.where(differs, _rms(other.float() - output) / size, nothing)
 
-    size = _rms(output)
-    std = output.std(correction=0)
-    numbers = [output.mean(), std, output.abs().amax(), (~output.isfinite()).float().mean()]
+    numbers = [output.mean(), output.std(correction=0), output.abs().amax(), (~output.isfinite()).float().mean()]
     numbers += [change(0, lambda x: x.roll(1, 0)), change(1, lambda t: t.roll(1, 0))]
     numbers.append(change(2, lambda labels: torch.full_like(labels, -1)))
     return Outputs(*torch.stack(numbers).tolist())
@@ -177,63 +176,50 @@ def _rms(values: Tensor) -> Tensor:
 def measure_layers(loop: Loop) -> dict[str, Layer]:
     """Return the gradients of the step under way by module, with one transfer."""
     norms = dict(zip(loop.gradients.named(), loop.gradients.norms.tolist(), strict=True))
-    found: dict[str, list[tuple[float | None, int]]] = {}
+    sizes: dict[str, int] = {}
+    found: dict[str, list[float]] = {}
     for name, parameter in loop.model.named_parameters():
         if parameter.requires_grad:
             layer = name.rpartition(".")[0] or name
-            found.setdefault(layer, []).append((norms.get(name), parameter.numel()))
-    layers = {}
-    for layer, parts in found.items():
-        given = [norm for norm, _ in parts if norm is not None]
-        layers[layer] = Layer(math.hypot(*given) if given else None, sum(size for _, size in parts))
-    return layers
+            sizes[layer] = sizes.get(layer, 0) + parameter.numel()
+            found.setdefault(layer, []).extend([norms[name]] if name in norms else [])
+    return {layer: Layer(math.hypot(*found[layer]) if found[layer] else None, size) for layer, size in sizes.items()}
 
 
-def measure_levels(
-    net: Any, diffusion: Any, images: Tensor, labels: Tensor | None, fractions: Sequence[float] = LEVELS
-) -> list[Level]:
-    """Return the network's error on `images` (n c h w, n above 1) at noise levels, always with the same noise."""
+def _predictions(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
+    """Yield times, x_t, the network's time, its output, alpha and sigma at each of `LEVELS`, and x0 and noise."""
     x0 = diffusion.normalize(images)
     noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
+    for fraction in LEVELS:
+        times = diffusion.process.from_fraction(torch.full((len(images),), fraction)).to(images.device)
+        alpha, sigma, _ = diffusion.process.rates(times, x0.ndim)
+        x_t, time = alpha * x0 + sigma * noise, diffusion.process.network_time(times)
+        output = diffusion.predict(net, x_t, time, labels, alpha, sigma).float()
+        yield times, x_t, time, output, alpha, sigma, x0, noise
+
+
+def measure_levels(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) -> list[Level]:
+    """Return the network's error on `images` (n c h w, n above 1) at `LEVELS`, always with the same noise."""
     rows = []
-    for fraction in fractions:
-        times = times_at(diffusion, fraction, x0)
-        x_t, told, alpha, sigma = noised(diffusion, x0, noise, times)
-        output = diffusion.predict(net, x_t, told, labels, alpha, sigma).float()
+    for times, _, time, output, alpha, sigma, x0, noise in _predictions(net, diffusion, images, labels):
         target = diffusion.prediction.target(x0, noise, alpha, sigma)
         error, mean_error = (output - target).square().mean(), target.var(0).mean()
         floor = diffusion.floor(times, x0.var(0).mean()).mean()
-        rows.append(torch.stack((told[0].float(), error, mean_error, floor)))
+        rows.append(torch.stack((time[0].float(), error, mean_error, floor)))
     return [Level(*numbers) for numbers in torch.stack(rows).tolist()]
-
-
-def times_at(diffusion: Any, fraction: float, images: Tensor) -> Tensor:
-    """Return the time of the process at a `fraction` of the way to noise, one an image."""
-    times: Tensor = diffusion.process.from_fraction(torch.full((len(images),), fraction))
-    return times.to(images.device)
-
-
-def noised(diffusion: Any, x0: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x_t, what the network is told of its time, alpha and sigma."""
-    alpha, sigma, _ = diffusion.process.rates(times, x0.ndim)
-    return alpha * x0 + sigma * noise, diffusion.process.network_time(times), alpha, sigma
 
 
 def draw_strip(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) -> Tensor:
     """Return pictures, n c h w in [-1, 1], in rows of `len(LEVELS) + 1`, two rows an image.
 
-    The image and its noisy versions; the image again and, below each noisy version, what the network sees in it.
+    The image and its noisy versions; the image again and, below each noisy version, the network's prediction of it.
     """
-    x0 = diffusion.normalize(images)
-    noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
     upper, lower = [images], [images]
-    for fraction in LEVELS:
-        x_t, told, alpha, sigma = noised(diffusion, x0, noise, times_at(diffusion, fraction, x0))
-        output = diffusion.predict(net, x_t, told, labels, alpha, sigma).float()
-        seen, _ = diffusion.prediction.x0_and_noise(output, x_t, alpha, sigma)
+    for _, x_t, _, output, alpha, sigma, _, _ in _predictions(net, diffusion, images, labels):
+        predicted, _ = diffusion.prediction.x0_and_noise(output, x_t, alpha, sigma)
         # In a process whose noise has no bounds, the noisy image is shown as bright as the others.
         upper.append(diffusion.denormalize(x_t / (alpha.square() + sigma.square()).sqrt()))
-        lower.append(diffusion.denormalize(seen))
+        lower.append(diffusion.denormalize(predicted))
     rows = torch.stack((torch.stack(upper, 1), torch.stack(lower, 1)), 1).flatten(0, 2)
     shown = rows if rows.shape[1] in (1, 3) else rows[:, :1]  # of latents, the first channel
     return shown.nan_to_num(0.0, 1.0, -1.0).clamp(-1, 1)
@@ -241,9 +227,8 @@ def draw_strip(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) 
 
 def merged(looks: Sequence[Mapping[str, Layer]]) -> dict[str, Layer]:
     """Return for each layer the look at which its gradient was largest."""
-    largest: dict[str, Layer] = {}
+    found: dict[str, list[Layer]] = {}
     for look in looks:
         for name, layer in look.items():
-            if name not in largest or layer.rms > largest[name].rms or largest[name].norm is None:
-                largest[name] = layer
-    return largest
+            found.setdefault(name, []).append(layer)
+    return {name: max(layers, key=lambda each: (each.norm is not None, each.rms)) for name, layers in found.items()}

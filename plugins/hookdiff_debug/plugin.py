@@ -10,8 +10,9 @@ from attrs import define, field
 from attrs.validators import ge
 
 from hookdiff import Alarms, Batch, Due, Every, Finding, Loop, NonFinite, hookimpl, parse_every
+from hookdiff.options import about
 from hookdiff_debug.checks import check_gradients, check_inputs, check_outputs, check_response
-from hookdiff_debug.measure import Layer, Outputs, measure_inputs, measure_layers, measure_outputs, untouched
+from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
 
 _EARLY = 64  # the last update of those that are looked at in any case: most mistakes show at once
 _SETTLED = 4  # updates, after which a network whose layers start as zero has a gradient everywhere
@@ -22,14 +23,17 @@ _SILENT = 2  # looks in a row in which a layer has no gradient
 class Debug:
     """Warns of data out of range, dead layers, and a network that ignores its inputs.
 
-    At updates 1, 2, 4 and so on to 64, and then every so often, it looks at the batch, at the gradients and at the
-    output of the network when images and times are exchanged. It reports each finding once, and again after it was
-    over. A look costs four calls of the network without gradients and three transfers from the device; the steps
-    between cost nothing.
+    It measures the batch, the gradients, and how the output of the network changes when images and times are exchanged.
+    It reports each finding once, and again when it comes back. A look costs four calls of the network without gradients
+    and three transfers from the device; the steps between cost nothing.
     """
 
-    every: Every = field(default=Every(500), converter=parse_every)  # 0: only the first updates
-    num: int = field(default=32, validator=ge(2))  # images of the batch that the network is asked about
+    every: Every = field(
+        default=Every(500),
+        converter=parse_every,
+        metadata=about("how often it looks, beside updates 1, 2, 4 and so on to 64; 0: at these only"),
+    )
+    num: int = field(default=32, validator=ge(2), metadata=about("images of a batch for which it calls the network"))
     _due: Due = field(init=False)
     _alarms: Alarms = field(init=False, factory=Alarms)  # by the name of the check
     _silent: dict[str, int] = field(init=False, factory=dict)  # looks without a gradient, by layer
@@ -75,7 +79,11 @@ class Debug:
             self._alarms.check(step + 1, name, finding)
             if finding.severity == "error":
                 break  # the others follow from it, or can wait
-        self._numbers |= _numbers_of(outputs, layers)
+        numbers = {"silent_layers": float(sum(not layer.norm for layer in layers.values()))}
+        if outputs is not None:
+            numbers |= {"output_mean": outputs.mean, "output_std": outputs.std, "by_image": outputs.by_image}
+            numbers |= {"by_time": outputs.by_time, "by_label": outputs.by_label}
+        self._numbers |= {f"debug/{name}": value for name, value in numbers.items() if not math.isnan(value)}
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -87,19 +95,17 @@ class Debug:
         step, progress = loop.progress.step + 1, loop.progress
         early = step <= _EARLY and step & (step - 1) == 0
         epoch_began = progress.samples == 0 and self.every.after_epoch(progress.epoch)
-        # Asked in any case: a clock starts over when it has struck.
+        # First, so that it is always called: a clock starts over when it is due.
         return self._due.after_step(step) or early or epoch_began
 
     def _look_at_inputs(self, loop: Loop, batch: Batch) -> None:
-        objective: Any = loop.objective
-        standardised = getattr(objective, "normalize", lambda images: images)
-        inputs = measure_inputs(batch.inputs, standardised)
-        self._inputs = check_inputs(inputs, getattr(objective, "is_normalized", False))
+        inputs = measure_inputs(batch.inputs, loop.objective)
+        self._inputs = check_inputs(inputs, getattr(loop.objective, "is_normalized", False))
         numbers = {"min": inputs.low, "max": inputs.high, "mean": inputs.mean, "std": inputs.std}
         self._numbers = {f"debug/input_{name}": value for name, value in numbers.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was reported, and the layers without a gradient."""
+        """Return the reported findings, and the layers without a gradient."""
         silent = {name: looks for name, looks in self._silent.items() if looks}
         return {"alarms": self._alarms.state_dict(), "silent": silent}
 
@@ -107,11 +113,3 @@ class Debug:
         """Restore a saved state, so that a resumed run repeats nothing."""
         self._alarms.load_state_dict(state["alarms"])
         self._silent = dict(state["silent"])
-
-
-def _numbers_of(outputs: Outputs | None, layers: Mapping[str, Layer]) -> dict[str, float]:
-    numbers = {"silent_layers": float(sum(not layer.norm for layer in layers.values()))}
-    if outputs is not None:
-        numbers |= {"output_mean": outputs.mean, "output_std": outputs.std, "by_image": outputs.by_image}
-        numbers |= {"by_time": outputs.by_time, "by_label": outputs.by_label}
-    return {f"debug/{name}": value for name, value in numbers.items() if not math.isnan(value)}

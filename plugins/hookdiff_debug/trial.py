@@ -1,4 +1,4 @@
-"""A short training whose every part is timed and measured."""
+"""A short training, in which each part of a step is timed and measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIME_LIMIT = 30.0  # seconds
 
 @define
 class Trial:
-    """What a trial saw."""
+    """The measurements of a trial."""
 
     asked: int  # updates
     inputs: Inputs  # of the first batch, or of the first that is not finite
@@ -57,7 +57,7 @@ class Trial:
 
 @define(eq=False)
 class Clock:
-    """Adds up who runs for how long; the time of what is called from inside belongs to that alone."""
+    """Sums the seconds of each plugin in each hook; a call inside another counts for the inner one alone."""
 
     device: torch.device
     seconds: defaultdict[tuple[str, str], float] = field(factory=lambda: defaultdict(float), init=False)
@@ -76,7 +76,7 @@ class Clock:
 
     def _turn(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # work belongs to who asked for it, not to who waits
+            torch.cuda.synchronize(self.device)  # work counts for the plugin that starts it, not for one that waits
         now = time.perf_counter()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
@@ -84,10 +84,10 @@ class Clock:
 
 
 def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
-    """Make `steps` updates with `loop`, which has been entered, or what fits in half a minute.
+    """Make `steps` updates with `loop`, which has been entered, or as many as fit in half a minute.
 
     `whole_rate`: where the learning rate still rises then, go through its warm-up in strides that grow, and make some
-    more updates with the rate that is configured: `progress.step` runs ahead of the updates.
+    more updates at the configured rate: `progress.step` runs ahead of the updates.
     """
     clock, looks = Clock(loop.device), list[dict[str, Layer]]()
     trial: Trial | None = None
@@ -96,7 +96,7 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
     loop.plugins.instrument(clock)
     began = time.monotonic()
     for number, batch in enumerate(_batches(loop, clock)):
-        trial = trial or Trial(steps, measure_inputs(batch.inputs, getattr(loop.objective, "normalize", _same)))
+        trial = trial or Trial(steps, measure_inputs(batch.inputs, loop.objective))
         if number == settled:
             clock.seconds.clear()
             trial.steps_timed, trial.seconds = 0, 0.0
@@ -112,7 +112,9 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
         trial.losses.append(step.loss)
         trial.outcome = step.outcome
         if not (math.isfinite(step.loss) or trial.spoiled):
-            _blame(trial, loop, batch)
+            rows = (~batch.inputs.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
+            trial.inputs = measure_inputs(batch.inputs, loop.objective) if rows else trial.inputs
+            trial.spoiled = [loop.feed.describe(int(batch.indices[row])) for row in rows if batch.indices is not None]
         if step.outcome == "stopped":
             break
         if step.outcome == "updated":
@@ -135,39 +137,27 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
 
 @contextmanager
 def _peak(loop: Loop, batch: Batch, trial: Trial) -> Iterator[None]:
-    """Tell `trial` the most bytes held at one time in the `with`.
+    """Set the peak memory of `trial` to the most bytes that the `with` holds at one time.
 
-    On a GPU as its allocator counts them. Elsewhere a process holds much that is no tensor, so the bytes of the
-    tensors are counted: weights and what is kept beside them, and all that an operation makes until it is gone.
+    On a GPU its allocator counts them. Elsewhere a process holds much that is no tensor, so the bytes of the tensors
+    are counted: weights, state of optimizers and plugins, and all results of operations until they are freed.
     """
     if loop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(loop.device)
         yield
         trial.peak_memory = torch.cuda.max_memory_allocated(loop.device)
         return
-    loop.model.zero_grad()  # as the step does first: what goes in the meantime is not among what is there before
+    loop.model.zero_grad()  # as the step does first: old gradients do not count
     kept = [optimizer.state for optimizer in loop.optimizers]
     kept += [plugin.state_dict() for plugin in loop.plugins.values() if hasattr(plugin, "state_dict")]
     there = storages([*loop.model.parameters(), *loop.model.buffers(), batch.inputs, batch.labels, *tree_leaves(kept)])
-    with HeldBytes(there) as held, eager(loop.model):  # what is compiled is made where nobody can look
+    with HeldBytes(there) as held, eager(loop.model):  # tensors of compiled code cannot be counted
         yield
     trial.peak_memory = sum(there.values()) + held.most
 
 
-def _blame(trial: Trial, loop: Loop, batch: Batch) -> None:
-    """Name the samples of a `batch` that are not finite, if there are some."""
-    rows = (~batch.inputs.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
-    if rows:
-        trial.inputs = measure_inputs(batch.inputs, getattr(loop.objective, "normalize", _same))
-        trial.spoiled = [loop.feed.describe(int(batch.indices[row])) for row in rows if batch.indices is not None]
-
-
-def _same(images: Tensor) -> Tensor:
-    return images
-
-
 def _batches(loop: Loop, clock: Clock) -> Iterator[Batch]:
-    """Yield batches for ever; an epoch's end is counted, and no plugin hears of it."""
+    """Yield batches for ever; the end of an epoch is counted, but fires no hook."""
     while True:
         batches = loop.feed.batches(loop.progress.epoch, loop.progress.samples)
         while True:
@@ -184,6 +174,8 @@ def _matrices(loop: Loop) -> list[Tensor]:
 
 
 def _change(before: list[Tensor], after: list[Tensor]) -> float:
+    if not before:
+        return math.nan
     sizes = torch.stack(torch._foreach_norm(before))
     moved = torch.stack(torch._foreach_norm(torch._foreach_sub(after, before)))
-    return float((moved / sizes)[sizes > 0].nanmedian()) if len(before) else math.nan
+    return float((moved / sizes)[sizes > 0].nanmedian())

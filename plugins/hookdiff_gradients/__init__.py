@@ -1,4 +1,4 @@
-"""Measures gradients and updates, and finds what is wrong with them."""
+"""Measures gradients and updates, and diagnoses them."""
 
 from hookdiff_gradients.diagnosis import Limits, Numbers, diagnose, diagnose_nan
 from hookdiff_gradients.plugin import GradientMonitor

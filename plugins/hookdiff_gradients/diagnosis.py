@@ -1,4 +1,4 @@
-"""From the numbers of gradients and updates to findings."""
+"""Judges the numbers of gradients and updates."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from attrs import define
+from attrs import define, field
+from attrs.validators import gt, lt
 
 from hookdiff import Finding
 from hookdiff.findings import LOWER_RATE, dead_layers, error, judge, rate_too_high
+from hookdiff.options import about
 
 Cause = Literal["rate", "exploding", "vanishing", "fading", "dead"]
 
@@ -25,23 +27,45 @@ BETTER_DEPTH = "norms or residual connections, activations that do not saturate,
 SATURATED = "a lower learning rate, or activations that do not saturate; a loss of zero has no gradient either"
 IN_BACKWARD = "no root, logarithm or division at zero, and no half precision"
 
-EARLY = 20  # steps: the first are like no others
-RISING = 1.2  # recent over usual: from here on a number is getting better by itself
+EARLY = 20  # steps at the start, with unusual gradients
+RISING = 1.2  # recent over usual: a number that rises more is getting better by itself
 
 
-@define(frozen=True, kw_only=True)
+@define(eq=False, kw_only=True)
 class Limits:
-    """Beyond what a number means trouble."""
+    """Thresholds of the rules."""
 
-    explode: float = 10.0  # recent norm over usual norm
-    vanish: float = 1e-5  # norms of the first third of the tensors over the last third's; recent norm over usual norm
-    max_update: float = 0.05  # change over weights, L2, of one update
-    max_growth: float = 2.0  # weights over weights, L2, within a window
+    explode: float = field(
+        default=10.0,
+        validator=gt(1),
+        metadata=about(
+            "report an explosion when the norm of the window's newest tenth exceeds this multiple of the rest"
+        ),
+    )
+    vanish: float = field(
+        default=1e-5,
+        validator=[gt(0), lt(1)],
+        metadata=about(
+            "report vanishing gradients below this ratio of the same norms, or of the first tensors to the last"
+        ),
+    )
+    max_update: float = field(
+        default=0.05,
+        validator=gt(0),
+        metadata=about(
+            "report a rate too high when one update changes the weights by more than this share of their norm"
+        ),
+    )
+    max_growth: float = field(
+        default=2.0,
+        validator=gt(1),
+        metadata=about("report a rate too high when the norm of the weights exceeds this multiple within a window"),
+    )
 
 
 @define(frozen=True, kw_only=True)
 class Numbers:
-    """What a diagnosis is made of."""
+    """The numbers of a diagnosis."""
 
     steps: int  # of the history
     recent: float  # median of the total norm in the newest tenth of the history, which is `num_recent(steps)` steps
@@ -59,12 +83,12 @@ def num_recent(steps: int) -> int:
 
 
 def diagnose(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]:
-    """Return what is wrong, the likeliest cause of the rest first; nothing means healthy."""
+    """Return the findings, the likeliest cause of the others first; none means healthy."""
     recent, usual, depth, settled = numbers.recent, numbers.usual, numbers.depth, numbers.steps >= EARLY
     grows = numbers.growth > limits.max_growth
     jumps = settled and numbers.update > limits.max_update
     explodes = settled and recent > limits.explode * usual > 0
-    # Behind an output layer that starts at zero gradients are tiny at first, but they grow from step to step.
+    # Before an output layer that starts at zero gradients are tiny at first, but they grow from step to step.
     vanishes = settled and 0 < depth < min(limits.vanish, RISING * numbers.usual_depth)
     fades = settled and 0 < recent < limits.vanish * usual
     changed = f"one update changed the weights by {numbers.update:.2g} of their norm"
@@ -85,9 +109,9 @@ def diagnose(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]:
 
 
 def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors: int, limits: Limits) -> Finding:
-    """Return where a value that is not finite came from.
+    """Return the cause of a step that is not finite.
 
-    norms: total norms of the steps before, oldest first. num_bad: tensors whose gradient is not finite.
+    norms: total norms of the steps before, oldest first. num_bad: number of tensors with a gradient that is not finite.
     """
     recent = num_recent(len(norms))
     usual = statistics.median(norms[:-recent]) if len(norms) > recent else math.nan
@@ -104,7 +128,7 @@ def diagnose_nan(norms: Sequence[float], loss: float, num_bad: int, num_tensors:
 
 
 def conclude(looks: int, found: Mapping[str, int], num_nan: int) -> str:
-    """Return the last word on a run: of `looks` diagnoses, `found` counts those of each cause."""
+    """Return the summary of a run: `found` counts the causes in `looks` diagnoses."""
     causes = [f"{name} at {found[cause]}" for cause, name in NAMES.items() if found.get(cause)]
     parts = [f"{', '.join(causes) or f'healthy at {looks}'} of {looks} logged steps"] if looks else []
     parts += [f"not finite at {num_nan} step" + "s" * (num_nan > 1)] if num_nan else []

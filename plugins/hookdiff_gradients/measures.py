@@ -1,19 +1,19 @@
-"""What is measured beyond norms, on steps that are logged; everything stays on the device."""
+"""Measurements beyond norms, on steps that are logged; all results stay on the device."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-CHUNK = 2**22  # entries that are looked at together: few kernels for many small tensors, and little memory
+CHUNK = 2**22  # entries measured together: few kernels for many small tensors, and little memory
 
 
 def entry_sizes(tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Return mean, max and min of |entry| over all entries of `tensors`: scalars; nothing of none."""
+    """Return mean, max and min of |entry| over all entries of `tensors`: scalars; an empty dict for no tensors."""
     parts = []
     for group in _groups(tensors, CHUNK):
         sizes = torch.cat([_flat(tensor) for tensor in group]).abs_()
@@ -43,51 +43,44 @@ def _groups(tensors: list[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the entries in the order in which they lie in memory, so that channels_last needs no copy."""
+    """Return the entries in the order of memory, so that channels_last needs no copy."""
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     return tensor.reshape(-1)
 
 
-class OwnNorms:
-    """Takes the norms of the gradients of one backward pass as they arrive, before they are averaged over ranks.
+@contextmanager
+def own_norms(parameters: Sequence[Tensor], norms: list[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Add the norms of the gradients of one backward pass to `norms`, before they are averaged over ranks.
 
-    DistributedDataParallel averages once a gradient is accumulated; a parameter's hook is called before that.
+    DistributedDataParallel averages once a gradient is accumulated; the hook of a parameter is called before that.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self._parameters, self._dtype = parameters, dtype
-        self._norms: list[Tensor] = []
+    def take(gradient: Tensor) -> None:
+        norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=dtype))
 
-    def __enter__(self) -> None:
-        self._handles = [p.register_hook(self._take) for p in self._parameters]  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+    handles = [p.register_hook(take) for p in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
-
-    def _take(self, gradient: Tensor) -> None:
-        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=self._dtype))
-
-    def norms(self) -> Tensor:
-        """Return the norms, in the order in which they came: (tensors,). NaN if none came this way."""
-        return torch.stack(self._norms) if self._norms else torch.full((1,), math.nan, dtype=self._dtype)
 
 
 class NoiseScale:
-    """The gradient noise scale: the batch size, in samples, beyond which more samples help little.
+    """Gradient noise scale: the batch size, in samples, beyond which more samples help little.
 
     McCandlish et al. 2018, arXiv 1812.06162, appendix A.1: with the gradients of a part of b samples and of the whole
     batch of B,
 
         |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)      S = (|G_b|^2 - |G_B|^2) / (1 / b - 1 / B)
 
-    are unbiased; a ratio of them is not, so each is smoothed before S / |G|^2 is taken.
+    are unbiased; a ratio of them is not, so each is smoothed before the ratio S / |G|^2.
     """
 
     def __init__(self, decay: float, device: torch.device) -> None:
         self._decay = decay
-        self.state = torch.zeros(3, device=device)  # |G|^2 and S, smoothed, and the last scale that made sense
+        self.state = torch.zeros(3, device=device)  # |G|^2 and S, smoothed, and the last positive scale
         self.known = False  # whether the state holds a measurement
         self._first: Tensor | None = None
         self._part = 0  # b
@@ -108,7 +101,7 @@ class NoiseScale:
         self._measured = (self._first / torch.linalg.vector_norm(norms)).square(), whole
 
     def update(self, norms: Tensor, num_ranks: int = 1) -> None:
-        """Smooth what was measured; `norms` are those of the whole step at true scale. All ranks call it together."""
+        """Smooth the measurement; `norms` are those of the whole step at true scale. All ranks call it together."""
         if self._measured is None:
             return
         (ratio, B), self._measured = self._measured, None
@@ -129,6 +122,6 @@ class NoiseScale:
         self.known = True
 
     def load(self, state: Tensor) -> None:
-        """Go on with a saved state."""
+        """Restore a saved state."""
         self.state.copy_(state)
         self.known = True

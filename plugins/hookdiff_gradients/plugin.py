@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, evolve, field
-from attrs.validators import ge, gt, lt
+from attrs.validators import ge, lt
 from torch import Tensor
 
 from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookimpl
 from hookdiff.findings import listed
+from hookdiff.options import about
 from hookdiff_gradients.diagnosis import EARLY, Cause, Limits, Numbers, conclude, diagnose, diagnose_nan, num_recent
-from hookdiff_gradients.measures import NoiseScale, OwnNorms, entry_sizes
+from hookdiff_gradients.measures import NoiseScale, entry_sizes, own_norms
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,37 +27,33 @@ if TYPE_CHECKING:
 log = logging.getLogger("hookdiff")
 
 TINY = torch.finfo(torch.float32).tiny
-MIN_RMS = 0.01  # that weights count for at least
+MIN_RMS = 0.01  # smaller weights count as this
 NAMED, NAMED_DEAD = 3, 5  # tensors that a message names; dead tensors that it names
-SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # to people as well; the others are for the diagnosis
+SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # also in lines for people; the others are details
 
 
 @define(eq=False)
-class GradientMonitor:
+class GradientMonitor(Limits):
     """Measures gradients and updates, and reports when they explode, vanish, or stay zero.
 
-    Norms are those of the loop's one pass, kept on the device for every step of the window. On steps that are logged it
-    takes more: sizes of entries, the change of the weights, the noise scale when a step has several micro-batches or
-    ranks, and a diagnosis. It measures before anyone clips.
+    The norms of one step are measured once for all plugins, and kept on the device for every step of the window. Steps
+    that are logged have more: sizes of entries, the change of the weights, the noise scale when a step has several
+    micro-batches or ranks, and a diagnosis. Gradients are measured before they are clipped.
     """
 
-    window: int = field(default=100, validator=ge(20))  # steps of the history
-    per_tensor: bool = False  # log the norm of each tensor
-    explode: float = field(default=10.0, validator=gt(1))  # largest recent norm over the median of the window
-    # smallest norm of the first third of the tensors over the last third, and recent norm over the window's median
-    vanish: float = field(default=1e-5, validator=[gt(0), lt(1)])
-    max_update: float = field(default=0.05, validator=gt(0))  # largest |change| / |weights| of one update
-    max_growth: float = field(default=2.0, validator=gt(1))  # largest factor of |weights| within a window
-    noise_decay: float = field(default=0.9, validator=[ge(0), lt(1)])  # of the noise scale, per logged step
+    window: int = field(default=100, validator=ge(20), metadata=about("length of the history", "steps"))
+    per_tensor: bool = field(default=False, metadata=about("log the norm of each tensor"))
+    noise_decay: float = field(
+        default=0.9, validator=[ge(0), lt(1)], metadata=about("decay of the average noise scale, per logged step")
+    )
     findings: dict[Cause, Finding] = field(factory=dict, init=False)  # of the last logged step; none: healthy
-    _limits: Limits = field(init=False)
     _names: list[str] = field(init=False)  # of the trained parameters
     _weights: list[Tensor] = field(init=False)
     _ring: Tensor = field(init=False)  # (window, tensors): norms, by step modulo window
     _count: int = field(default=0, init=False)  # rows written
-    _columns: tuple[list[str], Tensor] = field(init=False)  # where the norms belong, when some have no gradient
-    _sizes: dict[str, Tensor] = field(factory=dict, init=False)  # of entries, in the step under way
-    _before: list[Tensor] = field(factory=list, init=False)  # weights before the update under way, if it will be logged
+    _columns: tuple[list[str], Tensor] = field(init=False)  # columns of the norms, when some tensors have no gradient
+    _sizes: dict[str, Tensor] = field(factory=dict, init=False)  # of entries, in the current step
+    _before: list[Tensor] = field(factory=list, init=False)  # weights before the current update, if it will be logged
     _changes: Tensor = field(init=False)  # (tensors,): |change| of the last update that was measured
     _size: Tensor = field(init=False)  # |weights| when the step was last a multiple of the window
     _growth: Tensor = field(init=False)  # largest ratio of two such sizes in a row, since the last logged step
@@ -66,15 +63,10 @@ class GradientMonitor:
     _found: Counter[str] = field(factory=Counter, init=False)  # of them, those with each cause
     _num_nan: int = field(default=0, init=False)  # steps that were not finite
 
-    def __attrs_post_init__(self) -> None:
-        self._limits = Limits(
-            explode=self.explode, vanish=self.vanish, max_update=self.max_update, max_growth=self.max_growth
-        )
-
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self._names, dtype = loop.gradients.names, loop.gradients.dtype
-        # Listed once: parameters keep their addresses.
+        # Only once: parameters keep their addresses.
         self._weights = [p.detach() for p in loop.gradients.parameters]
         self._ring = torch.zeros(self.window, len(self._names), dtype=dtype, device=loop.device)
         self._columns = [], torch.zeros(0, dtype=torch.long)
@@ -86,12 +78,13 @@ class GradientMonitor:
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
         if not loop.log.next_due or len(batch) == batch.total:
             return (yield)
-        # Over ranks gradients are averaged in the backward pass, where only a hook sees those of this one alone.
-        own = OwnNorms(loop.gradients.parameters, loop.gradients.dtype) if loop.num_ranks > 1 and index == 0 else None
-        with own or nullcontext():
+        # With several ranks the backward pass averages gradients: only a hook gets those of this rank.
+        is_own = loop.num_ranks > 1 and index == 0
+        own: list[Tensor] = []
+        with own_norms(loop.gradients.parameters, own, self._ring.dtype) if is_own else nullcontext():
             output = yield
         if index == 0:
-            norms = own.norms() if own else loop.gradients.measure()
+            norms = torch.stack(own or [torch.tensor(math.nan)]) if is_own else loop.gradients.measure()
             self._noise.after_first(norms, len(batch), len(batch) * loop.num_ranks / batch.total)
         if index == count - 1:
             self._noise.after_last(loop.gradients.measure(), batch.total)
@@ -137,7 +130,7 @@ class GradientMonitor:
         loop.log({name: value for name, value in named.items() if name not in SHOWN}, detail=True)
 
     def _update(self) -> dict[str, Tensor]:
-        """Return how much the update, and those before it, changed the weights: scalars, on the device."""
+        """Return the change of the weights by the update, and their growth: scalars, on the device."""
         before, self._before = self._before, []
         size = self._norm(before)
         torch._foreach_sub_(before, self._weights)
@@ -147,14 +140,14 @@ class GradientMonitor:
         return {"update_ratio": torch.linalg.vector_norm(self._changes) / size, "weight_growth": growth}
 
     def _norm(self, weights: list[Tensor]) -> Tensor:
-        """Return the L2 norm over all `weights`; what starts at zero counts for a little."""
+        """Return the L2 norm over all `weights`, at least that of weights of `MIN_RMS`."""
         floor = MIN_RMS * math.sqrt(sum(weight.numel() for weight in weights))
         norms = torch.stack(torch._foreach_norm(weights, 2, self._ring.dtype))
         total: Tensor = torch.linalg.vector_norm(norms).clamp(min=floor)
         return total
 
     def _over_window(self) -> dict[str, Tensor]:
-        """Return what the diagnosis is made of: scalars, on the device."""
+        """Return the numbers of the diagnosis: scalars, on the device."""
         rows = self._rows()
         recent, third = num_recent(len(rows)), max(1, len(self._names) // 3)
         totals = torch.linalg.vector_norm(rows, dim=1)
@@ -195,7 +188,7 @@ class GradientMonitor:
             growth=values["gradients/weight_growth"],
             dead=round(values["gradients/dead_share"] * len(self._names)),
         )
-        self.findings = diagnose(numbers, self._limits)
+        self.findings = diagnose(numbers, self)
         if steps >= EARLY or self.findings:
             self._looks += 1
             self._found.update(self.findings.keys())
@@ -209,37 +202,33 @@ class GradientMonitor:
             self._alarms.check(step, key, finding, quiet=max(self.window, loop.config.log_every))
 
     def _tensors(self, cause: Cause) -> list[str]:
-        """Return the names of the tensors in which it shows most: the second look. All of the dead ones."""
+        """Return the names of the tensors that show the `cause` most, and all dead ones; reads the device."""
         rows, third = self._rows(), max(1, len(self._names) // 3)
-        if cause == "dead":
-            return [self._names[column] for column in self._dead().nonzero().flatten().tolist()]
-        if cause == "rate":
-            sizes = self._changes
-        elif cause == "exploding":
-            sizes = rows[-num_recent(len(rows)) :].mean(0)
-        elif cause == "vanishing":
-            sizes = -rows[:, :third].mean(0)
-        else:
+        if cause == "fading":
             return []
-        return [self._names[column] for column in sizes.topk(min(NAMED, len(sizes))).indices.tolist()]
+        if cause == "dead":
+            columns = self._dead().nonzero().flatten()
+        else:
+            recent = rows[-num_recent(len(rows)) :].mean(0)
+            sizes = {"rate": self._changes, "exploding": recent, "vanishing": -rows[:, :third].mean(0)}[cause]
+            columns = sizes.topk(min(NAMED, len(sizes))).indices
+        return [self._names[column] for column in columns.tolist()]
 
     @hookimpl
     def on_nan(self, loop: Loop, report: NonFinite) -> None:
         norms = torch.linalg.vector_norm(self._rows(), dim=1).tolist()
         bad, known = len(report.parameters), len(self._names)
         loop.log({"gradients/nonfinite_share": bad / max(1, known)}, detail=True)
-        # Backward, it spreads from the output: the last in the model's order was hit first.
+        # In the backward pass it spreads from the output: the last in the model's order was first.
         nearest = f"; nearest to the output {report.parameters[-1]}" if bad else ""
-        found = diagnose_nan(norms, report.loss, bad, known, self._limits)
+        found = diagnose_nan(norms, report.loss, bad, known, self)
         report.notes["gradients"] = str(evolve(found, why=found.why + nearest))
         self._num_nan += 1
 
     @hookimpl
     def on_stop(self, loop: Loop) -> None:
-        is_new = (
-            loop.reason != "done" or loop.progress.step > loop.first_step
-        )  # else it was logged when the run was done
-        if loop.is_main and is_new and (conclusion := conclude(self._looks, self._found, self._num_nan)):
+        was_done = loop.reason == "done" and loop.progress.step == loop.first_step  # and has been logged before
+        if loop.is_main and not was_done and (conclusion := conclude(self._looks, self._found, self._num_nan)):
             log.info("gradients: %s", conclusion)
 
     def history(self) -> dict[str, NDArray[np.floating[Any]]]:
@@ -252,14 +241,14 @@ class GradientMonitor:
         return {**columns, "grad_norm": torch.linalg.vector_norm(rows, dim=1).numpy()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history, the noise scale, and what was reported."""
+        """Return the history, the noise scale, and the reported findings."""
         noise = self._noise.state if self._noise.known else None
-        growth = {"size": self._size, "growth": self._growth}
+        tensors = {"history": self._rows(), "size": self._size, "growth": self._growth, "noise": noise}
         counts = {"looks": self._looks, "found": dict(self._found), "num_nan": self._num_nan}
-        return {"history": self._rows(), **growth, "noise": noise, "alarms": self._alarms.state_dict(), **counts}
+        return {**tensors, **counts, "alarms": self._alarms.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the history; where other parameters are trained now it begins anew."""
+        """Restore a saved state; the history starts empty if other parameters are trained now."""
         rows = state["history"][-self.window :]
         if rows.shape[1] == len(self._names):
             self._ring[: len(rows)].copy_(rows)

@@ -1,4 +1,4 @@
-"""Watches the loss: its trend, its share at each noise level, and on samples that are held out."""
+"""Monitors the loss: its trend, its value at each noise level, and that of held-out samples."""
 
 from hookdiff_loss.plugin import Loss
 

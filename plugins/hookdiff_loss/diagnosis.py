@@ -1,8 +1,7 @@
-"""Reads a loss curve: spike, drop, divergence, oscillation, plateau. Numbers go in, findings come out.
+"""Finds spikes, drops, divergences, oscillations and plateaus in a loss curve.
 
-All is measured in logarithms, so that the scale of the loss means nothing, by medians and median deviations, so that a
-few wild losses mean nothing, and against the noise of the curve itself, so that a noisy curve has no more findings
-than a smooth one.
+Losses are compared by their logarithms, so that scale has no effect; by medians and median deviations, so that a few
+outliers have none; and relative to the noise of the curve, so that a noisy curve has no more findings than another.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ LEAST = math.log(1.5)  # of a spike or a drop that is reported
 RISE = math.log(1.25)  # of a level
 NARROWEST = 0.01  # deviation of a curve without noise: a percent
 IN_A_ROW = 3  # levels above their limit before it is a divergence
-START = math.log(1.2)  # above the first loss of all: by then a network has learnt something, or is being ruined
+START = math.log(1.2)  # above the first loss of all
 STARTING = 30  # short levels for which the first loss is remembered
 MUCH_WORSE = 4.0  # times the level of a divergence that was reported: it is reported again
-MARGIN = 4.0  # deviations of a level, beyond what the lowest of many is below their mean
+MARGIN = 4.0  # deviations of a level, beyond the distance of the lowest of many from their mean
 FLAT = math.log(1.05)  # change within which a curve is flat
 
 # Standard deviations of a normal distribution: over its median deviation; over that of a difference of two; of the
@@ -43,28 +42,27 @@ Findings = dict[Kind, Finding]  # `what` or `why` has the update at which it beg
 
 @define(eq=False)
 class Levels:
-    """Medians of the curve over groups of `size` updates, and whether they rise above the lowest of before."""
+    """Medians (levels) of groups of `size` updates, and whether they rise above the lowest before."""
 
     size: int
-    keep: int  # how many of them
-    group: list[float] = field(init=False, factory=list)  # that is not whole yet
-    values: list[float] = field(init=False, factory=list)
-    num: int = field(init=False, default=0)  # of all so far
+    keep: int  # number of levels
+    group: list[float] = field(init=False, factory=list)  # values of the group that is not complete yet
+    values: list[float] = field(init=False, factory=list)  # the last levels
+    num: int = field(init=False, default=0)  # of levels so far
     lowest: float = field(init=False, default=math.inf)  # median of five levels in a row
     lowest_at: int = field(init=False, default=0)  # last update of them
-    noise: float = field(init=False, default=math.inf)  # deviation of a level, as it was then
+    noise: float = field(init=False, default=math.inf)  # deviation of a level at that time
     risen: int = field(init=False, default=0)  # levels in a row that noise does not explain
 
-    def add(self, value: float) -> list[float] | None:
-        """Take in a value; return the group that it completes."""
+    def add(self, step: int, value: float, noise: Callable[[], float]) -> list[float]:
+        """Add the value of update `step`; return the group that it completes, else an empty list.
+
+        `noise` returns the deviation of one value.
+        """
         self.group.append(value)
         if len(self.group) < self.size:
-            return None
-        whole, self.group = self.group, []
-        return whole
-
-    def close(self, step: int, group: Sequence[float], noise: Callable[[], float]) -> None:
-        """Take in a whole group that ends at `step`; `noise` tells the deviation of one value."""
+            return []
+        group, self.group = self.group, []
         level = median(group)
         self.risen = self.risen + 1 if level - self.lowest > self.limit else 0
         self.num += 1
@@ -73,17 +71,18 @@ class Levels:
             del self.values[0]
         low = median(self.values[-5:])
         if low < self.lowest:
-            # Noise is remembered, too: a curve that runs away would excuse itself with the noise that it makes.
+            # With the noise at that time: the noise of a curve that diverges would explain the divergence.
             self.lowest, self.lowest_at = low, step
             self.noise = max(OF_MEDIAN * noise() / math.sqrt(self.size), self._wander())
+        return group
 
     @property
     def limit(self) -> float:
-        """The rise that noise explains: the lowest of n normal numbers is about sqrt(2 ln n) deviations down."""
+        """The rise that noise explains: the lowest of n normal numbers is about sqrt(2 ln n) deviations low."""
         return max(RISE, (MARGIN + math.sqrt(2 * math.log(max(2, self.num)))) * self.noise)
 
     def _wander(self) -> float:
-        # Noise that is not independent shows in levels that are far apart; what they have in common is the trend.
+        # Correlated noise shows in levels that are far apart; the median of their differences is the trend.
         apart = [b - a for a, b in zip(self.values, self.values[5:], strict=False)]
         if len(apart) < 5:
             return 0.0
@@ -93,23 +92,23 @@ class Levels:
 
 @define(eq=False)
 class Diagnosis:
-    """Reads a loss curve one update at a time. A loss that is not above 0 has no logarithm, and ends it."""
+    """Finds events and trends in one loss after another. It stops at a loss without a logarithm: 0 or less."""
 
-    window: int = 100  # updates that tell what is usual
+    window: int = 100  # updates with which a loss is compared
     spike: float = 10.0  # robust deviations from the median of the window
     plateau: int = 2000  # updates without a change; 0: never
-    alarms: Alarms = field(factory=Alarms)  # with a state of its own
+    alarms: Alarms = field(factory=Alarms)  # its state is saved elsewhere
     num_spikes: int = field(init=False, default=0)  # that have ended
     _recent: list[float] = field(init=False, factory=list)  # logarithms of the window, without events
-    _level: float = field(init=False, default=0.0)  # median of it
-    _spread: float | None = field(init=False, default=None)  # deviation from it, once the window is full
-    _event: list[float] = field(init=False, factory=list)  # what is far off, in a row
+    _level: float = field(init=False, default=0.0)  # median of the window
+    _spread: float | None = field(init=False, default=None)  # deviation from the median, once the window is full
+    _event: list[float] = field(init=False, factory=list)  # consecutive values far from the median
     _event_from: int = field(init=False, default=0)
     _short: Levels = field(init=False)
     _long: Levels = field(init=False)
-    _by_long: bool = field(init=False, default=False)  # the levels by which it diverged
-    _back_below: float = field(init=False, default=0.0)  # where a divergence is over
-    _first: float | None = field(init=False, default=None)  # of all
+    _by_long: bool = field(init=False, default=False)  # the long levels showed the divergence
+    _back_below: float = field(init=False, default=0.0)  # level at which a divergence is over
+    _first: float | None = field(init=False, default=None)  # logarithm of the first loss
     _above_first: int = field(init=False, default=0)  # short levels in a row
     _flat: float = field(init=False, default=math.inf)  # level of the plateau that was reported
     _ended: bool = field(init=False, default=False)
@@ -118,7 +117,7 @@ class Diagnosis:
         self._short, self._long = Levels(GROUP, 20), Levels(self.window, max(10, self.plateau // self.window))
 
     def observe(self, step: int, loss: float, worse_than_nothing: bool = False) -> Findings:
-        """Take in the loss of update `step`; return what is news.
+        """Add the loss of update `step`; return the findings that are news.
 
         `worse_than_nothing`: the error is larger than that of predicting nothing at all.
         """
@@ -129,19 +128,17 @@ class Diagnosis:
         if self._first is None:
             self._first = value
         found = self._watch(step, value)
-        for levels in (self._short, self._long):
-            if group := levels.add(value):
-                levels.close(step, group, self._noise)
-                found |= self._rising(step, levels)
-                if levels is self._short:
-                    found |= self._ruined(step, worse_than_nothing)
-                    self._look_back()
-                else:
-                    found |= self._swinging(step, group) | self._resting(step)
+        if self._short.add(step, value, self._noise):
+            found |= self._rising(step, self._short) | self._ruined(step, worse_than_nothing)
+            if len(self._recent) == self.window:
+                self._level = level = median(self._recent)
+                self._spread = max(NARROWEST, OF_MAD * median([abs(value - level) for value in self._recent]))
+        if group := self._long.add(step, value, self._noise):
+            found |= self._rising(step, self._long) | self._swinging(step, group) | self._resting(step)
         return found
 
     def conclude(self, step: int) -> Findings:
-        """Return what was under way when the run ended before its time."""
+        """Return the divergence that was under way when the run ended early."""
         if "divergence" in self.alarms:
             return {}
         if self._event and self._event[0] > self._level:
@@ -173,14 +170,14 @@ class Diagnosis:
         return self._spread is not None and abs(value - self._level) > max(LEAST, deviations * self._spread)
 
     def _is_abrupt(self, value: float) -> bool:
-        # Not one that the window has seen the like of, nor the next of a slope.
+        # Not a value within the range of the window, nor the continuation of a slope.
         if min(self._recent) <= value <= max(self._recent):
             return False
         return min(abs(value - before) for before in self._recent[-5:]) > abs(value - self._level) / 2
 
     def _event_over(self) -> Findings:
         event, self._event = self._event, []
-        # The window has seen it now: another that is no higher is not reported.
+        # The spike is part of the window now: another that is no higher is not reported.
         self._recent = [*self._recent, *event][-self.window :]
         if event[0] < self._level:
             return {}  # a batch that was easy
@@ -189,18 +186,19 @@ class Diagnosis:
             return {}  # a run may have hundreds: only the first, second, fourth, eighth are reported
         assert self._spread is not None
         peak, lasted = max(event), len(event)
-        why = f"{math.exp(peak):.3g}, {math.exp(peak - self._level):.3g} times its median and "
-        why += f"{(peak - self._level) / self._spread:.0f} deviations above it, for {lasted} update" + "s" * (
-            lasted > 1
+        updates = "1 update" if lasted == 1 else f"{lasted} updates"
+        why = (
+            f"{math.exp(peak):.3g}, {math.exp(peak - self._level):.3g} times its median and "
+            f"{(peak - self._level) / self._spread:.0f} deviations above it, for {updates}; spike {self.num_spikes} of "
+            "this run, from odd samples or a learning rate near its limit"
         )
-        why += f"; spike {self.num_spikes} of this run, from odd samples or a learning rate near its limit"
         what = f"the loss spikes at step {self._event_from} and comes back"
         return {"spike": Finding("warning", what, why, "the plugin clip, which makes spikes smaller")}
 
     def _event_stays(self) -> Findings:
         event, self._event = self._event, []
         before, now = self._level, median(event)
-        self._recent, self._spread = event, None  # a new level; a window of it is to be seen first
+        self._recent, self._spread = event, None  # a new level, with no window yet
         if now > before or "divergence" in self.alarms:
             return {}  # the levels show it
         if event[0] - before > 0.7 * (now - before):
@@ -209,15 +207,10 @@ class Diagnosis:
         why = f"{math.exp(now):.3g}, {math.exp(before):.3g} before; that is seldom learning"
         return {"drop": Finding("warning", what, why, "a look at the data from that step on: repeated, or blank?")}
 
-    def _look_back(self) -> None:
-        if len(self._recent) == self.window:
-            self._level = level = median(self._recent)
-            self._spread = max(NARROWEST, OF_MAD * median([abs(value - level) for value in self._recent]))
-
     # Levels
 
     def _noise(self) -> float:
-        # Of differences, which a trend does not touch.
+        # By differences, on which a trend has no effect.
         if len(self._recent) < 2:
             return math.inf
         return max(NARROWEST, OF_DIFFERENCE * median([abs(b - a) for a, b in pairwise(self._recent)]))
@@ -236,14 +229,14 @@ class Diagnosis:
         return {}
 
     def _ruined(self, step: int, worse_than_nothing: bool) -> Findings:
-        # A rate that is much too high may spoil a network before there is a level to rise from.
+        # A rate that is much too high may ruin a network before the first level.
         level, num = self._short.values[-1], self._short.num
         assert self._first is not None
         self._above_first = self._above_first + 1 if level - self._first > START else 0
         if "divergence" in self.alarms or num > STARTING or self._above_first < IN_A_ROW:
             return {}
         rise = min(self._short.values[-IN_A_ROW:]) - self._first
-        # One loss is little to go by: it must be the lowest of all, and far from them.
+        # The first loss is one number: all others must be above it, and far from it.
         alone = min(self._recent[1:]) > self._first and rise > max(math.log(2), MARGIN * self._noise())
         if not worse_than_nothing and not alone:
             return {}
@@ -285,11 +278,11 @@ class Diagnosis:
         return {"oscillation": finding} if self.alarms.news(step, "oscillation", finding if found else None) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that was seen, as plain values."""
+        """Return the state as plain values."""
         return asdict(self, filter=lambda attribute, _: not attribute.init)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Restore a saved state."""
         for name, value in deepcopy(dict(state)).items():
             if isinstance(value, Mapping):
                 for inner, saved in value.items():
@@ -311,8 +304,8 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
 def period(values: Sequence[float]) -> tuple[int, float] | None:
     """Return the period and the amplitude of a regular swing, or None.
 
-    By the autocorrelation r of what the line of `trend` leaves: it must come back above 0.5 at a whole period, after
-    it was below -0.4. That of noise is within 2 / sqrt(n) of 0. At least four periods must be there to see.
+    The autocorrelation r of the deviations from the line of `trend` must return above 0.5 at a whole period after it
+    was below -0.4. That of noise is within 2 / sqrt(n) of 0. There must be at least four periods.
     """
     num = len(values)
     change, _ = trend(values)

@@ -1,4 +1,4 @@
-"""The loss on samples that are not trained on, with noise that is always the same."""
+"""The loss of held-out samples, always with the same noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fixed_loss(loop: Loop, indices: Tensor) -> Tensor:
     Noise and times depend on the place in `indices` alone, so that two measurements differ by the weights. Each rank
     takes its share. The model is in eval mode and without gradients.
     """
-    # Shares of one length: a model that is sharded must be called equally often on all ranks.
+    # Equal shares: a sharded model must be called equally often on all ranks.
     share = indices[loop.rank : len(indices) - len(indices) % loop.num_ranks : loop.num_ranks]
     size = loop.config.micro_batch or loop.config.batch_size
     generator = Generator(loop.device)
@@ -46,25 +46,25 @@ def some_of(indices: Tensor, num: int) -> Tensor:
 
 @define(eq=False)
 class Overfitting:
-    """Finds that the held-out loss rises while that of samples trained on falls."""
+    """Finds a held-out loss that rises while the loss of trained samples falls."""
 
-    alarms: Alarms = field(factory=Alarms)  # with a state of its own
+    alarms: Alarms = field(factory=Alarms)  # its state is saved elsewhere
     _best: float | None = field(init=False, default=None)  # lowest held-out loss
-    _trained: float = field(init=False, default=0.0)  # the other loss then
-    _step: int = field(init=False, default=0)
+    _trained: float = field(init=False, default=0.0)  # loss of trained samples at the same step
+    _step: int = field(init=False, default=0)  # the step of both
     _worse: int = field(init=False, default=0)  # measurements in a row
 
     def observe(self, step: int, held_out: float, trained_on: float) -> Finding | None:
-        """Take in a measurement; return a finding that is news."""
+        """Add a measurement; return a finding that is news."""
         is_best = self._best is None or held_out < self._best
         if self._best is None or is_best:
-            self._best, self._trained, self._step, self._worse = held_out, trained_on, step, 0
+            self._best, self._trained, self._step = held_out, trained_on, step
         worse = held_out > RISE * self._best and trained_on < self._trained
         self._worse = self._worse + 1 if worse else 0
         finding = Finding(
             "warning",
             f"the network overfits since step {self._step}",
-            f"the held-out loss rose from {self._best:.4g} to {held_out:.4g}, that of samples trained on fell from "
+            f"the held-out loss rose from {self._best:.4g} to {held_out:.4g}, that of trained samples fell from "
             f"{self._trained:.4g} to {trained_on:.4g}",
             "to stop there, more data, augmentation, dropout, or a smaller network",
         )
@@ -72,10 +72,10 @@ class Overfitting:
         return self.alarms.news(step, "overfitting", holds, over=is_best, size=held_out, growth=MUCH_WORSE)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that was seen."""
+        """Return the best measurement and the number of worse ones."""
         return asdict(self, filter=lambda attribute, _: not attribute.init)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Restore a saved state."""
         for name, value in state.items():
             setattr(self, name, value)

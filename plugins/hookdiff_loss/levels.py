@@ -1,4 +1,4 @@
-"""The error at each noise level, beside what the data's mean and variance alone would give."""
+"""The error at each noise level, beside that of the best prediction from mean and variance of the data alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-MOST = 1 << 14  # samples that wait, before they are summed
-MEASURED = 100  # batches that tell the variance of the data
-LEARNT = 0.5  # share of what mean and variance explain, that a network explains which has learnt something
-TOLERANCE = 0.02  # of the target's variance, where that is next to nothing
+MOST = 1 << 14  # samples that are kept before they are summed
+MEASURED = 100  # batches over which the variance of the data is measured
+LEARNED = 0.5  # of the variance that mean and variance of the data explain: a network that learned explains more
+TOLERANCE = 0.02  # share of the target's variance, where mean and variance explain almost nothing
 ROWS = 4  # of the sums: samples, error, floor, variance of the target
 
 
@@ -21,15 +21,15 @@ ROWS = 4  # of the sums: samples, error, floor, variance of the target
 class NoiseLevels:
     """Sums over bins of the log-SNR, on the device.
 
-    What a step leaves is only kept until it is asked for, or until there is much of it: no kernel runs in a step.
+    The samples of a step are kept until a log is due, or until there are many, so that no kernel runs in a step.
     """
 
-    objective: Any  # with `floor` and `target_variance`, or without
+    objective: Any  # with or without `floor` and `target_variance`
     edges: Sequence[float]  # of the log-SNR, rising: inner ones, the outer bins have no end
     device: torch.device
     patience: int  # updates
     sums: Tensor = field(init=False)  # ROWS bins, float32
-    streak: Tensor = field(init=False)  # bins, int64: updates for which next to nothing was learnt there
+    streak: Tensor = field(init=False)  # bins, int64: updates for which the error there was near that of no network
     moments: Tensor = field(init=False)  # sums of mean and mean square of the data, over batches
     num_measured: int = field(init=False, default=0)  # batches in them
     _bounds: Tensor = field(init=False)
@@ -47,18 +47,18 @@ class NoiseLevels:
 
     @property
     def has_floor(self) -> bool:
-        """Whether the objective tells what knowing mean and variance would give: of a squared error, it can."""
+        """Whether the objective knows the error of the best prediction from mean and variance: of a squared error."""
         loss = getattr(self.objective, "loss", None)
         return hasattr(self.objective, "floor") and getattr(loss, "use", "mse") == "mse"
 
     @property
     def names(self) -> list[str]:
-        """What the bins are called, from noise to image; sorted by name they are in this order."""
+        """The names of the bins, from noise to image, which is also their alphabetical order."""
         ends = ["-inf", *(f"{edge:+.1f}" for edge in self.edges), "+inf"]
         return [f"{k:02d}:{low}..{high}" for k, (low, high) in enumerate(pairwise(ends))]
 
     def measure(self, inputs: Tensor) -> None:
-        """Take in the images of a step, n c h w, for the variance of the data: the first batches tell it."""
+        """Add the images of a step, n c h w, to the moments of the data, which the first batches determine."""
         if self.has_floor and self.num_measured < MEASURED:
             x0 = self.objective.normalize(inputs)
             self.moments += torch.stack((x0.mean(), x0.square().mean()))
@@ -72,7 +72,7 @@ class NoiseLevels:
         return variance.clamp(min=1e-12)
 
     def add(self, log_snr: Tensor, error: Tensor, times: Tensor) -> None:
-        """Take in the samples of a step, n each."""
+        """Add the samples of a step, n each."""
         self._waiting.append((log_snr, error, times))
         self._num_waiting += len(error)
         if self._num_waiting >= MOST:
@@ -108,34 +108,34 @@ class NoiseLevels:
                 values[f"loss/floor-{name}"] = floor, count
             whole = sums.sum(1)
             values["loss/unexplained"] = whole[1], whole[3]
-            above = errors - floors > (1 - LEARNT) * (variances - floors) + TOLERANCE * variances
+            above = errors - floors > (1 - LEARNED) * (variances - floors) + TOLERANCE * variances
             streak = torch.where(above, self.streak + updates, 0)
             self.streak = torch.where(counts > 0, streak, self.streak)
             values["loss/unlearnt"] = (self.streak >= self.patience).sum()
         return values
 
-    def unlearnt(self) -> list[int]:
-        """Return the bins where next to nothing has been learnt for long. Looks at the device."""
+    def unlearned(self) -> list[int]:
+        """Return the bins that have not been learned for `patience` updates; one transfer."""
         return [k for k, updates in enumerate(self.streak.tolist()) if updates >= self.patience]
 
     def ranges(self, bins: Sequence[int]) -> str:
         """Return the log-SNRs of `bins` in words, neighbours as one range."""
         if len(bins) > len(self.edges):
             return "any noise level"
-        said = []
-        for k in bins:
-            if k - 1 not in bins:
-                first = k
-            if k + 1 not in bins:
-                low = self.edges[first - 1] if first else None
-                high = self.edges[k] if k < len(self.edges) else None
-                said.append(
-                    f"below {high:g}" if low is None else f"above {low:g}" if high is None else f"{low:g} to {high:g}"
-                )
-        return f"log-SNR {', '.join(said)}"
+        firsts = [k for k in bins if k - 1 not in bins]
+        lasts = [k for k in bins if k + 1 not in bins]
+        ranges = []
+        for first, last in zip(firsts, lasts, strict=True):
+            if not first:
+                ranges.append(f"below {self.edges[last]:g}")
+            elif last == len(self.edges):
+                ranges.append(f"above {self.edges[first - 1]:g}")
+            else:
+                ranges.append(f"{self.edges[first - 1]:g} to {self.edges[last]:g}")
+        return f"log-SNR {', '.join(ranges)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return sums, streaks, the moments of the data, and what waits."""
+        """Return sums, streaks, the moments of the data, and the samples that are not summed yet."""
         state: dict[str, Any] = {"sums": self.sums, "streak": self.streak}
         state |= {"moments": self.moments, "num_measured": self.num_measured}
         if self._waiting:
@@ -144,10 +144,9 @@ class NoiseLevels:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was saved; with another number of bins, from empty ones."""
+        """Restore a saved state; the bins start empty if their number has changed."""
         self.moments = state["moments"].to(self.device, copy=True)
         self.num_measured = state["num_measured"]
-        self._waiting, self._num_waiting = [], 0
         if state["sums"].shape != self.sums.shape:
             return
         self.sums, self.streak = (state[name].to(self.device, copy=True) for name in ("sums", "streak"))
@@ -159,8 +158,8 @@ class NoiseLevels:
 def bin_edges(objective: Any, num: int) -> list[float]:
     """Return the edges between `num` bins of the log-SNR, equally distant, to a tenth.
 
-    They span the process but for a hundredth of its times at either end, whatever the run draws, so that runs of the
-    same process can be compared; without one, -10 to 10.
+    They span all but a hundredth of the times of the process at either end, so that runs of the same process can be
+    compared; without a process, -10 to 10.
     """
     low, high = -10.0, 10.0
     if process := getattr(objective, "process", None):

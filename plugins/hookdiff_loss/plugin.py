@@ -11,35 +11,56 @@ from torch import Tensor
 
 from hookdiff import Alarms, Batch, Due, Every, Loop, Reason, hookimpl, parse_every
 from hookdiff.findings import little_learned, report
+from hookdiff.options import about
 from hookdiff_loss.diagnosis import Diagnosis, Findings
 from hookdiff_loss.held_out import Overfitting, fixed_loss, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
 from hookdiff_loss.smoothing import Smoothed
 
-WORSE = 1.1  # share of the target's variance that is left: no network at all leaves 1
+WORSE = 1.1  # error over the target's variance, which is the error of predicting nothing
 
 
 @define(eq=False)
 class Loss:
-    """Reports a loss that spikes, diverges, swings or rests, noise levels that are not learned, and overfitting.
+    """Reports a loss that spikes, diverges, oscillates or stays flat, overfitting, and noise levels not learned.
 
-    It logs the loss smoothed, in bins of the log-SNR beside their floor (see `Diffusion.floor`), and on samples that
-    are held out. The loss of a step is on the host already; all else waits on the device for the next log.
+    It logs the smoothed loss, the loss in bins of the log-SNR beside their floor (see `Diffusion.floor`), and the loss
+    on held-out samples. The loss of a step is on the host already; all else stays on the device until the next log.
     """
 
-    decay: float = field(default=0.99, validator=[ge(0), lt(1)])  # of the smoothed loss, per update
-    window: int = field(default=100, validator=ge(20))  # updates that tell what is usual
-    spike: float = field(default=10.0, validator=gt(0))  # robust deviations from the median of the window
-    plateau: int = field(default=2000, validator=ge(0))  # updates without a change of 5 percent; 0: not reported
-    bins: int = field(default=12, validator=ge(3))  # of the log-SNR; the outer two have no end
-    patience: int = field(default=1000, validator=ge(1))  # updates before a noise level counts as not learnt
-    every: Every = field(default=Every(1, "epochs"), converter=parse_every)  # held-out loss, if samples are held out
+    decay: float = field(
+        default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the smoothed loss, per update")
+    )
+    window: int = field(
+        default=100, validator=ge(20), metadata=about("number of past losses with which a loss is compared")
+    )
+    spike: float = field(
+        default=10.0,
+        validator=gt(0),
+        metadata=about("report a loss above the window's median by more than this", "robust standard deviations"),
+    )
+    plateau: int = field(
+        default=2000,
+        validator=ge(0),
+        metadata=about("report a loss that stays within 5 percent so long, at least 10 windows; 0: never", "updates"),
+    )
+    bins: int = field(
+        default=12, validator=ge(3), metadata=about("number of bins of the log-SNR, equally wide but for the outer two")
+    )
+    patience: int = field(
+        default=1000, validator=ge(1), metadata=about("report a noise level that is not learned for so long", "updates")
+    )
+    every: Every = field(
+        default=Every(1, "epochs"),
+        converter=parse_every,
+        metadata=about("how often the loss of held-out samples is measured, beside the end of the run"),
+    )
     _smoothed: Smoothed = field(init=False)
     _diagnosis: Diagnosis = field(init=False)
     _levels: NoiseLevels = field(init=False)
     _inputs: Tensor | None = field(init=False, default=None)  # images of the step under way
     _updates: int = field(init=False, default=0)  # since the noise levels were logged
-    _unlearnt: int = field(init=False, default=0)  # noise levels, when last logged
+    _unlearned: int = field(init=False, default=0)  # noise levels, when last logged
     _alarms: Alarms = field(init=False, factory=Alarms)
     _unexplained: float = field(init=False, default=0.0)  # share of the target's variance, when last logged
     _overfitting: Overfitting = field(init=False)
@@ -65,7 +86,7 @@ class Loss:
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         step, loss, output = loop.progress.step, loop.gradients.loss, loop.output
-        # Not before the step: a skipped batch may hold a NaN, of which no mean recovers.
+        # After the step: a skipped batch may hold a NaN, which would stay in the mean.
         assert self._inputs is not None
         self._levels.measure(self._inputs)
         self._inputs = None
@@ -104,22 +125,23 @@ class Loss:
         if not len(held):
             return
         self._measured_at = loop.progress.step
-        # Of as many samples that are trained on, with the same noise: the two differ by the samples alone.
+        # Equally many samples of the training set, with the same noise: the two differ by the samples alone.
         held_out, trained_on = fixed_loss(loop, held), fixed_loss(loop, some_of(loop.feed.training, len(held)))
-        values = {"loss/held_out": held_out, "loss/trained_on": trained_on, "loss/held_out_gap": held_out - trained_on}
-        loop.log(values)
+        loop.log({"loss/held_out": held_out, "loss/trained_on": trained_on, "loss/held_out_gap": held_out - trained_on})
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         if "loss/held_out" in values:
             report(step, self._overfitting.observe(step, values["loss/held_out"], values["loss/trained_on"]))
         self._unexplained = values.get("loss/unexplained", self._unexplained)
-        if values.get("loss/unlearnt", self._unlearnt) != self._unlearnt:
-            unlearnt = self._levels.unlearnt()  # a second look at the device
-            self._unlearnt = len(unlearnt)
-            why = f"for {self.patience} updates less than half of what mean and variance of the data alone explain"
-            finding = little_learned(self._levels.ranges(unlearnt), why)
-            if [k for k in unlearnt if self._alarms.news(step, f"level {k}", finding)]:
+        if values.get("loss/unlearnt", self._unlearned) != self._unlearned:
+            unlearned = self._levels.unlearned()  # a second look at the device
+            self._unlearned = len(unlearned)
+            why = (
+                f"for {self.patience} updates it explains less than half as much as mean and variance of the data alone"
+            )
+            finding = little_learned(self._levels.ranges(unlearned), why)
+            if [k for k in unlearned if self._alarms.news(step, f"level {k}", finding)]:
                 report(step, finding)
 
     def _report(self, loop: Loop, findings: Findings) -> None:
@@ -129,25 +151,18 @@ class Loss:
                 why += "; the error is larger than that of predicting nothing at all"
             report(loop.progress.step, evolve(finding, why=why))
 
+    @property
+    def _parts(self) -> dict[str, Any]:
+        parts = {"smoothed": self._smoothed, "diagnosis": self._diagnosis, "levels": self._levels}
+        return {**parts, "overfitting": self._overfitting, "alarms": self._alarms}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what the curve, the noise levels and the held-out loss have shown, and what was reported."""
-        return {
-            "smoothed": self._smoothed.state_dict(),
-            "diagnosis": self._diagnosis.state_dict(),
-            "levels": self._levels.state_dict(),
-            "updates": self._updates,
-            "unlearnt": self._unlearnt,
-            "unexplained": self._unexplained,
-            "overfitting": self._overfitting.state_dict(),
-            "alarms": self._alarms.state_dict(),
-        }
+        """Return the state of the curve, of the noise levels and of the held-out loss, and the reported findings."""
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        return {**parts, "updates": self._updates, "unlearned": self._unlearned, "unexplained": self._unexplained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
-        self._smoothed.load_state_dict(state["smoothed"])
-        self._diagnosis.load_state_dict(state["diagnosis"])
-        self._levels.load_state_dict(state["levels"])
-        self._updates, self._unexplained = state["updates"], state["unexplained"]
-        self._unlearnt = state["unlearnt"]
-        self._overfitting.load_state_dict(state["overfitting"])
-        self._alarms.load_state_dict(state["alarms"])
+        """Restore a saved state."""
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self._updates, self._unlearned, self._unexplained = state["updates"], state["unlearned"], state["unexplained"]

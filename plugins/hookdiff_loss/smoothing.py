@@ -1,4 +1,4 @@
-"""A mean and a deviation that forget."""
+"""An exponential moving average of numbers and of their deviation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from attrs import define
 class Smoothed:
     """Mean and standard deviation of numbers, each weighted by decay to the power of its age.
 
-    Weights are normalised at every age, which corrects the bias of an average that starts at 0 (Kingma & Ba 2014,
-    arXiv 1412.6980, section 3); the update is that of West 1979 (doi 10.1145/359146.359153), without cancellation.
+    Weights are normalised, so an average that starts at 0 has no bias (Kingma & Ba 2014, arXiv 1412.6980, section 3);
+    the update is that of West 1979 (doi 10.1145/359146.359153), without cancellation.
     """
 
     decay: float  # per number, from 0 to below 1
@@ -37,5 +37,5 @@ class Smoothed:
         return [self.mean, self._weight, self._squares]
 
     def load_state_dict(self, state: list[float]) -> None:
-        """Go on from saved numbers."""
+        """Restore saved numbers."""
         self.mean, self._weight, self._squares = state

@@ -1,4 +1,4 @@
-"""What caused a NaN, kept so that `hookdiff replay` can run that very step again."""
+"""Finds the cause of a NaN, and keeps the step so that `hookdiff replay` can run it again."""
 
 from hookdiff_nan.plugin import NaN
 

@@ -13,11 +13,11 @@ from hookdiff.cli.options import override_options
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @override_options
-@click.option("--no-amp", is_flag=True, help="Try it without mixed precision: short for --plugins no:amp.")
+@click.option("--no-amp", is_flag=True, help="Run the step without mixed precision: short for --plugins no:amp.")
 @click.option(
     "--lr",
     type=click.FloatRange(0, min_open=True),
-    help="Train from the checkpoint before the step up to it at this learning rate, and try it then.",
+    help="Train at this learning rate from the checkpoint before the step, up to and including the step.",
 )
 @click.option(
     "--anomaly",
@@ -29,21 +29,21 @@ def command(
 ) -> None:
     """Run the step kept in DIR, such as RUN/nan/step-00000123-position-00000123, again.
 
-    Says whether it came out the same to the bit: exit code 0 if it did, 1 if not. With --plugins, --set, --no-amp or
-    --lr it is tried in another way: 0 if the step is finite then, 1 if not. With --anomaly: 0 if an operation of the
-    backward is found and named, 1 if none made a NaN. 2 when DIR cannot be used. The run's own directory is only read.
+    Exit code 0 if all its values are the same to the bit, 1 if not. With --plugins, --set, --no-amp or --lr, which
+    change the step: 0 if it is finite then, 1 if not. With --anomaly: 0 if an operation of the backward is found and
+    named, 1 if none made a NaN. 2 when DIR cannot be used. The run directory is only read.
     """
     import logging
 
     from hookdiff import UserError
     from hookdiff_nan.record import read_record
-    from hookdiff_nan.replay import replay, retrain, switched_on
+    from hookdiff_nan.replay import names_of_plugins, replay, retrain
 
     logging.basicConfig(format="%(message)s")
     if lr is not None and anomaly:
         raise UserError("--lr and --anomaly exclude each other")
     if no_amp:
-        if "amp" not in switched_on(read_record(folder)):
+        if "amp" not in names_of_plugins(read_record(folder)):
             raise UserError("--no-amp: this run has no plugin 'amp', so it computed in the precision of its weights")
         plugins = (*plugins, "no:amp")
     if lr is not None:

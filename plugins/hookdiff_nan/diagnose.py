@@ -1,11 +1,12 @@
-"""Finds what made a step not finite, by running the step again with an eye on every module."""
+"""Finds the cause of a step that is not finite: runs it again, with hooks on every module."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Loop, NonFinite
 from hookdiff.disk import flatten, unflatten
-from hookdiff_nan.stats import is_bad, stats
-from hookdiff_nan.watch import Backward, Forward, Watch
+from hookdiff_nan.watch import Backward, Forward, Watch, describe, is_bad, name_of
 
 Cause = Literal["weight", "data", "draw", "overflow", "forward", "loss", "backward", "unclear"]
 
@@ -38,13 +38,13 @@ _SHOWN = 8  # samples, names
 
 @define(frozen=True)
 class Diagnosis:
-    """What made a step not finite."""
+    """The cause of a step that is not finite."""
 
     cause: Cause
     text: str  # one line
     details: dict[str, str] = field(factory=dict)  # text by title
-    samples: list[dict[str, Any]] = field(factory=list)  # what is known of each bad sample
-    module: str | None = None  # where it showed first
+    samples: list[dict[str, Any]] = field(factory=list)  # row, index, name, time and log-SNR of each bad sample
+    module: str | None = None  # the first with a bad value
     parameter: str | None = None
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Diagnosis:
 
 
 def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Diagnosis:
-    """Say what made the step of `report` not finite; nothing of `loop` is changed by it.
+    """Return the cause of the step of `report`; `loop` stays as it is.
 
     `put_back` gives the buffers the values that they had before the step. Costs a forward and backward or two.
     """
@@ -60,7 +60,7 @@ def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Dia
     weights = _bad_weights(loop)
     inputs = _bad_rows(report.batch.inputs)
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
-    missed = "run again, the step is finite: what computed it does not repeat itself"
+    missed = "run again, the step is finite: its computation does not repeat itself"
     try:
         watch, bad_loss = _run_again(loop, report.batch, put_back)
         helped = (bad_loss or watch.backward) and _is_finite_without_autocast(loop, report.batch, watch, put_back)
@@ -70,37 +70,36 @@ def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Dia
     rows = inputs or next(iter(draws.values()), report.samples)
     samples = _samples(loop, report.batch, rows)
     details = _details(report, watch, samples if len(rows) < len(report.batch) else [])
+    found = partial(Diagnosis, details=details, samples=samples)
 
-    # A module may put out infinities on purpose, such as a mask: what counts is what the model returned.
+    # A module may put out infinities on purpose, such as a mask: the output of the model counts.
     forward = None if watch.returned_finite else watch.forward
+    module = forward.place.name if forward else None
     if weights:
-        first, what = next(iter(weights.items()))
+        first, values = next(iter(weights.items()))
         more = f", and {len(weights) - 1} more" if len(weights) > 1 else ""
-        text = f"{first} is not finite before the step ({what}){more}: no batch can help"
-        return Diagnosis("weight", text, details, samples, parameter=first)
+        text = f"{first} is not finite before the step ({values}){more}: no batch can help"
+        return found("weight", text, parameter=first)
     if inputs:
-        told = ", ".join(str(sample["name"]) for sample in samples)
-        rest = f" and {len(inputs) - len(samples)} more" if len(inputs) > len(samples) else ""
-        return Diagnosis("data", f"inputs hold values that are not finite: {told}{rest}", details, samples)
+        names = ", ".join(str(sample["name"]) for sample in samples)
+        more = f" and {len(inputs) - len(samples)} more" if len(inputs) > len(samples) else ""
+        return found("data", f"inputs hold values that are not finite: {names}{more}")
     if draws:
-        return Diagnosis("draw", f"what the objective drew is not finite: {', '.join(draws)}", details, samples)
+        return found("draw", f"the objective drew values that are not finite: {', '.join(draws)}")
     if helped:
-        seen = f"first in {forward.place}" if forward else "in the backward"
-        dtype = str(watch.autocast).removeprefix("torch.")
-        text = f"beyond what {dtype} holds, {seen}; the same step without autocast is finite"
-        return Diagnosis("overflow", text, details, samples, forward.place.name if forward else None)
+        place = f"first in {forward.place}" if forward else "in the backward"
+        text = f"values too large for {watch.autocast and name_of(watch.autocast)}, {place}"
+        return found("overflow", f"{text}; the same step without autocast is finite", module=module)
     if not watch.given_finite:
-        text = "the objective gave the network values that are not finite, though data and draws are"
-        return Diagnosis("loss", text, details, samples)
+        return found("loss", "data and draws are finite, the inputs that the objective made of them are not")
     if forward:
-        return Diagnosis("forward", _of_forward(forward), details, samples, forward.place.name)
+        return found("forward", _of_forward(forward), module=module)
     if bad_loss:
-        text = "what the network returned is finite, the loss made of it is not"
-        return Diagnosis("loss", text, details, samples)
+        return found("loss", "the output of the network is finite, the loss of it is not")
     if backward := watch.backward:
         module = backward.takers[-1].name if backward.takers else None
-        return Diagnosis("backward", _of_backward(backward), details, samples, module, backward.parameter)
-    return Diagnosis("unclear", missed, details, samples)
+        return found("backward", _of_backward(backward), module=module, parameter=backward.parameter)
+    return found("unclear", missed)
 
 
 def _of_forward(forward: Forward) -> str:
@@ -108,21 +107,20 @@ def _of_forward(forward: Forward) -> str:
     if not forward.inputs_finite:
         after = f"after {last}, " if last else ""
         return f"{after}before {forward.place}, whose inputs are not finite"
-    made = "NaN" if any(output.num_nan for output in forward.outputs) else "inf"
     after = f", after {last}" if last and last.is_inside(forward.place) else ""
-    return f"{forward.place} made {made} from finite inputs{after}"
+    return f"{forward.place} made {'NaN' if forward.has_nan else 'inf'} from finite inputs{after}"
 
 
 def _of_backward(backward: Backward) -> str:
     if backward.parameter:
-        return f"the gradient of {backward.parameter}, though loss and all gradients that led to it are finite"
+        return f"the gradient of {backward.parameter}, though the loss and all gradients before it are finite"
     if backward.takers:
         return f"the derivative of {' or '.join(map(str, backward.takers))} is not finite, the loss is"
-    return f"the derivative of what follows {backward.maker} is not finite, the loss is"
+    return f"the derivative of the modules after {backward.maker} is not finite, the loss is"
 
 
 def _run_again(loop: Loop, batch: Batch, put_back: Callable[[], None]) -> tuple[Watch, bool]:
-    """Run micro-batch for micro-batch until one is not finite; return its watch, and whether its loss was bad."""
+    """Run one micro-batch after another until one is not finite; return its watch, and whether its loss was bad."""
     watch = Watch(loop.model)
     with no_trace(loop, put_back), eagerly():
         for index, part, count in parts_of(loop, batch):
@@ -147,7 +145,7 @@ def _is_finite_without_autocast(loop: Loop, batch: Batch, watch: Watch, put_back
 
 
 def parts_of(loop: Loop, batch: Batch) -> Iterator[tuple[int, Batch, int]]:
-    """Yield the micro-batches as the loop makes them, each with the dropout that it had."""
+    """Yield index, micro-batch and number of micro-batches as the loop makes them, with the same dropout."""
     parts = batch.split(loop.config.micro_batch)
     for index, part in enumerate(parts):
         loop.random.seed_dropout(loop.progress.position, index, loop.device)
@@ -156,7 +154,7 @@ def parts_of(loop: Loop, batch: Batch) -> Iterator[tuple[int, Batch, int]]:
 
 @contextmanager
 def no_trace(loop: Loop, put_back: Callable[[], None]) -> Iterator[None]:
-    """Give gradients, buffers, generators and the state of plugins back as they were."""
+    """Restore gradients, buffers, generators and the state of plugins afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in loop.model.parameters()]
     # With several ranks those that find nothing would wait for those that stop early.
     net = loop.net if loop.num_ranks == 1 else loop.model
@@ -186,38 +184,28 @@ def eagerly() -> AbstractContextManager[Any]:
 
 
 def may_be_compiled() -> bool:
-    """Whether anything may be: importing the compiler takes seconds, and where nobody has, nothing is."""
+    """Whether a module may be compiled. It cannot where the compiler, which takes seconds to import, is not loaded."""
     return "torch._dynamo" in sys.modules
 
 
 @contextmanager
 def _without_autocast(loop: Loop) -> Iterator[None]:
-    """Let the model compute in its own precision, whoever switched autocast on around it."""
-    opened: list[ExitStack] = []
+    """Let the model compute in its own precision, also inside of autocast."""
+    forward = loop.model.forward
 
-    def enter(module: Any, args: Any, kwargs: Any) -> Any:
-        stack = ExitStack()
-        stack.enter_context(torch.autocast(loop.device.type, enabled=False))
-        opened.append(stack)
-        return tuple(map(_single, args)), {name: _single(value) for name, value in kwargs.items()}
+    def single(value: Any) -> Any:
+        half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        return value.float() if half else value
 
-    def leave(module: Any, args: Any, output: Any) -> None:
-        opened.pop().close()
+    def forward_in_single(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(loop.device.type, enabled=False):
+            return forward(*map(single, args), **{name: single(value) for name, value in kwargs.items()})
 
-    handles = [
-        loop.model.register_forward_pre_hook(enter, with_kwargs=True),
-        loop.model.register_forward_hook(leave, always_call=True),
-    ]
+    loop.model.__dict__["forward"] = forward_in_single
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _single(value: Any) -> Any:
-    half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if half else value
+        del loop.model.__dict__["forward"]
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,10 +215,9 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bad_weights(loop: Loop) -> dict[str, str]:
-    """Return what is wrong with which parameters and buffers; a buffer, such as a mask, may hold infinities."""
-    bad = {name: str(stats(value)) for name, value in loop.model.named_parameters() if is_bad(value)}
-    buffers = {name: value for name, value in loop.model.named_buffers() if value.detach().isnan().any()}
-    return bad | {name: str(stats(value)) for name, value in buffers.items()}
+    """Return the values of bad parameters and buffers, as text; a buffer, such as a mask, may hold infinities."""
+    bad = {name: describe(value) for name, value in loop.model.named_parameters() if is_bad(value)}
+    return bad | {name: describe(value) for name, value in loop.model.named_buffers() if value.isnan().any()}
 
 
 def _bad_rows(values: Tensor) -> list[int]:
@@ -248,34 +235,31 @@ def _samples(loop: Loop, batch: Batch, rows: Sequence[int]) -> list[dict[str, An
             sample |= {"index": index, "name": loop.feed.describe(index)}
         else:
             sample["name"] = f"row {row} of the batch"
-        told = {"timestep": batch.draws.get("timesteps", loop.output.timesteps), "log_snr": loop.output.log_snr}
-        sample |= {name: round(float(values[row]), 6) for name, values in told.items() if values is not None}
+        levels = {"timestep": batch.draws.get("timesteps", loop.output.timesteps), "log_snr": loop.output.log_snr}
+        sample |= {name: round(float(values[row]), 6) for name, values in levels.items() if values is not None}
         samples.append(sample)
     return samples
 
 
 def _details(report: NonFinite, watch: Watch, samples: list[dict[str, Any]]) -> dict[str, str]:
-    details = {}
+    details: dict[str, list[str]] = {}
     if (forward := watch.forward) and not watch.returned_finite:
-        lines = [f"{forward.place}, in {str(forward.dtype).removeprefix('torch.')}"]
-        lines += [f"took {one}" for one in forward.inputs] + [f"made {one}" for one in forward.outputs]
-        details["first output not finite"] = "\n".join(lines)
+        details["first output not finite"] = [
+            f"{forward.place}, in {name_of(forward.dtype)}",
+            *(f"took {one}" for one in forward.inputs),
+            *(f"made {one}" for one in forward.outputs),
+        ]
     elif backward := watch.backward:
-        if backward.parameter:
-            where = f"of the parameter {backward.parameter}"
-        else:
-            where = f"of what {backward.maker or 'the objective'} put out"
-        details["first gradient not finite"] = f"{where}\n{backward.gradient}"
-    if samples:
-        details["bad samples"] = "\n".join(_told(sample) for sample in samples)
-    details["inputs"] = str(stats(report.batch.inputs))
-    if watch.given:
-        details["the network took"] = "\n".join(map(str, watch.given))
-    if watch.returned:
-        details["the network returned"] = "\n".join(map(str, watch.returned))
-    return details
+        maker = f"output of {backward.maker or 'the objective'}"
+        place = f"parameter {backward.parameter}" if backward.parameter else maker
+        details["first gradient not finite"] = [f"of the {place}", backward.gradient]
+    details["bad samples"] = [_line(sample) for sample in samples]
+    details["inputs"] = [describe(report.batch.inputs)]
+    details["the network took"] = watch.given
+    details["the network returned"] = watch.returned
+    return {title: "\n".join(lines) for title, lines in details.items() if lines}
 
 
-def _told(sample: Mapping[str, Any]) -> str:
-    told = [f"{key} {sample[key]:g}" for key in ("timestep", "log_snr") if math.isfinite(sample.get(key, math.nan))]
-    return ", ".join([str(sample["name"]), *told])
+def _line(sample: Mapping[str, Any]) -> str:
+    levels = [f"{key} {sample[key]:g}" for key in ("timestep", "log_snr") if math.isfinite(sample.get(key, math.nan))]
+    return ", ".join([str(sample["name"]), *levels])

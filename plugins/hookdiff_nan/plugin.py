@@ -10,6 +10,7 @@ from attrs import define, field
 from attrs.validators import ge, min_len
 
 from hookdiff import Loop, NonFinite, Sink, Verdict, hookimpl
+from hookdiff.options import about
 from hookdiff.weights import Buffers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose
 from hookdiff_nan.record import kept_in, write_record
@@ -21,17 +22,28 @@ _REMEMBERED = 10  # updates
 
 @define(eq=False)
 class NaN:
-    """Finds what made a step not finite, and keeps the step so that `hookdiff replay` can run it again.
+    """Finds the cause of a step that is not finite, and keeps the step so that `hookdiff replay` can run it again.
 
-    Says in one word where it came from: weight, data, draw, overflow, forward, loss or backward. Also gives the
-    model's buffers (batch norm's statistics) the values from before the step, whatever the verdict.
+    The report names the cause in one word: weight, data, draw, overflow, forward, loss or backward. The buffers of the
+    model (statistics of batch norm) get back the values from before the step, whatever the verdict.
     """
 
-    policy: Literal["stop", "skip", "rollback"] = "stop"  # what to do; rollback: to the last checkpoint
-    max_skips: int = field(default=3, validator=ge(1))  # steps left out with no new one between; then stop
-    folder: str = field(default="nan", validator=min_len(1))  # in the run directory
-    keep: int = field(default=3, validator=ge(0))  # steps kept for replay, the first ones of the run
-    diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last one
+    policy: Literal["stop", "skip", "rollback"] = field(
+        default="stop",
+        metadata=about('what to do: "stop", "skip" the batch, or "rollback" to the last checkpoint and later batches'),
+    )
+    max_skips: int = field(
+        default=3, validator=ge(1), metadata=about("stop when more steps are left out without a new update between")
+    )
+    folder: str = field(
+        default="nan", validator=min_len(1), metadata=about("folder of the kept steps, in the run directory")
+    )
+    keep: int = field(
+        default=3,
+        validator=ge(0),
+        metadata=about("first steps kept for `hookdiff replay`, each as large as the weights"),
+    )
+    diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last step that was not finite
     num_begun: int = field(default=0, init=False)  # steps in this process
     can_roll_back: bool = field(default=False, init=False)  # there is a checkpoint to go back to
     _in_a_row: int = field(default=0, init=False)  # left out since the last update that was new
@@ -51,8 +63,8 @@ class NaN:
 
     @hookimpl(tryfirst=True)
     def after_backward(self, loop: Loop) -> None:
-        told = [float(loop.progress.step + 1), loop.gradients.loss, loop.gradients.total_norm]
-        self._last = [*self._last[1 - _REMEMBERED :], told]
+        newest = [float(loop.progress.step + 1), loop.gradients.loss, loop.gradients.total_norm]
+        self._last = [*self._last[1 - _REMEMBERED :], newest]
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -65,11 +77,13 @@ class NaN:
 
     @hookimpl(wrapper=True)
     def on_nan(self, loop: Loop, report: NonFinite) -> Generator[None, list[Verdict], list[Verdict]]:
-        # As the step found it: other plugins change theirs when they hear of it.
+        # From before the step: plugins may change their state in on_nan.
         states = {
             name: copied(plugin.state_dict())
             for name, plugin in loop.plugins.items()
-            if hasattr(plugin, "state_dict") and takes_part(plugin)
+            if hasattr(plugin, "state_dict")
+            and not isinstance(plugin, Sink)
+            and any(hasattr(plugin, hook) for hook in STEP_HOOKS)
         }
         verdicts = yield
         self.diagnosis = found = diagnose(loop, report, self.buffers.put_back)
@@ -91,16 +105,15 @@ class NaN:
     def _verdict(self, loop: Loop, report: NonFinite, found: Diagnosis) -> Verdict:
         self._in_a_row += 1
         self._furthest = max(self._furthest, loop.progress.step)
-        why = ""
-        if self.policy == "skip" and found.cause == "weight":
-            why = "skipping cannot mend a weight"
-        elif self.policy == "rollback" and not self.can_roll_back:
-            why = "there is no checkpoint yet to go back to"
-        elif self.policy != "stop" and self._in_a_row > self.max_skips:
-            why = f"{self.max_skips} in a row is max_skips"
-        if why:
-            report.notes["policy"] = f"{self.policy}, but {why}: stop"
-            return "stop"
+        rules = (
+            (self.policy == "skip" and found.cause == "weight", "skipping cannot mend a weight"),
+            (self.policy == "rollback" and not self.can_roll_back, "there is no checkpoint yet to go back to"),
+            (self.policy != "stop" and self._in_a_row > self.max_skips, f"{self.max_skips} in a row is max_skips"),
+        )
+        for holds, why in rules:
+            if holds:
+                report.notes["policy"] = f"{self.policy}, but {why}: stop"
+                return "stop"
         return self.policy
 
     def _keep(self, loop: Loop, report: NonFinite, found: Diagnosis, states: Mapping[str, Any]) -> None:
@@ -113,24 +126,19 @@ class NaN:
             return
         try:
             parts = {"plugins": states, "buffers": self.buffers.kept}
-            told = {"is_first": self.num_begun == 1, "can_roll_back": self.can_roll_back}
-            write_record(path, loop, report, found, parts, told)
+            more = {"is_first": self.num_begun == 1, "can_roll_back": self.can_roll_back}
+            write_record(path, loop, report, found, parts, more)
         except OSError as error:
             report.notes["replay"] = f"not kept: {path} cannot be written: {error.strerror or error}"
             return
         report.notes["replay"] = f"hookdiff replay {path}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last losses and norms, what decides on a verdict, and where steps were left out."""
+        """Return the last losses and norms, and the counts of steps that were left out."""
         return {"last": self._last, "in_a_row": self._in_a_row, "furthest": self._furthest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them up; of a rollback, what was left out still counts."""
+        """Restore a saved state; steps that were left out before a rollback still count."""
         self._last = [list(values) for values in state["last"]]
         self._in_a_row = max(self._in_a_row, state["in_a_row"])
         self._furthest = max(self._furthest, state["furthest"])
-
-
-def takes_part(plugin: object) -> bool:
-    """Whether what `plugin` keeps can change what a step computes."""
-    return not isinstance(plugin, Sink) and any(hasattr(plugin, hook) for hook in STEP_HOOKS)

@@ -1,4 +1,4 @@
-"""The folder of one step: all that is needed to run it again, and what came out.
+"""The folder of one step: all that is needed to run it again, and its outcome.
 
 It holds no pickle, and has its name only when everything is in it:
 
@@ -6,7 +6,7 @@ It holds no pickle, and has its name only when everything is in it:
     config.toml                               of the run, resolved
     model.safetensors                         the weights as the step found them, with the model's own keys
     plugins.safetensors, buffers.safetensors  the state of plugins that take part in a step; all buffers
-    step.json                                 place, machine, versions, digests of what went in and came out
+    step.json                                 place, machine, versions, digests of inputs and results
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from hookdiff_nan.diagnose import Diagnosis
 
 FORMAT = 1
 STEP, CONFIG = "step.json", "config.toml"
+_FACTS = ("progress", "machine", "versions", "outcome", "inputs", "indices", "run_dir", "is_first", "can_roll_back")
 
 
 @define(frozen=True)
@@ -56,141 +57,24 @@ def write_record(
     report: NonFinite,
     found: Diagnosis,
     parts: Mapping[str, Mapping[str, Any]],
-    told: Mapping[str, bool],
+    more: Mapping[str, bool],
 ) -> None:
     """Write the step of `report`, of which no weight has moved, to the folder `path`, whole or not at all.
 
-    `told`: "is_first", of its process (what compiled code computes may depend on the sizes that it has met before), and
-    "can_roll_back" (a replay has no checkpoints). Raises OSError when it cannot be written.
+    `more` has the facts "is_first", of its process (compiled code may compute other bits for sizes that it has met
+    before), and "can_roll_back" (a replay has no checkpoints). Raises OSError when it cannot be written.
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
         "run_dir": os.path.relpath(loop.run_dir or path, path),
         "progress": loop.progress.state_dict(),
-        **told,
+        **more,
         **surroundings(loop),
         **outcome(loop, report.batch),
         "values": {},
         "files": {},
     }
-    texts = {"report.txt": f"{report}\n"}
-    if loop.hparams:
-        texts[CONFIG] = tomli_w.dumps(loop.hparams)
-    with new_folder(path) as folder:  # that of a run which was resumed, and met the step again, is replaced
-        for name, content in {"model": loop.model.state_dict(), **parts}.items():
-            tensors, facts["values"][name] = flatten(content, name)
-            file = f"{name}.safetensors"
-            facts["files"][file] = write_tensors(folder / file, tensors).sha256
-        for file, text in texts.items():
-            facts["files"][file] = write_file(folder / file, text.encode()).sha256
-        summary = json.dumps(_plain(_summary(loop, report, found)), indent=1, allow_nan=False)
-        write_file(folder / "report.json", summary.encode())
-        write_file(folder / STEP, json.dumps(facts, indent=1).encode())
-
-
-def read_record(path: Path) -> Record:
-    """Read the folder `path`.
-
-    Raises UserError when it is none, when a file is missing or damaged, or when a later version wrote it.
-    """
-    if not path.is_dir():
-        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        what = "is no folder" if path.exists() else f"no such folder{nearest(path.name, beside)}"
-        raise UserError(f"{path}: {what}; expected one such as RUN/nan/step-00000123-position-00000123")
-    if not (path / STEP).is_file():
-        near = sorted(kept_in(path) or kept_in(path / "nan"))
-        told = f"; it holds {', '.join(near)}" if near else ""
-        raise UserError(f"{path} is no step that was kept for replay: it has no {STEP}{told}")
-    try:
-        facts = json.loads((path / STEP).read_bytes())
-        if facts["format"] != FORMAT:
-            raise UserError(f"{path}: its format is {facts['format']}; this hookdiff reads {FORMAT}")
-        files = {name: _read(path / name, digest) for name, digest in facts["files"].items()}
-        parts = {
-            name: unflatten(safetensors.torch.load(files[f"{name}.safetensors"]), tree)
-            for name, tree in facts["values"].items()
-        }
-        _ = (
-            facts["progress"],
-            facts["machine"],
-            facts["versions"],
-            facts["outcome"],
-            facts["inputs"],
-            facts["run_dir"],
-            facts["is_first"],
-            facts["can_roll_back"],
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path / STEP} is damaged: {_damage(error)}") from None
-    return Record(path, facts, parts)
-
-
-def _damage(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"it is no JSON from line {error.lineno}, column {error.colno} on"
-    if isinstance(error, UnicodeDecodeError):
-        return f"it is not UTF-8 at byte {error.start}"
-    return f"it lacks {error}" if isinstance(error, KeyError) else "what it holds is not what was written"
-
-
-def _read(path: Path, digest: str) -> bytes:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    if _sha256(data) != digest:
-        raise UserError(f"{path} is not what was written: its SHA-256 differs")
-    return data
-
-
-def surroundings(loop: Loop) -> dict[str, Any]:
-    """Return what may change the bits of a step beside its config: versions and the machine."""
-    plugins = [e for e in entry_points(group="hookdiff.plugins") if e.name in loop.plugins and e.dist]
-    versions = {e.dist.name: e.dist.version for e in plugins if e.dist}
-    ours = {"python": platform.python_version(), "torch": str(torch.__version__), "hookdiff": version("hookdiff")}
-    return {
-        "versions": {**ours, **versions},
-        "machine": {
-            "device": loop.device.type,
-            "name": _device_name(loop.device),
-            "ranks": loop.num_ranks,
-            "threads": torch.get_num_threads(),
-            "matmul_precision": torch.get_float32_matmul_precision(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-        },
-    }
-
-
-def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
-    """Return digests of what went into the step under way and of what came out."""
-    per_sample = loop.output.per_sample
-    return {
-        "inputs": digest(batch.inputs),
-        "indices": None if batch.indices is None else batch.indices.tolist(),
-        "outcome": {
-            "loss": [_told(loop.gradients.loss)],
-            "losses of the samples": [] if per_sample is None else [_told(value) for value in per_sample.tolist()],
-            "gradients": {name: digest(value) for name, value in loop.gradients.named().items()},
-        },
-    }
-
-
-def digest(values: Tensor) -> str:
-    """Return the SHA-256 of the bytes of `values`, all NaN being one."""
-    values = values.detach().cpu().contiguous()
-    if values.is_floating_point():
-        values = values.masked_fill(values.isnan(), math.nan)
-    return _sha256(values.reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _summary(loop: Loop, report: NonFinite, found: Diagnosis) -> dict[str, Any]:
-    return {
+    summary = {
         "step": report.step,
         "position": report.position,
         "epoch": loop.progress.epoch,
@@ -204,18 +88,115 @@ def _summary(loop: Loop, report: NonFinite, found: Diagnosis) -> dict[str, Any]:
         "learning_rates": [group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups],
         "notes": report.notes,
     }
+    texts = {"report.txt": f"{report}\n"}
+    if loop.hparams:
+        texts[CONFIG] = tomli_w.dumps(loop.hparams)
+    with new_folder(path) as folder:  # that of a run which was resumed, and met the step again, is replaced
+        for name, content in {"model": loop.model.state_dict(), **parts}.items():
+            tensors, facts["values"][name] = flatten(content, name)
+            file = f"{name}.safetensors"
+            facts["files"][file] = write_tensors(folder / file, tensors).sha256
+        for file, text in texts.items():
+            facts["files"][file] = write_file(folder / file, text.encode()).sha256
+        write_file(folder / "report.json", json.dumps(_plain(summary), indent=1, allow_nan=False).encode())
+        write_file(folder / STEP, json.dumps(facts, indent=1).encode())
 
 
-def _told(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)  # JSON knows no NaN
+def read_record(path: Path) -> Record:
+    """Read the folder `path`.
+
+    Raises UserError when it is none, when a file is missing or damaged, or when a later version wrote it.
+    """
+    if not path.is_dir():
+        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        wrong = "is no folder" if path.exists() else f"no such folder{nearest(path.name, beside)}"
+        raise UserError(f"{path}: {wrong}; expected one such as RUN/nan/step-00000123-position-00000123")
+    if not (path / STEP).is_file():
+        near = sorted(kept_in(path) or kept_in(path / "nan"))
+        others = f"; it holds {', '.join(near)}" if near else ""
+        raise UserError(f"{path} is no step that was kept for replay: it has no {STEP}{others}")
+    try:
+        facts = json.loads((path / STEP).read_bytes())
+        if facts["format"] != FORMAT:
+            raise UserError(f"{path}: its format is {facts['format']}; this hookdiff reads {FORMAT}")
+        files = {name: _read(path / name, digest) for name, digest in facts["files"].items()}
+        parts = {
+            name: unflatten(safetensors.torch.load(files[f"{name}.safetensors"]), tree)
+            for name, tree in facts["values"].items()
+        }
+        return Record(path, {name: facts[name] for name in _FACTS}, parts)
+    except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path / STEP} is damaged: {_damage(error)}") from None
+
+
+def _damage(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is no JSON from line {error.lineno}, column {error.colno} on"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 at byte {error.start}"
+    return f"it lacks {error}" if isinstance(error, KeyError) else "its content is not as it was written"
+
+
+def _read(path: Path, digest: str) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    if _sha256(data) != digest:
+        raise UserError(f"{path} is not as it was written: its SHA-256 differs")
+    return data
+
+
+def surroundings(loop: Loop) -> dict[str, Any]:
+    """Return the versions and the machine, which may change the bits of a step as its config may."""
+    plugins = [e for e in entry_points(group="hookdiff.plugins") if e.name in loop.plugins and e.dist]
+    versions = {e.dist.name: e.dist.version for e in plugins if e.dist}
+    ours = {"python": platform.python_version(), "torch": str(torch.__version__), "hookdiff": version("hookdiff")}
+    name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    if loop.device.type == "cuda":
+        name = torch.cuda.get_device_name(loop.device)
+    return {
+        "versions": {**ours, **versions},
+        "machine": {
+            "device": loop.device.type,
+            "name": name,
+            "ranks": loop.num_ranks,
+            "threads": torch.get_num_threads(),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        },
+    }
+
+
+def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
+    """Return digests of inputs and results of the step under way."""
+    per_sample = loop.output.per_sample
+    return {
+        "inputs": digest(batch.inputs),
+        "indices": None if batch.indices is None else batch.indices.tolist(),
+        "outcome": {
+            "loss": [_plain(loop.gradients.loss)],
+            "losses of the samples": [] if per_sample is None else _plain(per_sample.tolist()),
+            "gradients": {name: digest(value) for name, value in loop.gradients.named().items()},
+        },
+    }
+
+
+def digest(values: Tensor) -> str:
+    """Return the SHA-256 of the bytes of `values`; all NaN count as the same."""
+    values = values.detach().cpu().contiguous()
+    if values.is_floating_point():
+        values = values.masked_fill(values.isnan(), math.nan)
+    return _sha256(values.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _plain(node: Any) -> Any:
+    """Return `node` for JSON, which has no NaN: as text."""
     if isinstance(node, dict):
         return {key: _plain(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_plain(value) for value in node]
-    return _told(node) if isinstance(node, float) else node
+    return str(node) if isinstance(node, float) and not math.isfinite(node) else node
 
 
 def _sha256(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Runs a kept step again: the very one, one under a changed config, or one after a better learning rate."""
+"""Runs a kept step again: as it was, under a changed config, or after training at another learning rate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRAIN_HOOKS = (*STEP_HOOKS, "restore", "after_backward", "optimizer_step", "on_
 
 @define(eq=False)
 class Replay:
-    """Puts a run where a kept step began: counts, weights, buffers, and the plugins that take part in a step."""
+    """Restores the state before a kept step: counts, weights, buffers, and the plugins that take part in a step."""
 
     path: str = ""
     _record: Record = field(init=False)
@@ -54,52 +54,57 @@ class Replay:
 
 
 def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly: bool, say: Say) -> bool:
-    """Run the step in the folder `path` again and `say` what came out.
+    """Run the step in the folder `path` again and `say` the outcome.
 
-    Returns whether it came out the same to the bit; under a config that `plugins` and `settings` change, whether the
-    step is finite now; with `anomaly`, whether torch named an operation. Raises UserError when it cannot be run.
+    Returns whether all its values are the same to the bit; under a config that `plugins` and `settings` change, whether
+    the step is finite now; with `anomaly`, whether torch named an operation. Raises UserError when it cannot be run.
     """
     record = read_record(path)
     # One batch is not worth processes that load it; its pixels are the same.
     config = _config(record, [*plugins, f"{__name__}:Replay"], [*settings, "data.workers=0"])
     parts = {name: part for name, part in config.plugins.items() if not _is_sink(part.target)}
-    config = evolve(config, plugins={name: _pointed(part, path) for name, part in parts.items()})
+    # No other plugin than Replay is kept whole: those that write files or make pictures have no part in a step.
+    keep = [name for name, part in parts.items() if part.target is Replay]
+    parts |= {name: parts[name].given(path=str(path)) for name in keep}
+    fresh = [name for name in parts if name not in record.parts["plugins"]]
     _compute_as_then(record)
     with tempfile.TemporaryDirectory() as folder:
-        fresh = [name for name in config.plugins if name not in record.parts["plugins"]]
-        # No other plugin: what writes files or makes pictures has no part in a step.
-        own = [name for name, part in config.plugins.items() if part.target is Replay]
-        loop = build_loop(config, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=own)
+        loop = build_loop(evolve(config, plugins=parts), Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=keep)
         nan = _finder(loop)
         with _quietly(), loop:
             nan.can_roll_back = record.facts["can_roll_back"]
             for line in _differences(record, surroundings(loop)):
                 say(line)
-            batch = _batch(loop)
+            batch = next(loop.feed.batches(loop.progress.epoch, loop.progress.samples), None)
+            if batch is None:
+                raise UserError(
+                    f"the data has no batch there: it has {len(loop.feed.training)} samples to train on now"
+                )
             if digest(batch.inputs) != record.facts["inputs"]:
-                say(_changed_data(record, batch))
+                indices = None if batch.indices is None else batch.indices.tolist()
+                others = "other samples come" if indices != record.facts["indices"] else "samples have other values"
+                say(f"differs: the data has changed: {others}")
             if anomaly:
                 if isinstance(record.facts["outcome"]["loss"][0], str):
-                    say("the loss itself is not finite: the backward is not where it began")
+                    say("the loss itself is not finite: the cause is not in the backward")
                 return _find_operation(loop, batch, say)
             if may_be_compiled() and not record.facts["is_first"]:
                 _warm_up(loop, batch)
             step = loop.run_step(batch)
-        found = sorted(Path(folder).rglob("step-*-position-*"))
+        found = next(iter(sorted(Path(folder).rglob("step-*-position-*"))), None)
+        if found:
+            say((found / "report.txt").read_text("utf-8").rstrip())
         if plugins or settings:
-            if found:
-                say(_report(found[0]))
-            say(_told(step))
+            say(_summary(step))
             return not found
         if not found:
-            say(f"not reproduced: {_told(step)}")
+            say(f"not reproduced: {_summary(step)}")
             return False
-        say(_report(found[0]))
-        return _compare(record, read_record(found[0]), say)
+        return _compare(record, read_record(found), say)
 
 
 def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[str], say: Say) -> bool:
-    """Train up to the step in `path` from the checkpoint before it, at learning rate `rate`, and `say` what came out.
+    """Train up to the step in `path` from the checkpoint before it, at learning rate `rate`, and `say` the outcome.
 
     Returns whether that step is finite then. The directory of the run is only read.
     """
@@ -119,7 +124,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
             for step in loop.steps():
                 if position == place["position"]:
                     good = step.outcome not in ("stopped", "skipped")
-                    say(_told(step) if good else f"{_told(step)}\n{_finder(loop).diagnosis}")
+                    say(_summary(step) if good else f"{_summary(step)}\n{_finder(loop).diagnosis}")
                     return good
                 position = loop.progress.position
     say(f"the run ended at batch {position}, before it came to batch {place['position']}: {loop.reason}")
@@ -139,13 +144,9 @@ def _config(record: Record, plugins: Sequence[str], settings: Sequence[str]) -> 
     return load_config(record.path / CONFIG, plugins, settings)
 
 
-def switched_on(record: Record) -> tuple[str, ...]:
+def names_of_plugins(record: Record) -> tuple[str, ...]:
     """Return the names of the run's plugins."""
     return tuple(_config(record, (), ()).plugins)
-
-
-def _pointed(part: Any, path: Path) -> Any:
-    return part.given(path=str(path)) if part.target is Replay else part
 
 
 def _finder(loop: Loop) -> NaN:
@@ -160,20 +161,13 @@ def _is_sink(kind: Any) -> bool:
 
 
 def _trains(kind: Any) -> bool:
-    """Whether the plugins of class `kind` can change what is trained."""
+    """Whether the plugins of class `kind` can change weights."""
     return not _is_sink(kind) and any(hasattr(kind, hook) for hook in _TRAIN_HOOKS)
-
-
-def _batch(loop: Loop) -> Batch:
-    batch = next(loop.feed.batches(loop.progress.epoch, loop.progress.samples), None)
-    if batch is None:
-        raise UserError(f"the data has no batch there: it has {len(loop.feed.training)} samples to train on now")
-    return batch
 
 
 @contextmanager
 def _quietly(level: int = logging.ERROR) -> Iterator[None]:
-    """Leave out what the loop says of the step: it is told in other words here."""
+    """Drop records of the log from `level` on: the command reports the step in its own words."""
     log = logging.getLogger("hookdiff")
 
     def below(record: logging.LogRecord) -> bool:
@@ -186,17 +180,13 @@ def _quietly(level: int = logging.ERROR) -> Iterator[None]:
         log.removeFilter(below)
 
 
-def _told(step: Step) -> str:
+def _summary(step: Step) -> str:
     how = "finite" if step.outcome in ("updated", "held") else "void" if step.outcome == "void" else "not finite"
     return f"the step is {how}: loss {step.loss:g}, gradient norm {step.grad_norm:g}"
 
 
-def _report(path: Path) -> str:
-    return (path / "report.txt").read_text("utf-8").rstrip()
-
-
 def _differences(record: Record, now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is another than it was, and may change bits."""
+    """Yield a line about each version and each property of the machine that changed, and so may change bits."""
     for group in ("versions", "machine"):
         before = record.facts[group]
         for name in before.keys() & now[group].keys():
@@ -204,24 +194,17 @@ def _differences(record: Record, now: Mapping[str, Any]) -> Iterator[str]:
                 yield f"differs: {name} is {now[group][name]}, it was {before[name]}"
 
 
-def _changed_data(record: Record, batch: Batch) -> str:
-    indices = None if batch.indices is None else batch.indices.tolist()
-    what = "other samples come" if indices != record.facts["indices"] else "the same samples have other values"
-    return f"differs: the data has changed: {what}"
-
-
 def _compare(record: Record, again: Record, say: Say) -> bool:
-    """Say whether two runs of a step came out the same to the bit, or what differs first."""
+    """Say whether two runs of a step have the same values to the bit, or the first difference; return whether."""
     if again.facts["inputs"] != record.facts["inputs"]:
         say("not reproduced: the inputs differ")
         return False
-    told = []
     for what, before in record.facts["outcome"].items():
         if (first := _first_difference(before, again.facts["outcome"][what])) is not None:
             say(f"not reproduced: {what}: {first}")
             return False
-        told.append(f"{len(before)} {what}")
-    say(f"reproduced bit for bit: {', '.join(told)}")
+    counts = (f"{len(values)} {what}" for what, values in record.facts["outcome"].items())
+    say(f"reproduced bit for bit: {', '.join(counts)}")
     return True
 
 
@@ -237,7 +220,7 @@ def _first_difference(before: Any, now: Any) -> str | None:
 
 
 def _warm_up(loop: Loop, batch: Batch) -> None:
-    """Let the compiler meet the sizes of a step: at the second size it makes other code for the first too."""
+    """Let the compiler meet the sizes of a step: a second size changes its code for the first one too."""
     batch = loop.objective.draw(batch, loop.random.generator("noise", loop.progress.position, loop.device))
     nan = _finder(loop)
     nan.before_step()
@@ -248,7 +231,7 @@ def _warm_up(loop: Loop, batch: Batch) -> None:
 
 def _find_operation(loop: Loop, batch: Batch, say: Say) -> bool:
     """Run the step under torch's anomaly mode, which keeps the forward's traceback of each operation."""
-    with warnings.catch_warnings(record=True) as told, eagerly():
+    with warnings.catch_warnings(record=True) as caught, eagerly():
         warnings.simplefilter("always")
         try:
             with torch.autograd.detect_anomaly():
@@ -256,24 +239,24 @@ def _find_operation(loop: Loop, batch: Batch, say: Say) -> bool:
         except RuntimeError as error:
             if "returned nan values" not in str(error):
                 raise
-            traces = [text for one in told if "Traceback of forward call" in (text := str(one.message))]
+            traces = [text for one in caught if "Traceback of forward call" in (text := str(one.message))]
             say("\n".join([str(error), *map(_of_the_model, traces)]))
             return True
-    say("no operation of the backward made a NaN: look at the forward, and at infinities, which this does not see")
+    say("no operation of the backward made a NaN: look at the forward, and for infinities, which are not found here")
     return False
 
 
 def _of_the_model(traceback: str) -> str:
-    """Cut the frames of the command and of the loop from torch's traceback of an operation."""
+    """Return torch's traceback of an operation without the frames of the command and of the loop."""
     frames = traceback.partition("Traceback")[2].partition("\n (Triggered")[0].splitlines()[1:]
     loop = [number for number, line in enumerate(frames) if line.rstrip().endswith("in compute_loss")]
     return "\n".join(["it was made by:", *frames[loop[-1] + 2 if loop else 0 :]])
 
 
 def _link_checkpoint(config: Config, run_dir: Path, folder: Path, place: Mapping[str, int]) -> str:
-    """Link the newest checkpoint from before the step at `place` into `folder`; return its name, or what is there."""
+    """Link the newest checkpoint from before the step at `place` into `folder`; return its name, or a phrase."""
     candidates = sorted(path for path in run_dir.glob("*/*") if path.is_dir() and path.name not in kept_in(path.parent))
-    # What a folder holds is known to the plugin that wrote it: it is asked.
+    # Only the plugin that wrote a folder knows its content.
     loop = build_loop(config, folder, resume=True, hooks=("restore",))
     for path in reversed(candidates):
         inside = folder / path.relative_to(run_dir)

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from hookdiff_nan.stats import Stats, is_bad, stats, tensors
+
+def is_bad(value: Tensor) -> bool:
+    """Whether `value` holds a NaN or an infinity."""
+    return not bool(value.detach().isfinite().all())
+
+
+def tensors(node: Any) -> list[Tensor]:
+    """Return the tensors among the arguments or outputs of a module: nested tuples, lists and mappings."""
+    if isinstance(node, Tensor):
+        return [node]
+    parts = node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+def describe(values: Tensor) -> str:
+    """Return type, shape, number of NaN and infinities, and range of the finite `values`, as text."""
+    values = values.detach()
+    real = torch.view_as_real(values) if values.is_complex() else values
+    counts = ((int(real.isnan().sum()), "NaN"), (int(real.isinf().sum()), "inf"))
+    bad = " and ".join(f"{count} {kind}" for count, kind in counts if count)
+    text = bad or "empty"
+    finite = real[real.isfinite()].cpu().double()
+    if len(finite):
+        low, high = finite.min().item(), finite.max().item()
+        text = f"{low:.4g} to {high:.4g}, mean {finite.mean().item():.4g}, largest {max(abs(low), abs(high)):.4g}"
+        text = f"{bad}, the rest {text}" if bad else text
+    sides = " x ".join(map(str, values.shape)) or "a number"
+    return f"{name_of(values.dtype)} {sides}: {text}"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of `dtype` as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 @define(frozen=True)
 class Place:
-    """A module, in the words of a report."""
+    """A module, as a report names it."""
 
     name: str  # empty: the whole model
     kind: str  # its class
@@ -32,9 +65,10 @@ class Forward:
     """The first module whose output is not finite."""
 
     place: Place
-    inputs: list[Stats]
-    outputs: list[Stats]
+    inputs: list[str]  # as `describe` has them
+    outputs: list[str]
     inputs_finite: bool
+    has_nan: bool  # some output holds a NaN, not infinities alone
     last_finite: Place | None  # the module that finished before it
     dtype: torch.dtype  # of the first output that is not finite
 
@@ -46,21 +80,21 @@ class Backward:
     takers: list[Place]  # the innermost modules that took the tensor in: the gradient came out of one of them
     maker: Place | None  # the innermost module that put the tensor out
     parameter: str | None  # when it is the gradient of a parameter
-    gradient: Stats
+    gradient: str  # as `describe` has it
 
 
 @define(eq=False)
 class Watch:
-    """In its `with`, notes what the modules of `model` do. Each look waits for the device."""
+    """In its `with`, observes the values of the modules of `model`. Each look waits for the device."""
 
     model: nn.Module
     forward: Forward | None = field(default=None, init=False)
     backward: Backward | None = field(default=None, init=False)
-    given: list[Stats] = field(factory=list, init=False)  # what the model was given last
-    returned: list[Stats] = field(factory=list, init=False)  # what it made of it
-    given_finite: bool = field(default=True, init=False)  # always
-    returned_finite: bool = field(default=False, init=False)  # always, where it was called as a whole
-    autocast: torch.dtype | None = field(default=None, init=False)  # in which the model computed, if in another
+    given: list[str] = field(factory=list, init=False)  # the last arguments of the model
+    returned: list[str] = field(factory=list, init=False)  # its last outputs
+    given_finite: bool = field(default=True, init=False)  # all arguments of the model were
+    returned_finite: bool = field(default=False, init=False)  # all its outputs were, if it was called as a whole
+    autocast: torch.dtype | None = field(default=None, init=False)  # of the model's forward, if autocast was on
     _last: Place | None = field(default=None, init=False)
     # By node of the graph and output of it: the tensors themselves would keep all activations alive.
     _takers: dict[tuple[Any, int], list[Place]] = field(factory=dict, init=False)
@@ -71,77 +105,63 @@ class Watch:
         for name, module in self.model.named_modules():
             place = Place(name, type(module).__name__)
             self._handles += [
-                module.register_forward_pre_hook(self._before(place), with_kwargs=True),
-                module.register_forward_hook(self._after(place), with_kwargs=True),
+                module.register_forward_pre_hook(partial(self._before, place), with_kwargs=True),
+                module.register_forward_hook(partial(self._after, place), with_kwargs=True),
             ]
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._parameter(name)))  # type: ignore[no-untyped-call]
+                hook = partial(self._look, name, None)
+                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles, self._takers, self._makers = [], {}, {}
 
-    def _before(self, place: Place) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not place.name:
-                device = next(module.parameters()).device.type
-                on = torch.is_autocast_enabled(device)
-                self.autocast = torch.get_autocast_dtype(device) if on else None
-                taken = list(tensors((args, kwargs)))
-                self.given = [stats(value) for value in taken]
-                self.given_finite = self.given_finite and not any(map(is_bad, taken))
-            for value in tensors((args, kwargs)):
-                if (key := self._listen(value)) is not None:
-                    self._takers[key].append(place)
+    def _before(self, place: Place, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = tensors((args, kwargs))
+        if not place.name:
+            device = next(module.parameters()).device.type
+            self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            self.given = [describe(value) for value in given]
+            self.given_finite = self.given_finite and not any(map(is_bad, given))
+        for value in given:
+            if (key := self._listen(value)) is not None:
+                self._takers[key].append(place)
 
-        return hook
-
-    def _after(self, place: Place) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            made = list(tensors(output))
-            for value in made:
-                if (key := self._listen(value)) is not None:
-                    self._makers.setdefault(key, place)  # the innermost ends first
-            if not place.name:
-                self.returned_finite = not any(map(is_bad, made)) and (self.returned_finite or not self.returned)
-                self.returned = [stats(value) for value in made]
-            if self.forward is not None:
-                return
-            bad = [value for value in made if is_bad(value)]
-            if bad:
-                taken = list(tensors((args, kwargs)))
-                finite = not any(map(is_bad, taken))
-                inputs, outputs = [stats(value) for value in taken], [stats(value) for value in made]
-                self.forward = Forward(place, inputs, outputs, finite, self._last, bad[0].dtype)
-            self._last = place
-
-        return hook
+    def _after(self, place: Place, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        made = tensors(output)
+        for value in made:
+            if (key := self._listen(value)) is not None:
+                self._makers.setdefault(key, place)  # the innermost ends first
+        bad = [value for value in made if is_bad(value)]
+        if not place.name:
+            self.returned_finite = not bad and (self.returned_finite or not self.returned)
+            self.returned = [describe(value) for value in made]
+        if self.forward is not None:
+            return
+        if bad:
+            given = tensors((args, kwargs))
+            inputs, outputs = [describe(value) for value in given], [describe(value) for value in made]
+            has_nan = any(bool(value.isnan().any()) for value in bad)
+            is_finite = not any(map(is_bad, given))
+            self.forward = Forward(place, inputs, outputs, is_finite, has_nan, self._last, bad[0].dtype)
+        self._last = place
 
     def _listen(self, value: Tensor) -> tuple[Any, int] | None:
-        """Have the gradient of `value` looked at, once; return what it is known by."""
+        """Have the gradient of `value` looked at, once; return the key of `value`."""
         if value.grad_fn is None:
             return None
         key = value.grad_fn, value.output_nr
         if key not in self._takers:
             self._takers[key] = []
-            value.register_hook(lambda gradient: self._look(key, gradient))  # type: ignore[no-untyped-call]
+            value.register_hook(partial(self._look, None, key))  # type: ignore[no-untyped-call]
         return key
 
-    def _look(self, key: tuple[Any, int], gradient: Tensor) -> None:
+    def _look(self, parameter: str | None, key: tuple[Any, int] | None, gradient: Tensor) -> None:
         if self.backward is None and is_bad(gradient):
-            takers = self._takers.get(key, [])
-            # A container takes in what its first module does: the innermost is told.
+            takers, maker = (self._takers.get(key, []), self._makers.get(key)) if key else ([], None)
+            # A container takes in the input of its first module: the innermost is reported.
             inner = [one for one in takers if not any(other.is_inside(one) for other in takers)]
-            self.backward = Backward(inner, self._makers.get(key), None, stats(gradient))
-
-    def _parameter(self, name: str) -> Any:
-        def hook(gradient: Tensor) -> None:
-            if self.backward is None and is_bad(gradient):
-                self.backward = Backward([], None, name, stats(gradient))
-
-        return hook
+            self.backward = Backward(inner, maker, parameter, describe(gradient))

@@ -1,10 +1,10 @@
-"""Compares what two runs leave: logged numbers, the values of their states, and files."""
+"""Compares logged numbers, states and files of two runs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,22 @@ from attrs import define
 
 from hookdiff.log import MACHINE
 
-FILE = "the file "
+FILE, STATE = "the file ", " in the state"  # of names
 DIGEST = "tensor "  # a text that stands for a tensor begins so
 # Parts of a state that are not compared: the proof changes the config, and the metrics file has times in it.
 _DIFFERENT = ("config/", "plugins/metrics/")
 _WIDTH = 100  # characters of a value that are shown
 _BEFORE = 20  # of them, those that are the same in both
+_SHORT = 64  # characters of both values beside a name
 
-Owner = Callable[[str], str]  # the plugin that logged a number or wrote a file, by its name; "" for the core
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "not there"
-
-
-ABSENT = _Absent()  # the value of what a run has not
+Owner = Callable[[str], str]  # from the name of a number or file to the plugin that logged or wrote it; "" for the core
 
 
 @define(frozen=True)
 class Item:
-    """Something that a run leaves."""
+    """A logged number, a value of the state, a field of a plugin, or a file."""
 
-    value: Any  # numbers, texts, and lists of them; a tensor or a file is a text with its digest
+    value: Any  # numbers, texts, and lists of them; a text with its digest stands for a tensor or a file
     owner: str  # the plugin that it belongs to, or "" for the core
     step: int = 0  # of a logged number
     is_text: bool = False  # it may be a name or a time
@@ -42,17 +35,36 @@ class Item:
 
 @define(frozen=True)
 class Difference:
-    """Something that is not the same in two runs."""
+    """An item that is not the same in two runs, or that only one of them has."""
 
-    what: str
-    owner: str
-    values: tuple[str, str]
-    is_text: bool = False
+    name: str
+    here: Item
+    there: Item
+
+    @property
+    def owner(self) -> str:
+        """The plugin that the item belongs to, or "" for the core."""
+        return self.here.owner or self.there.owner
+
+    @property
+    def is_text(self) -> bool:
+        """Whether both are texts, which may be names or times."""
+        return self.here.is_text and self.there.is_text
 
     def describe(self, when: str) -> str:
-        """Return a sentence about it; `when` says when the second value was found."""
-        one, other = shortened(self.values)
-        return f"{self.what}: {one}, and {other} {when}"
+        """Return a sentence about it; `when` says when the second value was found. Long values are cut."""
+        place, values = _first_difference(self.here.value, self.there.value)
+        begin = 0
+        if max(map(len, values)) > _WIDTH:
+            differ = (k for k, (a, b) in enumerate(zip(*values, strict=False)) if a != b)
+            begin = max(0, next(differ, 0) - _BEFORE)
+        end = begin + _WIDTH
+        one, other = ("..." * bool(begin) + text[begin:end] + "..." * (len(text) > end) for text in values)
+        return f"{self.name}{place}: {one}, and {other} {when}"
+
+    def __str__(self) -> str:
+        values = f" ({self.here.value} and {self.there.value})"
+        return self.name + values * (len(values) < _SHORT)
 
 
 def numbers(path: Path, owner: Owner) -> dict[str, Item]:
@@ -70,43 +82,48 @@ def numbers(path: Path, owner: Owner) -> dict[str, Item]:
 
 def state(values: Mapping[str, Any]) -> dict[str, Item]:
     """Return the values of a state, by flat names as `flatten` makes them."""
-    return {
-        f"{name} in the state": Item(
-            value, owner_of_state(name), is_text=isinstance(value, str) and not value.startswith(DIGEST)
-        )
-        for name, value in values.items()
-        if not name.startswith(_DIFFERENT)
-    }
+    found = {}
+    for path, value in values.items():
+        if not path.startswith(_DIFFERENT):
+            top, _, rest = path.partition("/")
+            owner = rest.partition("/")[0].replace("~1", "/").replace("~0", "~") if top == "plugins" else ""
+            is_text = isinstance(value, str) and not value.startswith(DIGEST)
+            found[path + STATE] = Item(value, owner, is_text=is_text)
+    return found
 
 
-def files(paths: Mapping[str, Path], owner: Owner) -> dict[str, Item]:
-    """Return the content of files, by name."""
-    return {FILE + name: _file(paths[name].read_bytes(), owner(name)) for name in sorted(paths)}
+def fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Item]:
+    """Return the fields of plugins, from their flat names by plugin."""
+    return {f"the field {key} of {name}": Item(held[key], name) for name, held in values.items() for key in held}
 
 
-def _file(data: bytes, owner: str) -> Item:
-    try:
-        is_text = bool(data.decode())
-    except UnicodeDecodeError:
-        is_text = False
-    return Item(f"{len(data)} bytes {hashlib.sha256(data).hexdigest()[:8]}", owner, is_text=is_text)
+def files(folder: Path, skipped: Collection[str], owner: Owner) -> dict[str, Item]:
+    """Return the content of the files in `folder` by name, except hidden ones and those in `skipped`."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder)
+        if not path.is_file() or inner.parts[0] in skipped or any(part.startswith(".") for part in inner.parts):
+            continue
+        data, name = path.read_bytes(), inner.as_posix()
+        try:
+            is_text = bool(data.decode())
+        except UnicodeDecodeError:
+            is_text = False
+        digest = hashlib.sha256(data).hexdigest()[:8]
+        found[FILE + name] = Item(f"{len(data)} bytes {digest}", owner(name), is_text=is_text)
+    return found
 
 
 def compare(one: Mapping[str, Item], other: Mapping[str, Item]) -> Iterator[Difference]:
-    """Yield what is not the same to the last bit, logged numbers in the order of their steps."""
-    nothing = Item(ABSENT, "")
-    both = {what: (one.get(what, nothing), other.get(what, nothing)) for what in unequal(one, other)}
-    for what, (here, there) in sorted(both.items(), key=lambda item: max(each.step for each in item[1])):
-        place, values = first_difference(here.value, there.value)
-        yield Difference(what + place, here.owner or there.owner, values, here.is_text and there.is_text)
+    """Yield the items that are not the same to the last bit, logged numbers in the order of their steps."""
+    nothing = Item("not there", "")
+    both = [Difference(name, one.get(name, nothing), other.get(name, nothing)) for name in {**one, **other}]
+    for each in sorted(both, key=lambda each: max(each.here.step, each.there.step)):
+        if repr(each.here.value) != repr(each.there.value):
+            yield each
 
 
-def unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names whose values differ, or that only one of the two has."""
-    return [name for name in dict.fromkeys((*one, *other)) if repr(one.get(name)) != repr(other.get(name))]
-
-
-def first_difference(here: Any, there: Any) -> tuple[str, tuple[str, str]]:
+def _first_difference(here: Any, there: Any) -> tuple[str, tuple[str, str]]:
     """Return where two values differ first, as ", at 3/1" in lists, and both as text."""
     place: list[str] = []
     while isinstance(here, list) and isinstance(there, list):
@@ -116,20 +133,3 @@ def first_difference(here: Any, there: Any) -> tuple[str, tuple[str, str]]:
         else:
             place, here, there = [*place, str(index)], here[index], there[index]
     return ", at " * bool(place) + "/".join(place), (str(here), str(there))
-
-
-def shortened(values: Sequence[str]) -> tuple[str, ...]:
-    """Return `values`, the long ones cut, from a little before where they begin to differ."""
-    if all(len(value) <= _WIDTH for value in values):
-        return tuple(values)
-    differ = (k for k, letters in enumerate(zip(*values, strict=False)) if len(set(letters)) > 1)
-    begin = max(0, next(differ, 0) - _BEFORE)
-    return tuple(
-        "..." * bool(begin) + value[begin : begin + _WIDTH] + "..." * (len(value) > begin + _WIDTH) for value in values
-    )
-
-
-def owner_of_state(path: str) -> str:
-    """Return the plugin whose state has the value at `path`, or ""."""
-    top, _, rest = path.partition("/")
-    return rest.partition("/")[0].replace("~1", "/").replace("~0", "~") if top == "plugins" else ""

@@ -1,7 +1,7 @@
-"""Does a run that is killed and resumed end as the run that was never stopped? Tried with real processes.
+"""Tries with real processes whether a run that is killed and resumed ends like a run that was never stopped.
 
 In a temporary folder one run is never stopped, and another of the same config is killed some steps after a checkpoint
-in its middle and resumed. Up to the kill both must be the same, or nothing can be said; at the end all is compared.
+in its middle and resumed. Up to the kill both must be the same, or nothing can be proved; at the end all is compared.
 """
 
 from __future__ import annotations
@@ -14,42 +14,35 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from attrs import define, field
+from attrs import Factory, define, field
 
 from hookdiff import Config, Every, Feed, UserError
 from hookdiff.disk import CONFIG
 from hookdiff.experiment import Part, build_feed
-from hookdiff_selftest.compare import (
-    ABSENT,
-    DIGEST,
-    FILE,
-    Difference,
-    Item,
-    Owner,
-    compare,
-    files,
-    first_difference,
-    numbers,
-    owner_of_state,
-    shortened,
-    state,
-    unequal,
-)
+from hookdiff.findings import listed
+from hookdiff_selftest.compare import DIGEST, FILE, STATE, Difference, compare, fields, files, numbers, state
 from hookdiff_selftest.witness import END, RESUMED, SAVED, Witness
 
 METRICS = "metrics.jsonl"
 _TAIL = 30  # lines of a run that failed
-_STATE = "what it keeps from step to step has to be in both, or to follow from loop.progress"
 _MOST = 5  # things of one kind that are named
-_WIDTH = 60  # characters of values beside a name
-_PASS = ("micro_step", "backward")  # the hooks in which the network is called
+_NETWORK = ("micro_step", "backward")  # the hooks in which the network is called
 _KILLED = signal.SIGTERM if os.name == "nt" else -signal.SIGKILL  # the exit code of a process that the witness killed
+_GPU = "on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)"
+_NO_PLUGIN = (
+    "it belongs to no plugin; do the model, the data or the optimizer keep more than what is in their state_dict, or "
+    "draw random numbers of their own?"
+)
+_LOOK = (
+    "look at its state_dict and load_state_dict: what it keeps from step to step has to be in both, or to follow from "
+    "loop.progress"
+)
 
 Note = dict[str, Any]  # what the witness wrote at one moment; empty where the run never came to it
 
@@ -73,9 +66,9 @@ class Plan:
 
 
 def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]) -> tuple[list[str], bool]:
-    """Train, kill, resume and compare; `say` is called with what is under way.
+    """Train, kill, resume and compare; `say` is called with each stage.
 
-    Returns the result in lines, of which the first has the verdict and the plugin to blame, and whether it is good.
+    Returns the lines of the result, the first with the verdict and the plugin to blame, and whether the test passed.
     steps: of each run, at least 8. workers: of the data, on the resume. Raises UserError for a config without a plugin
     that saves, or whose runs fail before anything is resumed.
     """
@@ -99,7 +92,7 @@ def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]
         if code := cut.train(resume=True):
             last = cut.output[-1] if cut.output else "it printed nothing"
             return [f"the resumed run failed with exit code {code}: {last}", *cut.output], False
-        return _judge(whole, cut, [difference.what for difference in unlike])
+        return _judge(whole, cut, [difference.name for difference in unlike])
 
 
 def make_plan(config: Config, steps: int, workers: int) -> Plan:
@@ -113,45 +106,34 @@ def make_plan(config: Config, steps: int, workers: int) -> Plan:
     num_batches = build_feed(config, decode=False).bind(config.run.batch_size).num_batches
     # With a log window as long as the run there would be no numbers to compare.
     log_every = min(config.run.log_every, max(1, steps // 6))
+    untried = []
+    for name, part in config.plugins.items():
+        for key, parameter in inspect.signature(part.target).parameters.items():
+            every = part.arguments.get(key, parameter.default)
+            if not isinstance(every, Every) or (name in savers and key == "every"):
+                continue
+            if every.amount * {"steps": 1, "epochs": num_batches}.get(every.unit, steps + 1) > steps:
+                untried.append(f"plugins.{name}.{key} = {every}")
 
     def cost(step: int) -> tuple[int, int]:
         return sum(length > 1 and step % length == 0 for length in (num_batches, log_every)), abs(step - steps // 2)
 
-    def is_due(every: Every) -> bool:
-        return every.amount * {"steps": 1, "epochs": num_batches}.get(every.unit, steps + 1) <= steps
-
-    untried = tuple(
-        f"plugins.{name}.{key} = {every}"
-        for name, part in config.plugins.items()
-        for key, every in _frequencies(part)
-        if not (name in savers and key == "every") and not is_due(every)
-    )
     save_at = min(range(steps // 3, steps - steps // 3), key=cost)
     change = int(config.data.shared[Feed].get("workers", 0)), workers
-    return Plan(steps, save_at, log_every, num_batches, savers, untried, change)
-
-
-def _frequencies(part: Part) -> Iterator[tuple[str, Every]]:
-    for key, parameter in inspect.signature(part.target).parameters.items():
-        value = part.arguments.get(key, parameter.default)
-        if isinstance(value, Every) and value.amount:
-            yield key, value
+    return Plan(steps, save_at, log_every, num_batches, savers, tuple(untried), change)
 
 
 @define
 class Run:
-    """A run in processes of its own, and what it leaves."""
+    """A run in processes of its own, and its files."""
 
     config: Config
     plan: Plan
     folder: Path
     name: str
     output: list[str] = field(factory=list)  # the last lines of the last process
-
-    @property
-    def run_dir(self) -> Path:
-        """The run directory."""
-        return self.folder / self.name
+    run_dir: Path = field(default=Factory(lambda self: self.folder / self.name, takes_self=True))
+    notes: Path = field(default=Factory(lambda self: self.folder / f"{self.name}-notes", takes_self=True))
 
     def train(self, kill: bool = False, resume: bool = False) -> int:
         """Train, or go on, until the end of the plan or the kill; return the exit code."""
@@ -159,17 +141,13 @@ class Run:
         path.write_text(tomli_w.dumps(self._table(kill, resume)), "utf-8")
         code = "from hookdiff.cli import main; main()"
         command = [sys.executable, "-P", "-c", code, "run", str(path), "--out", str(self.run_dir)]
+        command += ["--resume"] * resume
         # What can be imported here can be imported there.
         paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        env = {**os.environ, "PYTHONPATH": paths}
         # Into a file: workers of a process that was killed would hold a pipe open.
         with (self.folder / "output").open("w+b") as output:
-            ended = subprocess.run(
-                [*command, *(["--resume"] if resume else [])],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": paths},
-            )
+            ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env)
             output.seek(0)
             self.output = output.read().decode(errors="replace").splitlines()[-_TAIL:]
         return ended.returncode
@@ -187,30 +165,13 @@ class Run:
         if resume and "workers" not in inspect.signature(self.config.data.target).parameters:
             table["data"]["workers"] = plan.workers[1]
         run["plugins"] = [*run["plugins"], f"{Witness.__module__}:{Witness.__name__}"]
-        plugins["witness"] = {"out": str(self._seen), "at": plan.save_at, "stop": plan.steps, "kill": kill}
+        plugins["witness"] = {"out": str(self.notes), "at": plan.save_at, "stop": plan.steps, "kill": kill}
         return table
-
-    @property
-    def _seen(self) -> Path:
-        return self.folder / f"{self.name}-seen"
 
     def note(self, moment: str) -> Note:
         """Return what the witness wrote at that moment."""
-        path = self._seen / f"{moment}.json"
+        path = self.notes / f"{moment}.json"
         return json.loads(path.read_text("utf-8")) if path.exists() else {}
-
-    def files(self, checkpoints: Iterable[str], owner: Owner) -> dict[str, Item]:
-        """Return the files of the run, except hidden ones and those in the folders of `checkpoints`."""
-        skipped = {*checkpoints, CONFIG, METRICS}
-        paths = {path.relative_to(self.run_dir): path for path in self.run_dir.rglob("*") if path.is_file()}
-        return files(
-            {
-                inner.as_posix(): path
-                for inner, path in paths.items()
-                if inner.parts[0] not in skipped and not any(part.startswith(".") for part in inner.parts)
-            },
-            owner,
-        )
 
 
 def _differences_before(whole: Run, cut: Run) -> list[Difference]:
@@ -218,14 +179,14 @@ def _differences_before(whole: Run, cut: Run) -> list[Difference]:
     evidence = Evidence.of(whole, cut)
     one, other = (numbers(run.run_dir / METRICS, evidence.owner) for run in (whole, cut))
     last = max((item.step for item in other.values()), default=0)  # some of its lines may not be there yet
-    early = ({what: item for what, item in items.items() if item.step < last} for items in (one, other))
+    early = ({name: item for name, item in items.items() if item.step < last} for items in (one, other))
     states = (state(note["state"]) for note in (evidence.saved, evidence.again))
     return [*compare(*early), *compare(*states)]
 
 
 @define
 class Evidence:
-    """What the witnesses of both runs noted, and which plugin it points to."""
+    """The notes of the witnesses of both runs, and the plugin to which they point."""
 
     plugins: Mapping[str, Part]
     saved: Note  # of the whole run, at the step of the save
@@ -244,33 +205,33 @@ class Evidence:
 
     def owner(self, name: str) -> str:
         """Return the plugin that logged the number `name` or wrote the file; "" where it is the core."""
-        first = name.partition("/")[0]
         logged = self.whole["owners"] | self.cut.get("owners", {})
-        known = logged.get(name) or first
+        known = logged.get(name) or name.partition("/")[0]
         return known if known in self.plugins else ""
 
     def culprit(self, found: Sequence[Difference]) -> str | None:
-        """Return the plugin that made the resumed run another, as far as that shows.
+        """Return the plugin that most likely made the resumed run different, or None.
 
-        That is the plugin in whose call the weights, gradients or rates first differed. What comes out of a pass
-        through the network also follows from things that are not traced: there, and where the weights never differed,
-        it is one that owns something `found` and was loaded otherwise, forgot a field, or draws from a global
+        It is the plugin that was called when the weights, gradients or rates first differed. The result of a pass
+        through the network also depends on values that are not traced. There, and where the weights never differed, it
+        is a plugin that owns something `found` and was loaded with other values, forgot a field, or draws from a global
         generator. The owner of the first difference counts only if the weights stayed the same, because changed weights
         show in what every plugin logs.
         """
-        hook, changed = self._first_change()
-        reloaded, lost, drew = self.reloaded(), self._lost(), self.whole["drew"]
+        hook, first = self._first_change()
+        changed, drew = self.changed(), self.whole["drew"]
+        suspects = [each.owner for each in changed if each.name.endswith(STATE) or self._is_lost(each)]
         owners = [difference.owner for difference in found]
-        is_sure = hook not in _PASS or changed in {*reloaded, *drew} or self.forgotten(changed)
-        likely = (
-            *([changed] if is_sure else []),
-            *(plugin for plugin in (*reloaded, *lost, *drew) if plugin in owners),
-            *(plugin for plugin in lost if hook and self._passes(plugin)),
-            changed,
-            *([] if hook else owners),
-            *drew,
-        )
-        return next((plugin for plugin in likely if plugin in self.plugins), None)
+        likely = [plugin for plugin in (*suspects, *drew) if plugin in owners]
+        if hook not in _NETWORK or first in drew or any(each.owner == first for each in changed):
+            likely.insert(0, first)
+        if hook:
+            takes_part = ("before_step", "compute_loss", *_NETWORK)
+            likely += [name for name in suspects if any(hasattr(self.plugins[name].target, h) for h in takes_part)]
+            likely.append(first)
+        else:
+            likely += owners
+        return next((plugin for plugin in (*likely, *drew) if plugin in self.plugins), None)
 
     def _first_change(self) -> tuple[str, str]:
         """Return the hook and the plugin in which weights, gradients or rates first differed; "" for none."""
@@ -280,49 +241,22 @@ class Evidence:
         both = [dropwhile(lambda call: call[0] < begin or call[1] != "before_step", trace) for trace in traces]
         return next(((call[1], call[2]) for expected, call in zip(*both, strict=False) if expected != call), ("", ""))
 
-    def _lost(self) -> list[str]:
-        """Return the plugins that save nothing, and had a number or generator that differed after the resume."""
+    def _is_lost(self, field: Difference) -> bool:
+        """Whether a plugin that saves nothing lost the number or generator in `field`."""
+        kinds = {type(field.here.value), type(field.there.value)}
+        # Values of other types mark most likely that something was done once.
+        return not hasattr(self.plugins[field.owner].target, "state_dict") and len(kinds) == 1 and bool not in kinds
 
-        def is_lost(plugin: str, name: str) -> bool:
-            kinds = {type(note["fields"][plugin].get(name)) for note in (self.saved, self.resumed)}
-            return len(kinds) == 1 and bool not in kinds  # others mark what was done once, most likely
-
-        silent = [name for name, part in self.plugins.items() if not hasattr(part.target, "state_dict")]
-        return [plugin for plugin in silent if any(is_lost(plugin, name) for name in self._changed_fields(plugin))]
-
-    def _passes(self, plugin: str) -> bool:
-        """Whether `plugin` has a say in what the network is given and what comes out of it."""
-        return any(hasattr(self.plugins[plugin].target, hook) for hook in ("before_step", "compute_loss", *_PASS))
-
-    def reloaded(self) -> dict[str, list[str]]:
-        """Return, by plugin, a line about the first value of its state that was not loaded as it was saved."""
-        lines: dict[str, list[str]] = {}
-        if self.resumed:
-            saved, resumed = self.saved["state"], self.resumed["state"]
-            for name in unequal(saved, resumed):
-                if (owner := owner_of_state(name)) in self.plugins:
-                    place, values = first_difference(saved.get(name, ABSENT), resumed.get(name, ABSENT))
-                    before, after = shortened(values)
-                    line = f"{name}{place} was {before} when it was saved and {after} once it was loaded"
-                    lines.setdefault(owner, [line])
-        return lines
-
-    def forgotten(self, plugin: str) -> list[str]:
-        """Return the fields of `plugin` that differed after the resume from the save, with short values."""
-        fields: dict[str, str] = {}
-        for name in self._changed_fields(plugin):
-            values = " and ".join(
-                str(note["fields"].get(plugin, {}).get(name, ABSENT)) for note in (self.saved, self.resumed)
-            )
-            fields[name.partition("/")[0]] = "" if "/" in name or len(values) > _WIDTH else f" ({values})"
-        return [name + values for name, values in fields.items()]
-
-    def _changed_fields(self, plugin: str) -> list[str]:
+    def changed(self) -> list[Difference]:
+        """Return the plugins' state and fields that differed between the save and the resumed process."""
         if not self.resumed:
             return []
-        saved, again, resumed = (note["fields"].get(plugin, {}) for note in (self.saved, self.again, self.resumed))
-        # What was not the same twice at the save is a time, or follows from one.
-        return [name for name in unequal(saved, resumed) if name not in unequal(saved, again)]
+        notes = (self.saved, self.again, self.resumed)
+        saved, again, resumed = (state(note["state"]) | fields(note["fields"]) for note in notes)
+        # Items that were not the same twice at the save are times, or follow from one.
+        unstable = {difference.name for difference in compare(saved, again)}
+        found = [each for each in compare(saved, resumed) if each.owner in self.plugins]
+        return [each for each in found if each.name not in unstable]
 
     def drew(self, plugin: str) -> list[str]:
         """Return a line about a `plugin` that drew from a global generator."""
@@ -337,14 +271,14 @@ def _judge(whole: Run, cut: Run, names: Sequence[str]) -> tuple[list[str], bool]
     """Compare the ends; `names` are texts in the state that no two runs have in common."""
     evidence, plan = Evidence.of(whole, cut), whole.plan
     # The last checkpoint may be complete after the witness has had its turn, so those of either run count.
-    saves = [*evidence.whole["checkpoints"], *evidence.cut["checkpoints"]]
+    skipped = {*evidence.whole["checkpoints"], *evidence.cut["checkpoints"], CONFIG, METRICS}
     logged = [numbers(run.run_dir / METRICS, evidence.owner) for run in (whole, cut)]
     states = [state(note["state"]) for note in (evidence.whole, evidence.cut)]
-    written = [run.files(saves, evidence.owner) for run in (whole, cut)]
-    found = [each for pair in (logged, states, written) for each in compare(*pair) if each.what not in names]
+    written = [files(run.run_dir, skipped, evidence.owner) for run in (whole, cut)]
+    found = [each for pair in (logged, states, written) for each in compare(*pair) if each.name not in names]
     # A text in the state that was the same up to the save has to stay so; one in a file may hold times.
-    texts = [difference.what for difference in found if difference.is_text and difference.what.startswith(FILE)]
-    if wrong := [difference for difference in found if difference.what not in texts]:
+    texts = [difference.name for difference in found if difference.is_text and difference.name.startswith(FILE)]
+    if wrong := [difference for difference in found if difference.name not in texts]:
         return _failure(wrong, evidence), False
     before, after = plan.workers
     num_tensors = sum(str(item.value).startswith(DIGEST) for item in states[0].values())
@@ -355,39 +289,28 @@ def _judge(whole: Run, cut: Run, names: Sequence[str]) -> tuple[list[str], bool]
         f"{len(logged[0])} logged numbers, {len(written[0])} files",
     ]
     if names or texts:
-        lines.append(f"not the same, but texts, which may be names or times: {_some([*names, *texts])}")
+        lines.append(f"not the same, but texts, which may be names or times: {listed([*names, *texts], _MOST)}")
     if plan.untried:
-        lines.append(
-            f"not tried, since it is not due within {plan.steps} steps: {_some(plan.untried)}; lower it with --set, or "
-            "give more --steps"
-        )
+        late = listed(plan.untried, _MOST)
+        lines.append(f"not tried: {late}, not due within {plan.steps} steps; lower it with --set, or give more --steps")
     return lines, True
 
 
 def _failure(found: Sequence[Difference], evidence: Evidence) -> list[str]:
-    """Blame the plugin that resumed otherwise, and not one that only saw what came of it."""
+    """Blame the plugin that did not resume, and not one in which the consequences show."""
     plugin = evidence.culprit(found)
     if plugin is None:
-        advice = [
-            "it belongs to no plugin; do the model, the data or the optimizer keep more than what is in their "
-            "state_dict, or draw random numbers of their own?"
-        ]
-    else:
-        names = evidence.forgotten(plugin)
-        advice = [
-            *evidence.reloaded().get(plugin, []),
-            *([f"not the same at the save and right after the resume: its field {_some(names)}"] if names else []),
-            *(evidence.drew(plugin) or ["look at its state_dict and load_state_dict: " + _STATE]),
-        ]
-    return _report("not resumed exactly", plugin, found, "when resumed", advice)
+        return _report("not resumed exactly", None, found, "when resumed", [_NO_PLUGIN])
+    changed = [each for each in evidence.changed() if each.owner == plugin]
+    lines = [f"not the same at the save and right after the resume: {listed(changed, _MOST)}"] if changed else []
+    return _report("not resumed exactly", plugin, found, "when resumed", [*lines, *(evidence.drew(plugin) or [_LOOK])])
 
 
 def _unstable(found: Sequence[Difference], evidence: Evidence) -> list[str]:
-    """Report a run of which nothing can be said, because it is not the same twice."""
+    """Report a run that is not the same twice, so that nothing can be proved about it."""
     likely = (*evidence.whole["drew"], *(difference.owner for difference in found))
     plugin = next((plugin for plugin in likely if plugin in evidence.plugins), None)
-    on_gpu = "on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)"
-    advice = evidence.drew(plugin) if plugin else [on_gpu]
+    advice = evidence.drew(plugin) if plugin else [_GPU]
     return _report("two runs without a stop are not the same", plugin, found, "the second time", advice)
 
 
@@ -408,8 +331,3 @@ def _expect(code: int, expected: int, what: str, output: Iterable[str]) -> None:
     if code != expected:
         last = "\n".join(f"  {line}" for line in output)
         raise UserError(f"{what} ended with exit code {code}; its last lines:\n{last}")
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:_MOST]) + (f", and {len(listed) - _MOST} more" if len(listed) > _MOST else "")

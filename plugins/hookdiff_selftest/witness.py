@@ -1,10 +1,11 @@
-"""The plugin with which a tested run writes down its own state."""
+"""The plugin with which a tested run records its own state."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import pickle
 import random
 import signal
 import time
@@ -22,7 +23,8 @@ from attrs.validators import ge
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, Reason, hookimpl
-from hookdiff.disk import check_tensors, flatten
+from hookdiff.disk import flatten
+from hookdiff.options import about
 from hookdiff_selftest.compare import DIGEST
 
 SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the files about them
@@ -41,35 +43,34 @@ class _Call:
     """A plugin's part of a hook, while it runs."""
 
     plugin: str
-    generators: tuple[Any, ...]  # the states of the global generators when they were last looked at
+    generators: tuple[Any, ...]  # the last states of the global generators
     drew: bool = False
 
 
 @define(eq=False)
 class Witness:
-    """Writes down the state of a run where it is saved, where it is resumed, and at its end.
+    """Records the state of a run when it is saved, when it is resumed, and at its end.
 
-    It is to be listed last, so that all others have had their turn. With `kill` it kills its own process, as a power
-    cut would, some steps after a checkpoint was complete.
+    It has to be the last plugin of the list, so that all others have had their turn. With `kill` it kills its own
+    process, as a power cut would, some steps after a checkpoint was complete. It notes which plugin logs each number,
+    changes weights, and draws from generators that no checkpoint holds.
     """
 
-    out: Path  # the folder for what it saw
-    at: int = field(validator=ge(1))  # the step at which the run is saved
-    stop: int = field(validator=ge(1))  # the step at which the run is taken to be done
-    kill: bool = False
+    out: Path = field(metadata=about("the folder of its notes"))
+    at: int = field(validator=ge(1), metadata=about("the step at which the run is saved"))
+    stop: int = field(validator=ge(1), metadata=about("the step at which the run is done"))
+    kill: bool = field(default=False, metadata=about("kill the process after the save"))
     _complete: int | None = field(default=None, init=False)  # the step at which `on_checkpoint` fired
     _waited: int = field(default=0, init=False)  # times
-    _folders: set[str] = field(factory=set, init=False)  # in the run directory that hold checkpoints
+    _folders: set[str] = field(factory=set, init=False)  # of checkpoints, in the run directory
     _owners: dict[str, str] = field(factory=dict, init=False)  # plugin by name of what is logged
-    _drew: dict[str, set[str]] = field(factory=dict, init=False)  # by plugin: hooks in which it drew globally
+    _drew: dict[str, set[str]] = field(factory=dict, init=False)  # by plugin: hooks in which it drew
     _trace: list[tuple[int, str, str, int]] = field(factory=list, init=False)  # position, hook, plugin, fingerprint
     _calls: list[_Call] = field(factory=list, init=False)  # under way: hooks call hooks
     _batch: Batch | None = field(default=None, init=False)  # during before_step
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        """Begin to note which plugin logs what, changes weights, and draws from generators that no checkpoint holds."""
-
         @contextmanager
         def watch(plugin: str, hook: str) -> Iterator[None]:
             begun = self._look(loop)
@@ -90,7 +91,7 @@ class Witness:
         loop.plugins.instrument(watch)
 
     def _look(self, loop: Loop) -> tuple[Any, ...]:
-        """Note what the call under way has logged and drawn since the last look; return the generators' states."""
+        """Note the numbers and draws of the call under way since the last look; return the generators' states."""
         call, generators = self._calls[-1] if self._calls else None, _global_generators(loop.device)
         for name in loop.log.names:
             self._owners.setdefault(name, call.plugin if call else "")
@@ -100,7 +101,6 @@ class Witness:
 
     @hookimpl(wrapper=True)
     def before_step(self, loop: Loop, batch: Batch) -> Generator[None, None, None]:
-        """Note the state of a resumed run as it was loaded: before any plugin hears of the first step."""
         if loop.resume and not (self.out / f"{RESUMED}.json").exists():
             self._write(RESUMED, loop)
         self._batch = batch
@@ -109,52 +109,40 @@ class Witness:
 
     @hookimpl(trylast=True)
     def between_steps(self, loop: Loop) -> None:
-        """Note the state at the save, wait for the checkpoint, and kill the process when lines were logged after it.
-
-        The run also ends here, and not by its config: learning rates that follow its length would be others.
-        """
         step = loop.progress.step
-        if step >= self.stop:
+        if step >= self.stop:  # not by the config: learning rates may follow the length of the run
             loop.stop("done")
         if not loop.resume and step == self.at and not (self.out / f"{SAVED}.json").exists():
             self._write(SAVED, loop)
         if not self.kill or not self.at <= step < self.stop:
             return
         if self._complete is None:
-            time.sleep(min(5.0, 0.05 * 2**self._waited))  # a large one takes its time; so the run does not end before
+            time.sleep(min(5.0, 0.05 * 2**self._waited))  # a large one takes time, and the run must not end before it
             self._waited += 1
         elif step > self._complete and (loop.log.due or step + 1 == self.stop):
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has only the latter, as hard
 
     @hookimpl
     def on_checkpoint(self, loop: Loop, path: Path) -> None:
-        """Note that a checkpoint is complete."""
         if self._complete is None and loop.progress.step >= self.at:
             self._complete = loop.progress.step
         self._folders.add(path.name if path.parent == loop.run_dir else path.parent.name)
 
     @hookimpl(trylast=True)
     def on_stop(self, loop: Loop, reason: Reason) -> None:
-        """Write down what the run has become, unless it broke off."""
         if reason in ("done", "plugin"):
             self._write(END, loop)
 
     def _write(self, moment: str, loop: Loop) -> None:
-        seen = {
-            "checkpoints": sorted(self._folders),
-            "owners": self._owners,
-            "trace": self._trace,
-            "drew": {plugin: sorted(hooks) for plugin, hooks in self._drew.items()},
-        }
-        (self.out / f"{moment}.json").write_text(json.dumps({**snapshot(loop), **seen}), "utf-8")
+        note = snapshot(loop) | {"owners": self._owners, "trace": self._trace}
+        note["checkpoints"] = sorted(self._folders)
+        note["drew"] = {plugin: sorted(hooks) for plugin, hooks in self._drew.items()}
+        (self.out / f"{moment}.json").write_text(json.dumps(note), "utf-8")
 
 
 def snapshot(loop: Loop) -> dict[str, Any]:
     """Return the state of a run and, by plugin, all plain fields, with a digest in place of each tensor."""
-    fields = {}
-    for name, plugin in loop.plugins.items():
-        held = {key: _plain(value, loop) for key, value in _fields(plugin).items()}
-        fields[name] = digests({key: value for key, value in held.items() if value is not _NOTHING})
+    fields = {name: digests(_all_plain(_fields(plugin), 0)) for name, plugin in loop.plugins.items()}
     return {"step": loop.progress.step, "state": digests(loop.state_dict()), "fields": fields}
 
 
@@ -190,32 +178,30 @@ def _fields(plugin: object) -> dict[str, Any]:
     return found | getattr(plugin, "__dict__", {})
 
 
-def _plain(value: Any, loop: Loop, depth: int = 0) -> Any:
-    """Return `value` as `flatten` takes it, or _NOTHING for what is no plain value and has no state of its own."""
+def _all_plain(values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+    inner = {str(key): _plain(each, depth) for key, each in values.items() if isinstance(key, str | int)}
+    return {key: each for key, each in inner.items() if each is not _NOTHING}
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """Return `value` as `flatten` takes it, or _NOTHING for an object without a value or a state of its own."""
     if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < _MOST):
         return value
     if isinstance(value, Tensor):
-        try:
-            check_tensors({"": value})
-        except TypeError:
-            return _NOTHING
-        return value
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(torch.from_numpy(np.array(value)), loop) if value.dtype.kind in "biuf" else _NOTHING
+        return value if value.layout == torch.strided else _NOTHING
     if isinstance(value, torch.Generator):
         return value.get_state()
-    if isinstance(value, random.Random):
-        return hashlib.sha256(repr(value.getstate()).encode()).hexdigest()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return _NOTHING
+    if isinstance(value, np.ndarray | np.generic | random.Random | np.random.Generator):
+        return hashlib.sha256(pickle.dumps(value)).hexdigest()
     if isinstance(value, list | tuple | deque):
-        value = {str(index): each for index, each in enumerate(value)}
+        value = dict(enumerate(value))
     elif hasattr(value, "state_dict") and not isinstance(value, nn.Module):  # the loop's own model, most likely
         value = value.state_dict()
     if not isinstance(value, Mapping) or len(value) > _MOST or depth == _DEPTH:
         return _NOTHING
-    inner = {str(key): _plain(each, loop, depth + 1) for key, each in value.items() if isinstance(key, str | int)}
-    return {key: each for key, each in inner.items() if each is not _NOTHING}
+    return _all_plain(value, depth + 1)
 
 
 def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
@@ -223,13 +209,13 @@ def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
     held = [*loop.model.parameters(), *loop.model.buffers()]
     if batch is not None:
         held += [value for value in (batch.inputs, *batch.draws.values()) if isinstance(value, Tensor)]
-    if hook not in ("before_step", "on_epoch_end"):  # where those of the step before may be left, or not
+    if hook not in ("before_step", "on_epoch_end"):  # in which the gradients of the step before may be left
         held += [weight.grad for weight in loop.model.parameters() if weight.grad is not None]
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
     sums = [each.detach().view(whole[each.itemsize]).sum() for each in plain if each.layout == torch.strided]
     groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
-    # Not while they are set: a resumed run still has those of its config, the other run those of the step before.
+    # In before_step the rates are being set: a resumed run still has those of its config.
     rates = [float(group.get("lr", 0.0)) for group in groups if hook != "before_step"]
     return hash((int(torch.stack(sums).sum()), *rates))
 

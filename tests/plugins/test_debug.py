@@ -1,7 +1,8 @@
-"""The plugin `debug`: what it warns of, and that its looks change nothing."""
+"""The plugin `debug`: its warnings, and that it changes nothing."""
 
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,14 +22,14 @@ PICTURES = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0)) *
 
 
 class Values:
-    """Keeps what is logged."""
+    """Keeps the logged values."""
 
     def __init__(self):
-        self.told = {}
+        self.values = {}
 
     @hookimpl
     def on_log(self, step, values):
-        self.told.setdefault(step, {}).update(values)
+        self.values.setdefault(step, {}).update(values)
 
 
 def warnings(caplog):
@@ -41,7 +42,7 @@ def judged(inputs, **options):
 
 def test_the_numbers_of_a_batch():
     batch = torch.tensor([[[0.0, 1.0]], [[-1.0, 4.0]], [[2.0, 2.0]]])  # 3 images, 1 channel of 2 values
-    found = measure_inputs(batch, lambda images: images * 2 + 1)
+    found = measure_inputs(batch, SimpleNamespace(normalize=lambda images: images * 2 + 1))
     values = torch.tensor([0, 1, -1, 4, 2, 2]).double()
     assert (found.num, found.low, found.high) == (3, -1, 4)
     assert found.mean == pytest.approx(float(values.mean()))
@@ -99,7 +100,7 @@ def test_latents_of_any_range_are_fine_once_they_are_standardised():
     latents = (PICTURES - PICTURES.mean()) * 9 + 3
     for std, severity in ((5.2, "ok"), (1.0, "warning")):
         diffusion = Diffusion(VP(schedule="cosine"), data_mean=3.0, data_std=std)
-        found = check_inputs(measure_inputs(latents, diffusion.normalize), standardised=True)
+        found = check_inputs(measure_inputs(latents, diffusion), standardised=True)
         assert found.severity == severity
     assert "data_mean = 3 " in found.remedy
     assert "data_std = 5.2" in found.remedy
@@ -167,7 +168,7 @@ def test_a_layer_that_is_not_called_is_named(caplog):
     assert loop.plugins["debug"].state_dict()["alarms"]["gradients"][0] == "warning"
 
 
-def test_what_is_mended_and_breaks_again_is_reported_again(caplog):
+def test_a_finding_that_comes_back_is_reported_again(caplog):
     debug = Debug(every=1)
 
     class Scales:
@@ -199,10 +200,10 @@ def test_real_networks_that_start_as_zero_raise_no_alarm(net, objective, caplog)
     )
     loop.run()
     assert warnings(caplog) == []
-    assert [step for step, told in values.told.items() if "debug/input_std" in told] == [1, 2, 4, 8, 10, 16, 20]
-    assert 0 < values.told[20]["debug/by_image"] < 3
-    assert 0 < values.told[20]["debug/by_time"] < 3
-    assert values.told[20]["debug/silent_layers"] == 0
+    assert [step for step, logged in values.values.items() if "debug/input_std" in logged] == [1, 2, 4, 8, 10, 16, 20]
+    assert 0 < values.values[20]["debug/by_image"] < 3
+    assert 0 < values.values[20]["debug/by_time"] < 3
+    assert values.values[20]["debug/silent_layers"] == 0
 
 
 class Disturbing(nn.Module):
@@ -221,7 +222,7 @@ class Disturbing(nn.Module):
         return self.norm(self.net(x)) + torch.rand(()) * 0
 
 
-def test_a_look_leaves_no_trace():
+def test_a_look_changes_nothing():
     runs = []
     for plugins in ({}, {"debug": Debug(every=1)}):
         torch.manual_seed(3)
@@ -272,7 +273,7 @@ def test_there_are_transfers_on_its_own_steps_only():
     assert max(more) <= 3
 
 
-def test_an_answer_that_ignores_part_of_the_question_is_measured():
+def test_an_output_that_ignores_an_input_is_measured():
     class Deaf(nn.Module):
         def __init__(self):
             super().__init__()

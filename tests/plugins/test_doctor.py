@@ -209,7 +209,7 @@ def test_what_comes_after_the_cause_refers_to_it():
 
 
 @pytest.mark.parametrize("warmup", [5, 300])
-def test_the_length_of_the_trial_is_told(warmup, doctor):
+def test_the_length_of_the_trial_is_reported(warmup, doctor):
     code, out, _ = doctor("small.toml", "--steps", 12, "--json", *settings(plugins__lr__warmup=warmup))
     found = json.loads(out)
     (trial,) = [finding for finding in found["findings"] if finding["name"] == "trial"]
@@ -227,7 +227,7 @@ def test_the_length_of_the_trial_is_told(warmup, doctor):
         (2, 200, "void", "198 of 200 steps made none"),
     ],
 )
-def test_why_a_trial_is_short_is_told(made, tried, outcome, why):
+def test_the_reason_of_a_short_trial_is_reported(made, tried, outcome, why):
     short = trial([1.0] * tried, outcome=outcome)
     short.asked, short.rates = 20, [1e-3] * made
     assert checks.check_trial(short) == Finding("ok", f"{made} of 20 updates: {why}")
@@ -269,7 +269,7 @@ def test_the_estimate_of_memory_lies_near_what_a_step_took(device, folder):
     assert int(text.split()[0]) == pytest.approx(measured / 2**20, rel=0.15)
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11 tells it of any
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11 warns always
 def test_what_is_counted_is_what_the_allocator_was_asked_for():
     """Without a GPU: the count of a step beside that of torch's profiler."""
     loop, twin = (toy_loop(batch_size=40, steps=9) for _ in range(2))
@@ -359,7 +359,7 @@ def test_a_run_is_looked_at_and_never_touched(doctor, hookdiff, folder):
     assert (code, json.loads(out)["losses"]) == (0, found["losses"])
 
 
-def test_it_is_a_command_of_its_own_with_its_own_process(folder):
+def test_it_is_a_command_with_a_process_of_its_own(folder):
     code = "from hookdiff.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, *sys.path))), "OMP_NUM_THREADS": "1"}
     words = ["doctor", "small.toml", "--steps", "6", "--json", *settings(data__source="hd_doctor_user:constant")]
@@ -382,13 +382,13 @@ def test_it_is_a_command_of_its_own_with_its_own_process(folder):
         (["small.toml", "--out", "/"], "/: cannot be written: Is a directory"),
     ],
 )
-def test_wrong_input_is_told_in_one_message(words, message, doctor):
+def test_wrong_input_is_refused_in_one_message(words, message, doctor):
     code, out, err = doctor(*words)
     assert (code, out) == (2, "")
     assert message in err
 
 
-def test_a_run_without_a_checkpoint_is_told(doctor, folder):
+def test_a_run_without_a_checkpoint_is_refused(doctor, folder):
     (folder / "empty").mkdir()
     (folder / "empty" / "config.toml").write_text(CONFIG)
     code, _, err = doctor("empty", "--plugins", "checkpoint")
@@ -589,7 +589,7 @@ def test_errors_of_the_best_gaussian_prediction_lie_on_the_floor(process):
     class Best:
         """Knows that pixels are N(0, std²): E[x0 | x_t] = alpha std² x_t / (alpha² std² + sigma²)."""
 
-        def predict(self, net, x_t, told, labels, alpha, sigma):
+        def predict(self, net, x_t, time, labels, alpha, sigma):
             variance = alpha**2 * std**2 + sigma**2
             x0, noise = alpha * std**2 / variance * x_t, sigma / variance * x_t
             return diffusion.prediction.target(x0, noise, alpha, sigma)
@@ -602,7 +602,7 @@ def test_errors_of_the_best_gaussian_prediction_lie_on_the_floor(process):
         assert level.error <= level.mean_error * 1.02
 
 
-def test_a_clock_gives_time_to_who_runs():
+def test_a_clock_counts_time_for_the_inner_call():
     clock = Clock(torch.device("cpu"))
     with clock("outer", "hook"):
         time.sleep(0.02)

@@ -33,7 +33,7 @@ class Look:
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
         self.weights: list[Tensor] = []
-        self.told: dict[int, dict[str, float]] = {}
+        self.values: dict[int, dict[str, float]] = {}
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -49,7 +49,7 @@ class Look:
 
     @hookimpl
     def on_log(self, step: int, values: Mapping[str, float]) -> None:
-        self.told.setdefault(step, {}).update(values)
+        self.values.setdefault(step, {}).update(values)
 
     def note(self, loop: Loop) -> None:
         self.weights.append(torch.cat([p.detach().flatten() for p in loop.model.parameters()]))
@@ -98,37 +98,37 @@ def config(*settings: str, plugins: tuple[str, ...] = ()) -> Any:
 
 
 class TestNumbers:
-    def test_they_are_those_of_plain_torch_whoever_clips(self) -> None:
+    def test_they_are_those_of_plain_torch_before_clipping(self) -> None:
         monitor = GradientMonitor(per_tensor=True)
         look, _ = watch(monitor, Clip(Norm(1e-3)), steps=15, log_every=5)
         for step in (5, 10, 15):
-            told, gradients = look.told[step], look.gradients[step - 1]
+            logged, gradients = look.values[step], look.gradients[step - 1]
             entries = torch.cat([g.flatten() for g in gradients.values()]).abs()
-            assert told["gradients/mean"] == pytest.approx(entries.mean().item(), rel=1e-5)
-            assert told["gradients/max"] == entries.max().item()
-            assert told["gradients/min"] == entries.min().item()
+            assert logged["gradients/mean"] == pytest.approx(entries.mean().item(), rel=1e-5)
+            assert logged["gradients/max"] == entries.max().item()
+            assert logged["gradients/min"] == entries.min().item()
             for name in gradients:
-                assert told[f"gradients/norm/{name}"] == pytest.approx(look.norms(name)[step - 1], rel=1e-5)
+                assert logged[f"gradients/norm/{name}"] == pytest.approx(look.norms(name)[step - 1], rel=1e-5)
             totals = look.norms()[:step]
-            assert told["gradients/recent_norm"] == pytest.approx(totals[-1], rel=1e-5)
-            assert told["gradients/usual_norm"] == pytest.approx(statistics.median_low(totals[:-1]), rel=1e-5)
+            assert logged["gradients/recent_norm"] == pytest.approx(totals[-1], rel=1e-5)
+            assert logged["gradients/usual_norm"] == pytest.approx(statistics.median_low(totals[:-1]), rel=1e-5)
             depths = [a / b for a, b in zip(look.norms("0.weight")[:step], look.norms("3.bias"), strict=False)]
-            assert told["gradients/depth_ratio"] == pytest.approx(depths[-1], rel=1e-5)
+            assert logged["gradients/depth_ratio"] == pytest.approx(depths[-1], rel=1e-5)
             before, after = look.weights[step - 1 : step + 1]
-            assert told["gradients/update_ratio"] == pytest.approx(
+            assert logged["gradients/update_ratio"] == pytest.approx(
                 ((after - before).norm() / before.norm()).item(), rel=1e-4
             )
             growth = before.norm() / look.weights[0].norm()
-            assert told["gradients/weight_growth"] == pytest.approx(growth.item(), rel=1e-5)
-            assert told["gradients/zero_share"] == told["gradients/dead_share"] == 0
+            assert logged["gradients/weight_growth"] == pytest.approx(growth.item(), rel=1e-5)
+            assert logged["gradients/zero_share"] == logged["gradients/dead_share"] == 0
 
     def test_growth_is_the_largest_of_any_window_since_the_last_log(self) -> None:
         look, _ = watch(GradientMonitor(window=20), steps=90, log_every=45)
         sizes = [weights.norm().item() for weights in look.weights]
-        assert look.told[45]["gradients/weight_growth"] == pytest.approx(
+        assert look.values[45]["gradients/weight_growth"] == pytest.approx(
             max(sizes[20] / sizes[0], sizes[40] / sizes[20], sizes[44] / sizes[40]), rel=1e-5
         )
-        assert look.told[90]["gradients/weight_growth"] == pytest.approx(
+        assert look.values[90]["gradients/weight_growth"] == pytest.approx(
             max(sizes[60] / sizes[40], sizes[80] / sizes[60], sizes[89] / sizes[80]), rel=1e-5
         )
 
@@ -136,7 +136,7 @@ class TestNumbers:
         model = nn.Linear(4, 4, bias=False)
         nn.init.zeros_(model.weight)
         look, _ = watch(model=model, steps=1, log_every=1)
-        assert look.told[1]["gradients/update_ratio"] == pytest.approx(look.weights[1].norm().item() / (0.01 * 4))
+        assert look.values[1]["gradients/update_ratio"] == pytest.approx(look.weights[1].norm().item() / (0.01 * 4))
 
     def test_the_history_has_the_last_steps_in_order(self) -> None:
         monitor = GradientMonitor(window=20)
@@ -169,7 +169,7 @@ class TestNumbers:
         history = monitor.history()
         assert history["unused"].tolist() == [0.0] * 6
         assert [norm > 0 for norm in history["even"]] == [False, True] * 3
-        assert look.told[5]["gradients/zero_share"] == pytest.approx(2 / 6)
+        assert look.values[5]["gradients/zero_share"] == pytest.approx(2 / 6)
         np.testing.assert_allclose(history["net.3.bias"], look.norms("net.3.bias"), rtol=1e-5)
 
     def test_weights_that_no_optimizer_holds_are_not_looked_at(self) -> None:
@@ -189,7 +189,7 @@ class TestNumbers:
         monitor = GradientMonitor()
         look, _ = watch(monitor, model=model, optimizers=lambda m: torch.optim.SGD(m[3].parameters(), lr=0.1))
         assert list(monitor.history()) == ["3.bias", "grad_norm"]
-        assert look.told[20]["gradients/max"] > 0
+        assert look.values[20]["gradients/max"] > 0
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_other_precisions(self, dtype: torch.dtype) -> None:
@@ -201,7 +201,7 @@ class TestNumbers:
         look, _ = watch(monitor, model=toy_model().to(dtype), objective=objective, steps=5)
         assert monitor.history()["grad_norm"].dtype == (np.float64 if dtype == torch.float64 else np.float32)
         np.testing.assert_allclose(monitor.history()["grad_norm"], look.norms(), rtol=1e-5)
-        assert all(math.isfinite(value) for value in look.told[5].values())
+        assert all(math.isfinite(value) for value in look.values[5].values())
 
     def test_it_adds_no_transfer(self) -> None:
         counts = []
@@ -262,7 +262,7 @@ class TestNoiseScale:
         part, whole = seen[0][:2].mean(0).square().sum(), seen[0].mean(0).square().sum()
         signal, noise = (6 * whole - 2 * part) / 4, (part - whole) / (1 / 2 - 1 / 6)
         expected = (noise / signal).item() if min(noise, signal) > 0 else 0
-        assert look.told[1]["gradients/noise_scale"] == pytest.approx(expected, rel=1e-4)
+        assert look.values[1]["gradients/noise_scale"] == pytest.approx(expected, rel=1e-4)
 
     @pytest.mark.parametrize("micro_batch", [4, 5])
     def test_it_finds_the_scale_of_a_known_distribution(self, micro_batch: int) -> None:
@@ -271,16 +271,16 @@ class TestNoiseScale:
         steps = {"steps": 400, "batch_size": 18, "micro_batch": micro_batch, "log_every": 1, "noise_decay": 0.995}
         look = self.run(data, **steps)
         truth = (data.var(0).sum() / data.mean(0).square().sum()).item()
-        assert look.told[400]["gradients/noise_scale"] == pytest.approx(truth, rel=0.1)
+        assert look.values[400]["gradients/noise_scale"] == pytest.approx(truth, rel=0.1)
         assert truth == pytest.approx(4, rel=0.05)
 
     def test_without_parts_there_is_none(self) -> None:
         look = self.run(torch.ones(8, 2), steps=2, log_every=1)
-        assert not any("noise" in name for told in look.told.values() for name in told)
+        assert not any("noise" in name for logged in look.values.values() for name in logged)
 
     def test_an_estimate_that_makes_no_sense_is_passed_over(self) -> None:
         look = self.run(torch.zeros(8, 2), steps=4, batch_size=4, micro_batch=2, log_every=1)
-        assert look.told[4]["gradients/noise_scale"] == 0
+        assert look.values[4]["gradients/noise_scale"] == 0
 
 
 RANK = """
@@ -303,7 +303,7 @@ data = torch.randn(4000, 20) * 0.5 + 0.25
 options = {"steps": 400, "batch_size": 16 if micro_batch else 17, "micro_batch": micro_batch}
 options |= {"log_every": 1, "noise_decay": 0.995}
 look = TestNoiseScale().run(data, Ranks(), **options)
-print("RESULT", look.told[400]["gradients/noise_scale"])
+print("RESULT", look.values[400]["gradients/noise_scale"])
 distributed.destroy_process_group()
 """
 
@@ -352,10 +352,10 @@ class TestDiagnosis:
             {"depth": 0.0, "usual_depth": 0.0},  # zeros are dead, or the very first step
             {"recent": 0.0, "usual": 0.0},
             {"recent": 9.0},
-            {"steps": 19, "recent": 100.0},  # too soon to tell
+            {"steps": 19, "recent": 100.0},  # too early
         ],
     )
-    def test_what_is_healthy_is_left_alone(self, changed: dict[str, Any]) -> None:
+    def test_healthy_numbers_have_no_finding(self, changed: dict[str, Any]) -> None:
         assert diagnose(evolve(HEALTHY, **changed), Limits()) == {}
 
     def test_a_bad_start_is_found_at_once(self) -> None:
@@ -427,7 +427,7 @@ class TestRuns:
         (text,) = said(caplog)
         assert text.startswith("step 20: ")
         assert "last 20 steps: 0.weight, 0.bias, 2.weight, 2.bias, 4.weight\n" in text
-        assert look.told[60]["gradients/dead_share"] == pytest.approx(5 / 6)
+        assert look.values[60]["gradients/dead_share"] == pytest.approx(5 / 6)
         assert list(monitor.findings) == ["dead"]
 
     def test_layers_behind_one_that_starts_at_zero_are_not_dead(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -440,8 +440,8 @@ class TestRuns:
             steps=25,
             log_every=1,
         )
-        assert look.told[1]["gradients/zero_share"] == 0.5
-        assert look.told[3]["gradients/zero_share"] == 0
+        assert look.values[1]["gradients/zero_share"] == 0.5
+        assert look.values[3]["gradients/zero_share"] == 0
         assert said(caplog) == []
 
     def test_saturated_layers_let_gradients_vanish(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -476,7 +476,7 @@ class TestRuns:
         self.pushed([1.0] * 59 + [1e6] + [1.0] * 20)
         assert said(caplog) == []
 
-    def test_what_goes_on_is_reported_once_and_what_comes_back_again(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_finding_is_reported_once_and_again_when_it_comes_back(self, caplog: pytest.LogCaptureFixture) -> None:
         sick = [1.0] * 18 + [100.0] * 2
         self.pushed([*sick, *sick, *[1.0] * 40, *sick], window=20)
         steps = [line.partition(":")[0] for line in said(caplog)]
@@ -496,45 +496,47 @@ class TestRuns:
         look, _ = watch(None, Break(), steps=15)
         reports = [r.getMessage() for r in caplog.records if "NaN" in r.getMessage()]
         assert len(reports) == 2
-        for report in reports:  # a part of what the loop says, and no word of its own
+        for report in reports:  # a part of the report of the loop, and no message of its own
             assert report.startswith(("step 11 (batch 10)", "step 12 (batch 12)"))
             what, why, *_ = report.partition("\n  gradients: ")[2].splitlines()
             assert "backward" in what
             assert "1 of 4 tensors" in why
             assert why.endswith(" 0.bias")
-        assert look.told[10]["gradients/nonfinite_share"] == 0.25
+        assert look.values[10]["gradients/nonfinite_share"] == 0.25
 
-    def test_one_nan_is_told_once_whoever_listens(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_one_nan_is_reported_once_with_the_notes_of_all_plugins(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         data = torch.linspace(-1, 1, 160).reshape(40, 4)
         data[11] = math.nan
         plugins = {"gradients": GradientMonitor(), "debug": Debug(), "nan": NaN()}
         assert toy_loop(plugins, data=data, run_dir=tmp_path).run() == "on_nan"
         (report,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-        told = [line.partition(":")[0].strip() for line in report.splitlines()]
-        assert told.index("cause") < told.index("gradients") < told.index("replay")
-        assert "debug" in told
+        logged = [line.partition(":")[0].strip() for line in report.splitlines()]
+        assert logged.index("cause") < logged.index("gradients") < logged.index("replay")
+        assert "debug" in logged
         assert "plugin" not in report
 
-    def last_word(self, caplog: pytest.LogCaptureFixture) -> list[str]:
-        told = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-        return [line for line in told if line.startswith("gradients: ")]
+    def summary(self, caplog: pytest.LogCaptureFixture) -> list[str]:
+        logged = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+        return [line for line in logged if line.startswith("gradients: ")]
 
-    def test_the_last_word_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_summary_of_a_healthy_run(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         watch(steps=50, log_every=10)
-        assert self.last_word(caplog) == ["gradients: healthy at 4 of 4 logged steps"]  # step 10 is too early to say
+        assert self.summary(caplog) == ["gradients: healthy at 4 of 4 logged steps"]  # step 10 is too early to say
 
-    def test_the_last_word_counts_what_was_found(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_summary_counts_the_findings(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         self.pushed([1.0] * 38 + [100.0] * 2 + [1.0] * 20, window=20)
-        assert self.last_word(caplog) == ["gradients: exploding gradients at 1 of 5 logged steps"]
+        assert self.summary(caplog) == ["gradients: exploding gradients at 1 of 5 logged steps"]
 
-    def test_too_short_a_run_gets_no_word(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_too_short_a_run_has_no_summary(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         watch(steps=15, log_every=5)
-        assert self.last_word(caplog) == []
+        assert self.summary(caplog) == []
 
-    def test_what_was_not_finite_is_in_the_last_word(self) -> None:
+    def test_steps_that_were_not_finite_are_in_the_summary(self) -> None:
         assert conclude(3, {}, 1) == "healthy at 3 of 3 logged steps; not finite at 1 step"
         assert (
             conclude(9, {"dead": 2, "rate": 1}, 0) == "learning rate too high at 1, dead layers at 2 of 9 logged steps"
@@ -568,7 +570,7 @@ class TestState:
             other.load_state_dict(monitor.state_dict())
         assert other.history()["grad_norm"].shape == (0,)
 
-    def test_it_stays_silent_about_what_has_been_said(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_resumed_run_does_not_repeat_a_finding(self, caplog: pytest.LogCaptureFixture) -> None:
         norms, states = [1.0] * 18 + [100.0] * 12, []
         for steps in (20, 30):
             monitor = GradientMonitor(window=20)

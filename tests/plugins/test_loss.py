@@ -45,10 +45,10 @@ class Net(nn.Module):
 
 
 class Heard:
-    """Writes down what is logged, and every step's output."""
+    """Keeps the logged values and the outputs of all steps."""
 
     def __init__(self) -> None:
-        self.told: dict[int, dict[str, float]] = {}
+        self.values: dict[int, dict[str, float]] = {}
         self.outputs: list[LossOutput] = []
         self.losses: list[float] = []
 
@@ -59,7 +59,7 @@ class Heard:
 
     @hookimpl
     def on_log(self, step: int, values: Mapping[str, float]) -> None:
-        self.told.setdefault(step, {}).update(values)
+        self.values.setdefault(step, {}).update(values)
 
 
 def adamw(lr: float) -> Any:
@@ -132,7 +132,7 @@ def test_a_loss_that_ran_away_is_reported_with_the_nan(caplog: pytest.LogCapture
     assert caplog.records[-1].getMessage().startswith("step 153 ")  # the loop's own report
 
 
-def test_levels_at_which_nothing_is_learnt_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_levels_at_which_nothing_is_learned_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     class Half(Net):
         """Gives up where there is more noise than image."""
 
@@ -145,7 +145,7 @@ def test_levels_at_which_nothing_is_learnt_are_named_once(caplog: pytest.LogCapt
     assert "for 200 updates" in text
     below = float(re.findall(r"log-SNR below (-?[\d.]+)", text)[0])
     assert -1 <= below <= 2  # the log-SNR at half the time is 0
-    assert heard.told[600]["loss/unlearnt"] > 3
+    assert heard.values[600]["loss/unlearnt"] > 3
 
 
 # Numbers
@@ -157,10 +157,10 @@ def test_the_smoothed_loss_is_logged() -> None:
     for step in (10, 20):
         weights = 0.9 ** numpy.arange(step)[::-1]
         mean = numpy.average(heard.losses[:step], weights=weights)
-        assert heard.told[step]["loss/smooth"] == pytest.approx(mean)
+        assert heard.values[step]["loss/smooth"] == pytest.approx(mean)
         deviation = math.sqrt(numpy.average((heard.losses[:step] - mean) ** 2, weights=weights))
-        assert heard.told[step]["loss/deviation"] == pytest.approx(deviation)
-        assert heard.told[step]["loss/spikes"] == 0
+        assert heard.values[step]["loss/deviation"] == pytest.approx(deviation)
+        assert heard.values[step]["loss/spikes"] == 0
 
 
 @pytest.mark.parametrize("process", [VP(schedule="cosine"), Flow(), EDM()], ids=["cosine", "flow", "edm"])
@@ -175,23 +175,23 @@ def test_bins_hold_the_means_of_the_samples_since_the_last_log(process: Process,
         columns = [[getattr(output, name) for output in outputs] for name in ("log_snr", "per_sample", "timesteps")]
         log_snr, error, times = (torch.cat(column) for column in columns)
         floor = diffusion.floor(times, plugin._levels.variance)
-        told = heard.told[last]
-        bins = sorted(name for name in told if name.startswith("loss/snr-"))
-        floors = sorted(name for name in told if name.startswith("loss/floor-"))
+        logged = heard.values[last]
+        bins = sorted(name for name in logged if name.startswith("loss/snr-"))
+        floors = sorted(name for name in logged if name.startswith("loss/floor-"))
         filled = 0
         for k, (low, high) in enumerate(pairwise(edges)):
             here = (log_snr > low) & (log_snr <= high)
             if not here.any():
-                assert not any(name.startswith(f"loss/snr-{k:02d}") for name in told)
+                assert not any(name.startswith(f"loss/snr-{k:02d}") for name in logged)
                 continue
             assert bins[filled].startswith(f"loss/snr-{k:02d}:")
-            assert told[bins[filled]] == pytest.approx(float(error[here].mean()), rel=1e-5)
+            assert logged[bins[filled]] == pytest.approx(float(error[here].mean()), rel=1e-5)
             # the variance of the data is that of the batches so far
-            assert told[floors[filled]] == pytest.approx(float(floor[here].mean()), rel=0.05)
+            assert logged[floors[filled]] == pytest.approx(float(floor[here].mean()), rel=0.05)
             filled += 1
         assert filled == len(bins) == len(floors) >= 8
         whole = error.sum() / diffusion.target_variance(times, plugin._levels.variance).sum()
-        assert told["loss/unexplained"] == pytest.approx(float(whole), rel=0.05)
+        assert logged["loss/unexplained"] == pytest.approx(float(whole), rel=0.05)
 
 
 def test_nothing_left_of_the_image_is_in_the_first_bin() -> None:
@@ -230,7 +230,7 @@ def test_edges_span_the_process(diffusion: Diffusion) -> None:
     assert bin_edges(object(), 3) == [-10.0, 10.0]
 
 
-def test_what_is_said_of_ranges() -> None:
+def test_ranges_in_words() -> None:
     levels = NoiseLevels(object(), [-2.0, 0.5, 2.0, 4.0], torch.device("cpu"), 100)
     assert levels.ranges([0]) == "log-SNR below -2"
     assert levels.ranges([0, 1, 3]) == "log-SNR below 0.5, 2 to 4"
@@ -244,24 +244,24 @@ def test_on_white_noise_the_best_network_is_at_the_floor() -> None:
             super().__init__()
             self.one = nn.Parameter(torch.ones(()))
 
-        def forward(self, x: Tensor, told: Tensor) -> Tensor:
-            t = (told / 1000).view(-1, 1, 1, 1)
+        def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
+            t = (timesteps / 1000).view(-1, 1, 1, 1)
             return self.one * x * (t - 0.25 * (1 - t)) / (0.25 * (1 - t) ** 2 + t**2)
 
     data = InMemory(0.5 * torch.randn(512, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
     loop, heard = make(Loss(), model=Best(), objective=Diffusion(Flow()), data=data, lr=0.0, steps=40, log_every=40)
     loop.run()
-    told = heard.told[40]
-    for name in [name for name in told if name.startswith("loss/snr-")]:
-        assert told[name] == pytest.approx(told[name.replace("snr", "floor")], rel=0.1)
-    assert told["loss/unlearnt"] == 0
+    logged = heard.values[40]
+    for name in [name for name in logged if name.startswith("loss/snr-")]:
+        assert logged[name] == pytest.approx(logged[name.replace("snr", "floor")], rel=0.1)
+    assert logged["loss/unlearnt"] == 0
 
 
 def test_a_loss_that_is_no_squared_error_has_no_floor() -> None:
     loop, heard = make(Loss(), objective=Diffusion(loss="l1"), steps=10)
     loop.run()
-    assert any(name.startswith("loss/snr-") for name in heard.told[10])
-    assert not any("floor" in name or "un" in name for name in heard.told[10])
+    assert any(name.startswith("loss/snr-") for name in heard.values[10])
+    assert not any("floor" in name or "un" in name for name in heard.values[10])
 
 
 def test_a_batch_that_is_skipped_does_not_spoil_the_floor() -> None:
@@ -278,14 +278,14 @@ def test_a_batch_that_is_skipped_does_not_spoil_the_floor() -> None:
     loop, heard = make(Loss(), before={"spoil": Spoil()}, steps=10)
     loop.run()
     assert loop.progress.position == 11
-    assert heard.told[10]["loss/unexplained"] > 0
-    assert all(math.isfinite(value) for value in heard.told[10].values())
+    assert heard.values[10]["loss/unexplained"] > 0
+    assert all(math.isfinite(value) for value in heard.values[10].values())
 
 
-def test_an_objective_that_tells_no_noise_level_is_not_split() -> None:
+def test_an_objective_without_noise_levels_is_not_split() -> None:
     heard = Heard()
     toy_loop({"loss": Loss(), "heard": heard}).run()
-    assert heard.told[20].keys() == {"loss", "grad_norm", "loss/smooth", "loss/deviation", "loss/spikes"}
+    assert heard.values[20].keys() == {"loss", "grad_norm", "loss/smooth", "loss/deviation", "loss/spikes"}
 
 
 def test_it_looks_at_the_device_no_more_often_than_the_loop() -> None:
@@ -311,7 +311,7 @@ class Still:
 def test_the_held_out_loss_has_the_same_noise_each_time() -> None:
     loop, heard = make(Loss(every=4), 50, before={"still": Still()}, steps=10, model=Net(dropout=0.5))
     loop.run()
-    measured = [told["loss/held_out"] for told in heard.told.values() if "loss/held_out" in told]
+    measured = [logged["loss/held_out"] for logged in heard.values.values() if "loss/held_out" in logged]
     assert len(measured) == 3  # at 4, at 8, and at the end
     assert len(set(measured)) == 1
 
@@ -331,9 +331,9 @@ def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
         losses = [float(diffusion(loop.model, diffusion.draw(batch, generator)).loss) for _ in range(100)]
     # 50 draws of noise in one measurement: it is off by what one of these is
     spread = float(numpy.std(losses))
-    assert heard.told[10]["loss/held_out"] == pytest.approx(numpy.mean(losses), abs=4 * spread)
-    gap = heard.told[10]["loss/held_out"] - heard.told[10]["loss/trained_on"]
-    assert heard.told[10]["loss/held_out_gap"] == pytest.approx(gap, abs=1e-6)
+    assert heard.values[10]["loss/held_out"] == pytest.approx(numpy.mean(losses), abs=4 * spread)
+    gap = heard.values[10]["loss/held_out"] - heard.values[10]["loss/trained_on"]
+    assert heard.values[10]["loss/held_out_gap"] == pytest.approx(gap, abs=1e-6)
     assert abs(gap) < 3 * spread
 
 
@@ -341,7 +341,7 @@ def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
 def test_when_it_is_measured(every: Any, steps: list[int]) -> None:
     loop, heard = make(Loss(every=every), 80, steps=24)
     loop.run()
-    assert [step for step, told in heard.told.items() if "loss/held_out" in told] == steps
+    assert [step for step, logged in heard.values.items() if "loss/held_out" in logged] == steps
 
 
 def test_training_does_not_notice() -> None:
@@ -357,7 +357,7 @@ def test_training_does_not_notice() -> None:
 def test_without_samples_held_out_there_is_nothing_to_measure() -> None:
     loop, heard = make(Loss(every=1), steps=4)
     loop.run()
-    assert not any("loss/held_out" in told for told in heard.told.values())
+    assert not any("loss/held_out" in logged for logged in heard.values.values())
 
 
 def test_samples_are_spread_evenly() -> None:
@@ -386,7 +386,7 @@ def test_overfitting_is_found_when_held_out_rises_while_train_falls() -> None:
     assert re.findall(r"[\d.]+\d", found[4].why) == ["0.5", "0.54", "0.5", "0.35"]
 
 
-def test_what_is_no_overfitting() -> None:
+def test_other_curves_are_no_overfitting() -> None:
     assert overfit([(0.5, 0.5), *[(0.6, 0.6)] * 9]) == [None] * 10  # both rise
     assert overfit([(0.5, 0.5), *[(0.51, 0.3)] * 9]) == [None] * 10  # hardly
     assert (
@@ -399,7 +399,7 @@ def test_a_net_that_learns_its_samples_by_heart_is_reported(caplog: pytest.LogCa
     loop, heard = make(Loss(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
     loop.run()
     assert any("overfits since step" in text for text in warnings(caplog))
-    assert heard.told[800]["loss/held_out_gap"] > 0.5
+    assert heard.values[800]["loss/held_out_gap"] > 0.5
 
 
 # Resume, ranks, config
@@ -429,12 +429,12 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(cut: int) -> None:
         return loop, heard
 
     restored = Restored(keep=cut)
-    whole, told = start(restored)
-    again, told_again = start(Restored(restored.kept))
+    whole, logged = start(restored)
+    again, heard_again = start(Restored(restored.kept))
     (tensors, tree), (other, other_tree) = flatten(whole.state_dict()), flatten(again.state_dict())
     assert_same(tensors, other)
     assert json.dumps(tree, sort_keys=True) == json.dumps(other_tree, sort_keys=True)
-    assert told_again.told == {step: values for step, values in told.told.items() if step > cut}
+    assert heard_again.values == {step: values for step, values in logged.values.items() if step > cut}
 
 
 def test_other_bins_may_be_asked_for_on_resume() -> None:
@@ -442,7 +442,7 @@ def test_other_bins_may_be_asked_for_on_resume() -> None:
     make(Loss(), before={"restored": restored}, steps=7)[0].run()
     loop, heard = make(Loss(bins=20), before={"restored": Restored(restored.kept)}, steps=20)
     loop.run()
-    assert any(name.startswith("loss/snr-15:") for name in heard.told[20])
+    assert any(name.startswith("loss/snr-15:") for name in heard.values[20])
 
 
 RANK = """
@@ -454,17 +454,17 @@ sys.path.insert(0, sys.argv[3])
 from test_loss import Loss, Still, make
 loop, heard = make(Loss(every=10), 50, before={"still": Still()}, steps=10)
 loop.run()
-values = {name: value for name, value in heard.told[10].items() if "snr" in name or "out" in name}
+values = {name: value for name, value in heard.values[10].items() if "snr" in name or "out" in name}
 bins = loop.plugins["loss"]._levels
 means = [(sum(float(o.per_sample.sum()) for o in heard.outputs), sum(len(o.per_sample) for o in heard.outputs))]
-print("RESULT", repr((values, heard.told[10]["loss/unexplained"], means)))
+print("RESULT", repr((values, heard.values[10]["loss/unexplained"], means)))
 distributed.destroy_process_group()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
-def test_ranks_sum_what_they_have_seen(tmp_path: Path) -> None:
+def test_ranks_sum_their_samples(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "store"), str(Path(__file__).parent)]
     started = [
         subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=subprocess.PIPE, text=True)

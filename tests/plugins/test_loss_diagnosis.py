@@ -1,4 +1,4 @@
-"""The reading of loss curves, on synthetic curves whose findings are known."""
+"""Findings on synthetic loss curves with known events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def noisy(levels: Iterable[float], seed: int = 0, noise: str = "normal 10 %") ->
 
 
 def findings(losses: Iterable[float], diagnosis: Diagnosis | None = None) -> list[tuple[int, Kind, Finding]]:
-    """Return what is found, with the update at which it is found and its kind."""
+    """Return the findings, each with its update and its kind."""
     diagnosis = diagnosis or Diagnosis()
     seen = ((step, diagnosis.observe(step, loss)) for step, loss in enumerate(losses, 1))
     return [(step, kind, finding) for step, found in seen for kind, finding in found.items()]
@@ -194,7 +194,7 @@ def test_it_is_reported_again_only_when_it_has_become_much_worse() -> None:
     assert [finding.severity for *_, finding in found] == ["warning"] * 2 + ["info", "warning"]
 
 
-def test_what_was_under_way_is_found_at_the_end() -> None:
+def test_a_divergence_under_way_is_found_at_the_end() -> None:
     diagnosis = Diagnosis()
     assert findings([*noisy([1.0] * 300), 4.0, 90.0, 1e5], diagnosis) == []
     finding = diagnosis.conclude(303)["divergence"]
@@ -231,7 +231,7 @@ def test_a_loss_that_still_falls_is_on_no_plateau(seed: int) -> None:
     assert kinds(noisy(levels, seed)) == []
 
 
-def test_under_too_much_noise_nobody_knows() -> None:
+def test_too_much_noise_hides_a_plateau() -> None:
     assert kinds(noisy([1.0] * 4000, noise="normal 60 %"), Diagnosis(plateau=1000)) == []
 
 

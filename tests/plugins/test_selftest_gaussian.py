@@ -22,7 +22,7 @@ from hookdiff.diffusion import (
     weighting,
 )
 from hookdiff_selftest.cli import gaussian as command
-from hookdiff_selftest.gaussian import CASES, Case, exact_loss, exact_samples, run
+from hookdiff_selftest.gaussian import CASES, Case, check, exact_loss, exact_samples
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 ddpm_step = DDPM.step
@@ -30,8 +30,8 @@ EPSILON, SAMPLE, V, V_ZERO_SNR, FLOW, EDM = CASES
 
 
 def failures(case: Case, weighting_name: str) -> set[str]:
-    (checks,) = run([case], [weighting_name])
-    return {check.name for check in checks if not check.passed}
+    checks = check(case, weighting_name).values()
+    return {each.name for each in checks if not each.passed}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -172,6 +172,13 @@ def test_the_command_prints_measured_beside_exact() -> None:
     assert lines[2].split()[:5] == ["exact", "1.0000", "0.5000", "0.3652", "0.3019"]
     assert [line.split()[0] for line in lines[3:8]] == ["uniform", "min_snr", "debiased", "p2", "edm"]
     assert lines[-1].startswith("all within 2%")
+
+
+def test_the_output_has_no_remarks_about_the_cases(caplog: pytest.LogCaptureFixture) -> None:
+    result = CliRunner().invoke(command, ["--prediction-type", "flow_prediction"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert caplog.messages == []
 
 
 def test_the_command_fails_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
