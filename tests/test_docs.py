@@ -53,7 +53,7 @@ PARTS: dict[str, list[type[Choice]]] = {
     "sampling": [Solver, Spacing, Clipping, Guidance],
     "plugins.clip": [hookdiff_clip.Rule],
     "plugins.ema": [hookdiff_ema.Warmup],
-    "plugins.lr": [hookdiff_lr.Schedule],
+    "plugins.lr": [hookdiff_lr.LRSchedule],
 }
 KINDS: dict[str, type[Choice]] = {f"{table}: {kind.kind}": kind for table, kinds in PARTS.items() for kind in kinds}
 OURS = [n for n, (entry, *_) in installed().items() if entry.dist and entry.dist.name == "hookdiff"]
