@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, and what a process that was killed has left of the others."""
+"""Selects the checkpoints of a run that are kept, and cleans up after a process that was killed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from attrs import define, field
-from attrs.validators import ge
+from attrs import define
 
 from hookdiff import UserError
 from hookdiff_checkpoint.folder import REMOVED, STEP, Found, read_checkpoint
@@ -19,19 +18,19 @@ _LEFT = re.compile(rf"\.({STEP.pattern})(\.partial|\.replaced|\{REMOVED})")
 
 @define(frozen=True)
 class Keep:
-    """The newest, every so many-th for good, and the best."""
+    """Keeps the newest checkpoints, every so many-th, and the best one."""
 
-    last: int = field(default=3, validator=ge(1))
-    every: int = field(default=0, validator=ge(0))  # 0: none
-    best: str | None = None  # the name of a logged value
-    highest: bool = False  # what is best
+    last: int
+    every: int  # 0: none
+    best: str | None  # name of a logged value
+    highest: bool  # whether the best value is the highest
 
     def choose(self, found: Sequence[Found]) -> list[Found]:
-        """Return those of `found`, newest first, that are kept."""
+        """Return the checkpoints to keep of `found`, which are sorted, newest first."""
         chosen = [
             one for at, one in enumerate(found) if at < self.last or (self.every and one.number % self.every == 0)
         ]
-        best = min(found, key=self._rank, default=None)  # of equal ones the newest
+        best = min(found, key=self._rank, default=None)  # the newest of equal ones
         if best and best not in chosen and self._rank(best) < math.inf:
             chosen.append(best)
         return chosen
@@ -42,7 +41,7 @@ class Keep:
 
 
 def settle(folder: Path) -> None:
-    """Bring to its end what a process that was killed had begun in `folder`: a save, or a removal."""
+    """Complete the saves and removals in `folder` that a killed process has begun."""
     for path in sorted(folder.iterdir()):  # .partial before .replaced
         left = _LEFT.fullmatch(path.name)
         if not left or path.is_symlink() or not path.is_dir():
@@ -65,9 +64,9 @@ def _is_whole(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; raises OSError when that cannot even be begun.
+    """Remove a checkpoint, beginning with its name, so that no partly removed checkpoint has a valid name.
 
-    It loses its name first: one that is there under its name has not been removed in part.
+    Raises OSError if it cannot be renamed.
     """
     removed = path.with_name(f".{path.name}{REMOVED}")
     shutil.rmtree(removed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A copy of the state of a run in memory, from which a thread can write while training goes on."""
+"""A copy of the state of a run in memory, which a thread can write while training goes on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hookdiff_checkpoint.folder import Parts
 
 
 def split(state: Mapping[str, Any]) -> Parts:
-    """Return the parts of a state, as the loop gives it; the tensors are the live ones, all else is copied.
+    """Return the parts of the state of a loop; the tensors are not copied, all other values are.
 
-    Raises UserError for what no file can hold.
+    Raises UserError for a value that no file can hold.
     """
     parts = {name: content for name, content in state.items() if name != "plugins"}
     parts |= {f"plugins/{name}": content for name, content in state["plugins"].items()}
@@ -32,15 +32,15 @@ def split(state: Mapping[str, Any]) -> Parts:
 
 
 def num_bytes(parts: Parts) -> int:
-    """Return how many bytes the tensors of `parts` take."""
+    """Return the size of the tensors of `parts` in bytes."""
     return sum(tensor.numel() * tensor.itemsize for tensors, _ in parts.values() for tensor in tensors.values())
 
 
 class Staging:
-    """Host memory that each snapshot uses again: page-locked where a GPU is copied from.
+    """Memory on the host that all snapshots share, page-locked for tensors of a GPU.
 
-    A GPU's copies are queued behind the step that made the values and before the next one that changes them, so it is
-    the device that waits, and not the host: `ready` is when they have arrived.
+    The copies from a GPU are queued after the step that made the values and before the next step, so the host need not
+    wait for them; `wait` does.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class Staging:
         self._events: list[torch.cuda.Event] = []
 
     def copy(self, parts: Parts) -> Parts:
-        """Copy the tensors of `parts`; what an earlier call returned is overwritten."""
+        """Return `parts` with copied tensors, which overwrite those of an earlier call."""
         before, self._buffers = self._buffers, {}
         sources, targets, result = [], [], {}
-        seen: dict[Any, Tensor] = {}  # weights that are tied are copied, and stored in memory, once
+        seen: dict[Any, Tensor] = {}  # tied weights are copied once
         for part, (tensors, values) in parts.items():
             copies = {}
             for name, tensor in tensors.items():
@@ -75,6 +75,6 @@ class Staging:
         return result
 
     def wait(self) -> None:
-        """Wait until the copies have arrived."""
+        """Wait until the copies are complete."""
         for event in self._events:
             event.synchronize()

@@ -20,52 +20,42 @@ from hookdiff_checkpoint.snapshot import Staging, num_bytes
 
 log = logging.getLogger("hookdiff")
 
-_SPARE = 1 << 20  # bytes, beside the tensors: manifest, headers, folders
+_SPARE = 1 << 20  # bytes for manifest, headers and folders
 
 
 @define(eq=False)
 class Writer:
-    """Writes the checkpoints of one run, one at a time, and removes those that `choose` does not keep."""
+    """Writes the checkpoints of one run, one at a time, and removes those that `choose` does not return."""
 
     folder: Path
-    known: dict[Path, Found]  # the run's own; the thread's while a save is under way
-    choose: Callable[[Sequence[Found]], list[Found]]  # of those that are there, newest first, who stays
+    known: dict[Path, Found]  # checkpoints of the run; used by the thread alone during a save
+    choose: Callable[[Sequence[Found]], list[Found]]  # returns the checkpoints to keep, given all, newest first
     _staging: Staging = field(factory=Staging, init=False)
     _pool: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
-    _job: Future[Path] | None = field(default=None, init=False)  # the save under way
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is a save whose `result` has not been asked for."""
-        return self._job is not None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether there is such a save, and nothing to wait for."""
-        return self._job is not None and self._job.done()
+    job: Future[Path] | None = field(default=None, init=False)  # current save, until its `result` is taken
 
     def start(self, name: str, parts: Parts, facts: Mapping[str, Any]) -> None:
         """Copy `parts` in memory, and let the thread write the copy to the folder `name`."""
-        assert self._job is None, "two saves at once"
-        self._job = self._pool.submit(self._write, self.folder / name, self._staging.copy(parts), facts)
+        assert self.job is None, "two saves at once"
+        self.job = self._pool.submit(self._write, self.folder / name, self._staging.copy(parts), facts)
 
     def result(self) -> Path:
-        """Wait for the save under way, and return where it is; raises what stopped it."""
-        assert self._job
-        job, self._job = self._job, None
+        """Wait for the current save, and return its path or raise its error."""
+        assert self.job
+        job, self.job = self.job, None
         return job.result()
 
     def last_good(self) -> str:
-        """Return in words which checkpoint a run can go on from."""
-        there = self._newest_first()
-        return f"the last good one is {there[0].path}" if there else "there is none yet"
+        """Return a sentence about the newest checkpoint from which a run can resume."""
+        found = self._newest_first()
+        return f"the last good one is {found[0].path}" if found else "there is none yet"
 
     def close(self) -> None:
-        """Wait for the thread."""
+        """Wait for the thread to end."""
         self._pool.shutdown()
 
     def _write(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> Path:
-        """On the thread."""
+        """Run on the thread."""
         self._staging.wait()
         try:
             self._write_once(path, parts, facts)
@@ -82,17 +72,17 @@ class Writer:
         self.known[path] = write_checkpoint(path, parts, facts)
 
     def prune(self) -> None:
-        """Remove what is not kept, while no save is under way."""
-        there = self._newest_first()  # who has gone by another hand must not count
-        kept = self.choose(there)
+        """Remove the checkpoints that are not kept. Not to be called during a save."""
+        found = self._newest_first()  # a checkpoint that the user has removed does not count
+        kept = self.choose(found)
         self.known = {one.path: one for one in kept}
-        for one in there:
+        for one in found:
             if one not in kept:
                 try:
                     remove(one.path)
-                except OSError as error:  # what was just written is no less good
+                except OSError as error:  # the new checkpoint is good all the same
                     log.warning("%s cannot be removed: %s", one.path, error.strerror or error)
 
     def _newest_first(self) -> list[Found]:
-        there = [one for one in self.known.values() if one.path.exists()]
-        return sorted(there, key=lambda one: (one.place, one.number), reverse=True)
+        found = [one for one in self.known.values() if one.path.exists()]
+        return sorted(found, key=lambda one: (one.place, one.number), reverse=True)
