@@ -140,7 +140,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path}: hookdiff {version} wrote it in format {written}, this one reads up to {FORMAT}; update hookdiff"
         )
     if written != FORMAT:
-        raise UserError(f"{path}: its format is {written}, expected {FORMAT}")
+        raise UserError(f"{path}: its format is {written}, this hookdiff reads {FORMAT}")
     if not stamp:
         raise UserError(f"{path}: {MANIFEST} is damaged: it has no SHA-256 of itself")
     try:

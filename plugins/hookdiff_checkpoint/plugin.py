@@ -15,11 +15,9 @@ from hookdiff import Alarms, Due, Every, Loop, Reason, StorageError, UserError, 
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff.options import about
 from hookdiff_checkpoint.folder import FOLDER, STEP, NewerFormat, find_checkpoints, read_checkpoint
-from hookdiff_checkpoint.keep import Keep, settle
-from hookdiff_checkpoint.logged import Logged
+from hookdiff_checkpoint.keep import Keep, Logged, settle
 from hookdiff_checkpoint.origin import origin
-from hookdiff_checkpoint.snapshot import split
-from hookdiff_checkpoint.writer import Writer
+from hookdiff_checkpoint.writer import Writer, split
 
 log = logging.getLogger("hookdiff")
 

@@ -29,22 +29,16 @@ class Compile:
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = field(
         default="default",
-        metadata=about(
-            '"default"; "reduce-overhead" and "max-autotune" use CUDA graphs on a GPU, "max-autotune-no-cudagraphs" '
-            'does not; the two "max-autotune" try out kernels for minutes'
-        ),
+        metadata=about('mode of torch.compile; "reduce-overhead" and "max-autotune" use CUDA graphs on a GPU'),
     )
     dynamic: bool | None = field(
         default=None,
-        metadata=about(
-            "true: compile for any batch size from the start; false: again for each size; without it, for the first "
-            "size, and at the second for any"
-        ),
+        metadata=about("true: compile for any batch size; false: for each; without it, for any at the second size"),
     )
     backend: str = field(
         default="inductor",
         validator=min_len(1),
-        metadata=about('backend of torch.compile; "eager" compiles nothing, which shows if the compiler is to blame'),
+        metadata=about('"eager" compiles nothing, to find out if the compiler fails'),
     )
 
     def __attrs_post_init__(self) -> None:

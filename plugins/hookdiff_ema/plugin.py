@@ -46,15 +46,13 @@ class EMA:
     """
 
     decay: Length = field(
-        default=None, validator=each(ge(0), lt(1)), metadata=about("decay per update; 0.999 if no length is given")
+        default=None, validator=each(ge(0), lt(1)), metadata=about("per update; 0.999 if no length is given")
     )
     half_life: Length = field(
         default=None, validator=each(gt(0), lt(math.inf)), metadata=about("half-life, in place of a decay", "updates")
     )
     std: Length = field(
-        default=None,
-        validator=each(gt(0), le(MAX_STD)),
-        metadata=about("width of a power function, over the training time; at most 0.2886"),
+        default=None, validator=each(gt(0), le(MAX_STD)), metadata=about("width over the training time, at most 0.2886")
     )
     warmup: Warmup = field(
         default=Ratio(), converter=to_warmup, metadata=about("how `decay` or `half_life` rises; `std` needs no warm-up")
@@ -63,12 +61,10 @@ class EMA:
         default="model", metadata=about('"model": on the device of the model; "cpu": saves memory of the GPU')
     )
     max_distance: float = field(
-        default=0.5, validator=gt(0), metadata=about("largest distance of an average, over the norm of the weights, without a warning")
+        default=0.5, validator=gt(0), metadata=about("relative distance from the weights at which to warn")
     )
     snapshot_every: Every = field(
-        default=Every(0),
-        converter=parse_every,
-        metadata=about("how often, and when the run is done, each `std` is written to `RUN/ema`; 0: never"),
+        default=Every(0), converter=parse_every, metadata=about("how often to write each `std` to `RUN/ema`; 0: never")
     )
     snapshot_dtype: Literal["float32", "float16"] = field(
         default="float32", metadata=about('"float32", or "float16": half the size, relative error 2e-4')
@@ -83,6 +79,7 @@ class EMA:
     _taken: list[Tensor] = field(init=False)  # values of the weights, with the device and dtype of the averages
     _pending: bool = field(default=False, init=False)  # weights were fetched that are in no average yet
     _due: Due = field(init=False)
+    _folder: Path = field(init=False)  # of the snapshots
     _snapped: int | None = field(default=None, init=False)  # step of the newest snapshot
     _cleared: bool = field(default=False, init=False)  # snapshots of undone steps have been removed
     _alarms: Alarms = field(factory=Alarms, init=False)
@@ -102,6 +99,7 @@ class EMA:
     def on_start(self, loop: Loop) -> None:
         if self.snapshot_every.amount and loop.run_dir is None:
             raise UserError("plugins.ema.snapshot_every needs a place for files: Loop(..., run_dir=Path('runs/mine'))")
+        self._folder = (loop.run_dir or Path()) / FOLDER
         self._weights = Weights(loop.model, torch.device("cpu") if self.device == "cpu" else None)
         self._taken = list(self._weights.tensors.values())
         self._due = Due(self.snapshot_every)
@@ -172,7 +170,7 @@ class EMA:
     @hookimpl(trylast=True, specname="after_optimizer_step")
     def snapshot_after_step(self, loop: Loop) -> None:
         if self.snapshot_every.amount and loop.is_main and not self._cleared:
-            remove_later(self._folder(loop), loop.progress.step)
+            remove_later(self._folder, loop.progress.step)
             self._cleared = True
         if self._due.after_step(loop.progress.step):
             self._snapshot(loop)
@@ -195,17 +193,13 @@ class EMA:
         self._snapped = step
         for average in self._averages:
             if average.std is not None:
-                path = self._folder(loop) / f"step-{step:08d}-std={average.std}.safetensors"
+                path = self._folder / f"step-{step:08d}-std={average.std}.safetensors"
                 snapshot = Snapshot(path, average.std, step, start, self.snapshot_dtype)
                 values = self._weights.in_model_keys(average.shadow)
                 try:
                     write_snapshot(snapshot, values, self._weights.names.keys())
                 except OSError as error:
                     log.warning("ema: %s cannot be written: %s", path, error.strerror or error)
-
-    def _folder(self, loop: Loop) -> Path:
-        assert loop.run_dir is not None
-        return loop.run_dir / FOLDER
 
     def state_dict(self) -> dict[str, Any]:
         """Return the first average under the keys of the model, the others, and the number of updates."""

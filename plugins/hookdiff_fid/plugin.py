@@ -44,17 +44,10 @@ class FID:
 
     every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; 0: only at the end"))
     num_samples: int = field(default=1000, validator=ge(2), metadata=about("images generated for a measurement"))
-    features: str = field(
-        default="digits",
-        validator=in_(tuple(FEATURES)),
-        metadata=about('network that computes the features: "digits", for images 1 x 8 x 8'),
-    )
+    features: str = field(default="digits", validator=in_(tuple(FEATURES)), metadata=about("network of the features"))
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
     weights: str | None = field(
-        default=None,
-        metadata=about(
-            'weights to sample with: "model", or an average by its name; without it an average if there is one'
-        ),
+        default=None, metadata=about('"model", or an average by its name; without it an average if there is one')
     )
     batch_size: int = field(default=256, validator=ge(1), metadata=about("images generated and measured at a time"))
     net: FeatureNet = field(init=False)

@@ -31,12 +31,10 @@ class Memory:
     empty_cache_every: Every = field(
         default=Every(0),
         converter=parse_every,
-        metadata=about("how often to free reference cycles and the unused memory that a GPU's allocator keeps"),
+        metadata=about("how often to free reference cycles and unused GPU memory"),
     )
     warn_above: float = field(
-        default=0.95,
-        validator=[gt(0), le(1)],
-        metadata=about("warn once when the peak exceeds this share of the device's memory"),
+        default=0.95, validator=[gt(0), le(1)], metadata=about("share of the memory at which to warn")
     )
     _due: Due = field(init=False)
     _alarms: Alarms = field(factory=Alarms, init=False)

@@ -29,20 +29,13 @@ class SampleGrid:
     num: int = field(default=64, validator=ge(1), metadata=about("number of images"))
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
     columns: int | None = field(
-        default=None,
-        validator=optional(ge(1)),
-        metadata=about("images in a row of the grid; without it the grid is nearly square"),
+        default=None, validator=optional(ge(1)), metadata=about("images in a row; without it a nearly square grid")
     )
     scale: int | None = field(
-        default=None,
-        validator=optional(ge(1)),
-        metadata=about("factor by which an image is enlarged; without it images become about 64 pixels wide"),
+        default=None, validator=optional(ge(1)), metadata=about("enlargement; without it to about 64 pixels")
     )
     weights: str | None = field(
-        default=None,
-        metadata=about(
-            'weights to sample with: "model", or an average by its name; without it an average if there is one'
-        ),
+        default=None, metadata=about('"model", or an average by its name; without it an average if there is one')
     )
     _due: Due = field(init=False)
     _made_at: int | None = field(init=False, default=None)  # step of the last grid

@@ -307,7 +307,7 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, write_config, tmp_p
         (["run", "--std", "0.4"], "--std 0.4: expected a width above 0 and at most 0.2887"),
         (["run", "--std", "0.28"], "std 0.28 is outside of the range of the snapshots at step 8: "),
         (["run", "--std", "0.1", "--step", "9"], "step 9 is outside of the range of the snapshots: 1 to 8"),
-        (["again", "--std", "0.1"], "again has no snapshots to make an average of; a run writes them with"),
+        (["again", "--std", "0.1"], "again has no snapshots; a run writes them with"),
         (["nowhere", "--std", "0.1"], "nowhere: no such directory"),
         (["run/config.toml", "--std", "0.1"], "run/config.toml: expected a run directory, got a file"),
         (["run", "--std", "0.1", "--out", "small.toml/x"], "small.toml/x: cannot be written: "),
