@@ -31,7 +31,7 @@ class Aim(Sink):
     needs: ClassVar[Mapping[str, str]] = {"aim": "hookdiff[aim]"}
 
     repo: str | None = field(
-        default=None, metadata=about("folder, or aim://HOST:PORT; without it the folder of the run directory")
+        default=None, metadata=about("repository, a folder or aim://HOST:PORT; without it beside the run directory")
     )
     experiment: str | None = field(default=None, metadata=about('experiment in Aim; without it "default"'))
     name: str | None = field(default=None, metadata=about("name of the run in Aim; without it the run directory's"))

@@ -17,28 +17,20 @@ from hookdiff_checkpoint.folder import REMOVED, STEP, Found, read_checkpoint
 _LEFT = re.compile(rf"\.({STEP.pattern})(\.partial|\.replaced|\{REMOVED})")
 
 
-@define(frozen=True)
-class Keep:
-    """Keeps the newest checkpoints, every so many-th, and the best one."""
+def choose(found: Sequence[Found], last: int, every: int, best: str | None, highest: bool) -> list[Found]:
+    """Return the checkpoints to keep of `found`, which are sorted, newest first.
 
-    last: int
-    every: int  # 0: none
-    best: str | None  # name of a logged value
-    highest: bool  # whether the best value is the highest
+    These are the `last` newest, one of `every` saves (0: none), and the one with the best value named `best`, which is
+    the lowest unless `highest`.
+    """
 
-    def choose(self, found: Sequence[Found]) -> list[Found]:
-        """Return the checkpoints to keep of `found`, which are sorted, newest first."""
-        chosen = [
-            one for at, one in enumerate(found) if at < self.last or (self.every and one.number % self.every == 0)
-        ]
-        best = min(found, key=self._rank, default=None)  # the newest of equal ones
-        if best and best not in chosen and self._rank(best) < math.inf:
-            chosen.append(best)
-        return chosen
+    def rank(one: Found) -> float:
+        value = one.metrics.get(best or "")
+        return math.inf if value is None else -value if highest else value
 
-    def _rank(self, one: Found) -> float:
-        value = one.metrics.get(self.best or "")
-        return math.inf if value is None else -value if self.highest else value
+    chosen = [one for at, one in enumerate(found) if at < last or (every and one.number % every == 0)]
+    first = min(found, key=rank, default=None)  # the newest of equal ones
+    return [*chosen, first] if first and first not in chosen and rank(first) < math.inf else chosen
 
 
 @define(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +14,8 @@ from attrs.validators import ge
 from hookdiff import Alarms, Due, Every, Loop, Reason, StorageError, UserError, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff.options import about
-from hookdiff_checkpoint.folder import FOLDER, STEP, NewerFormat, find_checkpoints, read_checkpoint
-from hookdiff_checkpoint.keep import Keep, Logged, settle
+from hookdiff_checkpoint.folder import FOLDER, STEP, Found, NewerFormat, find_checkpoints, read_checkpoint
+from hookdiff_checkpoint.keep import Logged, choose, settle
 from hookdiff_checkpoint.origin import origin
 from hookdiff_checkpoint.writer import Writer, split
 
@@ -38,11 +38,9 @@ class Checkpoint:
         default=Every(1000), converter=parse_every, metadata=about("how often; the end of a run is always saved")
     )
     keep_last: int = field(default=3, validator=ge(1), metadata=about("number of newest checkpoints to keep"))
-    keep_every: int = field(
-        default=0, validator=ge(0), metadata=about("of this many saves, one is kept forever; 0: none")
-    )
+    keep_every: int = field(default=0, validator=ge(0), metadata=about("keep one of this many saves forever; 0: none"))
     keep_best: str | None = field(
-        default=None, metadata=about('keep the checkpoint with the best value of this name, such as "fd/digits"')
+        default=None, metadata=about('keep the checkpoint with the best logged value of this name, such as "fd/digits"')
     )
     best: Literal["lowest", "highest"] = field(default="lowest", metadata=about('best value: "lowest" or "highest"'))
     disk_full: Literal["continue", "stop"] = field(
@@ -166,10 +164,12 @@ class Checkpoint:
             own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
             known = {one.path: one for one in own if one.path.resolve() not in self._passed_over}
             self._logged.is_found = any(self.keep_best in one.metrics for one in found)
-            keep = Keep(self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
-            self._origin, self._writer = origin(loop), Writer(folder, known, keep.choose)
+            self._origin, self._writer = origin(loop), Writer(folder, known, self._kept)
             loop.resources.callback(self._writer.close)
         self._is_open = True
+
+    def _kept(self, found: Sequence[Found]) -> list[Found]:
+        return choose(found, self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
 
     def _save(self, loop: Loop) -> None:
         """Wait for the current save, copy the state, and let the thread write it."""

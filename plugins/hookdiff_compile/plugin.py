@@ -33,12 +33,10 @@ class Compile:
     )
     dynamic: bool | None = field(
         default=None,
-        metadata=about("true: compile for any batch size; false: for each; without it, for any at the second size"),
+        metadata=about("true: compile for any batch size; false: for each size; without it, for any at the second"),
     )
     backend: str = field(
-        default="inductor",
-        validator=min_len(1),
-        metadata=about('"eager" compiles nothing, to find out if the compiler fails'),
+        default="inductor", validator=min_len(1), metadata=about('of torch.compile; "eager" compiles nothing')
     )
 
     def __attrs_post_init__(self) -> None:

@@ -46,7 +46,7 @@ class EMA:
     """
 
     decay: Length = field(
-        default=None, validator=each(ge(0), lt(1)), metadata=about("per update; 0.999 if no length is given")
+        default=None, validator=each(ge(0), lt(1)), metadata=about("decay per update; 0.999 if no length is given")
     )
     half_life: Length = field(
         default=None, validator=each(gt(0), lt(math.inf)), metadata=about("half-life, in place of a decay", "updates")
@@ -92,8 +92,7 @@ class EMA:
     @property
     def shadow(self) -> dict[str, Tensor]:
         """The first average, by parameter name."""
-        self._settle()
-        return self._averages[0].shadow
+        return self._settled(self._averages[0])
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from functools import reduce
-from typing import Protocol
 
 import torch
 from attrs import define, field
@@ -15,21 +13,13 @@ from torch import Tensor
 
 from hookdiff import Due, Every, Loop, Reason, SampleRequest, UserError, hookimpl, parse_every
 from hookdiff.options import about
-from hookdiff_fid.digits import load_digits_net
+from hookdiff_fid.digits import DigitsNet, load_digits_net
 from hookdiff_fid.frechet import Moments, frechet_distance
 
 logger = logging.getLogger("hookdiff")
 
 
-class FeatureNet(Protocol):
-    """Computes features n d, float32, of images n c h w, float32 in [-1, 1] on the CPU."""
-
-    shape: tuple[int, ...]  # c h w of the images
-
-    def __call__(self, images: Tensor, /) -> Tensor: ...
-
-
-FEATURES: dict[str, Callable[[], FeatureNet]] = {"digits": load_digits_net}  # networks in eval mode
+FEATURES = {"digits": load_digits_net}  # functions that return a network in eval mode
 
 
 @define(eq=False)
@@ -44,13 +34,13 @@ class FID:
 
     every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; 0: only at the end"))
     num_samples: int = field(default=1000, validator=ge(2), metadata=about("images generated for a measurement"))
-    features: str = field(default="digits", validator=in_(tuple(FEATURES)), metadata=about("network of the features"))
+    features: str = field(default="digits", validator=in_(tuple(FEATURES)), metadata=about("network for the features"))
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
     weights: str | None = field(
-        default=None, metadata=about('"model", or an average by its name; without it an average if there is one')
+        default=None, metadata=about('"model" or the name of an average to sample with; without it an average if any')
     )
     batch_size: int = field(default=256, validator=ge(1), metadata=about("images generated and measured at a time"))
-    net: FeatureNet = field(init=False)
+    net: DigitsNet = field(init=False)
     reference: Moments = field(init=False)  # of the training data
     due: Due = field(init=False)
     last: int | None = field(init=False, default=None)  # last measured step
@@ -112,4 +102,5 @@ class FID:
             raise ValueError(f"fid: {bad} of {len(images)} {source} are not finite")
         # On the CPU, so that the same images give the same number on every machine: by default a GPU rounds the
         # inputs of convolutions to TF32.
-        return self.net(images.float().clamp(-1, 1).cpu())
+        features: Tensor = self.net(images.float().clamp(-1, 1).cpu())
+        return features

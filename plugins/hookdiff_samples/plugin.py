@@ -32,10 +32,10 @@ class SampleGrid:
         default=None, validator=optional(ge(1)), metadata=about("images in a row; without it a nearly square grid")
     )
     scale: int | None = field(
-        default=None, validator=optional(ge(1)), metadata=about("enlargement; without it to about 64 pixels")
+        default=None, validator=optional(ge(1)), metadata=about("factor of enlargement; without it, to about 64 pixels")
     )
     weights: str | None = field(
-        default=None, metadata=about('"model", or an average by its name; without it an average if there is one')
+        default=None, metadata=about('"model" or the name of an average to sample with; without it an average if any')
     )
     _due: Due = field(init=False)
     _made_at: int | None = field(init=False, default=None)  # step of the last grid
