@@ -1,4 +1,4 @@
-"""The loop in a script of your own, in both styles: `run()`, and pulling step by step.
+"""Train in a script of your own, in two ways: with `run()`, and step by step.
 
 python examples/embed.py [--steps 400] [--out runs/embed]
 """
@@ -18,7 +18,7 @@ from hookdiff_ema import EMA
 
 
 def make_loop(steps: int, run_dir: Path) -> Loop:
-    torch.manual_seed(0)  # the first weights; the loop seeds everything else itself
+    torch.manual_seed(0)  # for the initial weights; the loop seeds everything else
     return Loop(
         UNet(in_channels=1, image_size=8, channels=32, num_res_blocks=1),
         lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
@@ -32,14 +32,14 @@ def make_loop(steps: int, run_dir: Path) -> Loop:
 
 
 def push(steps: int, out: Path) -> None:
-    """Let the loop run to its end."""
+    """Train to the end."""
     loop = make_loop(steps, out / "push")
     reason = loop.run()
     print(f"push: {reason} after {loop.progress.step} steps")
 
 
 def pull(steps: int, out: Path) -> None:
-    """Take the steps one by one: look at each, log, stop when it is good enough, sample with the average."""
+    """Train step by step: log the smoothed loss, stop once it is low enough, and sample with the average."""
     loop = make_loop(steps, out / "pull")
     smooth = 1.0
     with loop:

@@ -7,10 +7,10 @@ script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"`
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from operator import attrgetter
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from hookdiff.errors import PluginError, nearest
 
@@ -44,6 +44,19 @@ class Choice:
     def use(self) -> str:
         """The name of this choice in a config."""
         return name_of(type(self))
+
+
+class chosen(Generic[Chosen]):
+    """The converter of a field that takes a choice or its name: `field(converter=chosen[Weighting])`."""
+
+    if TYPE_CHECKING:  # mypy takes only functions and classes as converters, and no method such as `Weighting.of`
+
+        def __init__(self, value: Chosen | str) -> None: ...
+
+    else:
+
+        def __class_getitem__(cls, kind: type[Choice]) -> Callable[[Any], Choice]:
+            return kind.of
 
 
 def find(kind: type[Chosen], use: object) -> type[Chosen]:

@@ -19,7 +19,7 @@ from hookdiff.errors import HookError
 
 Arguments = Mapping[str, Any]
 Bound = Callable[[Arguments], Any]
-Watch = Callable[[str, str], AbstractContextManager[object]]  # of a plugin's name and a hook's
+Watch = Callable[[str, str], AbstractContextManager[object]]  # takes the names of a plugin and of a hook
 
 
 def in_order(impls: Sequence[HookImpl], rank: Mapping[str, int]) -> list[HookImpl]:
@@ -37,8 +37,8 @@ def compile_hook(
 ) -> Callable[..., Any]:
     """Return the function that calls the ordered `impls` of hook `name` with keyword arguments.
 
-    A seam that ends in None raises HookError: otherwise nobody would notice a wrapper that forgets to return the result
-    of its `yield`. Each implementation runs inside of `watch(plugin, name)`, if that is given.
+    A seam that ends in None raises HookError: otherwise a wrapper that forgets to return the result of its `yield`
+    would go unnoticed. Each implementation runs inside of `watch(plugin, name)`, if that is given.
     """
     bound = [(impl, _bind(impl) if watch is None else _watched(impl, name, watch)) for impl in impls]
     wrappers = [call for impl, call in bound if impl.wrapper]

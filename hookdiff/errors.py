@@ -1,4 +1,4 @@
-"""The errors that are the user's to mend: one clear message, exit code 2, no traceback."""
+"""Errors that a user can mend: one clear message, exit code 2, no traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something the user gave is wrong; the message names the place and the way out."""
+    """A mistake in the input; the message names the place and the way out."""
 
 
 class ConfigError(UserError):
@@ -25,7 +25,7 @@ class NoCheckpoint(UserError):
 
 
 class StorageError(UserError):
-    """The disk failed; the exit code is 1, since the user's input was right."""
+    """The disk failed; the exit code is 1, since the input was right."""
 
 
 class HookError(RuntimeError):
@@ -39,7 +39,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def why_missing(path: Path) -> str:
-    """Return the reason why `path` does not exist: the first name of it that is missing, and the nearest one there."""
+    """Return why `path` does not exist: the first part that is missing, and the nearest name in that folder."""
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     missing = path.absolute().relative_to(parent).parts[0]
     return f"{parent} has no {missing!r}{nearest(missing, os.listdir(parent))}"

@@ -1,4 +1,4 @@
-"""Findings about a training: one form for them, one wording for what several plugins find, each reported once."""
+"""Findings about a training: one form, one wording for the findings that several plugins share, and alarms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("hookdiff")
 
 @define(frozen=True)
 class Finding:
-    """One thing that was found about a training. Its text has the lines `what`, `why` and "try `remedy`"."""
+    """Something unusual about a training. Its text has the lines `what`, `why` and "try `remedy`"."""
 
     severity: Severity  # ok: as usual; info: news; warning: unusual, and may be meant; error: training cannot succeed
     what: str  # one line
@@ -30,7 +30,7 @@ class Finding:
         return "\n  ".join(line for line in lines if line)
 
 
-Rule = tuple[object, Finding]  # a condition, and what is found where it is true
+Rule = tuple[object, Finding]  # a condition, and the finding if it is true
 
 
 def error(holds: object, what: str, remedy: str = "", why: str = "") -> Rule:
@@ -44,23 +44,23 @@ def warning(holds: object, what: str, remedy: str = "", why: str = "") -> Rule:
 
 
 def judge(numbers: str, *rules: Rule) -> Finding:
-    """Return the finding of the first rule whose condition is true, and "ok" if there is none.
+    """Return the finding of the first rule with a true condition, or else "ok".
 
-    The measured `numbers` are the reason for a finding that gives no other, and what is "ok".
+    The measured `numbers` are the text of "ok", and the reason of a finding without one.
     """
     finding = next((finding for holds, finding in rules if holds), Finding("ok", numbers))
     return finding if finding.why or finding.severity == "ok" else evolve(finding, why=numbers)
 
 
 def report(step: int, finding: Finding | None) -> None:
-    """Log `finding`, if there is one, on the main rank: an error as a warning too, because the run goes on."""
+    """Log `finding`, if any, on the main rank; an error is logged as a warning, because the run goes on."""
     if finding and rank() == 0:
         log.log(logging.INFO if finding.severity == "info" else logging.WARNING, "step %d: %s", step, finding)
 
 
 @define(eq=False)
 class Alarms:
-    """Remembers which findings were reported, by a key of the plugin's choice, so that each is reported once.
+    """Remembers the findings that were reported, by keys that the plugin chooses, so that each is reported once.
 
     A finding is news when it appears, when its severity changes, and when it comes back after it was over.
     """
@@ -73,7 +73,7 @@ class Alarms:
     def check(
         self, step: int, key: str, finding: Finding | None, *, over: bool | None = None, quiet: float = math.inf
     ) -> None:
-        """Report what holds at `step`, if it is news."""
+        """Report the finding of `step`, if it is news; see `news`."""
         report(step, self.news(step, key, finding, over=over, quiet=quiet))
 
     def news(
@@ -87,12 +87,12 @@ class Alarms:
         size: float = 0.0,
         growth: float = math.inf,
     ) -> Finding | None:
-        """Return what holds at `step` if it is news, for the caller to report. None and "ok" mean that nothing holds.
+        """Return the finding of `step` if it is news, else None. None and "ok" are no finding.
 
-        over: whether an earlier finding is over. By default it is when nothing holds; a plugin that wants a distance
-            between the two (hysteresis) decides for itself.
-        quiet: a finding is also over when it has not held for more than this many steps.
-        size, growth: a finding is also news when its size is `growth` times the size that was reported.
+        over: whether an earlier finding is over. By default it is over when there is no finding; a plugin with
+            hysteresis decides for itself.
+        quiet: an earlier finding is also over after more than this many steps without it.
+        size, growth: a finding is also news when its size is `growth` times the reported size.
         """
         holds = finding is not None and finding.severity != "ok"
         if over or (over is None and not holds):
@@ -105,7 +105,7 @@ class Alarms:
         return finding if is_news else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return severity, last step and size of the findings that are not over, by key."""
+        """Return severity, last step and size of the present findings, by key."""
         return {key: list(alarm) for key, alarm in self._raised.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -113,27 +113,27 @@ class Alarms:
         self._raised = {key: (severity, step, size) for key, (severity, step, size) in state.items()}
 
 
-# What several plugins find.
+# Findings that several plugins share.
 
 _GENTLER = "a longer warm-up (plugins.lr.warmup), or the plugin clip"
 LOWER_RATE = f"a tenth of the learning rate, {_GENTLER}"
 
 
 def rate_too_high(why: str, rate: float | None = None, severity: Severity = "warning") -> Finding:
-    """Return that the learning rate is too high; a warning says "probably". `rate` is the rate that was too high."""
+    """Return the finding that the learning rate, `rate`, is too high; as a warning it says "probably"."""
     remedy = f"optimizer.lr = {rate / 10:.1g}, then {rate / 100:.1g}, {_GENTLER}" if rate else LOWER_RATE
     what = "learning rate too high" if severity == "error" else "learning rate probably too high"
     return Finding(severity, what, why, remedy)
 
 
 def not_finite(subject: str, share: float, remedy: str, where: Sequence[str] = ()) -> Finding:
-    """Return that a `share` (0 to 1) of the values of `subject` is NaN or infinite, in the samples `where`."""
+    """Return the finding that a `share` (0 to 1) of the values of `subject` is NaN or infinite, in samples `where`."""
     why = f"{percent(share)} of the values are NaN or infinite" + (f", in {listed(where, 4)}" if where else "")
     return Finding("error", f"{subject} not finite", why, remedy)
 
 
 def dead_layers(why: str, severity: Severity = "warning") -> Finding:
-    """Return that layers get no gradient; `why` names them."""
+    """Return the finding that layers get no gradient; `why` names them."""
     return Finding(
         severity,
         "dead layers: their gradient is exactly zero, so they never learn",
@@ -144,7 +144,7 @@ def dead_layers(why: str, severity: Severity = "warning") -> Finding:
 
 
 def little_learned(where: str, why: str) -> Finding:
-    """Return that a network has learned little at the noise levels `where`."""
+    """Return the finding that a network has learned little at the noise levels `where`."""
     return Finding(
         "warning",
         f"the network has learned little at {where}",
@@ -155,7 +155,7 @@ def little_learned(where: str, why: str) -> Finding:
 
 
 def memory_short(used: float, available: float, why: str = "") -> Finding:
-    """Return that `used` of the `available` bytes are needed at one time."""
+    """Return the finding that `used` of the `available` bytes are in use at the peak."""
     what = f"memory nearly full: {used / 2**20:.0f} of {available / 2**20:.0f} MiB"
     return Finding("warning", what, why, "a smaller run.micro_batch, model.gradient_checkpointing, or the plugin amp")
 

@@ -61,7 +61,7 @@ class Gradients:
 
     @property
     def norms(self) -> Tensor:
-        """L2 norm of each of `tensors`: (tensors,), `dtype`, on the device."""
+        """L2 norms of `tensors`, as a tensor of one dimension on the device."""
         if self._norms is None:
             # Listed once: asking hundreds of parameters for their gradients takes as long as a small kernel.
             self._measured = self.tensors()
@@ -77,7 +77,7 @@ class Gradients:
 
     @property
     def loss(self) -> float:
-        """The step's loss, on the host; it stays known when the norms are forgotten."""
+        """The loss of the step, on the host; `clear` keeps it."""
         return self._look()[0] if self._host_loss is None else self._host_loss
 
     @property
@@ -100,8 +100,9 @@ class Gradients:
     def nonfinite(self) -> list[str]:
         """Return the names of the gradients that hold a NaN or an infinity.
 
-        An infinite norm does not prove one: a finite 1e25 overflows float32 when it is squared. Without any, the norms
-        are computed again in float64, so that the total is right. Costs a pass over all gradients and a transfer.
+        An infinite norm alone does not prove it: the square of a finite 1e25 overflows float32. If all gradients are
+        finite, the norms are computed again in float64, so that the total is right. Costs a pass over all gradients
+        and a transfer.
         """
         named = self.named()
         if not named:

@@ -1,8 +1,8 @@
 """The whole contract between the loop and its plugins: every hook is a method of `Hooks`.
 
 A *moment* calls every plugin. A *seam* (`firstresult=True`) calls plugins until one returns something other than None;
-the last is the default in `defaults.py`. A plugin replaces a seam, or surrounds it with `wrapper=True`. A plugin's
-method takes only those of the hook's arguments that it uses.
+the default in `defaults.py` is called last. A plugin replaces a seam, or surrounds it with `wrapper=True`. The method
+of a plugin takes only the arguments that it uses.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class Hooks(Protocol):
     def wrap_net(self, loop: Loop, net: nn.Module) -> nn.Module:
         """Seam: once, after `prepare_model`. Return the module that training calls, which holds `net` or is `net`.
 
-        `loop.model` stays bare: state, averages and samples are taken from it. May change: nothing.
+        `loop.model` stays the bare network: state, averages and samples are taken from it. May change: nothing.
         """
 
     @hookspec(firstresult=True)
     def restore(self, loop: Loop) -> Mapping[str, Any]:
         """Seam: once, with the optimizers made and before `on_start`; also when on_nan decides on a rollback.
 
-        Return a state as `loop.state_dict()` makes it, or an empty one to start fresh. The loop loads it: weights and
+        Return a state that `loop.state_dict()` made, or an empty one to start fresh. The loop loads it: weights and
         optimizers at once, plugins right after `on_start`. May change: nothing.
         """
 
     @hookspec
     def on_start(self, loop: Loop) -> None:
-        """Moment: once, when weights and optimizers are loaded, and before the states of plugins are.
+        """Moment: once, after weights and optimizers are loaded, and before the states of plugins are.
 
         May change: own state; `loop.resources` takes clean-up.
         """
@@ -99,7 +99,7 @@ class Hooks(Protocol):
     def on_nan(self, loop: Loop, report: NonFinite) -> Verdict | None:
         """Moment: the loss or a gradient is not finite, and no weight has moved yet.
 
-        The strongest verdict of "stop" > "rollback" > "skip" wins; without any it is "stop".
+        The strongest verdict wins: "stop" > "rollback" > "skip". Without a verdict the run stops.
         May change: own state; `report.notes`, text by title, which is logged with the report.
         """
 
@@ -130,14 +130,14 @@ class Hooks(Protocol):
     def on_epoch_end(self, loop: Loop) -> None:
         """Moment: the data is exhausted and `loop.progress.epoch` has counted the epoch.
 
-        Never because the last step of the run was reached. May change: own state, files.
+        It does not fire when the run ends within an epoch. May change: own state, files.
         """
 
     @hookspec
     def between_steps(self, loop: Loop) -> None:
-        """Moment: after each batch, whatever became of it, and after each `on_epoch_end`.
+        """Moment: after each batch, also a void or skipped one, and after each `on_epoch_end`.
 
-        No step is under way, and the core has just flushed the log: the whole run can be saved here.
+        No step is under way, and the log has just been flushed: the whole run can be saved here.
         May change: files; no state.
         """
 
@@ -145,8 +145,8 @@ class Hooks(Protocol):
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         """Seam: a plugin or a script asks for images. Return them with the name of the weights that made them.
 
-        A request for 0 images only checks that the request can be met: plugins that will ask for images do so in
-        `on_start`. `with loop.weights(request.weights) as name` lends the weights. May change: nothing that lasts.
+        `with loop.weights(request.weights) as name` lends the weights. A plugin that will ask for images makes a
+        request for 0 images in `on_start`, which checks that it can be met. May change: nothing that lasts.
         """
 
     @hookspec
@@ -154,7 +154,7 @@ class Hooks(Protocol):
         """Moment: `Loop.weights` looks for weights by name.
 
         Return a function for each average that this plugin holds, by the name of the average; the function returns
-        tensors by parameter name. Where no name is asked for, the first one is used. May change: nothing.
+        tensors by parameter name. A request without a name gets the first. May change: nothing.
         """
 
     @hookspec
@@ -175,7 +175,7 @@ class Hooks(Protocol):
     def on_checkpoint(self, loop: Loop, path: Path) -> None:
         """Moment: the checkpoint at `path` is complete on disk.
 
-        It is written in the background, so `loop` may be steps further by now. May change: nothing.
+        Checkpoints are written in the background, so `loop` may be steps further by now. May change: nothing.
         """
 
     @hookspec

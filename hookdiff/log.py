@@ -1,4 +1,4 @@
-"""The log of a run: takes values without making the device wait, and sends them to the sinks as numbers."""
+"""The log of a run: collects values without waiting for the device, and sends them to the sinks as numbers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Log:
         self._every = every
         self._call = call
         self._records: dict[int, dict[str, Value | Mean]] = {}
-        self._window: dict[str, list[Value]] = {}  # since the last look at the device
-        self._sums: dict[str, tuple[float, int]] = {}  # sum and count from before it
-        self._closed = 0  # the step of the last means; a void step after it is not due again
+        self._window: dict[str, list[Value]] = {}  # values of `average` that may still be on the device
+        self._sums: dict[str, tuple[float, int]] = {}  # sum and count of those before
+        self._closed = 0  # the step of the last means, which a void step after it must not log again
         self.details: set[str] = set()  # names of the values that lines for people leave out
 
     @property
@@ -55,8 +55,8 @@ class Log:
     def __call__(self, values: Mapping[str, Value | Mean], *, detail: bool = False) -> None:
         """Log `values`, numbers or scalar tensors, of the step under way.
 
-        A pair (sum, count) is logged as their ratio, and not at all where the count is 0: only the device knows the
-        count. A `detail` goes to metrics.jsonl and the other sinks, but not into lines for people.
+        A pair (sum, count) is logged as their ratio, and left out if the count is 0. A `detail` goes to metrics.jsonl
+        and the other sinks, but not into lines for people.
         """
         if detail:
             self.details.update(values)
@@ -73,7 +73,7 @@ class Log:
         self._call("on_images", step=self._progress.step, images=ready)
 
     def flush(self) -> None:
-        """Send what has been logged to the sinks."""
+        """Send the logged values to the sinks."""
         if self.due and self._closed != self._progress.step and (self._window or self._sums):
             self._close_window()
         records, self._records = self._records, {}

@@ -29,15 +29,15 @@ from hookdiff.weights import choose_weights, holding
 
 
 class Loop(ReadOnly):
-    """Trains `model` on `data` until the config, a plugin or the script says stop.
+    """Trains `model` on `data` until the config, a plugin or the script ends the run.
 
-    model: weights, averages and samples are always taken from it, bare; `net` is what training calls.
-    optimizers: one, several, or a function from the prepared model to them.
-    objective: draws a step's randomness and scores its slices; a function (net, batch) -> loss will do.
+    model: the bare network: state, averages and samples are taken from it. Training calls `net`, which may wrap it.
+    optimizers: one, several, or a function that makes them from the prepared model.
+    objective: draws the randomness of a step and returns the loss; a function (net, batch) -> loss will do.
     data: a tensor n c h w, an `InMemory` set, anything with a length and `[i]`, or a `Feed` of one of them.
-    plugins: by name, called in this order. `fresh` names those that start anew when a state is restored.
+    plugins: by name, called in this order. `fresh` names the plugins that start anew when a state is restored.
     hparams: the whole config as plain values, for plugins that record it.
-    resume: go on with the run in `run_dir`, if it has a checkpoint; or with that of a directory, or one checkpoint.
+    resume: True goes on with the run in `run_dir`, if it has a checkpoint; a path, with the run or checkpoint there.
     Attributes are read-only: `using`, `weights` and `set_micro_batch` change them.
     """
 
@@ -59,7 +59,7 @@ class Loop(ReadOnly):
         config = config or LoopConfig()
         self.model: Final = model
         self.net: Final = model
-        self.weights_name: Final[str] = "model"  # of the weights that the model holds: its own, or an average
+        self.weights_name: Final[str] = "model"  # "model", or the name of the average that the model holds for a while
         self._make_optimizers: Final = optimizers if callable(optimizers) else lambda _: optimizers
         self.optimizers: Final[tuple[Optimizer, ...]] = ()
         self.gradients: Final = Gradients(model, ())
@@ -70,12 +70,12 @@ class Loop(ReadOnly):
         self.run_dir: Final = Path(run_dir) if run_dir else None
         self.resume: Final = self.run_dir if resume is True else Path(resume) if resume else None
         self.is_branch: Final = bool(self.resume and run_dir and self.resume.resolve() != Path(run_dir).resolve())
-        self._must_resume: Final = not isinstance(resume, bool)  # a place that is named has to have a checkpoint
+        self._must_resume: Final = not isinstance(resume, bool)  # a path must have a checkpoint
         self._fresh: Final = tuple(fresh)
         self.plugins: Final = Plugins(plugins or {})
         self.hook: Final = self.plugins.hook
         self.progress: Final = Progress()
-        self.first_step: Final = 0  # updates that the run had made when this process took it up
+        self.first_step: Final = 0  # updates made before this process began
         self.start_time: Final = time.monotonic()  # of this process
         self.reason: Final[Reason | None] = None  # why the run is over
         self.log: Final = Log(self.progress, config.log_every, partial(self.plugins.call, loop=self))
@@ -107,9 +107,9 @@ class Loop(ReadOnly):
 
     @contextmanager
     def weights(self, name: str | None) -> Iterator[str]:
-        """Let the model hold the weights called `name` during the `with`, which gives their name.
+        """Let the model hold the weights called `name` during the `with`; `as` is their name.
 
-        None is the first average that a plugin offers, or else the model's own. Raises UnknownWeights.
+        None asks for the first average that a plugin offers, or else for the model's own. Raises UnknownWeights.
         """
         offers: Any = self.hook.offer_weights(loop=self) if self.weights_name == "model" else ()
         chosen, values = choose_weights(name, self.weights_name, offers)
@@ -134,7 +134,7 @@ class Loop(ReadOnly):
         self._set(net=net.train(), optimizers=optimizers, gradients=Gradients(self.model, optimizers))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the run, as the seam `restore` gives it back. The tensors are the live ones."""
+        """Return the whole state of the run, which the seam `restore` returns later. The tensors are not copied."""
         assert self.weights_name == "model", "the state of a run was asked for while other weights were borrowed"
         return self._state.state_dict()
 
@@ -160,7 +160,7 @@ class Loop(ReadOnly):
             self.hook.on_stop(loop=self, reason=reason)
 
     def steps(self) -> Iterator[Step]:
-        """Train, yielding after each step: the script may look, log, stop, or break."""
+        """Train, and yield after each step: a script may read, log, call `stop`, or break."""
         while not self._is_over():
             yield from self.run_epoch()
 
@@ -177,7 +177,7 @@ class Loop(ReadOnly):
             self.hook.between_steps(loop=self)
 
     def run_step(self, batch: Batch) -> Step:
-        """Make one update from `batch`; the result says what became of it."""
+        """Train on `batch` and return the outcome."""
         progress = self.progress
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
@@ -207,7 +207,7 @@ class Loop(ReadOnly):
         verdict = nonfinite.decide(report, self.hook.on_nan(loop=self, report=report))
         loss, norm = self.gradients.loss, self.gradients.total_norm
         if verdict == "stop":
-            # The batch is not counted as consumed: a resumed run meets it again, on purpose.
+            # The batch is not counted as consumed: a resumed run begins with it.
             self.stop("on_nan")
             return Step(self.progress.step, "stopped", loss, norm)
         if verdict == "rollback":

@@ -1,29 +1,28 @@
-"""The report of a step that has a loss or gradients which are not finite, before any weight has moved."""
+"""The report of a step with a loss or gradients that are not finite, made before any weight has moved."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from attrs import define, field
-from torch import Tensor
 
 from hookdiff.data import Batch, Feed
 from hookdiff.errors import HookError
+from hookdiff.findings import listed
 from hookdiff.gradients import Gradients
 from hookdiff.objective import LossOutput
 from hookdiff.progress import Progress, Verdict
 
 log = logging.getLogger("hookdiff")
 
-_SHOWN = 8  # samples
+_SHOWN = 8  # samples in a message
 _STRENGTH: tuple[Verdict, ...] = ("skip", "rollback", "stop")
 _NEXT: dict[Verdict, str] = {
     "stop": "; --resume meets this step again: add --skip-batches 1 to pass over it, --lr X to go on in smaller steps",
-    "rollback": "; back to the last checkpoint, and on with the batches after this one",
-    "skip": "; the batch is left out",
+    "rollback": "; the run goes back to the last checkpoint, and on with the batches after this one",
+    "skip": "; the run goes on with the next batch",
 }
 
 
@@ -34,38 +33,29 @@ class NonFinite:
     step: int  # updates made before it
     position: int  # the batch, counted from the start of the run
     loss: float
-    parameters: list[str]  # those that have a gradient which is not finite, in the model's order
-    samples: list[int]  # positions in the `Batch` with a loss that is not finite, where the objective returns it
+    parameters: list[str]  # names of those with a gradient that is not finite, in the model's order
+    samples: list[int]  # positions in `batch` with a loss that is not finite, if the objective returns it for each
     batch: Batch  # with the draws of the step
-    names: list[str] = field(factory=list)  # of the first of `samples`: their files, where the data knows them
-    notes: dict[str, str] = field(factory=dict)  # what plugins add in on_nan, by title
+    names: list[str] = field(factory=list)  # of `samples`: their files, if the data knows them
+    notes: dict[str, str] = field(factory=dict)  # texts that plugins add in on_nan, by title
 
     def __str__(self) -> str:
         lines = [f"step {self.step + 1} (batch {self.position}) is not finite: loss {self.loss}"]
         if self.parameters:
-            lines.append(f"gradients not finite: {_some(self.parameters[:3], len(self.parameters))}")
+            lines.append(f"gradients not finite: {listed(self.parameters, 3)}")
         if self.names:
-            lines.append(f"samples: {_some(self.names, len(self.samples))}")
+            lines.append(f"samples: {listed(self.names, _SHOWN)}")
         if self.samples and "timesteps" in self.batch.draws:
-            times = _first(self.batch.draws["timesteps"], self.samples)
-            lines.append(f"their timesteps: {_some([f'{time:g}' for time in times], len(self.samples))}")
+            times = self.batch.draws["timesteps"][self.samples].tolist()
+            lines.append(f"their timesteps: {listed([f'{time:g}' for time in times], _SHOWN)}")
         lines += [f"{title}: {text}".replace("\n", "\n    ") for title, text in self.notes.items()]
         return "\n  ".join(lines)
 
 
-def _some(shown: Sequence[str], total: int) -> str:
-    return ", ".join(shown) + (f" and {total - len(shown)} more" if total > len(shown) else "")
-
-
-def _first(values: Tensor, rows: list[int]) -> list[float]:
-    chosen: list[float] = values[rows[:_SHOWN]].tolist()
-    return chosen
-
-
 def examine(batch: Batch, output: LossOutput, gradients: Gradients, progress: Progress, feed: Feed) -> NonFinite | None:
-    """Return what is not finite in the step, or None.
+    """Return the report of a step that is not finite, or None.
 
-    A norm that is not finite asks for a second look: the square of a finite gradient may have overflowed float32.
+    A norm that is not finite is looked at twice: the square of a finite gradient may have overflowed float32.
     """
     if gradients.finite:
         return None
@@ -73,13 +63,12 @@ def examine(batch: Batch, output: LossOutput, gradients: Gradients, progress: Pr
     if not names and math.isfinite(loss):
         return None
     rows = [] if output.per_sample is None else (~output.per_sample.isfinite()).nonzero().flatten().tolist()
-    indices = [] if batch.indices is None else _first(batch.indices, rows)
-    files = [feed.describe(int(index)) for index in indices]
-    return NonFinite(progress.step, progress.position, loss, names, rows, batch, files)
+    indices = [] if batch.indices is None else batch.indices[rows].tolist()
+    return NonFinite(progress.step, progress.position, loss, names, rows, batch, [feed.describe(i) for i in indices])
 
 
 def decide(report: NonFinite, verdicts: Any) -> Verdict:
-    """Return the strongest of "stop" > "rollback" > "skip" and log it; no verdict at all is "stop"."""
+    """Return the strongest verdict, "stop" > "rollback" > "skip", and log it; without a verdict return "stop"."""
     for verdict in verdicts:
         if verdict not in _STRENGTH:
             raise HookError(f"on_nan returned {verdict!r}; expected one of {', '.join(map(repr, _STRENGTH))}")

@@ -26,11 +26,8 @@ class LossOutput:
 
     def detach(self) -> LossOutput:
         """Return the same values without their graph."""
-
-        def free(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value.detach()
-
-        return LossOutput(self.loss.detach(), free(self.per_sample), free(self.timesteps), free(self.log_snr))
+        columns = (self.per_sample, self.timesteps, self.log_snr)
+        return LossOutput(self.loss.detach(), *(None if column is None else column.detach() for column in columns))
 
 
 class Objective(Protocol):
@@ -60,7 +57,7 @@ class _Function:
 
 
 def as_objective(given: Objective | Callable[[nn.Module, Batch], Tensor]) -> Objective:
-    """Return `given` if it can draw, else the plain loss function as an objective; its remarks are logged."""
+    """Return `given`, or make an objective of a plain loss function; log the remarks of the objective."""
     for remark in getattr(given, "remarks", list)():
         log.warning("%s", remark)
     return cast(Objective, given) if hasattr(given, "draw") else _Function(given)

@@ -19,11 +19,12 @@ RESERVED = ("defaults", "manifest", "model", "optimizers")
 
 
 class Plugins(Mapping[str, object]):
-    """A mapping of name to plugin; `hook` calls them all.
+    """A mapping of names to plugins; `hook` calls them all.
 
-    Plugins are called in the order of the mapping, within the phases that their markers give. Raises PluginError for
-    mistakes that pluggy accepts in silence: a method named like a hook without `@hookimpl`, and a class in place of an
-    instance; for a hook or an argument that does not exist; and for `requires` and `conflicts` that are not met.
+    Plugins are called in the order of the mapping, within the phases of their markers (`tryfirst`, `trylast`). Raises
+    PluginError for a hook or an argument that does not exist, for `requires` and `conflicts` that are not met, and for
+    mistakes that pluggy accepts in silence: a method named like a hook without `@hookimpl`, a class in place of an
+    instance.
     """
 
     def __init__(self, plugins: Mapping[str, object]) -> None:
@@ -58,15 +59,15 @@ class Plugins(Mapping[str, object]):
         return getattr(self._calls, hook)(**arguments)
 
     def implement(self, hook: str) -> bool:
-        """Whether a plugin, and not only the core, has an implementation of the seam `hook`."""
+        """Whether a plugin implements the seam `hook`."""
         return any(not impl.wrapper and impl.plugin_name != "defaults" for impl in self.order(hook))
 
     def instrument(self, watch: Watch | None) -> None:
-        """Run each plugin's part of each hook inside of `watch(plugin, hook)` from now on; None ends it.
+        """Run each implementation of a hook inside of `watch(plugin, hook)` from now on; None ends it.
 
-        `watch` returns a context manager, entered anew for each call. A wrapper is inside of it before its `yield` and
-        after, not while others run. The core's own part is the plugin "defaults". Hooks call hooks (`micro_step` calls
-        `compute_loss`), so contexts nest.
+        `watch` returns a context manager, which is entered anew for each call. A wrapper runs inside of it before and
+        after its `yield`, but not while others run. The core's implementations belong to the plugin "defaults". Hooks
+        call hooks (`micro_step` calls `compute_loss`), so contexts nest.
         """
         for name in HOOK_NAMES:
             firstresult = bool(getattr(self._manager.hook, name).spec.opts["firstresult"])
@@ -81,7 +82,7 @@ class Plugins(Mapping[str, object]):
 
 
 class _Manager(pluggy.PluginManager):
-    """Looks for hooks among a class's functions only: a field that is not set yet must not be touched."""
+    """Looks for hooks among the functions of a class only: a field that is not set yet must not be read."""
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         if not callable(_static(plugin, name)):
@@ -90,7 +91,7 @@ class _Manager(pluggy.PluginManager):
 
 
 def check_plugin(name: str, plugin: object) -> None:
-    """Raise PluginError, naming the mistake, for a plugin that has a method which would never be called."""
+    """Raise PluginError for a plugin with a method that would never be called, or with half of a state."""
     if name in RESERVED:
         raise PluginError(f"a plugin cannot be named {name!r}: the core uses that name")
     if inspect.isclass(plugin):
@@ -118,13 +119,13 @@ def check_plugin(name: str, plugin: object) -> None:
 
 
 def _static(plugin: object, attribute: str) -> object:
-    """Return the attribute without computing it, as a property would; of static and class methods, the function."""
+    """Return the attribute without running a property; for a static or class method, the function."""
     member = inspect.getattr_static(plugin, attribute, None)
     return member.__func__ if isinstance(member, staticmethod | classmethod) else member
 
 
 def check_partners(classes: Mapping[str, type]) -> None:
-    """Raise PluginError when a plugin's `requires` or `conflicts` (names of plugins) are not met."""
+    """Raise PluginError if the `requires` or `conflicts` of a plugin (names of plugins) are not met."""
     for name, kind in classes.items():
         required: Iterable[str] = getattr(kind, "requires", ())
         if missing := [other for other in required if other not in classes]:

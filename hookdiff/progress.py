@@ -1,4 +1,4 @@
-"""How far a run has come, how far it goes, and how often something is due."""
+"""The counts of a run, its length, and how often something is due."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attrs import Attribute, asdict, define, field, validators
 from hookdiff.ranks import first_rank_says
 
 _UNITS = {"step": 1, "steps": 1, "epoch": 1, "epochs": 1, "s": 1, "sec": 1, "min": 60, "h": 3600}
-AUTO = "auto"  # in a config, a micro_batch that is tried out when the run starts
+AUTO = "auto"  # in a config: a micro_batch that is measured when the run starts
 _SUFFIXES = {"steps": "", "epochs": " epochs", "seconds": " s"}
 
 Reason = Literal["done", "time", "signal", "plugin", "on_nan", "error"]  # why a run is over
@@ -32,10 +32,10 @@ class Step:
 
 @define
 class Progress:
-    """The counts of a run. They are saved together, so that a resumed run derives none of them."""
+    """The counts of a run. All four are saved, so that a resumed run need not derive any."""
 
     step: int = 0  # updates that changed the weights
-    position: int = 0  # batches consumed, skipped and void ones included; keys all randomness
+    position: int = 0  # batches consumed, skipped and void ones too; all randomness is keyed by it
     epoch: int = 0  # epochs completed
     samples: int = 0  # samples consumed in the epoch under way, over all ranks
 
@@ -63,7 +63,7 @@ class Progress:
 
 @define(frozen=True)
 class Every:
-    """How often something happens; an amount of 0 is never. Configs say it as `parse_every` reads it."""
+    """How often something happens; an amount of 0 is never. `parse_every` reads it from a config."""
 
     amount: float
     unit: str = "steps"  # steps, epochs or seconds

@@ -1,7 +1,7 @@
 """All randomness of a run: a pure function of (seed, stream, position, rank), never stored.
 
-A stream names the purpose of the numbers. `position` counts consumed batches, skipped ones too: keyed by the step
-instead, noise that causes a NaN would be drawn again for ever.
+A stream names the purpose of the numbers. `position` counts consumed batches, skipped ones too: with the step in its
+place, noise that causes a NaN would be drawn again for ever.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def uniforms(seed: int, stream: str, position: int, parts: Tensor, count: int) -
 
 
 def splitmix64_tensor(values: Tensor) -> Tensor:
-    """Return `splitmix64` of each of `values`, int64 that stand for 64 bits without a sign."""
+    """Return `splitmix64` of each of `values`: int64, read as unsigned."""
     values = values + _signed(_GAMMA)  # integers of torch wrap, as those of C do
     values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
     values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)
@@ -72,7 +72,7 @@ def _shifted(values: Tensor, bits: int) -> Tensor:
 
 
 class Randomness:
-    """The streams of one rank of one run; generators are kept and re-seeded, which costs about 1 us."""
+    """The generators of one rank of a run; each is kept and seeded anew, which takes about 1 us."""
 
     def __init__(self, seed: int, rank: int = 0) -> None:
         self.seed = seed
@@ -80,7 +80,7 @@ class Randomness:
         self._generators: dict[tuple[str, torch.device], Generator] = {}
 
     def generator(self, stream: str, position: int, device: torch.device) -> Generator:
-        """Return the generator of `stream` at `position` on `device`; valid until asked for again."""
+        """Return the generator of `stream` at `position` on `device`; the next call for the stream seeds it anew."""
         generator = self._generators.get((stream, device))
         if generator is None:
             generator = self._generators[stream, device] = Generator(device)
@@ -89,8 +89,8 @@ class Randomness:
     def seed_dropout(self, position: int, part: int, device: torch.device) -> None:
         """Seed the default generators that dropout draws from, for micro-batch `part` of `position`.
 
-        Dropout must use the default ones: activation checkpointing replays no other. `torch.manual_seed` would do
-        the same, eighty times slower.
+        Dropout must use the default ones: activation checkpointing replays no other. `torch.manual_seed` does the
+        same, eighty times slower.
         """
         seed = derive_seed(self.seed, "model", position, self.rank, part)
         torch.default_generator.manual_seed(seed)

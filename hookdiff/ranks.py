@@ -20,10 +20,10 @@ def _is_set_up() -> bool:
 
 
 def first_rank_says(value: bool) -> bool:
-    """Return the `value` of the first rank; all ranks have to ask, and wait for one another.
+    """Return the `value` of the first rank; all ranks must call this, and wait for one another.
 
-    Decisions that depend on the clock need it. If two processes disagree whether something is due, both wait for ever:
-    one in a collective of the evaluation, the other in a collective of the next step.
+    Decisions that depend on the clock need it: if two processes disagree whether an evaluation is due, both wait for
+    ever, one in a collective of the evaluation, the other in a collective of the next step.
     """
     if num_ranks() == 1:
         return value

@@ -15,7 +15,7 @@ class ReadOnly:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self) or vars(self).get("_is_made"):
-            raise AttributeError(f"{type(self).__name__}.{name} is read-only; its methods are the way to change it")
+            raise AttributeError(f"{type(self).__name__}.{name} is read-only; change it by a method")
         super().__setattr__(name, value)
 
     def _set(self, **attributes: Any) -> None:

@@ -16,27 +16,27 @@ from hookdiff.randomness import derive_seed
 
 @define(frozen=True)
 class SampleRequest:
-    """A request for the images `start` to `start + num` of the endless row of `(seed, stream)`."""
+    """A request for `num` images, from number `start` on; `seed` and `stream` and its number determine an image."""
 
     num: int = field(validator=validators.ge(0))  # 0 only checks that the request can be met
     seed: int = 0
     start: int = 0
-    stream: str = "sample"  # "evaluate" for images that are measured: not the ones that people look at
+    stream: str = "sample"  # "evaluate" for images that are measured: not those that people look at
     weights: str | None = None  # "model", or the name of an average; None: an average if there is one
     labels: tuple[int, ...] | None = None  # one an image, -1 is no class; None: see `default_labels`
     images: Tensor | None = field(default=None, eq=False)  # n c h w in [-1, 1]: to start from, in place of pure noise
     strength: float = 0.8  # with `images`: share of the sampler's steps that are made, in (0, 1]
 
     def generators(self) -> list[Generator]:
-        """One CPU generator an image: image k is the same in any grid, batch and device."""
+        """Return one CPU generator for each image: image k is the same in any grid and batch, and on any device."""
         numbers = range(self.start, self.start + self.num)
         return [Generator().manual_seed(derive_seed(self.seed, self.stream, k)) for k in numbers]
 
     def default_labels(self, num_classes: int, known: Tensor | None) -> tuple[int, ...]:
-        """Return the labels of the images when none are given: that of image k is the same in any request.
+        """Return the labels of a request that gives none; the label of image k is the same in any request.
 
-        Images to look at have the classes in turn. Images that are measured ("evaluate") have those of random samples
-        of the data, if `known` (n, int64) has its labels, so that they are as frequent as there.
+        Images to look at take the classes in turn. Images that are measured ("evaluate") take the labels of random
+        samples of the data, if `known` (n, int64) holds them, so that each class is as frequent as in the data.
         """
         numbers = range(self.start, self.start + self.num)
         if self.stream != "evaluate" or known is None or not len(known):
@@ -53,7 +53,7 @@ class Samples:
 
 
 class UnknownWeights(UserError):
-    """No plugin offers weights of the `name` that was asked for; `known` are those that there are."""
+    """No weights of the run have the requested `name`; `known` are the names that exist."""
 
     def __init__(self, name: str, known: Sequence[str]) -> None:
         super().__init__(name)
@@ -81,8 +81,7 @@ class Sampler(Protocol):
         images: Tensor | None = None,
         strength: float = 0.8,
     ) -> Tensor:
-        """Return one image of `shape` (c h w) per generator; `objective` is the one that `net` was trained with.
+        """Return one image of `shape` (c h w) for each generator; `net` was trained with `objective`.
 
-        `labels` (n, int64), and `images` with `strength`, are only given where the request has them (see
-        `SampleRequest`).
+        `labels` (n, int64), `images` and `strength` are given only if the `SampleRequest` has them.
         """

@@ -60,31 +60,27 @@ class Sink:
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        """Report a mistake of the user before any training."""
         self._is_off = False
         if loop.is_main:
             self.check()
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:
-        """Open before the first step: in on_start a plugin does not have its state yet."""
-        if self._thread is None:
+        if self._thread is None:  # opened here because in on_start a plugin has no state yet
             self._open(loop)
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        """Call `scalars`."""
         self._write(loop, self.scalars, step, values)
 
     @hookimpl
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Tensor]) -> None:
-        """Call `images`."""
         self._write(loop, self.images, step, {name: as_pictures(values) for name, values in images.items()})
 
     def _open(self, loop: Loop) -> None:
         if loop.is_main and not self._is_off:
             self._thread = _Thread(type(self).__name__)
-            # Not in on_stop: what other plugins log there has to arrive first.
+            # Not in on_stop: other plugins may still log there.
             loop.resources.callback(self._close, self._thread)
             self._attempt(self._thread, self.open, loop)
 
@@ -112,10 +108,9 @@ class Sink:
 
 
 class _Thread:
-    """Makes calls one by one on a thread that the end of the process does not wait for.
+    """Makes calls one by one on a daemon thread, so that a call that hangs does not keep the process from ending.
 
-    A call that hangs can be left behind. Only closing would need that, but it has to happen on the thread that opened:
-    locks and SQLite connections belong to the thread that made them (filelock's release does nothing on another).
+    All calls share one thread: locks and SQLite connections belong to the thread that made them.
     """
 
     def __init__(self, name: str) -> None:
@@ -124,7 +119,7 @@ class _Thread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def call(self, function: Callable[..., None], *arguments: Any, timeout: float) -> None:
-        """Call and wait; raises what `function` raises, or TimeoutError after `timeout` seconds."""
+        """Call `function` and wait. Its exceptions are raised here, or TimeoutError after `timeout` seconds."""
         done: Future[None] = Future()
 
         def make() -> None:
@@ -139,7 +134,7 @@ class _Thread:
         try:
             done.result(timeout)
         except TimeoutError:
-            if done.done():  # it is the function's own
+            if done.done():  # the function itself raised it
                 raise
             self.is_stuck = True
             raise TimeoutError(f"no answer within {timeout:g} s") from None

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from hookdiff.data import Feed
 from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.disk.tree import State, plain
-from hookdiff.errors import NoCheckpoint, UserError, nearest
+from hookdiff.errors import NoCheckpoint, UserError
 from hookdiff.log import Log
+from hookdiff.models.load import differences
 from hookdiff.models.names import plain_name
 from hookdiff.progress import Progress
 
@@ -33,7 +34,7 @@ def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 
 @define(eq=False)
 class RunState:
-    """The whole state of a run: weights, optimizers, the states of all plugins, counts, config, seed."""
+    """The state of a run: weights, optimizers, plugins, counts, config and seed."""
 
     model: nn.Module
     plugins: Mapping[str, Any]
@@ -49,7 +50,7 @@ class RunState:
         return self.optimizers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, nested. The tensors are the live ones."""
+        """Return the whole state, nested. The tensors are not copied."""
         return {
             "config": plain(self.hparams),
             "data": {"num_samples": len(self.feed.training)},
@@ -66,10 +67,10 @@ class RunState:
         }
 
     def check(self, saved: State, place: Path | None, must_exist: bool, is_read: bool) -> None:
-        """Raise UserError unless a run that was asked to go on from `place` (None: it was not) can do so.
+        """Raise UserError unless the run can go on from `place`; None is a run that starts anew.
 
-        `saved` is empty where the place has no checkpoint; the run then starts anew, unless the place `must_exist`
-        (NoCheckpoint) or no checkpoint `is_read` by any plugin. With another seed it cannot go on.
+        `saved` is empty where the place has no checkpoint. The run then starts anew, unless the place `must_exist`
+        (NoCheckpoint) or no plugin reads checkpoints (`is_read`). A run with another seed cannot go on.
         """
         if not place:
             return
@@ -89,9 +90,9 @@ class RunState:
             log.warning("the data has %s samples to train on; the checkpoint was made with %s", num_samples, before)
 
     def load(self, saved: State) -> None:
-        """Load counts, weights and optimizer state; hyper-parameters stay as the config made them.
+        """Load counts, weights and optimizer state; hyper-parameters stay those of the config.
 
-        An optimizer that has no saved state begins with an empty one.
+        An optimizer without a saved state begins with an empty one.
         """
         if not saved:
             return
@@ -108,9 +109,9 @@ class RunState:
             self.log.load_state_dict(saved["log"])
 
     def load_plugins(self, saved: State, fresh: Collection[str]) -> None:
-        """Load each plugin's state; warn of a saved state that belongs to no plugin of the run.
+        """Load the state of each plugin; warn of a saved state that belongs to no plugin of the run.
 
-        Raises UserError that names all plugins that keep state but have none in the file, unless `fresh` names them.
+        Raises UserError, with their names, if plugins that keep state have none in the file and are not `fresh`.
         """
         if not saved:
             return
@@ -133,7 +134,7 @@ class RunState:
     def roll_back(self, saved: State, first_step: int, fresh: Collection[str]) -> None:
         """Load `saved` but keep the place in the data, so that other batches follow.
 
-        A `fresh` plugin has its state in what this process saved, after `first_step`, and in nothing older.
+        A checkpoint made by this process, after `first_step`, has the state of `fresh` plugins; an older one has not.
         """
         if not saved:
             raise UserError("on_nan asked for a rollback, but no plugin has a state to go back to")
@@ -157,7 +158,7 @@ def _check_start(place: Path, must_exist: bool, is_read: bool) -> None:
 
 @contextmanager
 def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
-    """Turn the errors that a state of another version, or a state made by hand, leads to into a UserError."""
+    """Raise UserError where a state of another version, or one made by hand, leads to another error."""
     try:
         yield
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -173,22 +174,11 @@ def _load_model(model: nn.Module, saved: State) -> None:
             f"the checkpoint is of a model with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
             "that makes them has to be in the run, with the same keys as at the checkpoint"
         )
-    problems = [f"missing {name}" for name in own if name not in saved]
-    problems += [f"unexpected {name}{nearest(name, own)}" for name in saved if name not in own]
-    both = [name for name in own if name in saved and isinstance(own[name], Tensor)]
-    problems += [
-        f"{name} has shape {tuple(saved[name].shape)}, the model has {tuple(own[name].shape)}"
-        for name in both
-        if own[name].shape != saved[name].shape
-    ]
-    problems += [
-        f"{name} is {saved[name].dtype}, the model's is {own[name].dtype}"
-        for name in both
-        if own[name].dtype != saved[name].dtype
-    ]
-    if problems:
-        more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise UserError("the checkpoint is of another model:\n  " + "\n  ".join(problems[:5]) + more)
+    tensors = [{n: value for n, value in state.items() if isinstance(value, Tensor)} for state in (own, saved)]
+    shapes = [{name: tuple(value.shape) for name, value in state.items()} for state in tensors]
+    dtypes = [{name: value.dtype for name, value in state.items()} for state in tensors]
+    if found := differences(*shapes) or differences(*dtypes, kind="dtype"):
+        raise UserError(f"the checkpoint is of another model: {found}")
     model.load_state_dict(dict(saved))
 
 
@@ -197,7 +187,7 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Name the state of each weight: keyed by position it would load onto the wrong ones without an error."""
+    """Return the state by the names of the weights: keyed by position it could load onto the wrong ones unnoticed."""
     names = _names(model)
     kind = type(optimizer).__name__
     if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from hookdiff.data.batch import Batch
 from hookdiff.loop import Loop
 from hookdiff.objective import LossOutput
 from hookdiff.progress import LoopConfig
 
+_READS = ("item", "tolist", "numpy", "cpu", "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
+
 
 class ToyObjective:
-    """Learns to remove noise from samples of any shape: a diffusion in small, with timesteps and a loss a sample."""
+    """Learns to predict the noise in samples of any shape: a small diffusion with timesteps and a loss per sample."""
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
-        """Draw the noise, of the shape of the inputs, and the timesteps (n) of a step."""
         noise = torch.randn(batch.inputs.shape, generator=generator)
         timesteps = torch.randint(0, 10, (len(batch),), generator=generator)
         draws = {"noise": noise, "timesteps": timesteps}
         return Batch(batch.inputs, batch.labels, batch.indices, draws, batch.total)
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:
-        """Return the squared error of the predicted noise."""
         noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
         level = (timesteps.float() / 10).reshape(-1, *[1] * (noise.dim() - 1))
         error = (net(batch.inputs + level * noise).float() - noise).square().flatten(1).mean(1)
@@ -37,19 +35,18 @@ class ToyObjective:
 
 
 class ToySampler:
-    """Makes images of whatever the net answers to noise."""
+    """Returns the output of the net for noise."""
 
     def sample(
         self, net: nn.Module, objective: Any, shape: Any, generators: Any, device: torch.device, /, **wanted: Any
     ) -> Tensor:
-        """Return one image of `shape` per generator."""
         noise = torch.stack([torch.randn(tuple(shape), generator=generator) for generator in generators])
         images: Tensor = net(noise)
         return images
 
 
 def toy_model(seed: int = 0, dropout: float = 0.0) -> nn.Module:
-    """Return a net of two layers on four numbers, the same for the same seed."""
+    """Return a net of two layers on four numbers; `seed` determines the weights."""
     before = torch.get_rng_state()
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Dropout(dropout), nn.Linear(8, 4))
@@ -99,45 +96,18 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), f"{name} differs by {(value - other[name]).abs().max():g}"
 
 
-class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how often the host looked at a value of a tensor, which makes it wait for a GPU."""
+class CountTransfers(TorchFunctionMode):
+    """Counts the transfers from the device to the host during a `with`, in `.count`.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # item(), bool(), int() and float() all call this operator, also inside torch's own optimizers.
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def count_transfers() -> Iterator[Transfers]:
-    """Count the transfers from the device to the host in the `with`, which gives an object with `.count`.
-
-    item(), tolist(), numpy(), cpu(), to("cpu") and all that calls them count, on a CPU too, where they cost nothing.
+    item(), tolist(), numpy(), cpu(), to("cpu"), bool(), int() and float() count, also on a CPU, where they are free.
     `to` with a torch.device does not count, since the device may be the loop's own.
     """
-    transfers = Transfers()
 
-    def counted(name: str, original: Callable[..., Any]) -> Any:
-        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            transfers.count += name != "to" or "cpu" in (*args, *kwargs.values())
-            before = transfers.count
-            try:
-                return original(tensor, *args, **kwargs)
-            finally:
-                transfers.count = before  # tolist() of a scalar is an item() too
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
 
-        return mock.patch.object(Tensor, name, call)
-
-    patches = [counted(name, getattr(Tensor, name)) for name in ("tolist", "numpy", "cpu", "to")]
-    for patch in patches:
-        patch.start()
-    try:
-        with transfers:
-            yield transfers
-    finally:
-        for patch in patches:
-            patch.stop()
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self.count += name in _READS or (name == "to" and "cpu" in (*args[1:], *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))

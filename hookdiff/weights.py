@@ -1,4 +1,4 @@
-"""Weights and buffers that a model holds for a while: averages to sample with, buffers to put back."""
+"""Weights that a model holds for a while, such as averages to sample with; and buffers to restore."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Tensors = Callable[[], Mapping[str, Tensor]]
 
 
 def choose_weights(name: str | None, held: str, offers: Any) -> tuple[str, Tensors]:
-    """Return the name of the weights that `name` asks for, and the function that gives their values.
+    """Return the name of the requested weights, and a function that returns their values.
 
-    `held` is the name of the weights that the model holds; they need no values. `offers` are the results of the hook
-    `offer_weights`. None asks for the first weights on offer, or else for those held. Raises UnknownWeights.
+    `held` is the name of the weights that the model holds now; they need no values. `offers` are the results of the
+    hook `offer_weights`. Without a `name` these are the first on offer, or else those held. Raises UnknownWeights.
     """
     averages: dict[str, Tensors] = {}
     for offer in offers:
@@ -54,11 +54,11 @@ def _copy(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` in eval mode without gradients for the time of the `with`; each module gets its own mode back."""
+    """Put `model` in eval mode and switch gradients off during the `with`; then restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        # Not inference_mode: a tensor made under it (a cached table, say) could never be used in training again.
+        # Not inference_mode: a tensor made under it, such as a cached table, can never be used in training.
         with torch.no_grad():
             yield
     finally:
@@ -80,7 +80,7 @@ class Buffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keep the values as they are now, in place of those kept before."""
+        """Keep the present values, in place of those kept before."""
         found = {name: module._buffers.get(key) for name, (module, key) in self._places.items()}
         values = {name: value for name, value in found.items() if value is not None}
         if {name: value.shape for name, value in values.items()} != {n: kept.shape for n, kept in self.kept.items()}:
@@ -96,5 +96,5 @@ class Buffers:
             value = module._buffers.get(key)
             if value is not None and value.shape == kept.shape:
                 value.copy_(kept)
-            else:  # a forward has put another in its place
+            else:  # a forward pass has replaced the tensor
                 module._buffers[key] = kept.clone()

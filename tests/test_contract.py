@@ -96,7 +96,7 @@ OWN_USES = {
     "gradients": {"hookdiff/cli/check.py"},
     "loss": {"hookdiff/cli/summary.py", "hookdiff/diffusion/losses.py", "hookdiff/loop.py"},
     "lr": {"hookdiff/experiment/optimizers.py", "hookdiff/state.py"},  # of a group of weights
-    "memory": {"hookdiff/data/prepare.py", "hookdiff/data/store.py"},
+    "memory": {"hookdiff/data/store.py"},
     "progress": {"hookdiff/state.py"},
     "samples": {"hookdiff/cli/data.py", "hookdiff/cli/sample.py", "hookdiff/data/report.py"},
 }
@@ -187,11 +187,11 @@ def test_a_plugin_knows_the_public_names_and_itself(path: Path) -> None:
 
 # The rooms of the core, lowest first: each may import those before it. See docs/architecture.md.
 ROOMS = [
-    *("errors", "readonly", "ranks", "randomness", "options", "choices", "gradients", "dispatch"),
+    *("errors", "readonly", "ranks", "findings", "randomness", "options", "choices", "gradients", "dispatch"),
     *("disk", "data", "progress", "objective", "sampling", "weights", "models", "diffusion"),
     *("log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("sinks", "findings", "testing", "builtin", "experiment", "cli", "__init__"),
+    *("sinks", "testing", "builtin", "experiment", "cli", "__init__"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # these name `Loop` for type checkers
 
@@ -257,7 +257,7 @@ print(*sys.modules)
     modules = fresh_python(code)
     assert (tmp_path / "run" / "config.toml").exists()
     assert {module.partition(".")[0] for module in modules if module.startswith("hookdiff_")} == {"hookdiff_clip"}
-    asked_for = {"builtin.skip", "builtin.micro_batch", "builtin.changes", "experiment.memory", "models.memory"}
+    asked_for = {"builtin.micro_batch", "experiment.memory", "models.memory"}
     assert not {f"hookdiff.{name}" for name in asked_for} & modules
     assert not {"torchvision", "aim", "safetensors.torch"} & modules
 

@@ -211,8 +211,8 @@ def refusal(change: Callable[[dict[str, Any]], object]) -> str:
 def test_golden_message_of_a_missing_and_an_unexpected_weight() -> None:
     message = refusal(lambda state: state["model"].update({"0.wieght": state["model"].pop("0.weight")}))
     head, *lines = message.splitlines()
-    assert head == "the checkpoint is of another model:"
-    assert lines == ["  missing 0.weight", "  unexpected 0.wieght; did you mean '0.weight'?"]
+    assert head == "the checkpoint is of another model: 2 differences"
+    assert lines == ["  missing 0.weight; did you mean '0.wieght'?", "  unexpected 0.wieght; did you mean '0.weight'?"]
 
 
 def test_both_shapes_are_named() -> None:

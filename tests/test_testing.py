@@ -1,14 +1,14 @@
-"""`count_transfers`, with which plugin authors test, counts each transfer once."""
+"""`CountTransfers`, for tests of plugins, counts each transfer once."""
 
 import torch
 from torch import nn
 
-from hookdiff.testing import count_transfers, toy_loop
+from hookdiff.testing import CountTransfers, toy_loop
 
 
 def test_each_look_at_a_tensor_counts_once() -> None:
     vector, scalar = torch.ones(3), torch.ones(())
-    with count_transfers() as transfers:
+    with CountTransfers() as transfers:
         vector.tolist()
         scalar.tolist()
         scalar.item()
@@ -23,7 +23,7 @@ def test_each_look_at_a_tensor_counts_once() -> None:
 
 def test_values_that_stay_on_the_device_do_not_count() -> None:
     values = torch.ones(3)
-    with count_transfers() as transfers:
+    with CountTransfers() as transfers:
         (values * 2).sum().to(torch.float64)
         values.to(values.device, non_blocking=True)
     assert transfers.count == 0
@@ -40,7 +40,7 @@ def test_a_loop_looks_once_a_step_and_a_slow_optimizer_more_often() -> None:
         with loop:
             steps = loop.steps()
             next(steps)
-            with count_transfers() as transfers:
+            with CountTransfers() as transfers:
                 next(steps)
                 next(steps)
         return transfers.count

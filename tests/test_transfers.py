@@ -12,7 +12,7 @@ from hookdiff.data import digits
 from hookdiff.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
 from hookdiff.models import UNet
-from hookdiff.testing import count_transfers
+from hookdiff.testing import CountTransfers
 
 STEPS, LOG_EVERY = 23, 10
 # All that takes part in a step or watches it, with what costs most.
@@ -44,7 +44,7 @@ def counts(folder: Path, plugins: dict[str, object], **config: Any) -> list[int]
     found = []
     with loop:
         for batch in loop.feed.batches(0):
-            with count_transfers() as transfers:
+            with CountTransfers() as transfers:
                 loop.run_step(batch)
                 loop.log.flush()
             found.append(transfers.count)

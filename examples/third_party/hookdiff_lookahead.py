@@ -1,4 +1,4 @@
-"""A plugin one can publish: Lookahead (Zhang et al. 2019, arXiv 1907.08610, algorithm 1)."""
+"""The plugin `lookahead`: the Lookahead optimizer (Zhang et al. 2019, arXiv 1907.08610, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from attrs.validators import ge, gt, le
 from torch import Tensor
 
 from hookdiff import Loop, hookimpl
+from hookdiff.options import about
 
 
 @define(eq=False)
 class Lookahead:
-    """Keeps a slow copy of the weights that follows the fast ones, and every so often puts these back on it."""
+    """Keeps a slow copy of the weights, moves it towards the weights at intervals, and resets the weights to it."""
 
-    every: int = field(default=5, validator=ge(1))  # updates, k in the paper
-    alpha: float = field(default=0.5, validator=[gt(0), le(1)])  # the part of the way that the slow weights go
+    every: int = field(default=5, validator=ge(1), metadata=about("interval, k in the paper", "updates"))
+    alpha: float = field(
+        default=0.5, validator=[gt(0), le(1)], metadata=about("share of the way to the weights that the copy moves")
+    )
     slow: dict[str, Tensor] = field(init=False)  # by parameter name
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self.slow = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
 
-    # Around the update, because this changes weights too: who listens afterwards sees the final ones.
+    # A wrapper, because it changes weights too: plugins called after the update must see the final weights.
     @hookimpl(wrapper=True)
     def optimizer_step(self, loop: Loop) -> Generator[None, bool, bool]:
         changed = yield

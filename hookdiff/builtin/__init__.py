@@ -1,13 +1,16 @@
-"""Plugins that every configured run gets, and that a script adds with one call."""
+"""The plugins of every configured run, which a script adds with one call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from hookdiff.builtin.changes import Changes
 from hookdiff.builtin.metrics import Metrics
 from hookdiff.builtin.run_dir import RunDir
 from hookdiff.builtin.signals import Signals
+from hookdiff.builtin.skip import SkipBatches
+from hookdiff.builtin.start import Start
 
 
 def builtin_plugins(
@@ -20,35 +23,29 @@ def builtin_plugins(
     skip_batches: int = 0,
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, object]:
-    """Return the plugins that keep the run directory and its metrics, by name, in the order in which they are called.
+    """Return the plugins of every run by name, in the order in which they are called.
 
     A script begins its own plugins with them: `Loop(..., plugins={**builtin_plugins(), "ema": EMA()})`.
 
     Args:
-        overwrite: remove an earlier run in the run directory.
-        signals: end the run cleanly on SIGINT and SIGTERM.
-        fit_micro_batch: find the largest micro-batch that the memory holds.
-        start_from: a safetensors file with the weights that a new run starts from.
-        start_partial: load only those of its tensors that fit.
-        skip_batches: batches to pass over at the start.
-        defaults: the defaults of the config; given, a run that goes on is compared with its checkpoint.
+        overwrite: delete an earlier run in the run directory
+        signals: end the run cleanly on SIGINT and SIGTERM
+        fit_micro_batch: find the largest micro-batch that fits in memory
+        start_from: safetensors file with the weights that a new run starts from
+        start_partial: load only the tensors of this file that fit
+        skip_batches: number of batches to skip at the start
+        defaults: defaults of the config; if given, a resumed run logs what has changed since its checkpoint
     """
     plugins: dict[str, object] = {"signals": Signals()} if signals else {}
     if fit_micro_batch:
         from hookdiff.builtin.micro_batch import FitMicroBatch
 
-        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes its result
+        plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes the size that it finds
     plugins |= {"run_dir": RunDir(overwrite), "metrics": Metrics()}
     if defaults is not None:
-        from hookdiff.builtin.changes import Changes
-
         plugins["changes"] = Changes(defaults)
     if start_from:
-        from hookdiff.builtin.start import Start
-
         plugins["start"] = Start(start_from, start_partial)
     if skip_batches:
-        from hookdiff.builtin.skip import SkipBatches
-
         plugins["skip_batches"] = SkipBatches(skip_batches)
     return plugins

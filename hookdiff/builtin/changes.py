@@ -1,123 +1,93 @@
-"""The differences between the config of a run and that of the checkpoint it goes on from."""
+"""The plugin that compares the config of a resumed run with that of its checkpoint."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import define, field
 
 from hookdiff.disk.tree import plain
 from hookdiff.errors import UserError
 from hookdiff.hookspecs import hookimpl
+from hookdiff.loop import Loop
 from hookdiff.progress import AUTO
-
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
 
 log = logging.getLogger("hookdiff")
 
-_RANDOMNESS = "all randomness follows from it"
-_SPLIT = "samples that were trained on would be held out, or the other way round"
-_NETWORK = "the weights are of the network as it was"
-_MEANING = "the weights have learned this meaning of inputs, times and outputs"
-_OPTIMIZER = "the state of the optimizer is of another kind"
-
-# The keys that cannot change, and why. All others may; a plugin refuses on its own what it cannot go on with.
-FIXED = {
-    "run.seed": _RANDOMNESS,
-    "data.held_out": _SPLIT,
-    "data.balanced": "the epoch under way has another order",
-    **dict.fromkeys(
-        (
-            *("model.use", "model.in_channels", "model.image_size", "model.num_classes"),
-            *("model.channels", "model.channel_mults", "model.num_res_blocks", "model.attention_resolutions"),
-            *("model.head_dim", "model.num_heads", "model.patch_size", "model.hidden_size", "model.depth"),
-            "model.mlp_ratio",
-        ),
-        _NETWORK,
+# The keys that cannot change, by the reason. All others can, unless a plugin refuses the state that it kept.
+_REASONS: Mapping[str, tuple[str, ...]] = {
+    "all randomness follows from it": ("run.seed",),
+    "training samples would become held-out samples, or held-out samples training samples": ("data.held_out",),
+    "it would change the order of the current epoch": ("data.balanced",),
+    "the weights belong to the network as it was": (
+        *("model.use", "model.in_channels", "model.image_size", "model.num_classes", "model.channels"),
+        *("model.channel_mults", "model.num_res_blocks", "model.attention_resolutions", "model.head_dim"),
+        *("model.num_heads", "model.patch_size", "model.hidden_size", "model.depth", "model.mlp_ratio"),
     ),
-    **dict.fromkeys(
-        (
-            "diffusion.process",
-            "diffusion.prediction",
-            "diffusion.conditional",
-            "diffusion.data_mean",
-            "diffusion.data_std",
-        ),
-        _MEANING,
+    "the weights were trained with this meaning of inputs, times and outputs": (
+        *("diffusion.process", "diffusion.prediction", "diffusion.conditional", "diffusion.data_mean"),
+        "diffusion.data_std",
     ),
-    "optimizer.use": _OPTIMIZER,
-    "optimizer.adamw": "weights would go from one optimizer to the other, without their state",
+    "the state of the optimizer is of another kind": ("optimizer.use",),
+    "weights would move to another optimizer without their state": ("optimizer.adamw",),
 }
-# Of a part that is fixed, the options that may change: they say which times are drawn.
+FIXED = {key: reason for reason, keys in _REASONS.items() for key in keys}
+# Options of a fixed part that can change all the same: they decide which times are drawn.
 FREE = {"diffusion.process.shift", "diffusion.process.sigma_min", "diffusion.process.sigma_max"}
-# Cannot be switched on or off, since an optimizer keeps something for it; another number may do.
-FIXED_SWITCHES = dict.fromkeys(("optimizer.amsgrad", "optimizer.centered", "optimizer.momentum"), _OPTIMIZER)
-
-_NOT_SET = "(not set)"
+# Keys that can change, but not be switched on or off, because the optimizer keeps tensors for them.
+FIXED_SWITCHES = {f"optimizer.{key}": FIXED["optimizer.use"] for key in ("amsgrad", "centered", "momentum")}
 
 
 @define(eq=False)
 class Changes:
-    """Logs what has changed since the checkpoint that a run goes on from, and refuses what cannot change.
+    """Logs the changes of the config since the checkpoint of a resumed run, and refuses changes of fixed keys.
 
     A rollback is not compared.
     """
 
-    defaults: Mapping[str, Any]  # of the config, table by table: a key that an older hookdiff did not know had these
+    defaults: Mapping[str, Any]  # of the config, by table: the values of keys that the checkpoint does not have
     _done: bool = field(init=False, default=False)
 
     @hookimpl(wrapper=True)
     def restore(self, loop: Loop) -> Generator[None, Mapping[str, Any], Mapping[str, Any]]:
-        """Compare the configs; raises UserError that lists every change that is refused."""
+        """Compare the configs; raises UserError with every change that is refused."""
         state = yield
-        if state and not self._done:
-            self._compare(loop, state)
+        if not self._done and state and state.get("config"):
+            changed, refused = [], []
+            for key, old, new in changes(state["config"], loop.hparams, self.defaults):
+                changed.append(f"{key} {_change(key, old, new)}")
+                switch = FIXED_SWITCHES.get(key) if bool(old) != bool(new) else None
+                reason = switch or FIXED.get(".".join(key.split(".")[:2]))  # of the key, or of its part
+                if reason and key not in FREE:
+                    refused.append(f"{changed[-1]}: {reason}")
+            if refused:
+                raise _refusal(refused)
+            if changed:
+                log.info("changed since the checkpoint: %s", ", ".join(changed))
         self._done = True
         return state
 
-    def _compare(self, loop: Loop, state: Mapping[str, Any]) -> None:
-        before, refused, changed = state.get("config"), [], []
-        for key, old, new in changes(before, loop.hparams, self.defaults) if before else ():
-            line = (
-                f"{key} {_difference_of_names(old, new) if key == 'run.plugins' else f'{_text(old)} -> {_text(new)}'}"
-            )
-            changed.append(line)
-            if reason := _why_fixed(key, bool(old) != bool(new)):
-                refused.append(f"\n  {line}: {reason}")
-        if refused:
-            raise _refusal(refused)
-        if changed:
-            log.info("changed since the checkpoint: %s", ", ".join(changed))
 
+def check_parts(settings: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Raise UserError for a setting that chooses another model or optimizer than the `config` of the run.
 
-def _why_fixed(key: str, switched: bool) -> str | None:
-    """Return why `key`, or the part that it is an option of, cannot change; None if it can."""
-    if key in FREE:
-        return None
-    part = ".".join(key.split(".")[:2])
-    return FIXED.get(key) or FIXED.get(part) or (FIXED_SWITCHES.get(key) if switched else None)
-
-
-def check_parts(settings: Iterable[str], table: Mapping[str, Any]) -> None:
-    """Raise UserError for a setting that names another model or optimizer than `table`, the config of a run.
-
-    Read together, every key that the other one does not know would be reported as wrong.
+    Without this check, every key of the config that the other class lacks would be reported.
     """
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))
-        part, _, name = key.partition(".")
-        was = table.get(part, {}).get(name)
-        if name == "use" and key in FIXED and was not in (None, value):
-            raise _refusal([f"\n  {key} {was!r} -> {value!r}: {FIXED[key]}"])
+        table, _, name = key.partition(".")
+        old = config.get(table, {}).get(name)
+        if name == "use" and key in FIXED and old not in (None, value):
+            raise _refusal([f"{key} {old!r} -> {value!r}: {FIXED[key]}"])
 
 
 def _refusal(refused: Iterable[str]) -> UserError:
+    lines = "\n  ".join(refused)
     return UserError(
-        "the config differs from that of the checkpoint in what cannot change:" + "".join(refused) + "\n"
-        "set it back, or start another run from the weights alone (model.start_from)"
+        f"these keys cannot change after the checkpoint:\n  {lines}\n"
+        "restore their values, or start a new run from the weights alone (model.start_from)"
     )
 
 
@@ -126,19 +96,19 @@ def changes(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the keys in which two configs differ, as "table.key", with both values; None is a key that is not set.
 
-    A key that only `new` has does not differ where it has its default. A plugin that only one has shows in run.plugins
-    alone.
+    A key that only `new` has is no difference if it has its default. A plugin that only one config has differs in
+    run.plugins alone.
     """
-    before, now, usual = (dict(_flat(plain(config))) for config in (old, new, defaults))
-    for key in dict.fromkeys((*now, *before)):
-        was, is_now = before.get(key), now.get(key)
-        if (was is None and is_now == usual.get(key)) or is_now == AUTO:  # it is reported when it has been found
+    before, after, usual = (dict(_flat(plain(config))) for config in (old, new, defaults))
+    for key in dict.fromkeys((*after, *before)):
+        was, now = before.get(key), after.get(key)
+        if (was is None and now == usual.get(key)) or now == AUTO:  # "auto" is logged when the number is found
             continue
         table, _, name = key.partition(".")
         plugin = name.partition(".")[0]
         one_sided = table == "plugins" and any(plugin not in config.get("plugins", {}) for config in (old, new))
-        if was != is_now and not one_sided:
-            yield key, was, is_now
+        if was != now and not one_sided:
+            yield key, was, now
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -149,12 +119,9 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _difference_of_names(old: Any, new: Any) -> str:
-    """Return in words which names a list has more, and which less."""
-    before, now = old or (), new or ()
-    parts = {"with": [name for name in now if name not in before], "without": [n for n in before if n not in now]}
-    return " ".join(f"{word} {', '.join(names)}" for word, names in parts.items() if names) or "in another order"
-
-
-def _text(value: Any) -> str:
-    return _NOT_SET if value is None else repr(value)
+def _change(key: str, old: Any, new: Any) -> str:
+    if key != "run.plugins":
+        return " -> ".join("(not set)" if value is None else repr(value) for value in (old, new))
+    before, after = old or (), new or ()
+    names = {"with": [n for n in after if n not in before], "without": [n for n in before if n not in after]}
+    return " ".join(f"{word} {', '.join(some)}" for word, some in names.items() if some) or "in another order"

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object for each step that logged something. The other sinks are mirrors of it."""
+"""metrics.jsonl, the file of the logged values: one JSON object for each step that logged something."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import define, field
 
-from hookdiff.errors import StorageError
+from hookdiff.disk.files import cannot_write, writing
 from hookdiff.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
+from hookdiff.loop import Loop
 
 METRICS = "metrics.jsonl"
 log = logging.getLogger("hookdiff")
@@ -28,23 +25,23 @@ log = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class Metrics:
-    """Writes logged values to `metrics.jsonl` in the run directory; a NaN or an infinity is null: JSON has neither.
+    """Writes logged values to `metrics.jsonl` in the run directory; NaN and infinities, which JSON lacks, become null.
 
-    A checkpoint holds the length of the file, and a resumed run cuts the file there, so that no step appears twice.
-    Lines are not synced: a machine that crashes may lose lines that a checkpoint counts. The file then ends with its
-    last whole line, and a warning names the loss. A branch begins
-    with the lines of the run that it branches off. On a full disk new lines wait until there is room.
+    A checkpoint holds the length of the file. A resumed run cuts the file to this length, so that no step appears
+    twice. A branch begins with the lines of the run that it continues. Lines are not synced: a crash of the machine may
+    lose lines that a checkpoint counts. A warning reports the loss, and the file continues after its last whole line.
+    On a full disk new lines wait until there is space.
     """
 
     _file: FileIO | None = field(default=None, init=False)
-    _waiting: bytes = field(default=b"", init=False)  # lines, or what is left of them, that the disk has not taken
+    _waiting: bytes = field(default=b"", init=False)  # the rest of the lines, which the full disk has not taken
     _length: int = field(default=0, init=False)  # bytes of the file that belong to this run
-    _is_to_cut: bool = field(default=False, init=False)  # a state was loaded, and the file is still longer than it says
+    _must_cut: bool = field(default=False, init=False)  # a state was loaded, and the file is not yet cut to its length
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:
-        """Cut what an earlier process wrote after the state that was loaded."""
-        if self._is_to_cut and loop.run_dir and loop.is_main:
+        """Cut the lines that an earlier process wrote after the state that was loaded."""
+        if self._must_cut and loop.run_dir and loop.is_main:
             self._open(loop, loop.run_dir / METRICS)
 
     @hookimpl
@@ -52,52 +49,56 @@ class Metrics:
         """Append one line; raises StorageError when the disk fails, but not when it is full."""
         if loop.run_dir is None or not loop.is_main:
             return
+        path = loop.run_dir / METRICS
         if self._file is None or self._file.closed:
-            self._open(loop, loop.run_dir / METRICS)
+            self._open(loop, path)
         assert self._file
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "time": round(time.time(), 3), **finite}
         was_full = bool(self._waiting)
         self._waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
-            with _writing(loop.run_dir / METRICS):
-                while self._waiting:
-                    self._waiting = self._waiting[self._file.write(self._waiting) :]
-        except _Full as error:
-            if not was_full:
-                log.warning("%s; new lines wait until there is room", error)
-        else:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
             self._length = self._file.tell()
+        except OSError as error:
+            failure = cannot_write(path, error)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise failure from None
+            if not was_full:
+                log.warning("%s; new lines wait until there is space", failure)
 
     def _open(self, loop: Loop, path: Path) -> None:
-        with _writing(path):
-            self._begin(loop, path)
-
-    def _begin(self, loop: Loop, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if loop.resume and not path.exists():
-            # Of another run, or of one of its checkpoints.
-            for earlier in (loop.resume / METRICS, loop.resume.resolve().parent.parent / METRICS):
-                if earlier.is_file():
-                    shutil.copyfile(earlier, path)
-                    break
-        was_there, is_new = path.exists(), not self._is_to_cut and not self._length
-        path.touch()
-        self._file, self._is_to_cut = path.open("r+b", buffering=0), False
         loop.resources.callback(self._close, path)
-        found = self._file.readall()
-        kept = found[: found.rfind(b"\n", 0, self._length) + 1]
-        if is_new and found:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if loop.resume and not path.exists():
+                # The resumed place is another run, or a checkpoint of one.
+                for earlier in (loop.resume / METRICS, loop.resume.resolve().parent.parent / METRICS):
+                    if earlier.is_file():
+                        shutil.copyfile(earlier, path)
+                        break
+            existed = path.exists()
+            path.touch()
+            self._file = path.open("r+b", buffering=0)
+            found = self._file.readall()
+            kept = found[: found.rfind(b"\n", 0, self._length) + 1]
+            self._warn(loop, path, existed, found, kept)
+            self._length = self._file.seek(len(kept))
+            self._file.truncate()
+        self._must_cut = False
+
+    def _warn(self, loop: Loop, path: Path, existed: bool, found: bytes, kept: bytes) -> None:
+        step, lost = loop.progress.step, self._length - len(kept)
+        if found and not self._must_cut and not self._length:
             count = len(found.splitlines())
             log.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
-        elif loop.resume and len(kept) < self._length and (was_there or not loop.is_branch):
-            loss = f"is not there, and begins anew after step {loop.progress.step}"
-            if was_there:
-                ends = f"its lines end at step {_last_step(kept)}, and the run goes on from step {loop.progress.step}"
-                loss = f"is {self._length - len(kept):,} bytes shorter than the checkpoint says: {ends}"
-            log.warning("%s %s", path, loss)
-        self._length = self._file.seek(len(kept))
-        self._file.truncate()
+        elif loop.resume and lost and existed:
+            last = max((record.get("step", 0) for line in kept.splitlines() if (record := _record(line))), default=0)
+            text = f"{lost:,} bytes shorter than at the checkpoint: it ends at step {last}, the run is at step {step}"
+            log.warning("%s is %s", path, text)
+        elif loop.resume and lost and not loop.is_branch:
+            log.warning("%s is missing; a new one begins after step %d", path, step)
 
     def _close(self, path: Path) -> None:
         if self._waiting:
@@ -107,48 +108,27 @@ class Metrics:
             self._file.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the length of the file, in bytes."""
         return {"bytes": self._length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut the file to the length that it had, before the next step or the next line."""
         if self._file:
             self._file.close()
-        self._length, self._is_to_cut, self._waiting = state["bytes"], True, b""
-
-
-class _Full(StorageError):
-    pass
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        kind = _Full if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-        raise kind(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
-def _last_step(lines: bytes) -> float:
-    records = map(_record, reversed(lines.splitlines()))
-    return next((record["step"] for record in records if record and "step" in record), 0)
+        self._length, self._must_cut, self._waiting = state["bytes"], True, b""
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of the metrics file at `path`; a null is a NaN, whatever it was when it was logged.
+    """Return the lines of the metrics file at `path`; null, logged for NaN and infinities, is a NaN.
 
-    A line that a failing disk or an editor has damaged is passed over with a warning: it must not end a run.
+    Lines that a failing disk or an editor has damaged are skipped with a warning.
     """
     records = [_record(line) for line in path.read_bytes().splitlines()]
     if damaged := [number for number, record in enumerate(records, 1) if record is None]:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        log.warning("%s: passed over line %d%s, which cannot be read", path, damaged[0], more)
+        log.warning("%s: skipped line %d%s, which cannot be read", path, damaged[0], more)
     return [record for record in records if record is not None]
 
 
 def _record(line: bytes) -> dict[str, float] | None:
-    """Return the values of a line of the file, or None where it is damaged."""
     try:
         values = json.loads(line)
     except ValueError:

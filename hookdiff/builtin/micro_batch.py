@@ -1,66 +1,67 @@
-"""`micro_batch = "auto"`: how many samples fit through the network at a time is tried out before a run begins."""
+"""The search for the micro-batch of `micro_batch = "auto"`."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from attrs import define
 from torch import distributed
 
 from hookdiff.data import Batch
-from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.errors import UserError
 from hookdiff.hookspecs import hookimpl
+from hookdiff.loop import Loop
 from hookdiff.models.memory import optimizer_bytes
 
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
-
-# Messages of allocators and libraries that do not raise torch.OutOfMemoryError, in lower case.
-_MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
-
 log = logging.getLogger("hookdiff")
+# In lower case: messages of allocators and libraries that do not raise torch.OutOfMemoryError.
+_MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 
 @define(eq=False)
 class FitMicroBatch:
-    """Sets `micro_batch` to the whole batch, or to the first of its half, quarter, ... that the memory holds.
+    """Sets `micro_batch` to the whole batch, or to the first of its half, quarter, ... that fits in memory.
 
-    Each is tried with the forward and backward of a real step, beside the state that the optimizers will have. Nothing
-    of it stays: no gradient, no statistics in buffers, no random number, no loss scale. With several ranks it is what
-    fits on all. On a CPU the system may kill the process before torch reports that memory is short.
+    Each size is tried with forward and backward passes of a real step, beside memory that is reserved for the state of
+    the optimizers. The trial leaves no trace in gradients, buffers, random numbers, states of plugins or the log. With
+    several ranks the size fits on all. A CPU's system may kill the process before torch reports that memory is short.
     """
 
     @hookimpl(trylast=True)
     def on_start(self, loop: Loop) -> None:
-        """Find it; raises UserError when not even one sample fits."""
+        """Set the micro-batch; raises UserError when not even one sample fits."""
         rows = loop.feed.training[: -(-loop.config.batch_size // loop.num_ranks)]
         (batch,) = loop.feed.unaugmented(rows, len(rows))
         batch = loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))
-        with _traceless(loop):
-            size = _on_all_ranks(loop, _largest(loop, batch))
+        with _restoring(loop):
+            size = _largest(loop, batch)
+        if loop.num_ranks > 1:
+            smallest = torch.tensor(size, device=loop.device)
+            distributed.all_reduce(smallest, distributed.ReduceOp.MIN)
+            size = int(smallest)
         if not size:
             raise UserError(
-                f"run.micro_batch: not even one sample fits into the memory of {loop.device}, which takes a smaller "
-                "model, one with gradient_checkpointing = true, or half precision"
+                f"run.micro_batch: not even one sample fits in the memory of {loop.device}; use a smaller model, "
+                "model.gradient_checkpointing = true, or half precision"
             )
         log.info("micro_batch: %d of the %d samples of a batch fit at a time", size, len(batch))
         loop.set_micro_batch(size)
 
 
 def _largest(loop: Loop, batch: Batch) -> int:
-    """Return what fits of `batch`; 0 is not even one sample."""
-    to_come = 0 if any(optimizer.state for optimizer in loop.optimizers) else optimizer_bytes(loop.optimizers)
-    if loop.device.type == "cuda":  # a twentieth to spare, because an allocator's blocks never fit together to the last
-        to_come += torch.cuda.get_device_properties(loop.device).total_memory // 20
+    """Return the largest size of the series that fits, or 0 if not even one sample does."""
+    reserve = 0 if any(optimizer.state for optimizer in loop.optimizers) else optimizer_bytes(loop.optimizers)
+    if loop.device.type == "cuda":  # 5% more: the allocator's blocks never fill the memory completely
+        reserve += torch.cuda.get_device_properties(loop.device).total_memory // 20
     size = len(batch)
-    while size and not _fits(loop, batch, size, to_come):
-        # By now the error is gone, and with it the frames that held what did not fit.
+    while size and not _fits(loop, batch, size, reserve):
+        # Only here the error and the frames that hold its tensors are gone.
         gc.collect()
         if loop.device.type in ("cuda", "mps"):
             getattr(torch, loop.device.type).empty_cache()
@@ -68,11 +69,11 @@ def _largest(loop: Loop, batch: Batch) -> int:
     return size
 
 
-def _fits(loop: Loop, batch: Batch, size: int, to_come: int) -> bool:
+def _fits(loop: Loop, batch: Batch, size: int, reserve: int) -> bool:
     try:
-        reserved = torch.empty(to_come, dtype=torch.uint8, device=loop.device)
-        for part in batch.split(size)[:2]:  # a second one finds the gradients of the first
-            # As one of more to follow, so that no rank waits for another.
+        reserved = torch.empty(reserve, dtype=torch.uint8, device=loop.device)
+        for part in batch.split(size)[:2]:  # the second one runs beside the gradients of the first
+            # As if more micro-batches followed, so that no rank waits for another.
             loop.hook.micro_step(loop=loop, batch=part, index=0, count=2)
         del reserved
     except (MemoryError, RuntimeError) as error:
@@ -86,17 +87,19 @@ def _fits(loop: Loop, batch: Batch, size: int, to_come: int) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is how torch says that memory is short, on a GPU or a CPU."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error).lower() for message in _MESSAGES)
+    """Whether `error` is one of those that torch raises when the memory of a GPU or a CPU is short."""
+    known = isinstance(error, RuntimeError) and any(message in str(error).lower() for message in _MESSAGES)
+    return known or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 @contextmanager
-def _traceless(loop: Loop) -> Iterator[None]:
-    """Put back what a forward and a backward change: buffers, random states and plugins' states; log nothing."""
+def _restoring(loop: Loop) -> Iterator[None]:
+    """Restore buffers, random states and the states of plugins afterwards, and log nothing meanwhile."""
+    hooks = ("micro_step", "compute_loss", "backward")
+    names = {impl.plugin_name for hook in hooks for impl in loop.plugins.order(hook)}
+    called: list[Any] = [plugin for name, plugin in loop.plugins.items() if name in names]
+    states = [(plugin, copy.deepcopy(plugin.state_dict())) for plugin in called if hasattr(plugin, "state_dict")]
     buffers = [(buffer, buffer.detach().clone()) for buffer in loop.model.buffers()]
-    states = [(plugin, _copied(plugin.state_dict())) for plugin in _changed(loop)]
     try:
         with loop.log.muted(), torch.random.fork_rng([loop.device] if loop.device.type == "cuda" else []):
             yield
@@ -105,24 +108,3 @@ def _traceless(loop: Loop) -> Iterator[None]:
             buffer.copy_(values)
         for plugin, state in states:
             plugin.load_state_dict(state)
-
-
-def _changed(loop: Loop) -> list[Any]:
-    """Return the plugins that hear of a micro-batch and keep a state."""
-    names = {
-        heard.plugin_name for hook in ("micro_step", "compute_loss", "backward") for heard in loop.plugins.order(hook)
-    }
-    return [plugin for name, plugin in loop.plugins.items() if name in names and hasattr(plugin, "load_state_dict")]
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    tensors, tree = flatten(state)
-    return unflatten({name: tensor.detach().clone() for name, tensor in tensors.items()}, tree)
-
-
-def _on_all_ranks(loop: Loop, size: int) -> int:
-    if loop.num_ranks == 1:
-        return size
-    smallest = torch.tensor(size, device=loop.device)
-    distributed.all_reduce(smallest, distributed.ReduceOp.MIN)
-    return cast(int, smallest.item())

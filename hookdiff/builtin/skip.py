@@ -1,35 +1,31 @@
-"""Skipping batches at the start, such as one with a NaN."""
+"""The plugin that skips batches at the start of a run, such as one with a NaN."""
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
 
 from attrs import define, field
 from attrs.validators import ge
 
 from hookdiff.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
+from hookdiff.loop import Loop
 
 log = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
 class SkipBatches:
-    """Skips the next `num` batches of a run, as if on_nan had decided to skip them, before any other plugin starts.
+    """Skips the next batches of a run before any other plugin starts, as `on_nan` skips a batch.
 
-    The position moves on, so the same batches follow as if these had been trained on. An epoch that ends on the way is
-    counted, but `on_epoch_end` does not fire, since nothing was trained.
+    The batches that follow are the same as if the skipped ones had been trained on. An epoch that ends meanwhile is
+    counted, but `on_epoch_end` is not called.
     """
 
-    num: int = field(validator=ge(1))
+    num: int = field(validator=ge(1))  # number of batches to skip
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
-        """Move the progress on; that of a resumed run is loaded by now."""
         progress, feed = loop.progress, loop.feed
         first = progress.position
         for _ in range(self.num):
@@ -37,5 +33,4 @@ class SkipBatches:
                 progress.end_epoch()
             left = len(feed.training) - progress.samples
             progress.consume(min(feed.batch_size, left), "skipped", math.nan, math.nan)
-        last = progress.position - 1
-        log.info("skipped batch %d" if first == last else "skipped batches %d to %d", *sorted({first, last}))
+        log.info("skipped batches: training begins at batch %d instead of %d", progress.position, first)

@@ -1,18 +1,15 @@
-"""Training that starts from given weights: a safetensors file of ours, or of another library."""
+"""The plugin that starts a new run from the weights in a safetensors file."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attrs import define, field
 from attrs.validators import min_len, optional
 
 from hookdiff.hookspecs import hookimpl
+from hookdiff.loop import Loop
 from hookdiff.models.load import load_into
-
-if TYPE_CHECKING:
-    from hookdiff.loop import Loop
 
 KEYS = "start_from", "start_partial"  # of the table [model]
 
@@ -31,6 +28,6 @@ class Start:
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
-        """Load the file; raises ConfigError that lists all that does not fit."""
+        """Load the file; raises ConfigError with every tensor that does not fit."""
         if self.start_from and loop.progress.position == 0:
             load_into(loop.model, Path(self.start_from), self.start_partial)

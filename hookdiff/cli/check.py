@@ -1,72 +1,60 @@
-"""`hookdiff check`: everything that can be known of a config without building."""
+"""`hookdiff check`: check a config, and print it with every default."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from hookdiff.cli.options import config_argument, override_options
-
-if TYPE_CHECKING:
-    from hookdiff.experiment.memory import MemoryEstimate
+from hookdiff.errors import UserError
 
 
 @click.command()
 @config_argument
 @override_options
-@click.option("--memory", is_flag=True, help="Count what training takes instead; looks at the data for its shape.")
-@click.option("--json", "as_json", is_flag=True, help="With --memory: print bytes, as JSON.")
+@click.option("--memory", is_flag=True, help="Print the memory that training needs; reads samples for their shape.")
+@click.option("--json", "as_json", is_flag=True, help="With --memory: print the bytes as JSON.")
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], memory: bool, as_json: bool) -> None:
-    """Check CONFIG and print it with every default; build nothing."""
+    """Check CONFIG, and print it with every default.
+
+    The data is not read, and no file is written.
+    """
     import tomli_w
+    from attrs import asdict
 
     from hookdiff import experiment
-    from hookdiff.errors import UserError
     from hookdiff.experiment.config import load_config
 
     if as_json and not memory:
-        raise UserError("--json goes with --memory; without it the config is printed, as TOML")
+        raise UserError("--json needs --memory; without it the config is printed as TOML")
     checked = load_config(config, plugins, settings)
     experiment.try_config(checked)
     if not memory:
         click.echo(tomli_w.dumps(checked.resolved()), nl=False)
         return
-    import json
-
-    from attrs import asdict
-
     from hookdiff.experiment.memory import estimate_memory
 
     estimate = estimate_memory(checked)
-    told = {**asdict(estimate), "total": estimate.total}
-    click.echo(json.dumps(told, indent=2) if as_json else "\n".join(_table(estimate)))
-
-
-def _table(estimate: MemoryEstimate) -> Iterator[str]:
-    rows: list[tuple[str, int | None, str]] = [
-        ("parameters", estimate.parameters, ""),
-        ("buffers", estimate.buffers, ""),
-        ("gradients", estimate.gradients, ""),
-        ("optimizer", estimate.optimizer, ""),
-        *((f"plugins.{name}", size, "") for name, size in estimate.plugins.items()),
-        ("data", estimate.data, "where the device holds the whole set"),
-        ("batch", estimate.batch, f"{estimate.batch_size} samples and their noise"),
-        ("activations", estimate.activations, _activations(estimate)),
-        ("together", estimate.total, ""),
-        ("peak", estimate.peak, "the most at one time, with what comes and goes"),
-        ("device", estimate.available, "there is"),
-    ]
-    yield f"MiB on {estimate.device}"
-    for name, size, note in rows:
+    if as_json:
+        click.echo(json.dumps({**asdict(estimate), "total": estimate.total}, indent=2))
+        return
+    notes = {
+        "data": "the whole data set, held on the device",
+        "batch": f"{estimate.batch_size} samples and their noise",
+        "activations": f"micro_batch = {estimate.micro_batch}, {estimate.per_sample / 2**20:,.3f} for each sample",
+        "peak": "the most at one time, with temporary tensors",
+        "available": "memory of the device",
+    }
+    sizes = {name: getattr(estimate, name) for name in ("parameters", "buffers", "gradients", "optimizer")}
+    sizes |= {f"plugins.{name}": size for name, size in estimate.plugins.items()}
+    sizes |= {name: getattr(estimate, name) for name in ("data", "batch", "activations", "total", "peak", "available")}
+    click.echo(f"MiB on {estimate.device}")
+    for name, size in sizes.items():
         if size is None and name == "optimizer":
-            yield f"{name:<20}{'?':>12}"
+            click.echo(f"{name:<20}{'?':>12}")
         elif size:
-            yield f"{name:<20}{size / 2**20:>12,.2f}  {note}".rstrip()
-    yield from (f"not counted: {note}" for note in estimate.notes)
-
-
-def _activations(estimate: MemoryEstimate) -> str:
-    return f"micro_batch = {estimate.micro_batch}: {estimate.per_sample / 2**20:,.3f} a sample"
+            click.echo(f"{name:<20}{size / 2**20:>12,.2f}  {notes.get(name, '')}".rstrip())
+    for note in estimate.notes:
+        click.echo(f"not counted: {note}")

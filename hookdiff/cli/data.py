@@ -1,114 +1,96 @@
-"""`hookdiff data`: a report of the data that a config would train on."""
+"""`hookdiff data`: report on the data of a config, and draw its first batch."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from hookdiff.cli.options import config_argument, override_options
 
-if TYPE_CHECKING:
-    from hookdiff.data import Feed
-
-_MOST = 10  # classes, sizes and files that are listed
-_SHOWN = 64  # images of the sheet
+_LISTED = 10  # the most classes, sizes or files in a list
+_DRAWN = 64  # the most images in the picture
 
 
 @click.command()
 @config_argument
 @override_options
-@click.option("--out", type=click.Path(path_type=Path), help="Path of the sheet, a .png; NAME-data.png by default.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and draw a sheet only with --out.")
-@click.option("--seconds", default=2.0, show_default=True, type=click.FloatRange(0), help="How long to measure speed.")
+@click.option("--out", type=click.Path(path_type=Path), help="PNG file of the picture.  [default: NAME-data.png]")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; no picture is drawn without --out.")
+@click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")
 def command(
     config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool, seconds: float
 ) -> None:
-    """Read every sample of CONFIG's data once, and report on it.
+    """Report on the data of CONFIG, and draw its first batch.
 
-    The report lists sizes, classes, problems and speed. A sheet shows the first batch as the model will see it.
+    Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed. The
+    picture shows the first batch as the model sees it, augmentation included.
     """
-    import json
-
     from hookdiff import experiment
     from hookdiff.data.report import report
+    from hookdiff.disk import save_grid, writing
     from hookdiff.experiment.config import load_config
 
     checked = load_config(config, plugins, settings)
     device = experiment.pick_device(checked.run.device)
     feed = experiment.build_feed(checked).bind(checked.run.batch_size, checked.run.seed, device)
-    found = {"source": checked.data.use, **report(feed, seconds)}
+    found = {"source": checked.data.use, **report(feed, seconds), "picture": None}
     if out is None and not as_json:
         out = Path(f"{checked.run.name}-data.png")
-    sheet = _draw(feed, out) if out else None
-    if as_json:
-        click.echo(json.dumps({**found, "sheet": sheet}))
-        return
-    for name, text in _rows(found):
-        click.echo(f"{name:<12} {text}")
-    if sheet:
-        click.echo(f"{'sheet':<12} {sheet['path']}: the first {sheet['images']} images of epoch 0")
-        for row in sheet["labels"]:
-            click.echo(f"{'':<12} {' '.join(row)}")
-
-
-def _draw(feed: Feed, out: Path) -> dict[str, Any]:
-    """Draw the first batch of epoch 0; return the path, the number of images, and the labels row by row."""
-    import math
-
-    from hookdiff.disk import cannot_write, save_grid
-
-    batch = next(feed.batches(0))[:_SHOWN]
-    columns = math.ceil(math.sqrt(len(batch)))
-    try:
-        save_grid(batch.inputs, out, columns)
-    except OSError as error:
-        raise cannot_write(out, error) from None
-    labels = [] if batch.labels is None else batch.labels.tolist()
-    names = [feed.classes[label] if feed.classes and label >= 0 else str(label) for label in labels]
-    rows = [names[start : start + columns] for start in range(0, len(names), columns)]
-    return {"path": str(out), "images": len(batch), "labels": rows}
+    if out is not None:
+        batch = next(feed.batches(0))[:_DRAWN]
+        columns = math.ceil(math.sqrt(len(batch)))
+        with writing(out):
+            save_grid(batch.inputs, out, columns)
+        labels = [] if batch.labels is None else batch.labels.tolist()
+        names = [feed.classes[label] if feed.classes and label >= 0 else str(label) for label in labels]
+        rows = [names[start : start + columns] for start in range(0, len(names), columns)]
+        found["picture"] = {"path": str(out), "images": len(batch), "labels": rows}
+    click.echo(json.dumps(found) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(found)))
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each line; a line that goes on with the one before has no name."""
+    """Yield the name and the text of each line; a line without a name continues the one before."""
     yield "source", found["source"]
     held_out = f", {found['held_out']:,} of them held out" if found["held_out"] else ""
     yield "samples", f"{found['samples']:,}{held_out}"
     if found["sizes"]:
-        yield "sizes", _some([f"{width} x {height}: {count:,}" for width, height, count in found["sizes"]])
-        yield "modes", _some([f"{mode}: {count:,}" for mode, count in found["modes"].items()])
+        yield "sizes", _listed([f"{width} x {height}: {count:,}" for width, height, count in found["sizes"]])
+        yield "modes", _listed([f"{mode}: {count:,}" for mode, count in found["modes"].items()])
     if counts := found["classes"]:
-        yield "classes", f"{len(counts):,}: {_some([f'{name} {count:,}' for name, count in counts.items()])}"
+        yield "classes", f"{len(counts):,}: {_listed([f'{name} {count:,}' for name, count in counts.items()])}"
         most, least = max(counts.values()), min(counts.values())
-        yield "balance", f"{least:,} to {most:,} samples a class" + (f", {most / least:.1f} times" if least else "")
+        ratio = f", ratio {most / least:.1f}" if least else ""
+        yield "balance", f"{least:,} to {most:,} samples a class{ratio}"
     else:
         yield "classes", "no labels"
     values, store = found["values"], found["store"]
-    yield "trained on", f"{' x '.join(map(str, found['shape']))}, from {values['min']:.3g} to {values['max']:.3g}"
+    yield "inputs", f"{' x '.join(map(str, found['shape']))}, from {values['min']:.3g} to {values['max']:.3g}"
     yield "mean", ", ".join(f"{value:.4f}" for value in values["mean"])
     yield "std", ", ".join(f"{value:.4f}" for value in values["std"])
-    if store["place"] == "none":
-        workers = f"{store['workers']} workers" if store["workers"] else "the training process"
-        yield "store", f"none: decoded again in each epoch, by {workers}"
-    else:
-        yield "store", f"{store['place']}: {store['bytes'] / 2**20:,.1f} MiB in {store['path'] or store['device']}"
-    yield from _files("unreadable", found["unreadable"], "")
-    if found["not_finite"]["count"]:
-        yield from _files("not finite", found["not_finite"], " have a NaN or an infinity")
+    workers = f"{store['workers']} workers" if store["workers"] else "the training process"
+    text = f"{store['bytes'] / 2**20:,.1f} MiB in {store['path'] or store['device']}"
+    yield (
+        "store",
+        f"none: decoded in every epoch by {workers}" if store["place"] == "none" else f"{store['place']}: {text}",
+    )
+    for name, key, note in (("unreadable", "unreadable", ""), ("not finite", "not_finite", " with NaN or infinity")):
+        if found[key]["count"] or name == "unreadable":
+            yield name, f"{found[key]['count']:,}{note}"
+            yield from (("", line) for line in found[key]["files"][:_LISTED])
     duplicates = found["duplicates"]
-    yield "duplicates", f"{duplicates['count']:,} have the pixels of another" if duplicates["count"] else "0"
+    yield "duplicates", f"{duplicates['count']:,} with the same pixels as another" if duplicates["count"] else "0"
     for group in duplicates["groups"]:
         yield "", " = ".join(group[:3]) + (", ..." if len(group) > 3 else "")
     yield "speed", f"{found['images_per_second']:,.0f} images/s"
+    if picture := found["picture"]:
+        yield "picture", f"{picture['path']}: the first {picture['images']} images of epoch 0"
+        yield from (("", " ".join(row)) for row in picture["labels"])
 
 
-def _files(name: str, found: dict[str, Any], text: str) -> Iterator[tuple[str, str]]:
-    yield name, f"{found['count']:,}{text}"
-    yield from (("", line) for line in found["files"][:_MOST])
-
-
-def _some(items: Sequence[str]) -> str:
-    return ", ".join(items[:_MOST]) + (f", and {len(items) - _MOST} more" if len(items) > _MOST else "")
+def _listed(items: Sequence[str]) -> str:
+    return ", ".join(items[:_LISTED]) + (f", and {len(items) - _LISTED} more" if len(items) > _LISTED else "")

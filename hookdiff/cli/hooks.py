@@ -1,4 +1,4 @@
-"""`hookdiff hooks`: the contract, from the specs' own docstrings."""
+"""`hookdiff hooks`: print every hook: when it is called, and what plugins may change."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import inspect
 
 import click
 
+from hookdiff.errors import UserError, nearest
+
 
 @click.command()
-@click.argument("names", nargs=-1)
+@click.argument("names", nargs=-1, metavar="[NAME]...")
 def command(names: tuple[str, ...]) -> None:
-    """Print the contract of all hooks, or of NAMES."""
-    from hookdiff.errors import UserError, nearest
+    """Print the hooks called NAME, or all hooks.
+
+    For each hook: its arguments, when it is called, what plugins may change, and what it returns.
+    """
     from hookdiff.hookspecs import HOOK_NAMES, Hooks
 
     for name in names:

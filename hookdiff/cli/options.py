@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -9,25 +9,21 @@ from typing import Any
 import click
 
 
+def _split(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name.strip() for names in given for name in names.split(",") if name.strip())
+
+
 def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the argument CONFIG, a path."""
     return click.argument("config", type=click.Path(path_type=Path))(function)
 
 
 def override_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--plugins` and `--set`, which change a config from the command line."""
-    for option in (
+    """Add the options that change a config."""
+    for option in (  # click shows the option that is added last at the top
+        click.option("--set", "settings", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key; may be repeated."),
         click.option(
-            "--set", "settings", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key; may be given several times."
-        ),
-        click.option(
-            "--plugins",
-            multiple=True,
-            callback=lambda ctx, parameter, given: tuple(
-                n.strip() for part in given for n in part.split(",") if n.strip()
-            ),
-            metavar="NAME,no:NAME",
-            help="Plugins to add to the config's, or to take away.",
+            "--plugins", multiple=True, callback=_split, metavar="NAME,no:NAME", help="Add or remove plugins."
         ),
     ):
         function = option(function)
@@ -35,14 +31,12 @@ def override_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def training_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what all commands that train take: `override_options` and those of one process of a run."""
+    """Add the options of all commands that train; `override_options` are among them."""
     for option in (
-        click.option("--usr1", is_flag=True, help="On SIGUSR1 save and exit with 75, as when run.max_time is over."),
-        click.option("--fresh", multiple=True, metavar="NAME", help="When it goes on, start this plugin anew."),
-        click.option(
-            "--skip-batches", default=0, type=click.IntRange(0), metavar="N", help="Pass over the next N batches."
-        ),
-        click.option("--lr", metavar="X", help="The learning rate: short for --set optimizer.lr=X."),
+        click.option("--usr1", is_flag=True, help="End the run at SIGUSR1 as out of time, with exit code 75."),
+        click.option("--fresh", multiple=True, metavar="NAME", help="Start this plugin anew; may be repeated."),
+        click.option("--skip-batches", default=0, type=click.IntRange(0), metavar="N", help="Skip the next N batches."),
+        click.option("--lr", metavar="X", help="Set the learning rate: short for --set optimizer.lr=X."),
         override_options,
     ):
         function = option(function)

@@ -1,4 +1,4 @@
-"""`hookdiff plugins`: what is installed, and in which order a config's plugins are called."""
+"""`hookdiff plugins`: list the installed plugins, their keys, or the order of their calls."""
 
 from __future__ import annotations
 
@@ -15,32 +15,27 @@ from hookdiff.cli.options import override_options
 @click.option("--order", type=click.Path(path_type=Path), metavar="CONFIG", help="Print the call order of each hook.")
 @override_options
 def command(names: tuple[str, ...], order: Path | None, plugins: tuple[str, ...], settings: tuple[str, ...]) -> None:
-    """List the installed plugins, or print what the plugins NAME do and all their keys."""
-    if order is not None:
-        _print_order(order, plugins, settings)
-        return
-    if names:
-        _print_keys(names)
-        return
+    """List the installed plugins.
+
+    With NAME: print what these plugins do, and the keys of their tables. With --order: print which plugins of CONFIG
+    each hook calls, in this order.
+    """
     from hookdiff.experiment.discovery import distribution, installed, plugin_class
-
-    for name, entries in installed().items():
-        try:
-            summary = (inspect.getdoc(plugin_class(name)) or "").partition("\n")[0]
-        except Exception as error:  # whatever it is, it must not hide the others
-            summary = f"cannot be used: {error}"
-        owners = ", ".join(distribution(entry) for entry in entries)
-        click.echo(f"{name:<12} {summary}  ({owners})")
-
-
-def _print_keys(names: tuple[str, ...]) -> None:
-    from hookdiff.experiment.discovery import plugin_class
     from hookdiff.experiment.reference import plain
 
-    for name in names:
-        plugin = plugin_class(name)
-        click.echo(f"{name}: {inspect.getdoc(plugin)}\n\n[plugins.{name}]")
-        click.echo("\n".join(plain(plugin)) + "\n")
+    if order is not None:
+        _print_order(order, plugins, settings)
+    elif names:
+        for name in names:
+            plugin = plugin_class(name)
+            click.echo("\n".join([f"{name}: {inspect.getdoc(plugin)}\n\n[plugins.{name}]", *plain(plugin), ""]))
+    else:
+        for name, entries in installed().items():
+            try:
+                summary = (inspect.getdoc(plugin_class(name)) or "").partition("\n")[0]
+            except Exception as error:  # a broken plugin must not hide the others
+                summary = f"cannot be used: {error}"
+            click.echo(f"{name:<12} {summary}  ({', '.join(map(distribution, entries))})")
 
 
 def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...]) -> None:
@@ -51,10 +46,8 @@ def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...]) 
     config = load_config(path, names, settings)
     plugins = Plugins({name: part.build() for name, part in config.plugins.items()})
     for hook in HOOK_NAMES:
-        called = [impl for impl in plugins.order(hook) if impl.plugin_name != "defaults"]
-        marks = [
-            impl.plugin_name
-            + (" (around)" if impl.wrapper else " (first)" if impl.tryfirst else " (last)" * impl.trylast)
-            for impl in called
-        ]
-        click.echo(f"{hook:<22} {' > '.join(marks) or '-'}")
+        called = []
+        for impl in plugins.order(hook):
+            place = " (around)" if impl.wrapper else " (first)" if impl.tryfirst else " (last)" * impl.trylast
+            called += [impl.plugin_name + place] * (impl.plugin_name != "defaults")
+        click.echo(f"{hook:<22} {' > '.join(called) or '-'}")

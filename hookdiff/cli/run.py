@@ -1,4 +1,4 @@
-"""`hookdiff run`: train from a config."""
+"""`hookdiff run`: train a model from a config."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import Any
 
 import click
 
-from hookdiff.cli.exits import BY_REASON
 from hookdiff.cli.options import config_argument, training_options
+from hookdiff.errors import UserError, nearest
 
+EXIT_CODES = {"done": 0, "plugin": 0, "on_nan": 3, "time": 75, "signal": 130}  # 75 is EX_TEMPFAIL: try again
 log = logging.getLogger("hookdiff")
 
 
 @click.command()
 @config_argument
 @training_options
-@click.option("--out", type=click.Path(path_type=Path), help="The run directory; runs/NAME unless given.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, or start where there is none.")
-@click.option("--overwrite", is_flag=True, help="Remove an earlier run in the same directory.")
+@click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/ and the name]")
+@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint; start anew if there is none.")
+@click.option("--overwrite", is_flag=True, help="Delete an earlier run in the run directory.")
 def command(config: Path, out: Path | None, resume: bool, overwrite: bool, **options: Any) -> None:
-    """Train from CONFIG."""
-    from hookdiff.errors import UserError
-
+    """Train a model from CONFIG, a TOML file."""
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other")
     train(config, out, resume=resume, overwrite=overwrite, **options)
@@ -44,15 +43,14 @@ def train(
     fresh: tuple[str, ...],
     usr1: bool,
 ) -> None:
-    """Train from the config at `path` in `run_dir`, runs/NAME unless given, and exit with the code of the outcome.
+    """Train from the config at `path`, print a summary, and exit with the code of the outcome.
 
-    `resume` is that of `build_loop`; where there is no directory yet, True starts one.
+    run_dir: None is runs/NAME. resume: as in `build_loop`; True also starts a run that has no directory yet.
     """
     from hookdiff import experiment
     from hookdiff.builtin.signals import Signals
     from hookdiff.cli.summary import summary
     from hookdiff.disk.paths import check_run_dir
-    from hookdiff.errors import UserError, nearest
     from hookdiff.experiment.config import load_config
 
     logging.basicConfig(format="%(message)s")
@@ -62,35 +60,28 @@ def train(
     config = load_config(path, plugins, settings)
     for name in fresh:
         if name not in config.plugins:
-            near = nearest(name, config.plugins) or f"; its plugins are {', '.join(config.plugins) or 'none'}"
-            raise UserError(f"--fresh {name}: no plugin of this run{near}")
+            near = nearest(name, config.plugins) or f"; its plugins: {', '.join(config.plugins) or 'none'}"
+            raise UserError(f"--fresh {name}: this run has no such plugin{near}")
     run_dir = run_dir or Path("runs") / config.run.name
     if resume is True and not run_dir.exists():
         resume = False
-        log.info("%s is not there yet: the run starts", run_dir)
+        log.info("%s does not exist: the run starts anew", run_dir)
     check_run_dir(run_dir, resume in (True, run_dir), overwrite)
     experiment.try_config(config, resume=bool(resume))
     signals = Signals(usr1)
+    added = {"signals": signals}
     loop = experiment.build_loop(
-        config,
-        run_dir,
-        resume=resume,
-        overwrite=overwrite,
-        fresh=fresh,
-        skip_batches=skip_batches,
-        plugins={"signals": signals},
+        config, run_dir, resume=resume, overwrite=overwrite, fresh=fresh, skip_batches=skip_batches, plugins=added
     )
     reason = loop.run()
     if reason == "done" and resume and loop.progress.step == loop.first_step:
         unit = "steps" if config.run.epochs is None else "epochs"
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))
-        length, there = getattr(config.run, unit), getattr(loop.progress, unit.removesuffix("s"))
-        click.echo(
-            f"{source} was done already, with {there} of {length} {unit}; to train on: hookdiff resume {source} "
-            f"--{unit} N{out}"
-        )
+        length, made = getattr(config.run, unit), getattr(loop.progress, unit.removesuffix("s"))
+        longer = f"hookdiff resume {source} --{unit} N{out}"
+        click.echo(f"{source} is already done, with {made} of {length} {unit}; to train longer: {longer}")
     else:
         click.echo(summary(loop, reason, config.run.name, time.monotonic() - loop.start_time))
         if reason in ("signal", "time") and loop.progress.step and loop.plugins.implement("restore"):
-            click.echo(f"to go on: hookdiff resume {run_dir}")
-    sys.exit(128 + signals.caught if signals.caught and reason == "signal" else BY_REASON[reason])
+            click.echo(f"to continue: hookdiff resume {run_dir}")
+    sys.exit(128 + signals.caught if signals.caught and reason == "signal" else EXIT_CODES[reason])

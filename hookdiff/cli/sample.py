@@ -1,35 +1,34 @@
-"""`hookdiff sample`: images from a trained run."""
+"""`hookdiff sample`: make images from a trained run."""
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from hookdiff.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+_SHARE = click.FloatRange(0, 1, min_open=True)
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN|CHECKPOINT")
-@click.option("--num", default=64, show_default=True, type=click.IntRange(1), help="How many images.")
-@click.option("--steps", type=int, help="Steps of the sampler; the run's unless given.")
-@click.option("--sampler", help="ddim, ddpm, euler, heun or dpmpp_2m; the run's unless given.")
-@click.option("--guidance-scale", type=float, help="Of classifier-free guidance; the run's unless given.")
-@click.option("--labels", metavar="N,N,...", help="Classes to take in turn, -1 is none; all in turn unless given.")
-@click.option("--image", type=click.Path(path_type=Path), help="A picture to start from, in place of noise.")
-@click.option(
-    "--strength",
-    default=0.8,
-    show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
-    help="With --image: share of the steps, 1 leaves little of the picture.",
-)
-@click.option("--columns", type=click.IntRange(1), help="Of the grid; the nearest to a square unless given.")
-@click.option("--seed", default=0, show_default=True, help="Image k of a seed is always the same.")
-@click.option("--weights", help="An average's name, model, or a safetensors file; an average if there is one.")
-@click.option("--out", type=click.Path(path_type=Path), help="A .png; RUN/samples/seed-SEED.png unless given.")
+@click.option("--num", default=64, type=click.IntRange(1), metavar="N", help="Number of images.")
+@click.option("--steps", type=int, metavar="N", help="Steps of the sampler.")
+@click.option("--sampler", metavar="NAME", help="ddim, ddpm, euler, heun or dpmpp_2m.")
+@click.option("--guidance-scale", type=float, metavar="X", help="Scale of classifier-free guidance.")
+@click.option("--labels", metavar="N,N,...", help="Classes, used in turn; -1 is no class.  [default: all classes]")
+@click.option("--image", type=click.Path(path_type=Path), help="Picture to start from, instead of noise.")
+@click.option("--strength", default=0.8, type=_SHARE, metavar="X", help="With --image: share of the steps to make.")
+@click.option("--columns", type=click.IntRange(1), metavar="N", help="Columns of the grid.  [default: square]")
+@click.option("--seed", default=0, metavar="N", help="Seed of the noise.")
+@click.option("--weights", metavar="NAME|FILE", help="An average, model, or a safetensors file.  [default: average]")
+@click.option("--out", type=click.Path(path_type=Path), help="PNG file.  [default: RUN/samples/seed-SEED.png]")
 def command(
     run: Path,
     num: int,
@@ -44,11 +43,13 @@ def command(
     weights: str | None,
     out: Path | None,
 ) -> None:
-    """Make images from the newest checkpoint of RUN, a run directory, or from one CHECKPOINT in it."""
+    """Make images from RUN, a run directory, or from one CHECKPOINT in it.
+
+    RUN stands for its newest checkpoint. All images are written as one grid. --steps, --sampler and --guidance-scale
+    replace the values of the config. With --image, a higher --strength leaves less of the picture.
+    """
     from hookdiff import experiment
-    from hookdiff.disk.images import check_writable, save_grid
-    from hookdiff.disk.paths import CONFIG, run_of
-    from hookdiff.errors import UserError
+    from hookdiff.disk import CONFIG, check_writable, run_of, save_grid, writing
     from hookdiff.experiment.config import load_config
     from hookdiff.models.load import load_into
     from hookdiff.sampling import SampleRequest, UnknownWeights
@@ -56,8 +57,11 @@ def command(
     source = run_of(run)
     changed = {"steps": steps, "sampler": sampler, "guidance.scale": guidance_scale}
     settings = [f"sampling.{key}={value}" for key, value in changed.items() if value is not None]
-    classes = _in_turn(labels, num) if labels else None
-    from_file = weights if weights and weights.endswith(".safetensors") else None
+    try:
+        classes = tuple(islice(cycle(map(int, labels.split(","))), num)) if labels else None
+    except ValueError:
+        raise UserError(f"--labels {labels}: expected integers separated by commas, such as 0,1,2") from None
+    file = Path(weights) if weights and weights.endswith(".safetensors") else None
     config = load_config(source / CONFIG, settings=settings)
     experiment.try_config(config, resume=True)
     hooks = ("prepare_model", "restore", "sample", "offer_weights")
@@ -66,47 +70,35 @@ def command(
     check_writable(out)
     with loop:
         start = None if image is None else _picture(image, loop.feed.shape).expand(num, *loop.feed.shape)
-        if from_file:
-            load_into(loop.model, Path(from_file), asked_by="--weights")
-        named = "model" if from_file else weights
-        request = SampleRequest(num, seed, weights=named, labels=classes, images=start, strength=strength)
+        if file:
+            load_into(loop.model, file, asked_by="--weights")
+            weights = "model"
+        request = SampleRequest(num, seed, weights=weights, labels=classes, images=start, strength=strength)
         try:
             made = loop.sample(request)
         except UnknownWeights as error:
             raise UserError(f"--weights: {error}, or a file that ends in .safetensors") from None
-        try:
+        with writing(out):
             save_grid(made.images, out, columns)
-        except OSError as error:
-            raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
-    whose = f"weights in {from_file}" if from_file else f"{made.weights} weights of step {loop.progress.step}"
-    click.echo(f"{out}: {num} images from the {whose}")
-
-
-def _in_turn(labels: str, num: int) -> tuple[int, ...]:
-    from hookdiff.errors import UserError
-
-    try:
-        given = [int(label) for label in labels.split(",")]
-    except ValueError:
-        raise UserError(f"--labels {labels}: expected whole numbers with commas between, such as 0,1,2") from None
-    return tuple(given[k % len(given)] for k in range(num))
+    origin = f"weights in {file}" if file else f"{made.weights} weights of step {loop.progress.step}"
+    click.echo(f"{out}: {num} images from the {origin}")
 
 
 def _picture(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """Return the picture at `path` as training would see it, c h w in [-1, 1]."""
+    """Return the picture at `path` as an input of the model: c h w in [-1, 1]."""
     from PIL import Image
 
     from hookdiff.data.memory import to_unit_range
     from hookdiff.data.source import reason
     from hookdiff.data.transforms import Transforms
-    from hookdiff.errors import UserError
 
     channels, *sides = shape
     if channels not in (1, 3) or len(set(sides)) != 1:
-        raise UserError(f"--image {path}: the run makes {' x '.join(map(str, shape))}, not grey or RGB squares")
+        made = " x ".join(map(str, shape))
+        raise UserError(f"--image {path}: needs a model of square grey or RGB images; this one makes {made}")
     transforms = Transforms(image_size=sides[0], channels=1 if channels == 1 else 3, upscale=True)
     try:
         with Image.open(path) as picture:
             return to_unit_range(transforms.fit(picture))
-    except Exception as error:  # decoders raise whatever the bytes lead them to
+    except Exception as error:  # decoders raise errors of any type
         raise UserError(f"{path}: cannot be read as a picture: {reason(error)}") from None

@@ -2,15 +2,13 @@
 
 from hookdiff.data.arrays import Arrays
 from hookdiff.data.batch import Batch
-from hookdiff.data.digits import digits
 from hookdiff.data.feed import Feed
 from hookdiff.data.folder import Folder
 from hookdiff.data.hub import HuggingFace
-from hookdiff.data.memory import InMemory
+from hookdiff.data.memory import InMemory, digits, fashion_mnist
 from hookdiff.data.source import Images, Source
 from hookdiff.data.store import Store
 from hookdiff.data.transforms import Transforms
-from hookdiff.data.vision import fashion_mnist
 
 __all__ = [
     "Arrays",

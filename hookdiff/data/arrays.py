@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy
 import torch
+from numpy.lib.npyio import NpzFile
 from torch import Tensor
 
 from hookdiff.errors import nearest, why_missing
@@ -19,9 +21,9 @@ Layout = Literal["n h w", "n h w c", "n c h w"]
 
 
 class Arrays:
-    """Images in one array, read one by one: an .npy stays on disk.
+    """Images in one array: an .npy stays on disk and is read image by image, an .npz is read into memory.
 
-    Raises ValueError for an array that does not hold images, and for labels that do not match.
+    Raises ValueError for a file that cannot be read, an array that does not hold images, and labels that do not match.
 
     Args:
         path: an .npy, or an .npz (needed)
@@ -40,15 +42,12 @@ class Arrays:
         layout: Layout | None = None,
         value_range: tuple[float, float] | None = None,
     ) -> None:
-        self.path = Path(path).expanduser()
-        self.name, self.range, self.classes = images, value_range, None
-        stored = _open(self.path)
-        names = tuple(stored) if isinstance(stored, Mapping) else ()
-        if names and images is None:
-            self.name = "images" if "images" in names else names[0]
-            if self.name != "images" and len(names) > 1:
-                raise ValueError(f"{path}: set images to the name of one array: {', '.join(names)}")
-        array, self.layout = self.array, layout or _layout(self.path, self.array.shape)
+        self.path, self.range, self.classes = Path(path).expanduser(), value_range, None
+        with _open(self.path) as stored:
+            self.name = images or ("images" if len(stored) != 1 else next(iter(stored)))
+            array = self.array
+            self.labels = _labels(stored, labels, path, array.shape[:1])
+        self.layout = layout or _layout(array.shape, path)
         if array.ndim != len(self.layout.split()):
             raise ValueError(f"{path}: its shape {array.shape} is not {self.layout!r}")
         if array.dtype.kind not in "biuf":
@@ -64,18 +63,12 @@ class Arrays:
         self.shape = tuple(self._channels_first(array[:1])[0].shape) if len(array) else None
         if self.shape and self.shape[0] > 4:
             raise ValueError(f"{path}: its images have {self.shape[0]} channels, expected 1 to 4")
-        self.labels = None
-        if labels is not None and labels.endswith(".npy"):
-            self.labels = _labels(labels, _open(Path(labels).expanduser()), len(array))
-        elif labels is not None or "labels" in names:
-            name = labels or "labels"
-            self.labels = _labels(f"{path}[{name!r}]", _member(self.path, stored, name), len(array))
 
     @cached_property
     def array(self) -> Any:
         """The images as they are stored; an .npy is memory-mapped."""
-        stored = _open(self.path)
-        return stored if self.name is None else _member(self.path, stored, self.name)
+        with _open(self.path) as stored:
+            return _pick(stored, self.name, self.path)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "array"}  # each worker opens the file
@@ -84,7 +77,6 @@ class Arrays:
         return len(self.array)
 
     def load(self, index: int) -> Tensor:
-        """Return uint8 pixels, c h w."""
         pixels = self._channels_first(self.array[index : index + 1])[0]
         if self.range is None:
             return torch.from_numpy(numpy.array(pixels))
@@ -95,11 +87,9 @@ class Arrays:
         return torch.from_numpy(numpy.rint((values - low) * (255 / (high - low))).astype(numpy.uint8))
 
     def describe(self, index: int) -> str:
-        """Return the file and the position in it."""
         return f"{self.path}[{index}]"
 
     def fingerprint(self) -> str:
-        """Return the file's name, size and modification time, and how it is read."""
         status = os.stat(self.path)
         return f"{self.path.resolve()} {status.st_size} {status.st_mtime_ns} {self.name} {self.layout} {self.range}"
 
@@ -109,27 +99,32 @@ class Arrays:
         return images.transpose(0, 3, 1, 2) if self.layout == "n h w c" else images
 
 
-def _open(path: Path) -> Any:
-    """Return the array of an .npy, or the mapping of names to arrays of an .npz."""
+@contextmanager
+def _open(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the arrays of an .npz by name, or the array of an .npy by an empty name."""
     if path.suffix.lower() not in (".npy", ".npz"):
         raise ValueError(f"{path}: expected an .npy or an .npz")
     try:
-        return numpy.load(path, mmap_mode="r" if path.suffix.lower() == ".npy" else None, allow_pickle=False)
+        stored = numpy.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise ValueError(f"{path}: {why_missing(path)}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
+    if isinstance(stored, NpzFile):
+        with stored:
+            yield stored
+    else:
+        yield {"": stored}
 
 
-def _member(path: Path, stored: Any, name: str) -> Any:
-    if not isinstance(stored, Mapping):
-        raise ValueError(f"{path}: an .npy has no array named {name!r}")
+def _pick(stored: Mapping[str, Any], name: str, path: Path | str) -> Any:
     if name not in stored:
-        raise ValueError(f"{path}: has no array {name!r}{nearest(name, stored)}; it has {', '.join(stored)}")
+        names = ", ".join(stored) or "one array without a name"
+        raise ValueError(f"{path}: has no array {name!r}{nearest(name, stored)}; it has {names}")
     return stored[name]
 
 
-def _layout(path: Path, shape: tuple[int, ...]) -> Layout:
+def _layout(shape: tuple[int, ...], path: str) -> Layout:
     if len(shape) == 3:
         return "n h w"
     if len(shape) == 4 and (shape[1] <= 4) != (shape[3] <= 4):
@@ -137,9 +132,18 @@ def _layout(path: Path, shape: tuple[int, ...]) -> Layout:
     raise ValueError(f"{path}: the shape {shape} has no clear layout: set layout = 'n h w', 'n h w c' or 'n c h w'")
 
 
-def _labels(where: str, found: Any, length: int) -> Tensor:
-    if found.dtype.kind not in "iu" or found.shape != (length,):
-        raise ValueError(f"{where}: expected {length} integers as labels, got {found.shape} of {found.dtype}")
-    if length and int(found.min()) < -1:
-        raise ValueError(f"{where}: labels are counted from 0 (-1: unknown), got {int(found.min())}")
+def _labels(stored: Mapping[str, Any], name: str | None, path: str, shape: tuple[int, ...]) -> Tensor | None:
+    if name is None and "labels" not in stored:
+        return None
+    name = name or "labels"
+    if name.endswith(".npy"):
+        with _open(Path(name).expanduser()) as own:
+            found = _pick(own, "", name)
+    else:
+        found = _pick(stored, name, path)
+    if found.dtype.kind not in "iu" or found.shape != shape:
+        got = f"{found.dtype} of shape {found.shape}"
+        raise ValueError(f"{path}: labels = {name!r}: expected integers of shape {shape}, got {got}")
+    if len(found) and int(found.min()) < -1:
+        raise ValueError(f"{path}: labels = {name!r}: expected integers from 0 (-1: unknown), got {int(found.min())}")
     return torch.from_numpy(numpy.array(found).astype(numpy.int64))

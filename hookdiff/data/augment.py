@@ -27,7 +27,8 @@ def augment(images: Tensor, transforms: Transforms, seed: int, epoch: int, indic
     size, side = transforms.image_size, images.shape[-1]
     if size is not None and size != side:
         top, left = (draws[:, [_TOP, _LEFT]] * (side - size + 1)).long().to(images.device).unbind(1)
-        images = _crop(images, top, left, size)
+        windows = images.unfold(2, size, 1).unfold(3, size, 1)  # n c y x size size: a view of every window
+        images = windows[torch.arange(len(images), device=images.device), :, top, left]
     if transforms.flip:
         share = 0.5 if transforms.flip is True else transforms.flip
         mirrored = (draws[:, _FLIP] < share).to(images.device)
@@ -39,17 +40,12 @@ def augment(images: Tensor, transforms: Transforms, seed: int, epoch: int, indic
 
 
 def center_crop(images: Tensor, transforms: Transforms) -> Tensor:
-    """Return inputs (n c h w, float32 in [-1, 1]) from first-stage `images`: the centre, without augmentation."""
-    size, side = transforms.image_size, images.shape[-1]
-    if size is not None and size != side:
-        start = round((side - size) / 2)
+    """Return the centre of first-stage `images` as inputs, n c h w, float32 in [-1, 1]."""
+    size = transforms.image_size
+    if size is not None:
+        start = round((images.shape[-1] - size) / 2)
         images = images[..., start : start + size, start : start + size]
     return to_unit_range(images)
-
-
-def _crop(images: Tensor, top: Tensor, left: Tensor, size: int) -> Tensor:
-    windows = images.unfold(2, size, 1).unfold(3, size, 1)  # n c y x size size: a view of every window
-    return windows[torch.arange(len(images), device=images.device), :, top, left]
 
 
 def jitter(images: Tensor, strengths: tuple[float, float, float, float], draws: Tensor, order: Tensor) -> Tensor:
@@ -59,7 +55,12 @@ def jitter(images: Tensor, strengths: tuple[float, float, float, float], draws: 
     the hue lie between -strength and strength, in turns of the colour circle. Each sample has its own order of the
     four changes. `draws` and `order` are random numbers from [0, 1), n 4.
     """
-    changes: list[Callable[[Tensor, Tensor], Tensor]] = [_brightness, _contrast, _saturation, _hue]
+    changes: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda images, factors: images * factors,
+        _contrast,
+        lambda images, factors: images * factors + _grey(images) * (1 - factors),
+        _hue,
+    ]
     ranks = order.argsort(1)
     for turn in range(4):
         for number, (change, strength) in enumerate(zip(changes, strengths, strict=True)):
@@ -80,19 +81,11 @@ def _grey(images: Tensor) -> Tensor:
     return (0.2989 * red + 0.587 * green + 0.114 * blue).unsqueeze(1)  # Rec. 601, with torchvision's digits
 
 
-def _brightness(images: Tensor, factors: Tensor) -> Tensor:
-    return images * factors
-
-
 def _contrast(images: Tensor, factors: Tensor) -> Tensor:
     # The sum is over integers: the order in which floats are added, and with it the last bit, depends on the batch.
     counts = (_grey(images) * 2**24).round().long().sum((1, 2, 3), keepdim=True)
     means = counts.float() / (2**24 * images[0, 0].numel())
     return images * factors + means * (1 - factors)
-
-
-def _saturation(images: Tensor, factors: Tensor) -> Tensor:
-    return images * factors + _grey(images) * (1 - factors)
 
 
 def _hue(images: Tensor, shifts: Tensor) -> Tensor:

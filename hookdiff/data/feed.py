@@ -1,7 +1,7 @@
-"""The batches of a run: which samples, in which order, on which rank.
+"""The batches of a run: their samples, in their order, for each rank.
 
-They are a pure function of (seed, epoch, samples consumed), so a run resumes at any sample, and the number of workers
-changes nothing. Prefetched batches that were not consumed are simply made again.
+They are a pure function of (seed, epoch, samples consumed): a run resumes at any sample, and the number of workers
+changes nothing. Batches that workers loaded ahead and that were not consumed are loaded again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from hookdiff.data.augment import augment, center_crop
 from hookdiff.data.batch import Batch
 from hookdiff.data.loader import Loader, Stack, read_image, read_item
 from hookdiff.data.memory import InMemory
-from hookdiff.data.order import balanced, replacements, split, successors
-from hookdiff.data.prepare import Prepared, prepare
+from hookdiff.data.order import balanced, replacements, split
 from hookdiff.data.source import Images, Source
-from hookdiff.data.store import Store
-from hookdiff.data.transforms import Transforms
+from hookdiff.data.store import Prepared, Store, prepare
+from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError
 from hookdiff.options import about
 from hookdiff.randomness import derive_seed
@@ -36,7 +35,7 @@ logger = logging.getLogger("hookdiff")
 _CPU = torch.device("cpu")
 _AT_ONCE = 1 << 20  # numbers that are fetched from memory in one go: 4 MiB
 
-Finish = Callable[[Tensor, Tensor], Tensor]  # first-stage images and indices -> inputs
+Finish = Callable[[Tensor, Tensor], Tensor]  # takes first-stage images and indices, returns inputs
 
 
 def _check_held_out(_: Any, __: Any, held_out: int | float) -> None:
@@ -49,8 +48,8 @@ class Feed:
     """The epochs of `source` in batches, and this rank's share of each batch.
 
     `source` is a tensor n c h w, an `InMemory` set, `Images` (see `hookdiff.data.Folder`), or any other object with a
-    length and `[i]` (see `Source`). A DataLoader reads what is not in memory. All other options are keys of the config
-    table [data].
+    length and `[i]` (see `Source`). A DataLoader reads samples that are not in memory. The other options are keys of
+    the config table [data].
 
     Raises UserError for a source that cannot be used with these options, and TypeError for an object that is no source.
     """
@@ -61,7 +60,9 @@ class Feed:
     held_out: int | float = field(
         default=0,
         validator=_check_held_out,
-        metadata=about("count or share of the samples never trained on: of each class alike, the same in every run"),
+        metadata=about(
+            "count or share of the samples never trained on: the same in every run, in proportion from each class"
+        ),
     )
     balanced: bool = field(
         default=False, metadata=about("each class equally often in an epoch, which keeps its length")
@@ -72,30 +73,36 @@ class Feed:
     )
     prefetch: int = field(default=2, validator=ge(1), metadata=about("batches that each worker loads ahead"))
     prepared: Prepared = field(init=False, repr=False)  # the source after the first stage
-    labels: Tensor | None = field(init=False)  # of the whole set: n, int64, on the CPU (-1: unknown)
-    classes: Sequence[str] | None = field(init=False)  # the names of the classes
+    labels: Tensor | None = field(init=False, default=None)  # of the whole set: n, int64, on the CPU (-1: unknown)
+    classes: Sequence[str] | None = field(init=False, default=None)  # the names of the classes
     batch_size: int = field(init=False, default=0)  # over all ranks
     seed: int = field(init=False, default=0)
     device: torch.device = field(init=False, default=_CPU)
     rank: int = field(init=False, default=0)
     num_ranks: int = field(init=False, default=1)
     samples: InMemory | Images | Source = field(init=False)  # on the device if there is room
-    training: Tensor = field(init=False)  # n, int64, sorted: positions of the samples to train on
-    held_out_indices: Tensor = field(init=False)  # the same of the samples held out
+    usable: Tensor = field(init=False)  # n, int64, sorted: positions of the samples with a readable header
+    training: Tensor = field(init=False)  # those to train on
+    held_out_indices: Tensor = field(init=False)  # those held out
     _rows: Tensor | None = field(init=False, default=None)  # for each sample, the row that has its pixels
     _reported: set[int] = field(init=False, factory=set)  # unreadable samples with a warning in the log
-    _idle: list[Loader] = field(init=False, factory=list)  # their epoch is over; their workers wait for the next
+    _idle: list[Loader] = field(init=False, factory=list)  # at the end of their epoch; their workers wait
 
     def __attrs_post_init__(self) -> None:
-        prepared = self.prepared = prepare(self.source, self.transforms, self.store)
-        if self.balanced and prepared.labels is None:
+        self.prepared = prepare(self.source, self.transforms, self.store)
+        self.samples, survey = self.prepared.samples, self.prepared.survey
+        labels = getattr(self.source, "labels", None)
+        if isinstance(labels, Tensor) and labels.shape == (len(self.samples),):
+            self.labels, self.classes = labels.cpu(), getattr(self.source, "classes", None)
+        if self.balanced and self.labels is None:
             raise UserError("balanced: the source has no labels")
-        self.samples, self.labels, self.classes = prepared.samples, prepared.labels, prepared.classes
-        self.training, self.held_out_indices = split(prepared.usable, prepared.labels, self.held_out)
-        if prepared.survey.undecodable:
-            unreadable = torch.zeros(len(prepared), dtype=torch.bool)
-            unreadable[list(prepared.survey.undecodable)] = True
-            self._rows = replacements((self.training, self.held_out_indices), unreadable)
+        readable = torch.ones(len(self.samples), dtype=torch.bool)
+        readable[list(survey.unreadable)] = False
+        self.usable = readable.nonzero().squeeze(1)
+        self.training, self.held_out_indices = split(self.usable, self.labels, self.held_out)
+        if survey.undecodable:
+            readable[list(survey.undecodable)] = False
+            self._rows = replacements((self.training, self.held_out_indices), ~readable)
 
     @classmethod
     def of(cls, data: Feed | InMemory | Images | Source | Tensor) -> Feed:
@@ -105,27 +112,27 @@ class Feed:
     def bind(
         self, batch_size: int, seed: int = 0, device: torch.device = _CPU, rank: int = 0, num_ranks: int = 1
     ) -> Feed:
-        """Set the batches: `batch_size` samples over all ranks, in the order that `seed` gives. Returns self.
+        """Make batches of `batch_size` samples, over all ranks, in the order that `seed` gives. Returns self.
 
-        Raises UserError if there are fewer samples than a batch has, or fewer in a batch than there are ranks.
+        Raises UserError if there are fewer samples than a batch has, fewer in a batch than there are ranks, or if the
+        samples are no images and are to be augmented.
         """
         self.batch_size, self.seed, self.device = batch_size, seed, device
         self.rank, self.num_ranks, self._idle = rank, num_ranks, []
         if isinstance(self.samples, InMemory):
             self.samples = self.samples.to(device)
-        if self.batch_size < num_ranks:
-            raise UserError(f"batch_size is {self.batch_size}: too small for {num_ranks} ranks")
+        if batch_size < num_ranks:
+            raise UserError(f"batch_size is {batch_size}: too small for {num_ranks} ranks")
         if self.exhausted(0):
             way_out = "lower batch_size or set drop_last = false" if len(self.training) else "nothing to train on"
-            raise UserError(f"the data has {len(self.training)} samples, batch_size is {self.batch_size}: {way_out}")
+            raise UserError(f"the data has {len(self.training)} samples, batch_size is {batch_size}: {way_out}")
         if self.transforms.random and len(self.shape) != 3:
-            shape = " x ".join(map(str, self.shape))
-            raise UserError(f"samples of {shape} are no images c h w and cannot be augmented")
+            raise UserError(f"samples of {size_text(self.shape)} are no images c h w and cannot be augmented")
         return self
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one sample, c h w; the first sample is loaded if it is not known otherwise."""
+        """The shape of one sample, c h w; the first sample is loaded if nothing else gives it."""
         shape = self.prepared.survey.shape
         if not shape:
             (images, _, _) = next(self._loader(0).load(0, [torch.zeros(1, dtype=torch.int64)]))
@@ -135,31 +142,33 @@ class Feed:
 
     @property
     def num_classes(self) -> int | None:
-        """The number of classes: of their names, or else the highest label plus one. None without labels."""
+        """The number of names of classes, or without names the highest label plus one; None without labels."""
         if self.labels is None:
             return None
-        return len(self.classes) if self.classes is not None else int(self.labels.max()) + 1 if len(self.labels) else 0
+        return max(self.labels.tolist(), default=-1) + 1 if self.classes is None else len(self.classes)
 
     def describe(self, index: int) -> str:
-        """Return the name that a user knows the sample at `index` of the set by: its file, or "sample 12"."""
+        """Return the name of the sample at `index` for messages: its file, or "sample 12"."""
         return str(self.source.describe(index)) if hasattr(self.source, "describe") else f"sample {index}"
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
-        total = len(self.training)
-        rest = total % self.batch_size
-        return total - rest if self.exhausted(total - rest) else total
+        rest = len(self.training) % self.batch_size
+        return len(self.training) - (rest if rest < self._smallest else 0)
 
     @property
     def num_batches(self) -> int:
         """The number of batches of an epoch."""
         return -(-len(self) // self.batch_size)
 
+    @property
+    def _smallest(self) -> int:
+        """The least number of samples in a batch: each rank needs one."""
+        return self.batch_size if self.drop_last else self.num_ranks
+
     def exhausted(self, start: int) -> bool:
         """Return whether an epoch has no further batch after its first `start` samples."""
-        # A rest too small to give each rank a sample is left out too.
-        least = self.batch_size if self.drop_last else self.num_ranks
-        return len(self.training) - start < least
+        return len(self.training) - start < self._smallest
 
     def order(self, epoch: int) -> Tensor:
         """Return the samples of `epoch` in their order: int64, positions in the whole set."""
@@ -170,22 +179,19 @@ class Feed:
         return self.training[torch.randperm(len(self.training), generator=generator)]
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the batches of `epoch`, beginning after the first `start` samples of its order."""
-        order = self.order(epoch)
-        parts = []
-        while not self.exhausted(start):
-            parts.append(order[start : start + self.batch_size])
-            start += self.batch_size
+        """Yield this rank's share of the batches of `epoch`, after the first `start` samples of its order."""
 
         def finish(images: Tensor, indices: Tensor) -> Tensor:
             return augment(images, self.transforms, self.seed, epoch, indices)
 
+        whole = torch.split(self.order(epoch)[start:], self.batch_size)
+        parts = [part for part in whole if len(part) >= self._smallest]
         yield from self._make(epoch, parts, self.rank, self.num_ranks, finish)
 
     def unaugmented(self, indices: Tensor, batch_size: int = 256) -> Iterator[Batch]:
         """Yield the samples `indices` (n, int64), such as those held out, in this order and without augmentation.
 
-        A random crop becomes the centre. A `Source` that augments its items does so as in epoch 0.
+        Samples that are cropped at random are cropped at the centre. A `Source` draws its own augmentation of epoch 0.
         """
         parts = torch.split(indices, batch_size) if len(indices) else ()
         yield from self._make(0, parts, 0, 1, lambda images, _: center_crop(images, self.transforms))
@@ -217,12 +223,15 @@ class Feed:
     def _load(self, epoch: int, shares: Sequence[Tensor], finish: Finish) -> Iterator[Stack]:
         loader = self._idle.pop() if self._idle else self._loader(self.workers)
         for share, (images, labels, indices) in zip(shares, loader.load(epoch, shares), strict=True):
-            self._report_replaced(share[share != indices])
+            for index in sorted(set(share[share != indices].tolist()) - self._reported):
+                self._reported.add(index)
+                name, count = self.describe(index), len(self._reported)
+                logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)
             if labels is None and self.labels is not None:
                 labels = self.labels[indices]
             inputs = finish(images.to(self.device, non_blocking=True), indices)
             yield inputs, None if labels is None else labels.to(self.device, non_blocking=True), indices
-        # A loader that is left before its end is not kept: its workers still load batches of that epoch.
+        # If the epoch is left before its end, the loader is not kept: its workers still load batches of that epoch.
         self._idle.append(loader)
 
     def close(self) -> None:
@@ -232,16 +241,13 @@ class Feed:
 
     def _loader(self, workers: int) -> Loader:
         if isinstance(self.source, Images):
+            successors = torch.arange(len(self.samples))
+            for part in (self.training, self.held_out_indices):
+                successors[part] = part.roll(-1)
             # As a numpy array, which needs no file descriptor to be sent to a worker.
-            following = successors((self.training, self.held_out_indices), len(self.prepared)).numpy()
+            following = successors.numpy() if self.store.unreadable == "skip" else None
             fit = partial(self.transforms.fit, shape=self.prepared.survey.shape)
-            read = partial(read_image, self.source, fit, following if self.store.unreadable == "skip" else None)
+            read = partial(read_image, self.source, fit, following)
         else:
             read = partial(read_item, self.source, self.transforms, self.seed)
         return Loader(read, workers, self.prefetch, self.device.type == "cuda")
-
-    def _report_replaced(self, indices: Tensor) -> None:
-        for index in sorted(set(indices.tolist()) - self._reported):
-            self._reported.add(index)
-            name, count = self.describe(index), len(self._reported)
-            logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)

@@ -34,31 +34,29 @@ class Folder:
         if not self.files:
             kinds = some([f"{count} {suffix}" for suffix, count in others.most_common()]) or "nothing, it is empty"
             raise ValueError(f"{path} has no image ({', '.join(SUFFIXES)}); found: {kinds}")
-        self.labels, self.classes = encode(_first_folders(self.path, self.files) if labels == "folder" else [])
-        if labels not in ("folder", "none"):
+        if labels in ("folder", "none"):
+            self.labels, self.classes = encode([] if labels == "none" else _first_folders(self.path, self.files))
+        else:
             self.labels, self.classes = read_labels(self.path, self.files, labels)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def load(self, index: int) -> Any:
-        """Return the opened image; Pillow reads its pixels later."""
         from PIL import Image
 
         return Image.open(self.describe(index))
 
     def describe(self, index: int) -> str:
-        """Return the path of the file."""
         return os.path.join(self.path, self.files[index])
 
     def fingerprint(self) -> str:
-        """Return a hash of the name, size and modification time of every file."""
         found = hashlib.sha256(str(self.path.resolve()).encode())
         for index, name in enumerate(self.files):
             try:
                 about = os.stat(self.describe(index))
                 state = f"{about.st_size} {about.st_mtime_ns}"
-            except OSError as error:  # such as a broken link, which is reported when it is read
+            except OSError as error:  # such as a broken link, which is refused when it is read
                 state = str(error.errno)
             found.update(f"\n{name}\0{state}".encode("utf-8", "surrogateescape"))
         return found.hexdigest()
@@ -73,10 +71,11 @@ def _find(root: Path) -> tuple[list[str], Counter[str]]:
 
     for folder, inside, names in os.walk(root, onerror=stop, followlinks=True):
         real = os.path.realpath(folder)
-        inside[:] = [] if real in seen else sorted(name for name in inside if not name.startswith("."))
         if real in seen:  # a link that leads back
+            inside.clear()
             continue
         seen.add(real)
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
         below = os.path.relpath(folder, root).replace(os.sep, "/")
         for name in names:
             suffix = os.path.splitext(name)[1].lower()

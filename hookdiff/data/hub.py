@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hookdiff.data.labels import encode
+from hookdiff.data.source import reason
 from hookdiff.errors import UserError, nearest, why_missing
 
 
@@ -43,16 +44,15 @@ class HuggingFace:
         try:
             data = _open(path, split, name)
         except Exception as error:  # the library raises many kinds of error, its own and those of others
-            raise ValueError(f"{path}: {_first_line(error)}") from error
-        images = (column for column, feature in data.features.items() if isinstance(feature, datasets.Image))
-        column = image_column or next(images, None)
+            raise ValueError(f"{path}: {reason(error)}") from error
+        column = image_column or _first_column(data, datasets.Image)
         if column is None:
             raise ValueError(f"{path}: no column has images, out of {', '.join(data.features)}: set image_column")
         try:
             # Not decoded, so that a header can be read alone, and a large JPEG at a part of its size.
             self.images = data.select_columns([column]).cast_column(column, datasets.Image(decode=False))
         except (KeyError, NotImplementedError, TypeError, ValueError) as error:  # Arrow's own errors derive from these
-            raise ValueError(f"{path}: image_column = {column!r}: {_first_line(error)}") from None
+            raise ValueError(f"{path}: image_column = {column!r}: {reason(error)}") from None
         self.path, self.column = path, column
         self.labels, self.classes = _labels(path, data, label_column)
 
@@ -60,7 +60,6 @@ class HuggingFace:
         return len(self.images)
 
     def load(self, index: int) -> Any:
-        """Return the opened image; Pillow reads its pixels later."""
         from PIL import Image
 
         item = self.images[index][self.column]
@@ -69,11 +68,9 @@ class HuggingFace:
         return Image.open(item["path"] if item["bytes"] is None else io.BytesIO(item["bytes"]))
 
     def describe(self, index: int) -> str:
-        """Return the name of the set and the position in it."""
         return f"{self.path}[{index}]"
 
     def fingerprint(self) -> str:
-        """Return the library's own hash of the data and of the changes made to it."""
         return str(self.images._fingerprint)
 
 
@@ -81,13 +78,11 @@ def _open(path: str, split: str, name: str | None) -> Any:
     import datasets
 
     place = Path(path).expanduser()
-    if (place / "state.json").is_file():
-        return datasets.load_from_disk(str(place))
-    if (place / "dataset_dict.json").is_file():
+    if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
         found = datasets.load_from_disk(str(place))
-        if split not in found:
+        if isinstance(found, dict) and split not in found:
             raise ValueError(f"no split {split!r}{nearest(split, found)}; it has {', '.join(found)}")
-        return found[split]
+        return found[split] if isinstance(found, dict) else found
     if place.is_file():
         return datasets.load_dataset("parquet", data_files={split: str(place)}, split=split)
     if not place.exists() and (place.is_absolute() or path.startswith((".", "~"))):
@@ -98,8 +93,7 @@ def _open(path: str, split: str, name: str | None) -> Any:
 def _labels(path: str, data: Any, column: str | None) -> tuple[Tensor | None, Sequence[str] | None]:
     import datasets
 
-    if column is None:
-        column = next((each for each, kind in data.features.items() if isinstance(kind, datasets.ClassLabel)), None)
+    column = column or _first_column(data, datasets.ClassLabel)
     if column is None or column == "none":
         return None, None
     try:
@@ -107,9 +101,9 @@ def _labels(path: str, data: Any, column: str | None) -> tuple[Tensor | None, Se
         if not isinstance(data.features[column], datasets.ClassLabel):
             return encode(found)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{path}: label_column = {column!r}: {_first_line(error)}") from None
+        raise ValueError(f"{path}: label_column = {column!r}: {reason(error)}") from None
     return torch.tensor([-1 if label is None else label for label in found]), tuple(data.features[column].names)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error.args[0] if error.args else type(error).__name__).partition("\n")[0]
+def _first_column(data: Any, kind: type) -> str | None:
+    return next((column for column, feature in data.features.items() if isinstance(feature, kind)), None)

@@ -6,7 +6,7 @@ import csv
 import json
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,21 +16,25 @@ from torch import Tensor
 from hookdiff.errors import nearest
 
 EXAMPLES = 5  # that a message lists
+_SUFFIXES = (".csv", ".jsonl")
 
 
 def encode(labels: Sequence[Any]) -> tuple[Tensor | None, tuple[str, ...] | None]:
-    """Return labels as numbers (n, int64), and the names of the classes in alphabetical order; None if there are none.
+    """Return labels as numbers (n, int64), and the names of the classes in alphabetical order.
 
-    Labels that are integers are returned as they are, without names. Raises ValueError for labels of other types.
+    There are no names for labels that are integers, and None in place of no labels. Raises ValueError for labels of
+    other types.
     """
     examples = {type(label): label for label in labels}
-    if not labels or examples.keys() == {int}:
-        return torch.tensor(labels) if labels else None, None
+    if not labels:
+        return None, None
+    if examples.keys() == {int}:
+        return torch.tensor(labels), None
     if examples.keys() != {str}:
         raise ValueError(f"labels must be all integers or all names, not {some(list(map(repr, examples.values())))}")
-    classes = sorted(set(labels))
+    classes = tuple(sorted(set(labels)))
     position = {name: k for k, name in enumerate(classes)}
-    return torch.tensor([position[label] for label in labels]), tuple(classes)
+    return torch.tensor([position[label] for label in labels]), classes
 
 
 def read_labels(root: Path, files: Sequence[str], labels: str) -> tuple[Tensor | None, tuple[str, ...] | None]:
@@ -40,18 +44,18 @@ def read_labels(root: Path, files: Sequence[str], labels: str) -> tuple[Tensor |
     """
     path = root / labels if (root / labels).is_file() else Path(labels).expanduser()
     if not path.is_file():
-        near = nearest(path.name, ["folder", "none", *(p.name for p in root.iterdir() if p.suffix in _READERS)])
+        near = nearest(path.name, ["folder", "none", *(p.name for p in root.iterdir() if p.suffix in _SUFFIXES)])
         raise ValueError(f"labels: expected 'folder', 'none' or a file; there is no {labels!r} in {root} or here{near}")
-    if path.suffix.lower() not in _READERS:
+    if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"{path}: expected labels in a .csv or a .jsonl")
     found: dict[str, str | int] = {}
-    known = set(files)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            for line, row in _READERS[path.suffix.lower()](file):
+            for line, row in _csv(file) if path.suffix.lower() == ".csv" else _jsonl(file):
                 name, label = _entry(line, row)
                 if found.setdefault(name, label) != label:
                     raise ValueError(f"line {line}: {name} has another label on an earlier line")
+        known = set(files)
         if strange := [name for name in found if name not in known]:
             near = nearest(strange[0], files)
             raise ValueError(f"{len(strange)} of its files are not in {root}: {some(strange)}{near}")
@@ -62,32 +66,27 @@ def read_labels(root: Path, files: Sequence[str], labels: str) -> tuple[Tensor |
         raise ValueError(f"{path}: {error}") from None
 
 
-def _csv(file: TextIO) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
     rows = csv.DictReader(file)
     for row in rows:
         yield rows.line_num, row
 
 
-def _jsonl(file: TextIO) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
     for line, text in enumerate(file, 1):
         if text.strip():
             try:
                 row = json.loads(text)
             except ValueError as error:
                 raise ValueError(f"line {line}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"line {line}: expected an object, got {text.strip()[:40]}")
             yield line, row
 
 
-_READERS = {".csv": _csv, ".jsonl": _jsonl}
-
-
-def _entry(line: int, row: Mapping[str, Any]) -> tuple[str, str | int]:
+def _entry(line: int, row: Any) -> tuple[str, str | int]:
     """Return the file and the label in one row."""
-    name = row.get("file", row.get("file_name"))  # the latter is Hugging Face's
-    if "label" not in row or not isinstance(name, str):
-        raise ValueError(f"line {line}: expected file and label, got {', '.join(map(str, row)) or 'nothing'}")
+    name = row.get("file", row.get("file_name")) if isinstance(row, dict) else None  # the latter is Hugging Face's
+    if not isinstance(name, str) or "label" not in row:
+        raise ValueError(f"line {line}: expected file and label, got {str(row)[:60]}")
     label = row["label"].strip() if isinstance(row["label"], str) else row["label"]
     if label is None or label == "":
         raise ValueError(f"line {line}: {name} has no label")

@@ -17,21 +17,20 @@ from torch.utils.data import DataLoader, Dataset
 
 from hookdiff.data.decode import Unreadable
 from hookdiff.data.source import Images, Source, reason, with_image
-from hookdiff.data.transforms import Transforms
+from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError
 from hookdiff.randomness import derive_seed
 
-Address = tuple[int, list[int]]  # of a batch: its epoch and its indices
 Sample = tuple[Tensor, int | None, int]  # first stage, c h w; label; index
 Stack = tuple[Tensor, Tensor | None, Tensor]  # the same of a batch
-Read = Callable[[int, int], Sample]  # of an epoch and an index
+Read = Callable[[int, int], Sample]  # takes an epoch and an index
 
 
 class Loader:
     """Reads the samples of a source. It can load another epoch only if the iterator of the last one is exhausted."""
 
     def __init__(self, read: Read, workers: int, prefetch: int, pin_memory: bool) -> None:
-        self.addresses = _Addresses()
+        self.addresses: list[tuple[int, Any]] = []  # of each batch of an epoch: the epoch, and the indices
         self.loader: DataLoader[Any] = DataLoader(
             _Reader(read),
             batch_size=None,  # the reader makes the batches
@@ -43,15 +42,12 @@ class Loader:
             worker_init_fn=_handle_signals,
             generator=Generator(),  # else the loader would draw from the default one
         )
-        if workers:
-            _with_workers.add(self)
+        _loaders.add(self)
 
     def load(self, epoch: int, parts: Iterable[Tensor]) -> Iterator[Stack]:
-        """Yield the samples of each of `parts` (n, int64).
-
-        Raises UserError for a sample that cannot be used.
-        """
-        self.addresses.epoch, self.addresses.parts = epoch, parts
+        """Yield the samples of each of `parts` (n, int64). Raises UserError for a sample that cannot be used."""
+        # As numpy arrays, which need no file descriptor to be sent to a worker.
+        self.addresses[:] = [(epoch, part.numpy()) for part in parts]
         with _signals_blocked():
             stacks = iter(self.loader)  # this starts the workers
         for stack in stacks:
@@ -66,16 +62,13 @@ class Loader:
             iterator._shutdown_workers()
 
 
-_with_workers: WeakSet[Loader] = WeakSet()
+_loaders: WeakSet[Loader] = WeakSet()
 
 
 @atexit.register
 def _end_workers() -> None:
-    """End the workers of all loaders.
-
-    multiprocessing would send each a single SIGTERM, which a worker ignores, and wait for it for ever.
-    """
-    for loader in _with_workers:
+    # multiprocessing would send each worker a single SIGTERM, which it ignores, and wait for it for ever.
+    for loader in _loaders:
         loader.close()
 
 
@@ -85,7 +78,7 @@ _FOR_ALL = {signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal,
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the signals here, and in processes that are started here until they call `_handle_signals`."""
+    """Block the signals in this process, and in the workers that it starts, until these call `_handle_signals`."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -99,8 +92,8 @@ def _signals_blocked() -> Iterator[None]:
 def _handle_signals(worker: int) -> None:
     """Make a worker ignore the signals, but end at its second SIGTERM.
 
-    The training process may need more samples before it stops, and ends its workers itself: with SIGTERM if one hangs,
-    and with another when it exits.
+    The training process may need more samples before it stops, and ends its workers itself: it sends SIGTERM to a
+    worker that hangs, and again when it exits.
     """
 
     def end_at_the_next(number: int, frame: object) -> None:
@@ -112,35 +105,24 @@ def _handle_signals(worker: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_ALL)
 
 
-class _Addresses:
-    """The addresses of an epoch's batches; a DataLoader iterates the same object in each epoch."""
-
-    epoch: int = 0
-    parts: Iterable[Tensor] = ()
-
-    def __iter__(self) -> Iterator[Address]:
-        for part in self.parts:
-            yield self.epoch, part.tolist()
-
-
 class _Reader(Dataset[Stack | UserError]):
     """Reads batches. An error is returned: raised in a worker, it would have a traceback in its message."""
 
     def __init__(self, read: Read) -> None:
         self.read = read
 
-    def __getitem__(self, address: Address) -> Stack | UserError:
+    def __getitem__(self, address: tuple[int, Any]) -> Stack | UserError:
         epoch, indices = address
         try:
-            return _stack([self.read(epoch, index) for index in indices])
+            return _stack([self.read(epoch, index) for index in indices.tolist()])
         except UserError as error:
             return error
 
 
 def read_image(source: Images, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int) -> Sample:
-    """Return the first stage of a picture. If it is unreadable, the next readable one of its `successors` replaces it.
+    """Return the first stage of a picture, or of its first readable successor if it is unreadable.
 
-    Raises Unreadable if there is none, or `successors` is None.
+    `successors` holds the next sample for each sample. Raises Unreadable if it is None, or no sample can be read.
     """
     first = index
     while True:
@@ -156,10 +138,10 @@ def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, ind
 
     Raises UserError for an item that cannot be used.
     """
-    seed = derive_seed(seed, "augment", epoch, part=index)
-    random.seed(seed)
-    numpy.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
+    own_seed = derive_seed(seed, "augment", epoch, part=index)
+    random.seed(own_seed)
+    numpy.random.seed(own_seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(own_seed)
     item = source[index]
     image, label = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, None)
     if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # as an image of Pillow has
@@ -175,6 +157,6 @@ def _stack(samples: Sequence[Sample]) -> Stack:
     images, labels, indices = zip(*samples, strict=True)
     for image, index in zip(images, indices, strict=True):
         if (image.shape, image.dtype) != (images[0].shape, images[0].dtype):
-            one, other = (f"{' x '.join(map(str, each.shape))} of {each.dtype}" for each in (images[0], image))
+            one, other = (f"{size_text(each.shape)} of {each.dtype}" for each in (images[0], image))
             raise UserError(f"sample {indices[0]} of the data is {one}, sample {index} is {other}: set image_size")
     return torch.stack(images), None if None in labels else torch.tensor(labels), torch.tensor(indices)

@@ -1,8 +1,9 @@
-"""A data set that fits in memory, kept as it is stored and scaled one batch at a time."""
+"""Data sets in memory, which are kept as they are stored and scaled one batch at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,3 +46,34 @@ class InMemory:
         images = self.images[rows].to(device, non_blocking=True)
         labels = None if self.labels is None else self.labels[rows].to(device, non_blocking=True)
         return images, labels
+
+
+def digits() -> InMemory:
+    """1,797 handwritten digits, 1 x 8 x 8, labels 0 to 9 (Alpaydin & Kaynak 1998, UCI optdigits, the test half).
+
+    scikit-learn stores counts of dark pixels from 0 to 16; they become uint8 from 0 to 255.
+    """
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.from_numpy(data.images).mul(255 / 16).round().to(torch.uint8)
+    return InMemory(images.unsqueeze(1), torch.from_numpy(data.target).long())
+
+
+def fashion_mnist(root: str, train: bool = True, download: bool = False) -> InMemory:
+    """70,000 articles of clothing, 1 x 28 x 28, in ten classes (Xiao, Rasul & Vollgraf 2017, arXiv 1708.07747).
+
+    Raises ValueError if a file is missing or broken.
+
+    Args:
+        root: folder with the four idx files, not gzipped, in FashionMNIST/raw (needed)
+        train: the 60,000 to train on; false: the 10,000 to test with
+        download: let torchvision download the files if they are missing
+    """
+    from torchvision.datasets import FashionMNIST
+
+    try:
+        data = FashionMNIST(str(Path(root).expanduser()), train, download=download)
+        return InMemory(data.data.unsqueeze(1), data.targets, data.classes)
+    except Exception as error:  # torchvision checks a broken file by assert, or not at all
+        raise ValueError(f"{root}: Fashion-MNIST cannot be read: {error or type(error).__name__}") from error

@@ -19,31 +19,29 @@ def split(usable: Tensor, labels: Tensor | None, held_out: int | float) -> tuple
     `held_out` is a count, or a share below 1. With labels each class gives its share, as near as whole samples allow.
     Raises UserError if one side would be empty.
     """
-    count = held_out if isinstance(held_out, int) else round(held_out * len(usable))
     if not held_out:
         return usable, usable[:0]
+    count = held_out if isinstance(held_out, int) else round(held_out * len(usable))
     if not 0 < count < len(usable):
         raise UserError(f"held_out = {held_out} of {len(usable)} samples is {count}: some must be left on either side")
     generator = Generator().manual_seed(derive_seed(_SPLIT_SEED, "data"))
     shuffled = usable[torch.randperm(len(usable), generator=generator)]
-    if labels is not None:
-        _, classes, sizes = torch.unique(labels[shuffled], return_inverse=True, return_counts=True)
-        exact = sizes.double() * count / len(usable)
-        quota = exact.floor().long()
-        by_remainder = (exact - quota).argsort(descending=True, stable=True)
-        quota[by_remainder[: count - int(quota.sum())]] += 1
-        by_class = classes.argsort(stable=True)
-        rank = torch.empty_like(classes)  # of each sample within its class
-        starts = sizes.cumsum(0) - sizes
-        rank[by_class] = torch.arange(len(classes)) - starts.repeat_interleave(sizes)
-        shuffled = torch.cat((shuffled[rank < quota[classes]], shuffled[rank >= quota[classes]]))
-    return shuffled[count:].sort().values, shuffled[:count].sort().values
+    names = torch.zeros_like(shuffled) if labels is None else labels[shuffled]
+    _, classes, sizes = torch.unique(names, return_inverse=True, return_counts=True)
+    exact = sizes.double() * count / len(usable)
+    quota = exact.floor().long()
+    by_remainder = (exact - quota).argsort(descending=True, stable=True)
+    quota[by_remainder[: count - int(quota.sum())]] += 1
+    held = torch.zeros(len(shuffled), dtype=torch.bool)
+    for members, wanted in zip(classes.argsort(stable=True).split(sizes.tolist()), quota.tolist(), strict=True):
+        held[members[:wanted]] = True
+    return shuffled[~held].sort().values, shuffled[held].sort().values
 
 
 def balanced(labels: Tensor, generator: Generator) -> Tensor:
-    """Return as many positions as there are `labels` (n), shuffled; the counts of the classes differ by at most one.
+    """Return n positions in `labels` (n), shuffled. Each class comes equally often, or once more, drawn at random.
 
-    A class gives all of its samples before it gives one again. The classes that give one more are drawn at random.
+    All samples of a class come before one of them comes again.
     """
     names, classes, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
     quota = torch.full((len(names),), len(labels) // len(names))
@@ -56,18 +54,10 @@ def balanced(labels: Tensor, generator: Generator) -> Tensor:
     return positions[torch.randperm(len(positions), generator=generator)]
 
 
-def successors(parts: Sequence[Tensor], total: int) -> Tensor:
-    """Return for each of `total` samples the next one of its own part, which replaces it if it cannot be read."""
-    following = torch.arange(total)
-    for part in parts:
-        following[part] = part.roll(-1)
-    return following
-
-
 def replacements(parts: Sequence[Tensor], unreadable: Tensor) -> Tensor:
-    """Return for each sample itself, or if it is `unreadable` (bool) its first readable successor.
+    """Return the position of each sample, or of its first readable successor if the sample is `unreadable` (n, bool).
 
-    Raises UserError if a part, which is sorted, has no readable sample.
+    Raises UserError if one of the `parts`, which are sorted, has unreadable samples only.
     """
     found = torch.arange(len(unreadable))
     for part in parts:

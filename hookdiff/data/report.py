@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, defaultdict
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -20,23 +21,29 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
 
     Raises UserError for a sample that cannot be used.
     """
-    prepared, found = feed.prepared, feed.prepared.survey
     sizes, modes = Counter[tuple[int, int]](), Counter[str]()
-    for kind in found.kinds:
+    for kind in feed.prepared.survey.kinds:
         sizes[kind.width, kind.height] += kind.count
         modes[kind.mode] += kind.count
-    unreadable = found.unreadable | found.undecodable
-    pixels = _pixels(feed, unreadable)
+    unreadable = feed.prepared.survey.unreadable | feed.prepared.survey.undecodable
+    kept = feed.samples.images if isinstance(feed.samples, InMemory) else None
+    cache = feed.prepared.cache
     return {
-        "samples": len(prepared),
+        "samples": len(feed.prepared.samples),
         "training": len(feed.training),
         "held_out": len(feed.held_out_indices),
         "shape": list(feed.shape),
         "sizes": [[width, height, count] for (width, height), count in sizes.most_common()],
         "modes": dict(modes.most_common()),
         "classes": _classes(feed),
-        "store": _store(feed),
-        **pixels,
+        "store": {
+            "place": feed.prepared.place,
+            "bytes": 0 if kept is None else kept.nbytes,
+            "device": None if kept is None else str(kept.device),
+            "path": str(cache) if cache else None,
+            "workers": feed.workers if kept is None else 0,
+        },
+        **_pixels(feed, unreadable),  # which adds to `unreadable`
         "unreadable": {"count": len(unreadable), "files": [unreadable[index] for index in sorted(unreadable)]},
         "images_per_second": _speed(feed, seconds),
     }
@@ -46,32 +53,22 @@ def _classes(feed: Feed) -> dict[str, int] | None:
     """Return the number of samples of each class, and of "unknown" if some have no label."""
     if feed.labels is None:
         return None
-    counts = Counter(feed.labels[feed.prepared.usable].tolist())
+    counts = Counter(feed.labels[feed.usable].tolist())
     names = feed.classes or map(str, range(feed.num_classes or 0))
     by_name = {name: counts[label] for label, name in enumerate(names)}
     return {**by_name, "unknown": counts[-1]} if counts[-1] else by_name
 
 
-def _store(feed: Feed) -> dict[str, Any]:
-    place, path = feed.prepared.place, feed.prepared.cache
-    found = {"place": place, "bytes": 0, "device": None, "path": str(path) if path else None, "workers": feed.workers}
-    if isinstance(feed.samples, InMemory):
-        images = feed.samples.images
-        found |= {"bytes": images.nbytes, "device": str(images.device), "workers": 0}
-    return found
-
-
 def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
-    """Return statistics of the unaugmented inputs, and which samples are not finite or duplicates.
+    """Return statistics of the inputs without augmentation, and the samples that are not finite or have duplicates.
 
     Samples that cannot be decoded are added to `unreadable`.
     """
     groups: defaultdict[bytes, list[int]] = defaultdict(list)  # samples by the hash of their pixels
-    low, high, count = float("inf"), float("-inf"), 0
+    low, high, total = float("inf"), float("-inf"), 0
     not_finite: list[str] = []
     sums = squares = torch.zeros(feed.shape[0], dtype=torch.float64)
-    wanted = feed.prepared.usable
-    for asked, batch in zip(torch.split(wanted, 256), feed.unaugmented(wanted, 256), strict=True):
+    for asked, batch in zip(torch.split(feed.usable, 256), feed.unaugmented(feed.usable, 256), strict=True):
         inputs = batch.inputs.cpu()
         assert batch.indices is not None
         for index, found, image in zip(asked.tolist(), batch.indices.tolist(), inputs, strict=True):
@@ -83,10 +80,10 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
                 not_finite.append(feed.describe(index))
         low, high = min(low, float(inputs.min())), max(high, float(inputs.max()))
         by_channel = inputs.double().transpose(0, 1).flatten(1)
-        count += by_channel.shape[1]
+        total += by_channel.shape[1]
         sums, squares = sums + by_channel.sum(1), squares + by_channel.square().sum(1)
-    mean = sums / count
-    std = (squares / count - mean.square()).clamp(min=0).sqrt()
+    mean = sums / total
+    std = (squares / total - mean.square()).clamp(min=0).sqrt()
     duplicates = [[feed.describe(index) for index in group] for group in groups.values() if len(group) > 1]
     return {
         "values": {"min": low, "max": high, "mean": mean.tolist(), "std": std.tolist()},
@@ -96,17 +93,14 @@ def _pixels(feed: Feed, unreadable: dict[int, str]) -> dict[str, Any]:
 
 
 def _speed(feed: Feed, seconds: float) -> float:
-    """Return the images of this rank per second, over as many epochs as fit into `seconds`, without the first batch."""
-    epoch, images = 0, 0
-    start: float | None = None
-    while True:
-        for batch in feed.batches(epoch):
-            if start is None:
-                start = time.perf_counter()  # workers have started, and the pages of a file are in memory
-                continue
-            images += len(batch)
-            if time.perf_counter() - start > seconds:
-                if batch.inputs.is_cuda:
-                    torch.cuda.synchronize(batch.inputs.device)
-                return images / (time.perf_counter() - start)
-        epoch += 1
+    """Return the images of this rank per second, without the first batch."""
+    batches = chain.from_iterable(feed.batches(epoch) for epoch in count())
+    next(batches)  # starts the workers, and reads the pages of a file into memory
+    images, start = 0, time.perf_counter()
+    for batch in batches:
+        images += len(batch)
+        if time.perf_counter() - start > seconds:
+            break
+    if feed.device.type == "cuda":
+        torch.cuda.synchronize(feed.device)
+    return images / (time.perf_counter() - start)

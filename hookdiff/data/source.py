@@ -1,4 +1,4 @@
-"""The two kinds of source that pictures come from, and how one sample of a source is read."""
+"""The two kinds of source that pictures come from, and the reading of their samples."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Result = TypeVar("Result")
 
 @runtime_checkable
 class Images(Protocol):
-    """Pictures as they are stored; the transforms of [data] turn them into samples. `folder.py` is one to copy.
+    """Pictures as they are stored; the transforms of [data] turn them into samples. `folder.py` is an example.
 
     `load(i)` returns a Pillow image, or uint8 pixels, c h w or h w. A Pillow image may still be lazy: before training
     only its header is read. `load` may raise any error for a picture that cannot be read. It is called from several
     threads and processes.
 
-    Optional attributes: `shape` (c, h, w), if all samples have it, so that no header is read to find it out;
-    `fingerprint()`, a string that changes with the data, which the store "disk" needs; `one_at_a_time`, True if a
-    process must call `load` from one thread only.
+    Optional attributes: `shape` (c, h, w), if all samples have the same, so that their headers are not read;
+    `fingerprint()`, a string that changes with the data, for the store "disk"; `one_at_a_time`, True if a process must
+    call `load` from one thread only.
     """
 
     labels: Tensor | None  # n, int64, from 0; -1: unknown
@@ -39,7 +39,7 @@ class Images(Protocol):
         """Return the picture at `index`."""
 
     def describe(self, index: int, /) -> str:
-        """Return the name that a user knows the sample by, such as its file."""
+        """Return the name of the sample for messages, such as its file."""
 
 
 @runtime_checkable
@@ -56,10 +56,7 @@ class Source(Protocol):
 
 
 def with_image(source: Images, index: int, function: Callable[[Any], Result]) -> Result:
-    """Return `function` of the picture at `index`, and close its file.
-
-    Raises Unreadable, which names the sample, for any error.
-    """
+    """Return `function` of the picture at `index`, and close its file. Raises Unreadable for any error."""
     try:
         image = source.load(index)
         with image if hasattr(image, "fp") else nullcontext():
@@ -73,7 +70,7 @@ def with_images(
 ) -> Iterator[tuple[int, Result | Unreadable]]:
     """Yield each of `indices`, in order, with `function(index, picture)`, or with the error of an unreadable picture.
 
-    The pictures are read in threads. Those that are not begun are dropped on an error or Ctrl-C.
+    Threads read the pictures. On an error or Ctrl-C, pictures that no thread has begun are skipped.
     """
 
     def one(index: int) -> tuple[int, Result | Unreadable]:
@@ -82,12 +79,11 @@ def with_images(
         except Unreadable as error:
             return index, error
 
-    chunks = [indices[start : start + _CHUNK] for start in range(0, len(indices), _CHUNK)]
-    threads = min(len(chunks), (cpu_count() or 1) + 4)  # a few more than cores, since some wait for a disk
-    if threads < 2 or getattr(source, "one_at_a_time", False):
+    if len(indices) <= _CHUNK or getattr(source, "one_at_a_time", False):
         yield from map(one, indices)
         return
-    pool = ThreadPoolExecutor(threads)
+    chunks = [indices[start : start + _CHUNK] for start in range(0, len(indices), _CHUNK)]
+    pool = ThreadPoolExecutor((cpu_count() or 1) + 4)  # a few more than cores, since some wait for a disk
     try:
         for results in pool.map(lambda chunk: [one(index) for index in chunk], chunks):
             yield from results
@@ -99,6 +95,6 @@ def reason(error: Exception) -> str:
     """Return the message of a decoder's error, on one line."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "no image that Pillow knows"
-    # Without the path, which stands before it anyway.
+    # Without the path, since callers put it before the message.
     message = str(getattr(error, "strerror", None) or error).partition("\n")[0].removesuffix(".")
     return message if message and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {message}"

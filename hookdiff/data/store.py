@@ -1,33 +1,35 @@
-"""Where the first stage of the samples is kept: in memory, in a memory-mapped file, or nowhere."""
+"""Any source becomes samples of one shape, which are kept in memory, in a memory-mapped file, or nowhere."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import cattrs
 import numpy
 import torch
-from attrs import define, field
+from attrs import Factory, define, field
 from attrs.validators import ge, in_
 from cattrs.errors import BaseValidationError
 from torch import Tensor
 
-from hookdiff.data.source import Images, with_images
-from hookdiff.data.survey import Survey
-from hookdiff.data.transforms import Transforms
-from hookdiff.disk import make_folder, new_folder, write_file
+from hookdiff.data.memory import InMemory
+from hookdiff.data.source import Images, Source, with_images
+from hookdiff.data.survey import Survey, check_readable, first_stage_shape, kind_of_shape, survey
+from hookdiff.data.transforms import Transforms, size_text
+from hookdiff.disk import cannot_write, make_folder, new_folder, write_file
 from hookdiff.errors import UserError
 from hookdiff.options import about
 
-GIB = 1 << 30
-_FORMAT = 2  # of a cache: one of another format is not read
+logger = logging.getLogger("hookdiff")
+
+_GIB = 1 << 30
+_FORMAT = 2  # a cache of another format is not used
 
 
 @define(frozen=True, kw_only=True)
@@ -43,10 +45,10 @@ class Store:
         ),
     )
     memory_limit: float = field(
-        default=4.0, validator=ge(0), metadata=about('of "auto": limit of decoded pixels', "GiB")
+        default=4.0, validator=ge(0), metadata=about('limit of "auto" for the decoded pixels', "GiB")
     )
     cache_dir: str | None = field(
-        default=None, metadata=about('of "disk": folder of the files; without it `hookdiff` in the user\'s cache')
+        default=None, metadata=about('folder of the files of "disk"; without it `hookdiff` in the user\'s cache')
     )
     unreadable: Literal["stop", "skip"] = field(
         default="stop",
@@ -64,27 +66,94 @@ class Store:
         """Return where this number of bytes is kept: "memory", "disk" or "none"."""
         if self.store != "auto":
             return self.store
-        return "memory" if num_bytes <= self.memory_limit * GIB else "none"
+        return "memory" if num_bytes <= self.memory_limit * _GIB else "none"
 
 
-def fill(source: Images, found: Survey, transforms: Transforms, pixels: Tensor) -> None:
-    """Write the first stage of all samples with a readable header to their rows of `pixels` (n c h w, uint8).
+@define(eq=False)
+class Prepared:
+    """Samples after the first stage, or a source that gives each sample when it is needed."""
 
-    Samples that cannot be decoded are added to `found.undecodable`.
+    samples: InMemory | Images | Source
+    place: str = "none"  # of the samples: "memory", "disk" or "none"
+    survey: Survey = Factory(Survey)
+    cache: Path | None = None  # the folder on disk
+
+
+def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
+    """Read the headers of `source`, and decode it if it is to be kept.
+
+    Raises UserError for pictures that do not fit together or cannot be read, and TypeError for an object that is no
+    source.
     """
-    rows = pixels.numpy()
+    if isinstance(source, Tensor):
+        source = InMemory(source)
+    if isinstance(source, InMemory):
+        prepared = _from_memory(source, transforms, store)
+    elif isinstance(source, Images):
+        prepared = _from_images(source, transforms, store)
+    elif not isinstance(source, Source):
+        raise TypeError(f"expected images, a tensor, or something with a length and [i], got {type(source).__name__}")
+    elif store.store in ("auto", "none"):
+        prepared = Prepared(source)
+    else:
+        items = f"the items of {type(source).__name__} may differ each time"
+        raise UserError(f"store = {store.store!r}: {items}; only an InMemory, or a source with load(i), can be kept")
+    shape = prepared.survey.shape
+    if shape and any(transforms.color_jitter) and shape[0] not in (1, 3):
+        raise UserError(f"color_jitter is for images of 1 or 3 channels, these have {shape[0]}")
+    return prepared
 
-    def decode(index: int, image: Any) -> None:
-        rows[index] = transforms.fit(image, found.shape).numpy()
 
-    readable = [index for index in range(len(source)) if index not in found.unreadable]
-    for index, error in with_images(source, readable, decode):
-        if error is not None:
-            found.undecodable[index] = str(error)
+def _from_images(source: Images, transforms: Transforms, store: Store) -> Prepared:
+    if not len(source):
+        raise UserError("the source has no samples: nothing to train on")
+    pixels, cache, skip = None, None, store.unreadable == "skip"
+    if store.store == "disk":
+        place, cache = "disk", _cache_of(source, transforms, store.folder)
+        found, pixels = _decode_to_disk(cache, source, transforms, skip)
+    else:
+        found = survey(source, transforms, skip)
+        place = store.place(len(source) * torch.Size(found.shape).numel())
+        if place == "memory":
+            pixels = _decode_to_memory(source, found, transforms)
+    unreadable = [*found.unreadable.values(), *found.undecodable.values()]
+    check_readable(unreadable, len(source), skip)
+    if unreadable:
+        counts = f"{len(unreadable)} of {len(source)} images"
+        logger.warning("data: %s cannot be read and are left out; the first is %s", counts, unreadable[0])
+    return Prepared(source if pixels is None else InMemory(pixels, source.labels), place, found, cache)
 
 
-def cache_of(source: Images, transforms: Transforms, folder: Path) -> Path:
-    """Return the folder of the cache of `source`, which need not exist. Raises UserError without a fingerprint."""
+def _from_memory(source: InMemory, transforms: Transforms, store: Store) -> Prepared:
+    if store.store not in ("auto", "memory"):
+        raise UserError(f"store = {store.store!r}: this source is in memory already")
+    images, shape = source.images, tuple(source.images.shape[1:])
+    are_pictures = len(shape) == 3 and shape[0] <= 4  # else they are latents, say
+    kinds = [kind_of_shape(shape, len(source), "sample 0")] if are_pictures else []
+    if len(source) and not transforms.fits(shape):
+        if images.dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
+            got = f"{size_text(shape)} of {images.dtype}"
+            raise UserError(f"image_size and channels are for uint8 images of 1 or 3 channels; these are {got}")
+        shape = first_stage_shape(kinds, transforms)
+        fitted = torch.cat([transforms.fit_stack(chunk) for chunk in torch.split(images, 1024)])
+        source = InMemory(fitted, source.labels)
+    return Prepared(source, "memory", Survey(shape, kinds))
+
+
+def _decode_to_memory(source: Images, found: Survey, transforms: Transforms) -> Tensor:
+    shape = (len(source), *found.shape)
+    size = torch.Size(shape).numel() / _GIB
+    if size > 1 / 8:
+        logger.info("data: decoding %d images into %.2f GiB of memory", len(source), size)
+    try:
+        pixels = torch.zeros(shape, dtype=torch.uint8)
+    except RuntimeError:
+        raise UserError(f"store = 'memory': {size:.2f} GiB of pixels do not fit") from None
+    _fill(pixels.numpy(), source, found, transforms)
+    return pixels
+
+
+def _cache_of(source: Images, transforms: Transforms, folder: Path) -> Path:
     if not hasattr(source, "fingerprint"):
         name = type(source).__name__
         raise UserError(f"store = 'disk' needs a fingerprint() of {name}, to see when its data has changed")
@@ -93,35 +162,53 @@ def cache_of(source: Images, transforms: Transforms, folder: Path) -> Path:
     return folder / hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def load_cache(path: Path) -> tuple[Survey, Tensor] | None:
-    """Return the survey and the pixels (n c h w, uint8, memory-mapped) in a cache; None unless both are complete."""
+def _decode_to_disk(path: Path, source: Images, transforms: Transforms, skip: bool) -> tuple[Survey, Tensor]:
+    """Return the survey and the pixels (n c h w, uint8, memory-mapped) in the cache `path`; make it if needed."""
+    try:
+        make_folder(path.parent)
+        with path.with_suffix(".lock").open("w") as lock:
+            if os.name != "nt":  # Windows has no such lock
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, also by the end of the process
+            kept = _load_cache(path)
+            if kept is None:
+                logger.info("data: decoding %d images into %s", len(source), path)
+                _write_cache(path, source, survey(source, transforms, skip), transforms)
+                kept = _load_cache(path)
+    except OSError as error:
+        raise cannot_write(path.parent, error) from None
+    assert kept is not None
+    return kept
+
+
+def _load_cache(path: Path) -> tuple[Survey, Tensor] | None:
     try:
         found = cattrs.structure(json.loads((path / "survey.json").read_text("utf-8")), Survey)
         return found, torch.from_numpy(numpy.load(path / "pixels.npy", mmap_mode="c"))
-    except (OSError, EOFError, ValueError, BaseValidationError):
+    except (OSError, EOFError, ValueError, BaseValidationError):  # missing or incomplete
         return None
 
 
-def write_cache(path: Path, source: Images, found: Survey, transforms: Transforms) -> None:
-    """Decode `source` into a cache, which appears complete or not at all."""
+def _write_cache(path: Path, source: Images, found: Survey, transforms: Transforms) -> None:
     shape = (len(source), *found.shape)
     size, free = torch.Size(shape).numel(), shutil.disk_usage(path.parent).free
     if free < size:  # a mapped file that outgrows its disk kills the process without a message
-        raise UserError(f"{path.parent}: needs {size / GIB:.2f} GiB, {free / GIB:.2f} are free")
+        raise UserError(f"{path.parent}: needs {size / _GIB:.2f} GiB, {free / _GIB:.2f} are free")
     with new_folder(path) as folder:
         rows = numpy.lib.format.open_memmap(folder / "pixels.npy", "w+", numpy.uint8, shape)
-        fill(source, found, transforms, torch.from_numpy(rows))
+        _fill(rows, source, found, transforms)
         rows.flush()
         write_file(folder / "survey.json", json.dumps(cattrs.unstructure(found)).encode())
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Let one process of this machine at a time use `path`; on Windows, which has no such lock, all at once."""
-    make_folder(path.parent)
-    with path.with_suffix(".lock").open("w") as file:
-        if os.name != "nt":
-            import fcntl
+def _fill(rows: Any, source: Images, found: Survey, transforms: Transforms) -> None:
+    """Write the first stage of the samples to `rows` (n c h w, uint8). Rows of unreadable samples stay zero."""
 
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, also by the end of the process
-        yield
+    def decode(index: int, image: Any) -> None:
+        rows[index] = transforms.fit(image, found.shape).numpy()
+
+    readable = [index for index in range(len(source)) if index not in found.unreadable]
+    for index, error in with_images(source, readable, decode):
+        if error is not None:
+            found.undecodable[index] = str(error)

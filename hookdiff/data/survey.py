@@ -1,15 +1,14 @@
-"""A look at the header of every picture before training, so that problems are reported before it begins."""
+"""A look at the header of every picture, so that pictures that do not fit together are refused before training."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-import numpy
 from attrs import Factory, define
-from torch import Tensor
 
 from hookdiff.data.decode import Unreadable, num_channels, upright_size
 from hookdiff.data.labels import EXAMPLES, some
@@ -17,6 +16,9 @@ from hookdiff.data.source import Images, with_images
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
 
+logger = logging.getLogger("hookdiff")
+
+_MANY = 20_000  # headers: to read more takes seconds
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # of pixels that come without a mode
 
 
@@ -37,24 +39,33 @@ class Survey:
 
     shape: tuple[int, ...] = ()  # of a sample after the first stage; empty until a sample is read
     kinds: list[Kind] = Factory(list)
-    unreadable: dict[int, str] = Factory(dict)  # by sample, the reason why its header cannot be read
-    undecodable: dict[int, str] = Factory(dict)  # the same of pixels; empty if none have been decoded
+    unreadable: dict[int, str] = Factory(dict)  # by sample, the reason why the header cannot be read
+    undecodable: dict[int, str] = Factory(dict)  # by sample, the reason why the pixels cannot be decoded
 
 
-def survey(source: Images) -> Survey:
-    """Read the header of every sample of `source`, or of none if the source has a `shape`."""
+def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
+    """Read the header of every sample of `source`, or of none if the source has a `shape`.
+
+    Raises UserError if `transforms` cannot give the pictures one shape, if no header can be read, or, unless `skip`, if
+    any header cannot be read.
+    """
     if shape := getattr(source, "shape", None):
-        return Survey(kinds=[kind_of_shape(shape, len(source), source.describe(0))])
-    kinds: dict[tuple[str, int, int], Kind] = {}
+        kinds = [kind_of_shape(shape, len(source), source.describe(0))]
+        return Survey(first_stage_shape(kinds, transforms), kinds)
+    if len(source) > _MANY:
+        logger.info("data: reading the headers of %d images", len(source))
+    found: dict[tuple[str, int, int], Kind] = {}
     unreadable = {}
-    for index, found in with_images(source, range(len(source)), lambda _, image: _kind_of(image)):
-        if isinstance(found, Unreadable):
-            unreadable[index] = str(found)
+    for index, kind in with_images(source, range(len(source)), _kind_of):
+        if isinstance(kind, Unreadable):
+            unreadable[index] = str(kind)
             continue
-        kind = kinds.setdefault((found.mode, found.width, found.height), found)
+        kind = found.setdefault((kind.mode, kind.width, kind.height), kind)
         kind.count += 1
         kind.example = kind.example or source.describe(index)
-    return Survey(kinds=list(kinds.values()), unreadable=unreadable)
+    check_readable(unreadable.values(), len(source), skip)
+    kinds = list(found.values())
+    return Survey(first_stage_shape(kinds, transforms), kinds, unreadable)
 
 
 def kind_of_shape(shape: Sequence[int], count: int = 0, example: str = "") -> Kind:
@@ -65,14 +76,12 @@ def kind_of_shape(shape: Sequence[int], count: int = 0, example: str = "") -> Ki
     return Kind(_MODES[channels], width, height, count, example)
 
 
-def _kind_of(image: Any) -> Kind:
-    if isinstance(image, (Tensor, numpy.ndarray)):
-        return kind_of_shape(image.shape)
-    return Kind(image.mode, *upright_size(image))
+def _kind_of(_: int, image: Any) -> Kind:
+    return kind_of_shape(image.shape) if hasattr(image, "shape") else Kind(image.mode, *upright_size(image))
 
 
 def check_readable(unreadable: Collection[str], total: int, skip: bool) -> None:
-    """Raise UserError if all of the `total` samples are unreadable, or some are and they are not to be skipped."""
+    """Raise UserError if all of the `total` samples are unreadable, or, unless `skip`, if any is."""
     if len(unreadable) == total:
         raise UserError(f"none of the {total} images can be read:{_lines(unreadable)}")
     if unreadable and not skip:

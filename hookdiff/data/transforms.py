@@ -1,7 +1,7 @@
-"""The keys of [data] that change pixels, whatever the source.
+"""The keys of [data] that change pixels.
 
-There are two stages. The first gives the same result for a picture each time, so the result can be kept: decode,
-resize, cut out the centre. The second is random (see augment.py).
+There are two stages. The first decodes, resizes and cuts out the centre. It always gives the same pixels, so that they
+can be kept. The second is random (see augment.py).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Transforms:
         """
         pixels = self._fit(image)
         if shape is not None and pixels.shape != shape:
-            raise ValueError(f"{_size(pixels.shape)}, but {_size(shape)} according to its header")
+            raise ValueError(f"{size_text(pixels.shape)}, but {size_text(shape)} according to its header")
         return pixels
 
     def _fit(self, image: Any) -> Tensor:
@@ -119,15 +119,20 @@ class Transforms:
             if self.fits(pixels.shape) and not (pixels.dtype == torch.uint8 and pixels.shape[0] in _ALPHA):
                 return pixels
             if pixels.dtype != torch.uint8 or pixels.dim() != 3 or pixels.shape[0] > 4:
-                got = f"{_size(pixels.shape)} of {pixels.dtype}"
+                got = f"{size_text(pixels.shape)} of {pixels.dtype}"
                 raise ValueError(f"{got}: only uint8 of 1 to 4 channels can be resized or converted")
             image = Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy())
-        if self.side is not None:
+        if (side := self.side) is None:
+            image = decode(image, self.channels, self.background)
+        else:
             # A JPEG much larger than the sample is decoded at a half, a quarter or an eighth of its size.
-            image.draft(None, (2 * self.side, 2 * self.side))
-        image = decode(image, self.channels, self.background)
-        if self.side is not None:
-            image = _resized(image, self.side, self.upscale)
+            image.draft(None, (2 * side, 2 * side))
+            image = decode(image, self.channels, self.background)
+            width, height = image.size
+            if min(width, height) < side and not self.upscale:
+                raise ValueError(f"{width} x {height} is smaller than {side} x {side}; upscale = true enlarges it")
+            wide, high, left, top = _resized_box(width, height, side)
+            image = image.resize((wide, high), Image.Resampling.BICUBIC).crop((left, top, left + side, top + side))
         pixels = torch.from_numpy(numpy.array(image))
         return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1).contiguous()
 
@@ -151,20 +156,9 @@ class Transforms:
         return images.contiguous()
 
 
-def _size(shape: Sequence[int]) -> str:
+def size_text(shape: Sequence[int]) -> str:
+    """Return a shape as messages give it, such as "3 x 32 x 32"."""
     return " x ".join(map(str, shape))
-
-
-def _resized(image: Any, side: int, upscale: bool) -> Any:
-    """Return the centre square of a picture, resized (bicubic, antialiased) so that its shorter side is `side`."""
-    from PIL import Image
-
-    width, height = image.size
-    if min(width, height) < side and not upscale:
-        raise ValueError(f"{width} x {height} is smaller than {side} x {side}; upscale = true enlarges it")
-    wide, high, left, top = _resized_box(width, height, side)
-    resized = image.resize((wide, high), Image.Resampling.BICUBIC)
-    return resized.crop((left, top, left + side, top + side))
 
 
 def _resized_box(width: int, height: int, side: int) -> tuple[int, int, int, int]:

@@ -1,39 +1,18 @@
-"""The data sets of torchvision whose items are a picture and an integer."""
+"""The data sets of torchvision that give pairs of a picture and an integer."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from hookdiff.data.memory import InMemory
 from hookdiff.errors import UserError, nearest
 
 _NOT_KEYS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
-
-
-def fashion_mnist(root: str, train: bool = True, download: bool = False) -> InMemory:
-    """70,000 articles of clothing, 1 x 28 x 28, in ten classes (Xiao, Rasul & Vollgraf 2017, arXiv 1708.07747).
-
-    Raises ValueError if a file is missing or broken.
-
-    Args:
-        root: folder with the four idx files, not gzipped, in FashionMNIST/raw (needed)
-        train: the 60,000 to train on; false: the 10,000 to test with
-        download: let torchvision download the files if they are missing
-    """
-    from torchvision.datasets import FashionMNIST
-
-    try:
-        data = FashionMNIST(str(Path(root).expanduser()), train, download=download)
-        return InMemory(data.data.unsqueeze(1), data.targets, data.classes)
-    except Exception as error:  # torchvision checks a broken file by assert, or not at all
-        raise ValueError(f"{root}: Fashion-MNIST cannot be read: {error or type(error).__name__}") from error
 
 
 def vision(name: str) -> Callable[..., Vision]:
@@ -82,11 +61,9 @@ class Vision:
         return len(self.data)
 
     def load(self, index: int) -> Any:
-        """Return the picture, decoded by torchvision."""
         return self.data[index][0]
 
     def describe(self, index: int) -> str:
-        """Return the name of the set and the position in it."""
         return f"{self.name}[{index}]"
 
     def _labels(self, first: Any) -> Tensor | None:

@@ -5,30 +5,12 @@ from hookdiff.diffusion.clipping import Clamp, Clipping, DynamicThreshold, NoCli
 from hookdiff.diffusion.guidance import ClassifierFree, Guidance
 from hookdiff.diffusion.losses import L1, MSE, Huber, Loss
 from hookdiff.diffusion.objective import Diffusion
-from hookdiff.diffusion.prediction import (
-    EDMPrediction,
-    Epsilon,
-    FlowPrediction,
-    Prediction,
-    Sample,
-    VPrediction,
-    noise_from_x0,
-    q_sample,
-)
+from hookdiff.diffusion.prediction import EDMPrediction, Epsilon, FlowPrediction, Prediction, Sample, VPrediction
 from hookdiff.diffusion.process import EDM, IMAGE, VP, Flow, Point, Process
 from hookdiff.diffusion.sampling import Sampling
-from hookdiff.diffusion.schedules import (
-    Cosine,
-    Linear,
-    NoiseSchedule,
-    ScaledLinear,
-    Schedule,
-    Sigmoid,
-    rescale_betas_zero_snr,
-)
+from hookdiff.diffusion.schedules import Cosine, Linear, ScaledLinear, Schedule, Sigmoid
 from hookdiff.diffusion.solvers import DDIM, DDPM, Churning, DPMSolver2M, Euler, Heun, Solver
-from hookdiff.diffusion.spacing import Karras, Leading, Shifted, Spacing, Trailing, karras_sigmas
-from hookdiff.diffusion.steps import ddim_step, ddpm_step, dpmpp_2m_step, heun_step
+from hookdiff.diffusion.spacing import Karras, Leading, Shifted, Spacing, Trailing
 from hookdiff.diffusion.times import LogitNormal, LogNormal, Times, UniformTimes
 from hookdiff.diffusion.weighting import P2, Debiased, EDMWeighting, MinSNR, UniformWeighting, Weighting, X0Weighting
 
@@ -68,7 +50,6 @@ __all__ = [
     "Loss",
     "MinSNR",
     "NoClipping",
-    "NoiseSchedule",
     "Point",
     "Prediction",
     "Process",
@@ -87,12 +68,4 @@ __all__ = [
     "VPrediction",
     "Weighting",
     "X0Weighting",
-    "ddim_step",
-    "ddpm_step",
-    "dpmpp_2m_step",
-    "heun_step",
-    "karras_sigmas",
-    "noise_from_x0",
-    "q_sample",
-    "rescale_betas_zero_snr",
 ]

@@ -1,4 +1,4 @@
-"""The state of images that are on their way from noise, and what the network sees in them."""
+"""The state of images on their way from noise, and the network's view of them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from hookdiff.diffusion.process import Point
 
 
 def standard_normal(shape: Sequence[int], generators: Sequence[Generator], device: torch.device) -> Tensor:
-    """Return noise of `shape` for each of `generators`, drawn by it: float32 on `device`."""
+    """Return noise of `shape` from each of `generators`, stacked: float32 on `device`."""
     drawn = [torch.randn(*shape, generator=g, device=g.device, dtype=torch.float32) for g in generators]
     return to_device(torch.stack(drawn), device)
 
 
 @define(eq=False)
 class Chain:
-    """The images of one call of the network, on their way from noise; what a solver works with."""
+    """The images of one call of the network on their way from noise, as a solver gets them."""
 
     net: Net
     diffusion: Diffusion
     clipping: Clipping
     guidance: Guidance
-    steps: int  # of the whole way
+    steps: int  # from noise to image
     labels: Tensor | None
     generators: Sequence[Generator]
-    before: tuple[Tensor, Point] | None = None  # x0 and the moment of the step before, for solvers that want it
+    before: tuple[Tensor, Point] | None = None  # x0 and moment of the previous step, kept by solvers that need them
 
     def look(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
-        """Return the image, clipped as the options say, and the noise that the network sees in `x`."""
+        """Return the image, clipped, and the noise that the network predicts for `x`."""
         diffusion = self.diffusion
 
         def ask(noisy: Tensor, labels: Tensor | None) -> Tensor:
@@ -51,5 +51,5 @@ class Chain:
         return x0, noise_from_x0(x, x0, at.alpha, at.sigma)
 
     def noised(self, mean: Tensor, std: float) -> Tensor:
-        """Return `mean` with fresh noise; without noise to add none is drawn, so the chain is a function of x_T."""
+        """Return `mean` with fresh noise. A `std` of 0 draws none, so a deterministic chain is a function of x_T."""
         return mean + std * standard_normal(mean.shape[1:], self.generators, mean.device) if std else mean

@@ -1,4 +1,4 @@
-"""Clippings: how predicted images are kept in the range of images while sampling."""
+"""Clippings, which keep predicted images in the range of images while sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff.choices import Choice
-from hookdiff.options import between
+from hookdiff.options import about, between
 
 
 class Clipping(Choice, ABC):
@@ -30,37 +30,28 @@ class NoClipping(Clipping):
     clips = False
 
     def clip(self, images: Tensor) -> Tensor:
-        """Return `images`."""
         return images
 
 
 @define(frozen=True)
 class Clamp(Clipping):
-    """Every predicted image is clamped to [-1, 1]."""
+    """Every pixel of a predicted image is clamped to [-1, 1]."""
 
     def clip(self, images: Tensor) -> Tensor:
-        """Return the clamped images."""
         return images.clamp(-1, 1)
 
 
 @define(frozen=True)
 class DynamicThreshold(Clipping):
-    """Scales each image down to [-1, 1] where its range is wider.
+    """Images with a wider range are scaled down to [-1, 1]: Saharia et al. 2022 (arXiv 2205.11487), section 2.3."""
 
-    Dynamic thresholding: Saharia et al. 2022 (arXiv 2205.11487), section 2.3.
-    """
-
-    ratio: float = field(default=0.995, validator=between(0, 1))  # quantile of |x0| that is the range
+    ratio: float = field(
+        default=0.995, validator=between(0, 1), metadata=about("quantile of absolute values that becomes 1")
+    )
 
     def clip(self, images: Tensor) -> Tensor:
-        """Return the scaled images, with what is beyond the quantile clamped."""
         bound = images.abs().flatten(1).quantile(self.ratio, dim=1).clamp(min=1).view(-1, 1, 1, 1)
         return (images / bound).clamp(-1, 1)
 
 
 Clipping.known = {"none": NoClipping, "clamp": Clamp, "dynamic": DynamicThreshold}
-
-
-def to_clipping(value: Clipping | str) -> Clipping:
-    """Return the clipping that `value` is, or names."""
-    return Clipping.of(value)

@@ -1,4 +1,4 @@
-"""Guidance: how the outputs with and without a label become one."""
+"""Guidance, which combines the network's outputs with and without a label."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from hookdiff.choices import Choice
 from hookdiff.diffusion.process import Point
-from hookdiff.options import between
+from hookdiff.options import about, between
 
-Ask = Callable[[Tensor, Tensor | None], Tensor]  # x_t and labels (n, int64; -1 is none) to the network's output
+Ask = Callable[[Tensor, Tensor | None], Tensor]  # (x_t, labels: n, int64, -1 for none) -> output of the network
 
 
 class Guidance(Choice, ABC):
-    """Asks the network, once or more often, and returns the output that a sampler goes by."""
+    """Calls the network, once or more often, and returns the output that the sampler follows."""
 
     kind = "guidance"
     default = "cfg"
@@ -41,14 +41,20 @@ def _is_interval(guidance: object, option: Attribute[Any], interval: tuple[float
 
 @define(frozen=True)
 class ClassifierFree(Guidance):
-    """u + scale (c - u), of the outputs with (c) and without (u) a label: Ho & Salimans 2022 (arXiv 2207.12598)."""
+    """u + scale (c - u), with the outputs c with and u without a label: Ho & Salimans 2022 (arXiv 2207.12598).
 
-    scale: float = field(default=1.0, validator=ge(0))  # 1: no guidance
-    # guidance is for low <= sigma / alpha <= high alone: Kynkäänniemi et al. 2024 (arXiv 2404.07724)
-    interval: tuple[float, float] = field(default=(0.0, math.inf), converter=tuple, validator=_is_interval)
+    The interval: Kynkäänniemi et al. 2024 (arXiv 2404.07724).
+    """
+
+    scale: float = field(default=1.0, validator=ge(0), metadata=about("strength; 1 is no guidance, 0 is no label"))
+    interval: tuple[float, float] = field(
+        default=(0.0, math.inf),
+        converter=tuple,
+        validator=_is_interval,
+        metadata=about("least and largest sigma / alpha with guidance"),
+    )
 
     def output(self, ask: Ask, x: Tensor, at: Point, labels: Tensor | None) -> Tensor:
-        """Return the guided output; one call makes both."""
         low, high = self.interval
         if labels is None or self.scale == 1 or not low <= at.ratio <= high:
             return ask(x, labels)
@@ -57,17 +63,13 @@ class ClassifierFree(Guidance):
         return without + self.scale * (with_label - without)  # a scale of 0 is the unconditional output exactly
 
     def check(self, diffusion: Any) -> None:
-        """Refuse guidance of a network that never saw labels, or never saw none."""
         if self.scale != 1 and diffusion.conditional is not None:
             if not diffusion.conditional:
                 raise ValueError("'guidance' needs a network that was trained with labels, and this one was not")
             if not diffusion.label_dropout:
-                raise ValueError("'guidance' needs diffusion.label_dropout above 0: the network never saw no label")
+                raise ValueError(
+                    "'guidance' needs diffusion.label_dropout above 0: the network was never trained without a label"
+                )
 
 
 Guidance.known = {"cfg": ClassifierFree}
-
-
-def to_guidance(value: Guidance | str) -> Guidance:
-    """Return the guidance that `value` is, or names."""
-    return Guidance.of(value)

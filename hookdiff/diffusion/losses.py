@@ -10,17 +10,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from hookdiff.choices import Choice
+from hookdiff.options import about
 
 
 class Loss(Choice, ABC):
-    """How far an output is from its target."""
+    """The distance of an output from its target."""
 
     kind = "loss"
     default = "mse"
 
     @abstractmethod
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the error of each pixel; all of shape n c h w, float32."""
+        """Return the error of each pixel; arguments and result are n c h w, float32."""
 
 
 @define(frozen=True)
@@ -28,7 +29,6 @@ class MSE(Loss):
     """The squared error."""
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return (output - target)²."""
         return functional.mse_loss(output, target, reduction="none")
 
 
@@ -37,7 +37,6 @@ class L1(Loss):
     """The absolute error."""
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return |output - target|."""
         return functional.l1_loss(output, target, reduction="none")
 
 
@@ -45,16 +44,10 @@ class L1(Loss):
 class Huber(Loss):
     """Half the squared error up to `delta`, linear beyond."""
 
-    delta: float = field(default=1.0, validator=gt(0))
+    delta: float = field(default=1.0, validator=gt(0), metadata=about("absolute error from which the loss is linear"))
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return Huber's loss."""
         return functional.huber_loss(output, target, reduction="none", delta=self.delta)
 
 
 Loss.known = {"mse": MSE, "l1": L1, "huber": Huber}
-
-
-def to_loss(value: Loss | str) -> Loss:
-    """Return the loss that `value` is, or names."""
-    return Loss.of(value)

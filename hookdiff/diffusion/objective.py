@@ -9,14 +9,15 @@ import torch
 from attrs import Attribute, Factory, define, field
 from torch import Generator, Tensor
 
+from hookdiff.choices import chosen
 from hookdiff.data.batch import Batch
-from hookdiff.diffusion.losses import MSE, Loss, to_loss
-from hookdiff.diffusion.prediction import Prediction, q_sample, to_prediction
-from hookdiff.diffusion.process import VP, Process, to_process
-from hookdiff.diffusion.times import Times, to_times
-from hookdiff.diffusion.weighting import UniformWeighting, Weighting, to_weighting
+from hookdiff.diffusion.losses import MSE, Loss
+from hookdiff.diffusion.prediction import Prediction, q_sample
+from hookdiff.diffusion.process import VP, Process
+from hookdiff.diffusion.times import Times
+from hookdiff.diffusion.weighting import UniformWeighting, Weighting
 from hookdiff.objective import LossOutput
-from hookdiff.options import between
+from hookdiff.options import about, between
 
 # (network input: n c h w, its time: n, int64 or float32[, labels: n, int64]) -> n c h w
 Net = Callable[..., Tensor]
@@ -40,35 +41,53 @@ def _fits_process(diffusion: Any, option: Attribute[Any], value: Any) -> None:
 
 @define(eq=False, frozen=True)  # frozen, so that the tables always belong to the options
 class Diffusion:
-    """Trains a network to turn noise into images. Its arguments are the section `[diffusion]`.
+    """Trains a network to turn noise into images; its arguments are the keys of the config table [diffusion].
 
-    Any prediction goes with any process, except "epsilon" with one that ends in pure noise. What is left out is what
-    the field uses with the process: prediction "epsilon" with VP, "flow_prediction" with flow, "edm" with EDM.
+    Any prediction goes with any process, except "epsilon" with one that ends in pure noise. Outside of a config,
+    `conditional` is False unless given.
 
     Raises:
         ValueError: naming the argument that is out of its range, or does not fit another.
     """
 
-    process: Process = field(default=VP(), converter=to_process)  # how images turn into noise
-    prediction: Prediction = field(  # the meaning of the network's output
-        default=Factory(lambda self: Prediction.of(self.process.default_prediction), takes_self=True),
-        converter=to_prediction,
+    process: Process = field(default=VP(), converter=chosen[Process], metadata=about("how images turn into noise"))
+    prediction: Prediction = field(
+        default=Factory(lambda self: self.process.default_prediction, takes_self=True),
+        converter=chosen[Prediction],
         validator=_fits_process,
+        metadata=about(
+            'meaning of the network\'s output; unless given, "epsilon" with process "vp", "flow_prediction" with '
+            '"flow", "edm" with "edm"'
+        ),
     )
-    weighting: Weighting = field(default=UniformWeighting(), converter=to_weighting)  # how much each noise level counts
-    times: Times = field(  # which noise levels a step looks at
-        default=Factory(lambda self: Times.of(self.process.default_times), takes_self=True),
-        converter=to_times,
+    weighting: Weighting = field(
+        default=UniformWeighting(),
+        converter=chosen[Weighting],
+        metadata=about("weight of each noise level in the loss"),
+    )
+    times: Times = field(
+        default=Factory(lambda self: self.process.default_times, takes_self=True),
+        converter=chosen[Times],
         validator=_fits_process,
+        metadata=about('noise levels of training; unless given, "log_normal" with process "edm", else "uniform"'),
     )
-    loss: Loss = field(default=MSE(), converter=to_loss)  # the error of a pixel
-    conditional: bool | None = None  # give the network the labels; None: no, and in a config: if the model takes them
-    label_dropout: float = field(default=0.1, validator=between(0, 1))  # share of labels left out, for guidance
-    # Mean and standard deviation of the images, of all or of each channel, in their range of [-1, 1]: the network sees
-    # (x - mean) / std. What is sampled is back in [-1, 1].
-    data_mean: float | tuple[float, ...] = field(default=0.0, converter=_numbers)
+    loss: Loss = field(default=MSE(), converter=chosen[Loss], metadata=about("error of a pixel"))
+    conditional: bool | None = field(
+        default=None, metadata=about("give the network the labels; unless given, if the model has classes")
+    )
+    label_dropout: float = field(
+        default=0.1, validator=between(0, 1), metadata=about("share of labels left out in training, for guidance")
+    )
+    data_mean: float | tuple[float, ...] = field(
+        default=0.0,
+        converter=_numbers,
+        metadata=about("mean of the images in [-1, 1], one or one a channel; the network sees (x - mean) / std"),
+    )
     data_std: float | tuple[float, ...] = field(
-        default=1.0, converter=_numbers, validator=between(0, 1e6, open_ends=True)
+        default=1.0,
+        converter=_numbers,
+        validator=between(0, 1e6, open_ends=True),
+        metadata=about("standard deviation of the same; samples are back in [-1, 1]"),
     )
     moved_keys: ClassVar[Mapping[str, str]] = {
         "schedule": "process = 'flow' or 'edm', or process = { use = 'vp', schedule = 'cosine' }",
@@ -105,8 +124,9 @@ class Diffusion:
                 )
 
     def remarks(self) -> list[str]:
-        """Return what is allowed and probably not meant: a weighting that leaves a noise level untrained."""
-        if not self.process.ends_in_noise or self.weights(torch.zeros(1), torch.ones(1)).any():
+        """Return warnings: one for a weighting that leaves the noise level untrained where sampling starts."""
+        of_noise = self.weighting.weights(self.prediction, torch.zeros(1), torch.ones(1))
+        if not self.process.ends_in_noise or of_noise.any():
             return []
         return [
             f"diffusion.weighting: {self.weighting.use!r} gives pure noise, where sampling starts, a weight of 0, so "
@@ -114,19 +134,17 @@ class Diffusion:
         ]
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
-        """Return `batch` with the randomness of this step in its draws.
+        """Return `batch` with the random draws of this step in `draws`, on the device of the inputs.
 
-        `noise` is standard normal, float32, of the shape of the inputs; `timesteps`, of shape n, are those of the
-        process: int64 in 0..T-1, or float32; `labels`, if the objective is conditional, are the batch's with some
-        replaced by -1. All are drawn on the generator's device and moved to that of the inputs, so a CPU generator
-        gives the same numbers whatever the inputs live on.
+        `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
+        in 0..T-1, or float32. `labels`, only of a conditional objective, are the batch's with some replaced by -1.
+        They are drawn on the generator's device, so a CPU generator gives the same numbers for every device.
 
-        Raises:
-            ValueError: if the objective is conditional and the batch has no labels.
+        Raises ValueError if the objective is conditional and the batch has no labels.
         """
         shape, device, where = batch.inputs.shape, batch.inputs.device, generator.device
         noise = torch.randn(shape, generator=generator, device=where, dtype=torch.float32)
-        times = self.draw_times(len(batch), generator)
+        times = self.times.draw(self.process, len(batch), generator)
         drawn = {"noise": to_device(noise, device), "timesteps": to_device(times, device)}
         if self.conditional:
             if batch.labels is None:
@@ -135,26 +153,21 @@ class Diffusion:
             drawn["labels"] = torch.where(to_device(chance < self.label_dropout, device), -1, batch.labels)
         return Batch(batch.inputs, batch.labels, batch.indices, {**batch.draws, **drawn}, batch.total)
 
-    def draw_times(self, num: int, generator: Generator) -> Tensor:
-        """Return `num` times of the process, int64 timesteps or float32, on the generator's device."""
-        return self.times.draw(self.process, num, generator)
-
     def __call__(self, net: Net, batch: Batch) -> LossOutput:
         """Return the loss of `net` on a batch that went through `draw`.
 
-        The network gets float32 images and the time as `Process.network_time` gives it, under autocast too, and the
-        labels if the objective is conditional. It must return the shape of its images. The error is taken in float32;
-        its mean is over c h w, then, weighted, over the samples. `LossOutput.per_sample` is without the weights.
+        The network gets float32 images, under autocast too, the times as `Process.network_time` returns them, and the
+        labels if the objective is conditional. The error is computed in float32. Its mean is over c h w, then,
+        weighted, over the samples; `LossOutput.per_sample` is without the weights.
 
-        Raises:
-            ValueError: if the network's output has another shape than its input.
+        Raises ValueError if the network's output has another shape than its images.
         """
         noise, times = batch.draws["noise"], batch.draws["timesteps"]
         alpha, sigma, log_snr = self.process.rates(times, noise.ndim)
         x0 = self.normalize(batch.inputs)
         x_t = q_sample(x0, noise, alpha, sigma)
-        # Autocast leaves additions and multiplications alone, so x_t and the target stay float32. The network's time is
-        # not cast, because bfloat16 takes 999 for 1000.
+        # Autocast leaves additions and multiplications alone, so x_t and the target stay float32; nothing casts the
+        # times, of which bfloat16 would take 999 for 1000.
         output = self.predict(net, x_t, self.process.network_time(times), batch.draws.get("labels"), alpha, sigma)
         target = self.prediction.target(x0, noise, alpha, sigma)
         if output.shape != target.shape:  # it might broadcast, and train on nonsense
@@ -164,36 +177,30 @@ class Diffusion:
         if type(self.weighting) is UniformWeighting:
             return LossOutput(error.mean(), error.detach().flatten(1).mean(1), times, log_snr.flatten())
         per_sample = error.flatten(1).mean(1)
-        weights = self.weights(alpha.flatten(), sigma.flatten())
+        weights = self.weighting.weights(self.prediction, alpha.flatten(), sigma.flatten())
         return LossOutput((weights * per_sample).mean(), per_sample.detach(), times, log_snr.flatten())
 
-    def weights(self, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Return the weights of samples with these rates, of any one shape."""
-        return self.weighting.weights(self.prediction, alpha, sigma)
-
     def floor(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
-        """Return the least squared error that who knows only mean and variance of the data can have.
+        """Return the least squared error of a network that knows only the mean and the variance of the data.
 
-        `timesteps` are times of the process (n), `variance` is that of normalized pixels, above 0. It is exact for
-        white Gaussian images, where no network does better. Real images have structure, so a network that has learnt
-        some of it is below; one that is above has not even learnt how bright and how varied the images are.
+        `timesteps` are times of the process (n); `variance` is that of normalized pixels, above 0. The result (n,
+        float32) is the mean over c h w of the squared error of the output, without the weights. No network does better
+        on white Gaussian images. Real images have structure: a network that has learnt some of it is below, and one
+        above has not even learnt their brightness and contrast.
 
-        The target is u = a x0 + b noise, x_t = alpha x0 + sigma noise. All being Gaussian, the error that is left is
-        Var(u | x_t) = Var(u) - Cov(u, x_t)² / Var(x_t), with Var(u) = a² v + b² and Cov(u, x_t) = a alpha v + b sigma:
+        The target is u = a x0 + b noise, and x_t = alpha x0 + sigma noise. For Gaussian images of variance v the error
+        is Var(u | x_t) = Var(u) - Cov(u, x_t)² / Var(x_t), with Var(u) = a² v + b², Cov(u, x_t) = a alpha v + b sigma:
 
             v (a sigma - b alpha)² / (alpha² v + sigma²)
-
-        Returns:
-            n, float32: the mean over c h w of the squared error of the output, without the weights.
         """
         of_image, of_noise, alpha, sigma = self._target_rates(timesteps)
         across = of_image * sigma - of_noise * alpha
         return variance * across * across / (alpha * alpha * variance + sigma * sigma)
 
     def target_variance(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
-        """Return a² v + b², the variance of the target u = a x0 + b noise: the error of who knows only its mean.
+        """Return a² v + b², the variance of the target: the error of a network that knows only the target's mean.
 
-        Arguments and result are those of `floor`, which is nowhere above.
+        Arguments and result are those of `floor`, which is nowhere larger.
         """
         of_image, of_noise, _, _ = self._target_rates(timesteps)
         return of_image * of_image * variance + of_noise * of_noise
@@ -214,7 +221,7 @@ class Diffusion:
         return net(shown, times) if labels is None else net(shown, times, labels)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Return images (n c h w) as the process has them: (x - data_mean) / data_std."""
+        """Return `images` (n c h w) as (x - data_mean) / data_std."""
         return images if not self.is_normalized else (images - self._each("mean", images)) / self._each("std", images)
 
     def denormalize(self, images: Tensor) -> Tensor:
@@ -228,7 +235,7 @@ class Diffusion:
 
     def _each(self, which: str, images: Tensor) -> Tensor:
         key = which, images.device, images.dtype
-        if key not in self._constants:  # kept there, because a copy a step would make the host wait for the device
+        if key not in self._constants:  # a copy a step would make the host wait for the device
             values: tuple[float, ...] = getattr(self, f"data_{which}")
             if len(values) not in (1, images.shape[1]):
                 raise ValueError(f"data_{which} has {len(values)} numbers for images of {images.shape[1]} channels")

@@ -1,9 +1,9 @@
-"""What a network predicts, and how to read the image and the noise off it.
+"""Predictions: the meaning of the network's output, and the image and the noise that follow from it.
 
 Everything here is written in the two rates of x_t = alpha * x0 + sigma * noise. For a variance-preserving
 process alpha is sqrt(alphas_cumprod) and sigma is sqrt(1 - alphas_cumprod); it is not DDPM's alpha, 1 - beta.
-Both are passed, not alphas_cumprod, because 1 - alphas_cumprod cannot be had from a float32 near 1. A rate is
-a float, or a tensor that broadcasts against the images (n 1 1 1) in their dtype; results have that dtype.
+Both are passed, because 1 - alphas_cumprod loses its digits in a float32 near 1. A rate is a float, or a tensor that
+broadcasts against the images (n 1 1 1) in their dtype; results have that dtype.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from attrs.validators import gt
 from torch import Tensor
 
 from hookdiff.choices import Choice
+from hookdiff.options import about
 
 Rate = Tensor | float
 
@@ -34,20 +35,20 @@ class Prediction(Choice, ABC):
     """A meaning of the network's output; `target` and `x0_and_noise` undo each other."""
 
     kind = "prediction"
-    needs_alpha = False  # x0 cannot be read off where nothing of the image is left (alpha = 0)
-    needs_sigma = False  # the noise cannot be read off where there is none (sigma = 0)
+    needs_alpha = False  # x0 cannot be derived where nothing of the image is left (alpha = 0)
+    needs_sigma = False  # the noise cannot be derived where there is none (sigma = 0)
 
     def network_input(self, x_t: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return what the network gets in place of x_t: x_t itself, unless the prediction scales it."""
+        """Return the input of the network: x_t itself, unless the prediction scales it."""
         return x_t
 
     @abstractmethod
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return what the network should output for x_t = alpha * x0 + sigma * noise."""
+        """Return the target of the network's output for x_t = alpha * x0 + sigma * noise."""
 
     @abstractmethod
     def x0_and_noise(self, output: Tensor, x_t: Tensor, alpha: Rate, sigma: Rate) -> tuple[Tensor, Tensor]:
-        """Return the image and the noise that `x_t` is made of, according to `output`."""
+        """Return the image and the noise of `x_t` according to `output`."""
 
     @abstractmethod
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
@@ -60,8 +61,8 @@ class Prediction(Choice, ABC):
         """Raise ValueError, naming `prediction`, for a process (`Process`) with which it has no meaning."""
         if self.needs_alpha and process.ends_in_noise:
             raise ValueError(
-                f"'prediction' cannot be {self.use!r}: this process ends in pure noise, where the output says nothing "
-                "of the image; use 'v_prediction', 'flow_prediction', 'sample' or 'edm'"
+                f"'prediction' cannot be {self.use!r}: this process ends in pure noise, where the image does not "
+                "follow from the output; use 'v_prediction', 'flow_prediction', 'sample' or 'edm'"
             )
 
 
@@ -72,15 +73,12 @@ class Epsilon(Prediction):
     needs_alpha = True
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return the noise itself."""
         return noise
 
     def x0_and_noise(self, output: Tensor, x_t: Tensor, alpha: Rate, sigma: Rate) -> tuple[Tensor, Tensor]:
-        """Return x0 = (x_t - sigma * output) / alpha, and the output itself."""
         return (x_t - sigma * output) / alpha, output
 
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
-        """Return alpha²: the ratio is the signal-to-noise ratio."""
         return alpha * alpha
 
 
@@ -91,90 +89,78 @@ class Sample(Prediction):
     needs_sigma = True
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return the image itself."""
         return x0
 
     def x0_and_noise(self, output: Tensor, x_t: Tensor, alpha: Rate, sigma: Rate) -> tuple[Tensor, Tensor]:
-        """Return the output itself, and noise = (x_t - alpha * output) / sigma."""
         return output, noise_from_x0(x_t, output, alpha, sigma)
 
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
-        """Return sigma²: the ratio is 1."""
         return sigma * sigma
 
 
 @define(frozen=True)
 class VPrediction(Prediction):
-    """The output is v = alpha * noise - sigma * x0.
+    """The output is v = alpha noise - sigma x0: Salimans & Ho 2022 (arXiv 2202.00512), section 4 and appendix D.
 
-    Salimans & Ho 2022 (arXiv 2202.00512), section 4 and appendix D. Where alpha² + sigma² = 1, (x0, noise) to
-    (x_t, v) is a rotation.
+    Where alpha² + sigma² = 1, (x0, noise) to (x_t, v) is a rotation.
     """
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return v."""
         return alpha * noise - sigma * x0
 
     def x0_and_noise(self, output: Tensor, x_t: Tensor, alpha: Rate, sigma: Rate) -> tuple[Tensor, Tensor]:
-        """Return x0 = (alpha * x_t - sigma * v) / (alpha² + sigma²), noise = (sigma * x_t + alpha * v) / the same."""
         square = alpha * alpha + sigma * sigma
         return (alpha * x_t - sigma * output) / square, (sigma * x_t + alpha * output) / square
 
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
-        """Return (alpha² + sigma²)²: the ratio is SNR + 1 where alpha² + sigma² = 1."""
         square = alpha * alpha + sigma * sigma
         return square * square
 
 
 @define(frozen=True)
 class FlowPrediction(Prediction):
-    """The output is u = noise - x0, the velocity of x_t = (1 - t) x0 + t noise.
+    """The output is the velocity u = noise - x0: Lipman et al. 2022 (arXiv 2210.02747), Liu et al. 2022 (2209.03003).
 
-    Lipman et al. 2022 (arXiv 2210.02747), Liu et al. 2022 (arXiv 2209.03003). Noise is at t = 1 here, so u points
-    from the image to the noise: some papers have both the other way round.
+    It is that of x_t = (1 - t) x0 + t noise. Noise is at t = 1 here, so u points from the image to the noise; some
+    papers have both the other way round.
     """
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return u."""
         return noise - x0
 
     def x0_and_noise(self, output: Tensor, x_t: Tensor, alpha: Rate, sigma: Rate) -> tuple[Tensor, Tensor]:
-        """Return x0 = (x_t - sigma * u) / (alpha + sigma) and noise = (x_t + alpha * u) / (alpha + sigma)."""
         total = alpha + sigma
         return (x_t - sigma * output) / total, (x_t + alpha * output) / total
 
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
-        """Return (alpha + sigma)²: the ratio is (sqrt(SNR) + 1)²."""
         total = alpha + sigma
         return total * total
 
 
 @define(frozen=True)
 class EDMPrediction(Prediction):
-    """The output is what, scaled and added to a share of x_t, gives the image; what goes in and out has unit variance.
+    """The network's input and output have unit variance (EDM): Karras et al. 2022 (arXiv 2206.00364), section 5.
 
-    Karras et al. 2022 (arXiv 2206.00364), section 5 and table 1, there for alpha = 1. Another alpha is the same process
-    seen through x_t / alpha, whose sigma is sigma / alpha; written so that alpha may be 0.
+    The image is x0 = c_skip x_t / alpha + c_out F, with the output F for the input c_in x_t / alpha; table 1 has the
+    factors for alpha = 1. Another alpha is the same process seen through x_t / alpha, with the noise level
+    sigma / alpha. The formulas here hold for alpha = 0 too.
     """
 
-    sigma_data: float = field(default=0.5, validator=gt(0))  # standard deviation of the images
+    sigma_data: float = field(default=0.5, validator=gt(0), metadata=about("standard deviation of the images"))
 
     def _variance(self, alpha: Rate, sigma: Rate) -> Rate:
         return sigma * sigma + self.sigma_data**2 * (alpha * alpha)  # of x_t
 
     def network_input(self, x_t: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return c_in * x_t / alpha."""
         return x_t / self._variance(alpha, sigma) ** 0.5
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return F = (x0 - c_skip * x_t / alpha) / c_out."""
         # x0 - c_skip x_t / alpha is sigma times this over the variance of x_t: the sigma of c_out cancels, and 0 / 0
         # with it.
         difference = sigma * x0 - (self.sigma_data**2 * alpha) * noise
         return difference / (self.sigma_data * self._variance(alpha, sigma) ** 0.5)
 
     def x0_and_noise(self, output: Tensor, x_t: Tensor, alpha: Rate, sigma: Rate) -> tuple[Tensor, Tensor]:
-        """Return x0 = c_skip * x_t / alpha + c_out * F, and the noise that it leaves."""
         variance = self._variance(alpha, sigma)
         skip, out = self.sigma_data**2 * alpha / variance, self.sigma_data * sigma / variance**0.5
         x0 = skip * x_t + out * output
@@ -183,7 +169,6 @@ class EDMPrediction(Prediction):
         return x0, noise
 
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
-        """Return sigma² / c_out²."""
         return self._variance(alpha, sigma) / self.sigma_data**2
 
 
@@ -195,8 +180,3 @@ Prediction.known = {
     "flow_prediction": FlowPrediction,
     "edm": EDMPrediction,
 }
-
-
-def to_prediction(value: Prediction | str) -> Prediction:
-    """Return the prediction that `value` is, or names."""
-    return Prediction.of(value)

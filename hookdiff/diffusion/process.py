@@ -1,7 +1,4 @@
-"""How images turn into noise: x_t = alpha * x0 + sigma * noise, in discrete timesteps or in continuous time.
-
-A process says what its times are, the rates at each, what the network gets for a time, and what goes well with it.
-"""
+"""Processes that turn images into noise: x_t = alpha * x0 + sigma * noise, in timesteps or in continuous time."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from typing import ClassVar
 
 import torch
 from attrs import define, field
-from attrs.validators import and_, ge, gt, le
+from attrs.validators import ge, gt, le
 from torch import Tensor
 
-from hookdiff.choices import Choice
-from hookdiff.diffusion.schedules import Linear, NoiseSchedule, Schedule, rescale_betas_zero_snr, to_schedule
+from hookdiff.choices import Choice, chosen
+from hookdiff.diffusion.schedules import Linear, NoiseSchedule, Schedule, rescale_betas_zero_snr
+from hookdiff.options import about
 
-_TABLES = "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod", "log_snr"
-_TINY = 2.0**-25  # half of the least distance of two float32 from [0, 1) that torch draws
+_TINY = 2.0**-25  # half the distance between neighbouring float32 that torch draws from [0, 1)
 _MOST_LEFT = 0.05  # of the image's variance at the last timestep; sampling starts there with none
 
 
@@ -29,7 +26,7 @@ class Point:
 
     alpha: float
     sigma: float
-    time: float = 0.0  # what the network gets; an int where the process has timesteps
+    time: float = 0.0  # as the network gets it; an int where the process has timesteps
 
     @property
     def ratio(self) -> float:
@@ -41,12 +38,12 @@ IMAGE = Point(1.0, 0.0)
 
 
 class Process(Choice, ABC):
-    """What turns images into noise."""
+    """A process that turns images into noise."""
 
     kind = "process"
     default = "vp"
 
-    # The names of what the field uses with it, where nothing else is chosen.
+    # The parts that the field uses with it, by name; they apply where a config chooses no other.
     default_prediction: ClassVar[str] = "epsilon"
     default_times: ClassVar[str] = "uniform"
     default_sampler: ClassVar[str] = "ddim"
@@ -54,9 +51,8 @@ class Process(Choice, ABC):
     default_clipping: ClassVar[str] = "none"
 
     has_timesteps: ClassVar[bool] = False  # times are int64, 0 to T - 1; else float32
-    knows_image: ClassVar[bool] = False  # the network may be asked about the image itself, where sigma is 0
-    # alpha and sigma are linear in time as they stand; else they are once alpha is divided out
-    straight: ClassVar[bool] = True
+    knows_image: ClassVar[bool] = False  # training reaches the image itself, where sigma is 0
+    straight: ClassVar[bool] = True  # Heun's method takes alpha and sigma as its coordinates; else sigma / alpha
 
     @property
     def initial_scale(self) -> float:
@@ -75,11 +71,11 @@ class Process(Choice, ABC):
 
     @abstractmethod
     def from_fraction(self, fraction: Tensor) -> Tensor:
-        """Return the times at a `fraction`, in (0, 1), of the way from image to noise."""
+        """Return the times (n) at a `fraction` (n), in (0, 1), of the way from image to noise."""
 
     @abstractmethod
     def from_log_ratio(self, log_ratio: Tensor) -> Tensor:
-        """Return the times at which ln(sigma / alpha) is `log_ratio`, as near as the process comes to it."""
+        """Return the times (n) at which ln(sigma / alpha) is nearest to `log_ratio` (n)."""
 
     @abstractmethod
     def rates(self, times: Tensor, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +83,7 @@ class Process(Choice, ABC):
 
     @abstractmethod
     def network_time(self, times: Tensor) -> Tensor:
-        """Return what the network gets for `times` (n): n, int64 or float32."""
+        """Return `times` (n) as the network gets them: n, int64 or float32."""
 
     @abstractmethod
     def at(self, ratio: float) -> Point:
@@ -103,14 +99,18 @@ class Process(Choice, ABC):
 
 @define(frozen=True, slots=False)
 class VP(Process):
-    """Timesteps 0..T-1 with the tables of a noise schedule: variance-preserving, alpha² + sigma² = 1.
+    """Variance-preserving timesteps, alpha² + sigma² = 1: Ho et al. 2020 (arXiv 2006.11239).
 
-    Ho et al. 2020 (arXiv 2006.11239). The network gets the timestep as int64.
+    The tables of a noise schedule have the rates at each timestep 0..T-1, which the network gets as int64.
     """
 
-    schedule: Schedule = field(default=Linear(), converter=to_schedule)
-    timesteps: int = field(default=1000, validator=and_(ge(1), le(1_000_000)))
-    rescale_betas_zero_snr: bool = False  # leave nothing of the image at the last timestep
+    schedule: Schedule = field(
+        default=Linear(), converter=chosen[Schedule], metadata=about("noise added at each timestep")
+    )
+    timesteps: int = field(default=1000, validator=[ge(1), le(1_000_000)], metadata=about("number of timesteps, T"))
+    rescale_betas_zero_snr: bool = field(
+        default=False, metadata=about('leave no image at the last timestep (Lin et al. 2023); not with "epsilon"')
+    )
 
     default_clipping = "clamp"
     has_timesteps = True
@@ -137,50 +137,43 @@ class VP(Process):
 
     @cached_property
     def ratio_range(self) -> tuple[float, float]:
-        """Those of the first and the last timestep."""
         low, high = self._log_ratios[[0, -1]].exp().tolist()
         return low, high
 
     def from_fraction(self, fraction: Tensor) -> Tensor:
-        """Return floor(fraction * T): timesteps, int64."""
         return (fraction * self.timesteps).long()  # a float32 below 1 times T is never rounded up to T
 
     def from_log_ratio(self, log_ratio: Tensor) -> Tensor:
-        """Return the timesteps, int64, whose noise level is nearest on the log scale."""
         levels = self._log_ratios
         halfway = ((levels[1:] + levels[:-1]) / 2).to(log_ratio)
         return torch.bucketize(log_ratio, halfway)
 
     def rates(self, times: Tensor, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Look up the tables at the timesteps, int64."""
-        alpha, sigma, log_snr = self.tables.gather(_TABLES, times, ndim)
-        return alpha, sigma, log_snr
+        return self.tables.rates(times, ndim)
 
     def network_time(self, times: Tensor) -> Tensor:
-        """Return the timesteps as they are: bfloat16 would take 999 for 1000."""
-        return times
+        return times  # as integers: bfloat16 would take 999 for 1000
 
     def at_timesteps(self, timesteps: list[int]) -> list[Point]:
-        """Return the moments of `timesteps`."""
+        """Return the moments of `timesteps`.
+
+        Raises ValueError, naming `steps`, if there are more of them than the process has.
+        """
+        if len(timesteps) > self.timesteps:
+            raise ValueError(
+                f"'steps' = {len(timesteps)} is more than diffusion.process.timesteps = {self.timesteps}: lower the "
+                "first or raise the second"
+            )
         # Floats from the float64 table: exact for every dtype, and nothing to fetch from a device.
         levels = self.tables.alphas_cumprod[timesteps].tolist()
         return [Point(math.sqrt(a), math.sqrt(1 - a), t) for t, a in zip(timesteps, levels, strict=True)]
 
     def trailing(self, steps: int) -> list[Point]:
-        """Return the timesteps round(T - i T / N) - 1 for i = 0..N-1: it starts where the images really are noise."""
-        self.check_steps(steps)
+        # From T - 1, where the images really are noise.
         return self.at_timesteps([round(self.timesteps - i * self.timesteps / steps) - 1 for i in range(steps)])
 
-    def check_steps(self, steps: int) -> None:
-        """Raise ValueError when there are more steps than timesteps."""
-        if steps > self.timesteps:
-            raise ValueError(
-                f"'steps' = {steps} is more than diffusion.process.timesteps = {self.timesteps}: lower the first or "
-                "raise the second"
-            )
-
     def at(self, ratio: float) -> Point:
-        """Return the rates for `ratio`, and a time between two timesteps, linear in the logarithm of the ratio."""
+        # The time lies between two timesteps, linear in the logarithm of the ratio.
         levels, wanted = self._log_ratios, torch.tensor(math.log(ratio), dtype=torch.float64)
         upper = int(torch.bucketize(wanted, levels).clamp(1, max(1, len(levels) - 1)))
         low, high = levels[[upper - 1, min(upper, len(levels) - 1)]].tolist()
@@ -193,14 +186,16 @@ class VP(Process):
 
 @define(frozen=True)
 class Flow(Process):
-    """x_t = (1 - t) * x0 + t * noise for t from 0, the image, to 1 (Liu et al. 2022, arXiv 2209.03003).
+    """x_t = (1 - t) x0 + t noise for t from 0, the image, to 1: Liu et al. 2022 (arXiv 2209.03003).
 
-    The network gets t * `time_scale`. A `shift` k moves times towards the noise, to k t / (1 + (k - 1) t): large images
-    need it, as their neighbouring pixels tell of each other (Esser et al. 2024, arXiv 2403.03206).
+    A `shift` k moves times towards the noise. Large images need it, because their neighbouring pixels resemble each
+    other (Esser et al. 2024, arXiv 2403.03206).
     """
 
-    shift: float = field(default=1.0, validator=gt(0))
-    time_scale: float = field(default=1000.0, validator=gt(0))
+    shift: float = field(
+        default=1.0, validator=gt(0), metadata=about("k of the times k t / (1 + (k - 1) t); above 1 for large images")
+    )
+    time_scale: float = field(default=1000.0, validator=gt(0), metadata=about("factor of t for the network"))
 
     default_prediction = "flow_prediction"
     default_sampler = "euler"
@@ -208,7 +203,6 @@ class Flow(Process):
 
     @property
     def ratio_range(self) -> tuple[float, float]:
-        """From the image itself to pure noise."""
         return 0.0, math.inf
 
     def shifted(self, time: Tensor) -> Tensor:
@@ -216,29 +210,23 @@ class Flow(Process):
         return self.shift * time / (1 + (self.shift - 1) * time)
 
     def from_fraction(self, fraction: Tensor) -> Tensor:
-        """Return the shifted times, in (0, 1)."""
         return self.shifted(fraction.clamp(_TINY, 1 - 2 * _TINY))
 
     def from_log_ratio(self, log_ratio: Tensor) -> Tensor:
-        """Return the shifted times: t / (1 - t) is the ratio before the shift."""
         return self.from_fraction(log_ratio.sigmoid())
 
     def rates(self, times: Tensor, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return 1 - t, t, and the log-SNR, 2 ln((1 - t) / t)."""
         sigma = times.reshape(-1, *[1] * (ndim - 1))
         alpha = 1 - sigma
         return alpha, sigma, 2 * (alpha / sigma).log()
 
     def network_time(self, times: Tensor) -> Tensor:
-        """Return t * `time_scale`."""
         return times * self.time_scale
 
     def at(self, ratio: float) -> Point:
-        """Return the moment t = ratio / (1 + ratio)."""
         return self._point(ratio / (1 + ratio))
 
     def trailing(self, steps: int) -> list[Point]:
-        """Return `steps` times of equal distance, t = 1 first, shifted."""
         times = torch.tensor([1 - i / steps for i in range(steps)], dtype=torch.float64)
         return [self._point(t) for t in self.shifted(times).tolist()]
 
@@ -248,14 +236,16 @@ class Flow(Process):
 
 @define(frozen=True)
 class EDM(Process):
-    """x_sigma = x0 + sigma * noise; times are the noise levels sigma (Karras et al. 2022, arXiv 2206.00364).
+    """x0 + sigma noise, where the times are the noise levels sigma: Karras et al. 2022 (arXiv 2206.00364).
 
-    The network gets c_noise = ln(sigma) / 4, times `time_scale`.
+    The network gets c_noise = ln(sigma) / 4 of table 1, times `time_scale`.
     """
 
-    sigma_min: float = field(default=0.002, validator=gt(0))
-    sigma_max: float = field(default=80.0, validator=gt(0))
-    time_scale: float = field(default=1000.0, validator=gt(0))
+    sigma_min: float = field(default=0.002, validator=gt(0), metadata=about("noise level at which sampling ends"))
+    sigma_max: float = field(default=80.0, validator=gt(0), metadata=about("noise level at which sampling begins"))
+    time_scale: float = field(
+        default=1000.0, validator=gt(0), metadata=about("factor of ln(sigma) / 4 for the network")
+    )
 
     default_prediction = "edm"
     default_times = "log_normal"
@@ -268,40 +258,28 @@ class EDM(Process):
 
     @property
     def initial_scale(self) -> float:
-        """`sigma_max`: next to it the image is nothing."""
         return self.sigma_max
 
     @property
     def ratio_range(self) -> tuple[float, float]:
-        """`sigma_min` and `sigma_max`."""
         return self.sigma_min, self.sigma_max
 
     def from_fraction(self, fraction: Tensor) -> Tensor:
-        """Return noise levels that are equally distant on the log scale, `sigma_min` to `sigma_max`."""
         low, high = math.log(self.sigma_min), math.log(self.sigma_max)
         return (low + (high - low) * fraction).exp()
 
     def from_log_ratio(self, log_ratio: Tensor) -> Tensor:
-        """Return exp(log_ratio)."""
         return log_ratio.exp()
 
     def rates(self, times: Tensor, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return 1, sigma, and the log-SNR, -2 ln(sigma)."""
         sigma = times.reshape(-1, *[1] * (ndim - 1))
         return torch.ones_like(sigma), sigma, -2 * sigma.log()
 
     def network_time(self, times: Tensor) -> Tensor:
-        """Return ln(sigma) / 4 * `time_scale`."""
         return times.log() * (self.time_scale / 4)
 
     def at(self, ratio: float) -> Point:
-        """Return the moment of noise level `ratio`."""
         return Point(1.0, ratio, math.log(ratio) * self.time_scale / 4)
 
 
 Process.known = {"vp": VP, "flow": Flow, "edm": EDM}
-
-
-def to_process(value: Process | str) -> Process:
-    """Return the process that `value` is, or names."""
-    return Process.of(value)

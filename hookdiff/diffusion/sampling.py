@@ -12,29 +12,47 @@ from attrs.converters import optional
 from attrs.validators import ge
 from torch import Generator, Tensor
 
+from hookdiff.choices import chosen
 from hookdiff.diffusion.chain import Chain, standard_normal
-from hookdiff.diffusion.clipping import Clipping, to_clipping
-from hookdiff.diffusion.guidance import ClassifierFree, Guidance, to_guidance
+from hookdiff.diffusion.clipping import Clipping
+from hookdiff.diffusion.guidance import ClassifierFree, Guidance
 from hookdiff.diffusion.objective import Diffusion, Net
 from hookdiff.diffusion.prediction import q_sample
 from hookdiff.diffusion.process import IMAGE, Point, Process
-from hookdiff.diffusion.solvers import Solver, to_sampler
-from hookdiff.diffusion.spacing import Spacing, to_spacing
+from hookdiff.diffusion.solvers import Solver
+from hookdiff.diffusion.spacing import Spacing
+from hookdiff.options import about
 
 
 @define(eq=False, frozen=True)
 class Sampling:
-    """Makes images. Its arguments are the section `[sampling]`.
+    """Makes images from noise, or from other images; its arguments are the keys of the config table [sampling].
 
-    What is left out is what the field uses with the process: DDIM with VP, Euler with flow, Heun with EDM.
+    Sampler, spacing and clipping follow from the process unless given, as the field has them.
     """
 
-    sampler: Solver | None = field(default=None, converter=optional(to_sampler))
-    steps: int = field(default=50, validator=ge(1))  # of the sampler; heun calls the network twice in each
-    spacing: Spacing | None = field(default=None, converter=optional(to_spacing))
-    clipping: Clipping | None = field(default=None, converter=optional(to_clipping))
-    guidance: Guidance = field(default=ClassifierFree(), converter=to_guidance)
-    batch_size: int = field(default=256, validator=ge(1))  # images a call of the network
+    sampler: Solver | None = field(
+        default=None,
+        converter=optional(chosen[Solver]),
+        metadata=about('method; unless given, "ddim" with process "vp", "euler" with "flow", "heun" with "edm"'),
+    )
+    steps: int = field(default=50, validator=ge(1), metadata=about("number of steps; at most those of the process"))
+    spacing: Spacing | None = field(
+        default=None,
+        converter=optional(chosen[Spacing]),
+        metadata=about('noise levels of the steps; unless given, "karras" with process "edm", else "trailing"'),
+    )
+    clipping: Clipping | None = field(
+        default=None,
+        converter=optional(chosen[Clipping]),
+        metadata=about('limit of predicted images; unless given, "clamp" with process "vp", else "none"'),
+    )
+    guidance: Guidance = field(
+        default=ClassifierFree(),
+        converter=chosen[Guidance],
+        metadata=about("how the outputs with and without a label become one"),
+    )
+    batch_size: int = field(default=256, validator=ge(1), metadata=about("images in a call of the network"))
     moved_keys: ClassVar[Mapping[str, str]] = {
         "rho": "spacing = { use = 'karras', rho = 7.0 }",
         "time_shift": "spacing = { use = 'shifted', shift = 3.0 }",
@@ -52,14 +70,14 @@ class Sampling:
     }
 
     def fit(self, diffusion: Diffusion) -> Sampling:
-        """Return these options with all that follows from the process of `diffusion` written out."""
+        """Return these options with those that follow from the process of `diffusion` filled in."""
         sampler, spacing, clipping = self._parts(diffusion.process)
         return evolve(self, sampler=sampler, spacing=spacing, clipping=clipping)
 
     def _parts(self, process: Process) -> tuple[Solver, Spacing, Clipping]:
-        sampler = self.sampler or to_sampler(process.default_sampler)
-        spacing = self.spacing or to_spacing(process.default_spacing)
-        return sampler, spacing, self.clipping or to_clipping(process.default_clipping)
+        sampler = self.sampler or Solver.of(process.default_sampler)
+        spacing = self.spacing or Spacing.of(process.default_spacing)
+        return sampler, spacing, self.clipping or Clipping.of(process.default_clipping)
 
     def sample(
         self,
@@ -76,22 +94,19 @@ class Sampling:
     ) -> Tensor:
         """Return one image for each generator.
 
-        All noise of image k comes from `generators[k]`, so it does not matter which other images are made, or
-        how many at a time: image k is the same to the bit wherever the network's result for it is. Matrix
-        products and convolutions choose their algorithm by batch size; with them it is the same to rounding.
-
-        Where images are clipped the noise is recomputed from the clipped image, so that the two still make up x_t;
-        else a step is an affine map of x_t and the network's output. Eval mode is the caller's to set.
+        All noise of image k comes from `generators[k]`, so image k does not depend on the other images or on their
+        number. It is the same to the bit if the network's result for it is, and else to rounding: matrix products and
+        convolutions choose their algorithm by batch size. The caller sets eval mode.
 
         Args:
             net: the network, called as `Diffusion` calls it, with images of `dtype`.
             diffusion: the objective that the network was trained with.
-            shape: of one image, c h w.
-            generators: one an image; on the CPU, so that the noise is the same on every device.
-            device: where the network is.
-            dtype: of x_t, float32 or float64. The noise is drawn in float32 whatever it is.
-            noise: standard normal noise to start from, n c h w; the generators then only give that of the steps.
-            labels: n, int64; -1 is no class. Needed if the objective is conditional.
+            shape: shape of one image, c h w.
+            generators: one for each image; on the CPU, so that the noise is the same on every device.
+            device: device of the network.
+            dtype: of x_t, float32 or float64. The noise is drawn in float32 with both.
+            noise: standard normal noise to start from, n c h w; the generators then give only that of the steps.
+            labels: n, int64; -1 is no class. Required if the objective is conditional.
             images: n c h w in [-1, 1]: start from these, noised, rather than from pure noise.
             strength: with `images`, the share of the steps that are made, in (0, 1]: 1 leaves little of the image.
 
@@ -99,7 +114,7 @@ class Sampling:
             `dtype` of shape n c h w on `device`; in [-1, 1] unless `clipping` is "none".
 
         Raises:
-            ValueError: if the options do not fit the objective, `dtype` is another one, or a tensor has another shape.
+            ValueError: for options that do not fit the objective, another dtype, or a tensor of another shape.
         """
         solver, _, clipping = self._parts(diffusion.process)
         points = self.points(diffusion)
@@ -112,7 +127,7 @@ class Sampling:
         if labels is not None and labels.shape != made.shape[:1]:
             raise ValueError(f"labels has shape {tuple(labels.shape)}, expected ({len(made)},)")
         if diffusion.conditional and labels is None and len(made):
-            raise ValueError("the network was trained with labels: give one for each image, or -1 for none")
+            raise ValueError("the network was trained with labels: give one for each image, or -1 for no class")
         if images is not None:
             if not 0 < strength <= 1:
                 raise ValueError(f"strength must be in (0, 1]: {strength:g}")
@@ -133,7 +148,7 @@ class Sampling:
                 for now, after in pairwise((*points, IMAGE)):
                     x = solver.step(chain, x, now, after)
                 shown = diffusion.denormalize(x)
-                made[rows] = shown.clamp(-1, 1) if clipping.clips else shown  # data_std and data_mean have rounded
+                made[rows] = shown.clamp(-1, 1) if clipping.clips else shown  # denormalize has rounded
         return made
 
     def points(self, diffusion: Diffusion) -> list[Point]:

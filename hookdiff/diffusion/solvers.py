@@ -1,4 +1,8 @@
-"""Solvers: how a sampler leads x from one moment to the next, less noisy one."""
+"""Solvers, which lead x from one moment to the next, less noisy one.
+
+Their formulas are written in the two rates of x_t = alpha * x0 + sigma * noise. For a variance-preserving process they
+are those of the papers, and they hold for others too.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,7 @@ from hookdiff.choices import Choice
 from hookdiff.diffusion.chain import Chain
 from hookdiff.diffusion.prediction import q_sample
 from hookdiff.diffusion.process import Point
-from hookdiff.diffusion.steps import churned, ddim_step, ddpm_step, dpmpp_2m_step, heun_step
-from hookdiff.options import between
+from hookdiff.options import about, between
 
 
 class Solver(Choice, ABC):
@@ -25,47 +28,70 @@ class Solver(Choice, ABC):
 
     @abstractmethod
     def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        """Return what `x` (n c h w) at `now` becomes at `after`; `chain.look` asks the network."""
+        """Return x at the moment `after` for `x` (n c h w) at `now`; `chain.look` calls the network."""
+
+
+def _added_variance(now: Point, after: Point) -> float:
+    """Return the variance of x_now given x_after, which is beta for neighbouring timesteps."""
+    return max(0.0, now.sigma**2 - (now.alpha / after.alpha * after.sigma) ** 2)
 
 
 @define(frozen=True)
 class DDIM(Solver):
-    """Song et al. 2020 (arXiv 2010.02502), eq. 12."""
+    """Deterministic sampling, or with a share of DDPM's noise: Song et al. 2020 (arXiv 2010.02502), eq. 12.
 
-    eta: float = field(default=0.0, validator=between(0, 1))  # how much of DDPM's noise is added back in each step
+    The noise has the sigma of eq. 16. With `eta` 0 it is Euler's method for the probability flow, with 1 it is DDPM
+    with its small variance.
+    """
+
+    eta: float = field(default=0.0, validator=between(0, 1), metadata=about("share of DDPM's noise added in each step"))
 
     def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        """Make `ddim_step`."""
-        return chain.noised(*ddim_step(*chain.look(x, now), now, after, self.eta))
+        x0, noise = chain.look(x, now)
+        fresh = self.eta**2 * _added_variance(now, after) * (after.sigma / now.sigma) ** 2  # variance
+        mean = after.alpha * x0 + math.sqrt(max(0.0, after.sigma**2 - fresh)) * noise
+        return chain.noised(mean, math.sqrt(fresh))
 
 
 @define(frozen=True)
 class DDPM(Solver):
-    """Ancestral sampling: Ho et al. 2020 (arXiv 2006.11239), algorithm 2."""
+    """Ancestral sampling: Ho et al. 2020 (arXiv 2006.11239), algorithm 2.
 
-    # of the noise that is added: that of the posterior, or beta
+    The mean is that of eq. 7. Where moments are skipped, beta is that of the process which has only the visited ones
+    (Nichol & Dhariwal 2021, arXiv 2102.09672, section 4).
+    """
+
     variance: Literal["fixed_small", "fixed_large"] = field(
-        default="fixed_small", validator=in_(("fixed_small", "fixed_large"))
+        default="fixed_small",
+        validator=in_(("fixed_small", "fixed_large")),
+        metadata=about('variance of the added noise: the posterior\'s, "fixed_small", or beta, "fixed_large"'),
     )
 
     def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        """Make `ddpm_step`."""
         x0, _ = chain.look(x, now)
-        return chain.noised(*ddpm_step(x, x0, now, after, self.variance))
+        beta, kept = _added_variance(now, after), (after.sigma / now.sigma) ** 2
+        mean = (after.alpha * beta / now.sigma**2) * x0 + (now.alpha / after.alpha * kept) * x
+        variance = beta * kept if self.variance == "fixed_small" else beta
+        return chain.noised(mean, math.sqrt(variance) if after.sigma else 0.0)  # the image itself gets no noise
 
 
 @define(frozen=True)
 class Churning(Solver):
     """A solver that may add fresh noise before each step: Karras et al. 2022 (arXiv 2206.00364), algorithm 2."""
 
-    churn: float = field(default=0.0, validator=ge(0))  # S_churn: how much noise, over all steps
-    churn_min: float = field(default=0.0, validator=ge(0))  # S_tmin: the least sigma / alpha where it is added
-    churn_max: float = field(default=math.inf, validator=ge(0))  # S_tmax: the largest
-    churn_noise: float = field(default=1.0, validator=gt(0))  # S_noise: its standard deviation
+    churn: float = field(default=0.0, validator=ge(0), metadata=about("S_churn: fresh noise, spread over the steps"))
+    churn_min: float = field(default=0.0, validator=ge(0), metadata=about("S_tmin: least sigma / alpha with churn"))
+    churn_max: float = field(default=math.inf, validator=ge(0), metadata=about("S_tmax: largest sigma / alpha with it"))
+    churn_noise: float = field(default=1.0, validator=gt(0), metadata=about("S_noise: deviation of the fresh noise"))
+
+    def raised(self, now: Point, steps: int) -> float:
+        """Return the noise level sigma / alpha to which x at `now` is raised before one of `steps` steps."""
+        churns = now.alpha and self.churn_min <= now.ratio <= self.churn_max
+        return now.ratio * (1 + (min(self.churn / steps, math.sqrt(2) - 1) if churns else 0.0))
 
     def churned(self, chain: Chain, x: Tensor, now: Point) -> tuple[Tensor, Point]:
-        """Return `x` raised to a higher noise level, and that moment."""
-        level = churned(now, self.churn, chain.steps, self.churn_min, self.churn_max)
+        """Return `x` with fresh noise, and the noisier moment at which it is then."""
+        level = self.raised(now, chain.steps)
         if level == now.ratio:
             return x, now
         higher = chain.diffusion.process.at(level)
@@ -75,47 +101,52 @@ class Churning(Solver):
 
 @define(frozen=True)
 class Euler(Churning):
-    """Euler's method for the probability flow: Karras et al. 2022 (arXiv 2206.00364), algorithm 2, uncorrected."""
+    """Euler's method for the probability flow: Karras et al. 2022 (arXiv 2206.00364), algorithm 2, no correction."""
 
     def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        """Move in a straight line."""
         x, now = self.churned(chain, x, now)
-        # Whatever the coordinates of the probability flow, Euler's method moves x0 and the noise apart in a straight
-        # line.
+        # In any coordinates of the probability flow, Euler's method keeps the predicted x0 and noise.
         return q_sample(*chain.look(x, now), after.alpha, after.sigma)
 
 
 @define(frozen=True)
 class Heun(Churning):
-    """Heun's method, of second order: Karras et al. 2022 (arXiv 2206.00364), algorithms 1 and 2. Two calls a step."""
+    """Heun's method, two calls of the network a step: Karras et al. 2022 (arXiv 2206.00364), algorithms 1 and 2."""
 
     def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        """Make Euler's step, and correct it by what the network sees at its end."""
         x, now = self.churned(chain, x, now)
-        seen, process = chain.look(x, now), chain.diffusion.process
-        end = q_sample(*seen, after.alpha, after.sigma)
+        x0, noise = chain.look(x, now)
+        end = q_sample(x0, noise, after.alpha, after.sigma)
+        process = chain.diffusion.process
         unreadable = chain.diffusion.prediction.needs_sigma or chain.clipping.clips  # a division by sigma
         if not after.sigma and (unreadable or not process.knows_image):
             return end  # as algorithm 2 of the paper
         if not now.alpha and not process.straight:
             return end  # sigma / alpha is infinite
-        return heun_step(x, seen, chain.look(end, after), now, after, straight=process.straight)
+        x0_after, noise_after = chain.look(end, after)
+        slope = (noise + noise_after) / 2
+        if process.straight:
+            return x + (after.alpha - now.alpha) * (x0 + x0_after) / 2 + (after.sigma - now.sigma) * slope
+        return after.alpha * (x / now.alpha + (after.ratio - now.ratio) * slope)
 
 
 @define(frozen=True)
 class DPMSolver2M(Solver):
-    """DPM-Solver++(2M): Lu et al. 2022 (arXiv 2211.01095), algorithm 2."""
+    """DPM-Solver++(2M), of second order: Lu et al. 2022 (arXiv 2211.01095), algorithm 2.
+
+    The first step, one after pure noise and the last are DDIM's: the half log-SNR lambda is infinite at both ends.
+    """
 
     def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        """Make `dpmpp_2m_step`, with what the step before saw."""
         x0, _ = chain.look(x, now)
         before, chain.before = chain.before, (x0, now)
-        return dpmpp_2m_step(x, x0, before, now, after)
+        linear = after.sigma / now.sigma * x
+        # alpha' (1 - exp(-h)), in a form that is right at both infinite ends
+        weight = after.alpha - now.alpha * after.sigma / now.sigma
+        if before is not None and after.sigma:
+            h, h_before = math.log(now.ratio / after.ratio), math.log(before[1].ratio / now.ratio)
+            x0 = x0 + (x0 - before[0]) * (h / (2 * h_before))
+        return linear + weight * x0
 
 
 Solver.known = {"ddim": DDIM, "ddpm": DDPM, "euler": Euler, "heun": Heun, "dpmpp_2m": DPMSolver2M}
-
-
-def to_sampler(value: Solver | str) -> Solver:
-    """Return the sampler that `value` is, or names."""
-    return Solver.of(value)

@@ -1,4 +1,4 @@
-"""Spacings: which moments of a process a sampler visits."""
+"""Spacings, which choose the moments of a process that a sampler visits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from attrs.validators import gt
 
 from hookdiff.choices import Choice
 from hookdiff.diffusion.process import VP, Flow, Point, Process
+from hookdiff.options import about
 
 
 class Spacing(Choice, ABC):
@@ -29,23 +30,20 @@ class Trailing(Spacing):
     """Equal distances in time, from the noisiest moment on."""
 
     def points(self, process: Process, steps: int) -> list[Point]:
-        """Return those of `Process.trailing`."""
         return process.trailing(steps)
 
 
 @define(frozen=True)
 class Leading(Spacing):
-    """Timesteps floor(i T / N), so that the last one visited is 0.
+    """Timesteps floor(i T / N) of process "vp", so that the last one visited is 0.
 
-    The first is up to T / N short of the noisiest, where the network expects traces of an image that pure noise has not
-    (Lin et al. 2023, arXiv 2305.08891, section 3.3).
+    The first is up to T / N short of the noisiest. The network expects traces of an image there, and pure noise has
+    none (Lin et al. 2023, arXiv 2305.08891, section 3.3).
     """
 
     def points(self, process: Process, steps: int) -> list[Point]:
-        """Return the timesteps' moments."""
         if not isinstance(process, VP):
             raise ValueError(f"'spacing' cannot be 'leading' for process {process.use!r}, which has no timesteps")
-        process.check_steps(steps)
         return process.at_timesteps([i * process.timesteps // steps for i in reversed(range(steps))])
 
 
@@ -53,10 +51,9 @@ class Leading(Spacing):
 class Karras(Spacing):
     """Noise levels that are dense where the noise is low: Karras et al. 2022 (arXiv 2206.00364), eq. 5."""
 
-    rho: float = field(default=7.0, validator=gt(0))  # how dense
+    rho: float = field(default=7.0, validator=gt(0), metadata=about("density of the steps where the noise is low"))
 
     def points(self, process: Process, steps: int) -> list[Point]:
-        """Return `karras_sigmas` over the range of the process."""
         if process.ends_in_noise:
             raise ValueError(
                 "'spacing' cannot be 'karras', which needs a largest sigma / alpha: this process ends in pure noise; "
@@ -67,12 +64,11 @@ class Karras(Spacing):
 
 @define(frozen=True)
 class Shifted(Spacing):
-    """The times of a flow, shifted by another number than in training: k t / (1 + (k - 1) t)."""
+    """Equal distances in time with another shift than in training, of process "flow"."""
 
-    shift: float = field(validator=gt(0))
+    shift: float = field(validator=gt(0), metadata=about("required: k of the times k t / (1 + (k - 1) t)"))
 
     def points(self, process: Process, steps: int) -> list[Point]:
-        """Return equal distances in time, shifted."""
         if not isinstance(process, Flow):
             raise ValueError(f"'spacing' cannot be 'shifted' for process {process.use!r}: it is for 'flow'")
         return evolve(process, shift=self.shift).trailing(steps)
@@ -88,8 +84,3 @@ def karras_sigmas(steps: int, sigma_min: float, sigma_max: float, rho: float = 7
 
 
 Spacing.known = {"trailing": Trailing, "leading": Leading, "karras": Karras, "shifted": Shifted}
-
-
-def to_spacing(value: Spacing | str) -> Spacing:
-    """Return the spacing that `value` is, or names."""
-    return Spacing.of(value)

@@ -1,9 +1,9 @@
-"""Loss weights: how much each noise level counts.
+"""Loss weights of the noise levels.
 
-A weighting is a weight on the squared error of x0, times sigma² so that it stays finite where sigma is 0; divided by
-`Prediction.error_ratio` it becomes one on the output. So it stands for the same loss whatever the network predicts.
-Written down for one prediction and copied to another, it would not: min-SNR for v is min(SNR, gamma) / (SNR + 1), and
-neither min(SNR + 1, gamma) / (SNR + 1) nor min(SNR, gamma) / SNR + 1.
+A weighting is a weight on the squared error of x0, times sigma² so that it stays finite where sigma is 0. Divided by
+`Prediction.error_ratio` it becomes one on the output, so it stands for the same loss with every prediction. A formula
+for one prediction does not: min-SNR for v is min(SNR, gamma) / (SNR + 1), and neither min(SNR + 1, gamma) / (SNR + 1)
+nor min(SNR, gamma) / SNR + 1.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from hookdiff.choices import Choice
 from hookdiff.diffusion.prediction import Prediction
+from hookdiff.options import about
 
 
 class Weighting(Choice, ABC):
-    """How much the error at each noise level counts."""
+    """The weight of the error at each noise level."""
 
     kind = "weighting"
     default = "uniform"
@@ -39,27 +40,22 @@ class Weighting(Choice, ABC):
 
 @define(frozen=True)
 class UniformWeighting(Weighting):
-    """1 on what the network predicts, whatever that is."""
+    """1 on the output, with every prediction."""
 
     def weights(self, prediction: Prediction, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Return ones."""
         return torch.ones_like(alpha)
 
 
 class X0Weighting(Weighting):
-    """A weighting that is written down for the squared error of x0."""
+    """A weighting that is defined on the squared error of x0."""
 
     @abstractmethod
     def on_x0(self, alpha: Tensor, sigma: Tensor) -> Tensor:
         """Return sigma² times the weight of the squared error of x0."""
 
     def weights(self, prediction: Prediction, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Return what the weight on x0 is on the output.
-
-        It is 1 where neither the weight on x0 nor the error ratio leaves anything, as in min(SNR, gamma) / SNR at a SNR
-        of 0.
-        """
         weight, ratio = self.on_x0(alpha, sigma), prediction.error_ratio(alpha, sigma)
+        # Both may be 0 at a SNR of 0, as in min(SNR, gamma) / SNR for the noise, which is 1 there.
         return torch.where((weight == 0) & (ratio == 0), 1.0, weight / ratio)
 
 
@@ -67,10 +63,9 @@ class X0Weighting(Weighting):
 class MinSNR(X0Weighting):
     """min(SNR, gamma) on x0: Hang et al. 2023 (arXiv 2303.09556)."""
 
-    gamma: float = field(default=5.0, validator=gt(0))
+    gamma: float = field(default=5.0, validator=gt(0), metadata=about("largest weight on x0"))
 
     def on_x0(self, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Return min(alpha², gamma sigma²)."""
         return torch.minimum(alpha * alpha, self.gamma * sigma * sigma)
 
 
@@ -79,7 +74,6 @@ class Debiased(X0Weighting):
     """1 / sqrt(min(SNR, 1000)) on the noise: Yu et al. 2023 (arXiv 2310.08442); the cap is customary."""
 
     def on_x0(self, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Return max(alpha sigma, alpha² / sqrt(1000))."""
         return torch.maximum(alpha * sigma, alpha * alpha * 1000**-0.5)
 
 
@@ -87,12 +81,11 @@ class Debiased(X0Weighting):
 class P2(X0Weighting):
     """1 / (k + SNR)^gamma on the noise: Choi et al. 2022 (arXiv 2204.00227)."""
 
-    k: float = field(default=1.0, validator=gt(0))
-    gamma: float = field(default=1.0, validator=ge(0))
+    k: float = field(default=1.0, validator=gt(0), metadata=about("its k: pure noise has the weight 1 / k^gamma"))
+    gamma: float = field(default=1.0, validator=ge(0), metadata=about("its gamma: 0 weights all noise levels alike"))
 
     def on_x0(self, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Return alpha² / (k + SNR)^gamma."""
-        # The powers of sigma are multiplied out, so that a SNR without end is a weight of 0 and no NaN.
+        # The powers of sigma are multiplied out, so that an infinite SNR gives a weight of 0 and no NaN.
         square = sigma * sigma
         return alpha * alpha * (square / (self.k * square + alpha * alpha)) ** self.gamma
 
@@ -101,27 +94,17 @@ class P2(X0Weighting):
 class EDMWeighting(X0Weighting):
     """(sigma² + sigma_data²) / (sigma sigma_data)² on x0: Karras et al. 2022 (arXiv 2206.00364), table 1."""
 
-    # standard deviation of the images; unless given, that of prediction "edm", or 0.5
-    sigma_data: float | None = field(default=None, validator=optional(gt(0)))
+    sigma_data: float | None = field(
+        default=None,
+        validator=optional(gt(0)),
+        metadata=about('standard deviation of the images; unless given, that of prediction "edm", or 0.5'),
+    )
 
     def on_x0(self, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Return sigma² / sigma_data² + alpha²."""
         return sigma * sigma / (self.sigma_data or 0.5) ** 2 + alpha * alpha
 
     def fit(self, prediction: Prediction) -> Weighting:
-        """Take up the prediction's `sigma_data`."""
         return self if self.sigma_data else evolve(self, sigma_data=getattr(prediction, "sigma_data", 0.5))
 
 
-Weighting.known = {
-    "uniform": UniformWeighting,
-    "min_snr": MinSNR,
-    "debiased": Debiased,
-    "p2": P2,
-    "edm": EDMWeighting,
-}
-
-
-def to_weighting(value: Weighting | str) -> Weighting:
-    """Return the weighting that `value` is, or names."""
-    return Weighting.of(value)
+Weighting.known = {"uniform": UniformWeighting, "min_snr": MinSNR, "debiased": Debiased, "p2": P2, "edm": EDMWeighting}

@@ -1,7 +1,6 @@
-"""Files that are on the disk whole or not at all, and tensors in them.
+"""Files and folders that are written whole or not at all, even if the process is killed or the power fails.
 
-A file is written beside its place, synced and renamed, so a process that is killed, or a machine that loses its
-power, leaves the old one or the new one.
+A file is written under another name, synced and renamed.
 """
 
 from __future__ import annotations
@@ -22,39 +21,26 @@ from torch import Tensor
 
 from hookdiff.errors import StorageError, UserError
 
-_CHUNK = 1 << 22  # bytes that are hashed and written in one go, while other threads run
+_CHUNK = 1 << 22  # bytes that are hashed and written at a time; other threads run meanwhile
 
-# The names that safetensors has for dtypes: https://github.com/huggingface/safetensors#format
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+# Names of dtypes in safetensors files: https://github.com/huggingface/safetensors#format
+_DTYPES = {torch.bool: "BOOL", torch.bfloat16: "BF16", torch.complex64: "C64"}
+_DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+_DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)}
+_DTYPES |= {getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)}
+_DTYPES |= {getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)}
 
 
 @define(frozen=True)
 class Written:
-    """The size and the digest of a written file."""
+    """Size and hash of a written file."""
 
     bytes: int
     sha256: str
 
 
 def check_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Raise TypeError, naming the tensor, for one that a safetensors file cannot hold."""
+    """Raise TypeError with the name of a tensor that a safetensors file cannot hold."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
             kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")
@@ -62,14 +48,13 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Written:
-    """Write `tensors`, which may be anywhere and share memory, to a new safetensors file, and sync it.
+    """Write `tensors`, which may share memory, to a new safetensors file and sync it; equal tensors give equal files.
 
-    The library would need a second copy of them all in memory, gives the file another mode than the umask says, and
-    does not sync. Equal tensors make equal files. Raises TypeError for a tensor that the format does not hold, OSError
-    when the disk does not take it.
+    Raises TypeError for a tensor that the format cannot hold. The safetensors library would need a second copy of all
+    tensors in memory, ignores the umask, and does not sync.
     """
     check_tensors(tensors)
-    # The larger items first, so that each begins at a multiple of its size; then by name.
+    # Larger items come first, so that each tensor begins at a multiple of its item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -83,14 +68,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     def parts() -> Iterator[memoryview]:
         yield memoryview(len(text).to_bytes(8, "little") + text)
         for name in names:
-            plain = tensors[name].detach().cpu().contiguous().reshape(-1)
-            yield plain.view(torch.uint8).numpy().data
+            values = tensors[name].detach().cpu().contiguous().reshape(-1)
+            yield values.view(torch.uint8).numpy().data
 
     return _write(path, parts())
 
 
 def write_file(path: Path, data: bytes) -> Written:
-    """Write a new file, and sync it."""
+    """Write `data` to a new file and sync it."""
     return _write(path, iter([memoryview(data)]))
 
 
@@ -102,21 +87,30 @@ def _write(path: Path, parts: Iterator[memoryview]) -> Written:
                 chunk = part[begin : begin + _CHUNK]
                 digest.update(chunk)
                 size += len(chunk)
-                while chunk:  # the disk may take a part only, before it says that it is full
+                while chunk:  # a disk that becomes full first takes a part of the chunk
                     chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
     return Written(size, digest.hexdigest())
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """Return what to raise for the `error` met at `path`: StorageError when the disk is full or fails."""
+    """Return the error to raise for an OSError at `path`: a StorageError when the disk is full or fails."""
     kind = StorageError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else UserError
     return kind(f"{path}: cannot be written: {error.strerror or error}")
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an OSError in the `with` as the error that `cannot_write` returns."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+@contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Give a path to write to; the file there has the name `path` once the `with` has ended well."""
+    """Yield a temporary path to write to; the file is renamed to `path` when the `with` ends without an error."""
     make_folder(path.parent)
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -129,9 +123,10 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give an empty folder; it has the name `path`, in place of an earlier one, once the `with` has ended well.
+    """Yield a new, empty folder; it is renamed to `path` when the `with` ends without an error.
 
-    For an instant neither has the name: the earlier one is `.NAME.replaced` then, the new one `.NAME.partial`.
+    It replaces an earlier folder. For an instant no folder has the name: the earlier one is called `.NAME.replaced`,
+    the new one `.NAME.partial`.
     """
     partial, replaced = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
@@ -144,15 +139,14 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(path, replaced)
         os.replace(partial, path)
-    except BaseException:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
     sync_folder(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, which may be there; a name that is new is synced like a file's."""
+    """Make a folder and its parents, unless they exist, and sync the new names."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -160,11 +154,10 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable; Windows has no such call and needs none."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Sync the names in a folder to the disk."""
+    if os.name != "nt":  # Windows has no such call and needs none
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

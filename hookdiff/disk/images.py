@@ -1,8 +1,7 @@
-"""Images as people look at them: uint8, and grids in a PNG."""
+"""Images for people to look at: uint8 pixels, and grids in a PNG file."""
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 from pathlib import Path
@@ -16,34 +15,27 @@ from hookdiff.errors import UserError
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Return images n c h w from [-1, 1] as uint8 on the CPU, rounded; values outside the range are clipped."""
+    """Return images (n c h w in [-1, 1]) as rounded uint8 on the CPU; values outside the range are clipped."""
     return images.detach().float().add(1).mul(127.5).round().clamp(0, 255).to("cpu", torch.uint8)
 
 
 def as_pictures(images: Tensor) -> Tensor:
-    """Return images n c h w as they are if c is 1 or 3; of others, such as latents, each channel becomes a picture."""
+    """Return images (n c h w) that can be shown: with 1 or 3 channels unchanged, otherwise one grey image a channel."""
     return images if images.shape[1] in (1, 3) else images.flatten(0, 1).unsqueeze(1)
 
 
 def check_writable(path: Path) -> None:
-    """Raise UserError where no file could be made at `path`, before the work for it begins; nothing is written."""
-    home = next((folder for folder in path.absolute().parents if folder.exists()), path)
-    if path.is_dir():
-        number = errno.EISDIR
-    elif not home.is_dir():
-        number = errno.ENOTDIR
-    elif not os.access(home, os.W_OK):
-        number = errno.EACCES
-    else:
-        return
-    raise UserError(f"{path}: cannot be written: {os.strerror(number)}")
+    """Raise UserError if no file can be written at `path`; the check writes nothing."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise UserError(f"{path}: cannot be written; expected a file in a directory with write permission")
 
 
 def save_grid(images: Tensor, path: Path, columns: int | None = None, scale: int | None = None) -> None:
-    """Write images n c h w, uint8 or floats in [-1, 1], as one PNG; the file appears whole or not at all.
+    """Write images (n c h w, uint8 or floats in [-1, 1]) as a grid to one PNG file, which appears whole or not at all.
 
-    `columns` None is the squarest grid. `scale` enlarges each side, smoothly, because an eye reads eight pixels
-    better than eight squares; None: so that images are about 64 pixels wide; 1: the pixels as they are.
+    `columns` None makes the grid as square as possible. `scale` enlarges both sides with smooth interpolation; None
+    enlarges small images to a width of about 64 pixels.
     """
     from PIL import Image
     from torchvision.utils import make_grid

@@ -1,4 +1,4 @@
-"""One run, one writer: the lock on a run directory."""
+"""The lock of a run directory, which lets one process at a time write to it."""
 
 from __future__ import annotations
 
@@ -8,68 +8,54 @@ import os
 import socket
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 from hookdiff.errors import UserError
 
 LOCK = ".lock"  # in the run directory
-_held: dict[Path, ExitStack] = {}  # by this process, which the system would let in a second time
+_held: dict[Path, ExitStack] = {}  # locks of this process, to which the system would grant them a second time
 log = logging.getLogger("hookdiff")
 
 
 def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
-    """Keep all others from writing to `run_dir`, which must be there, until `resources` are closed.
+    """Lock the existing folder `run_dir` until `resources` are closed; with the same resources again, do nothing.
 
-    Asked again with the same resources, it does nothing. Raises UserError that names the process which holds the lock.
-    A process that died holds none, since the lock is the system's: not even while processes live on that it had
-    started.
+    The system releases the lock when the process dies, even if worker processes that it started live on. Raises
+    UserError with the host and the id of the process that holds the lock.
     """
     path = run_dir.resolve()
-    if _held.get(path) is not resources:
-        if path in _held:
-            raise UserError(f"{run_dir} is in use by another Loop of this process")
-        descriptor = _take(run_dir)
-        _held[path] = resources
-        resources.callback(_release, path, descriptor)
-
-
-def _take(run_dir: Path) -> int:
-    """Return the descriptor of the locked file, which holds the host and the process id of its owner."""
-    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    if _held.get(path) is resources:
+        return
+    if path in _held:
+        raise UserError(f"{run_dir} is in use by another Loop of this process")
+    file: BinaryIO = (run_dir / LOCK).open("a+b", buffering=0)
     try:
-        _lock(descriptor)
+        if os.name != "nt":  # Windows has no such lock
+            import fcntl
+
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked workers would inherit that of flock
     except OSError as error:
-        owner = os.read(descriptor, 1000).decode(errors="replace").split()
-        os.close(descriptor)
+        host, process = [*_owner(file), "?", "?"][:2]
+        file.close()
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise UserError(f"{run_dir / LOCK}: cannot be locked: {error.strerror}") from None
-        host, pid = [*owner, "?", "?"][:2]
-        raise UserError(
-            f"{run_dir} is in use by process {pid} on {host}; wait for it, stop it, or choose --out DIR"
-        ) from None
-    if owner := os.read(descriptor, 1000).decode(errors="replace").split():
-        log.info("%s: took over the lock of process %s, which is gone", run_dir, owner[-1])
-    _write(descriptor, f"{socket.gethostname()} {os.getpid()}\n")
-    return descriptor
+        holder = f"process {process} on {host}"
+        raise UserError(f"{run_dir} is in use by {holder}; wait for it, stop it, or choose --out DIR") from None
+    if owner := _owner(file):
+        log.info("%s: took over the lock of process %s, which no longer runs", run_dir, owner[-1])
+    _held[path] = resources
+    resources.callback(_release, path, file)
+    file.truncate(0)
+    file.write(f"{socket.gethostname()} {os.getpid()}\n".encode())
 
 
-def _release(path: Path, descriptor: int) -> None:
-    # The file stays: another may wait for this very one, and would lock a name that is gone.
-    _write(descriptor, "")
-    os.close(descriptor)
+def _release(path: Path, file: BinaryIO) -> None:
+    file.truncate(0)  # not removed: another process may have opened this file, and would lock one without a name
+    file.close()
     del _held[path]
 
 
-def _write(descriptor: int, text: str) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text.encode(), 0)
-
-
-def _lock(descriptor: int) -> None:
-    """Raise OSError when another process holds the lock.
-
-    Of a process and not of an open file (`flock`): workers that it forked have the file too, and may outlive it.
-    """
-    if os.name != "nt":  # which has neither this call nor forks
-        import fcntl
-
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _owner(file: BinaryIO) -> list[str]:
+    """Return the host and the process id in the file, which is empty while nobody holds the lock."""
+    file.seek(0)
+    return file.read().decode(errors="replace").split()

@@ -1,11 +1,12 @@
-"""Nested dicts, and the flat named tensors and JSON values that files hold.
+"""Nested states, split into flat named tensors and a tree of JSON values for files.
 
-Flat names are paths joined by "/", with "~" and "/" inside a key escaped as in JSON Pointer (RFC 6901). Names of a
-flat state (a model's parameters) therefore stay as they are.
+A flat name is the path of keys joined by "/". Inside a key, "~" and "/" are escaped as in JSON Pointer (RFC 6901).
+The names of a flat state, such as a model's parameters, stay the same.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
 from collections.abc import Mapping
 from typing import Any
@@ -16,52 +17,39 @@ State = Mapping[str, Any]
 
 
 def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split `state` into its tensors, by flat name, and the rest of the tree.
+    """Return the tensors of `state` by flat name, and the tree of all other values.
 
-    A tensor leaves None behind in a list. Raises TypeError, naming the place, for anything but tensors, None, bool,
-    int, float, str, lists of those, which tuples become, and dicts with string keys.
+    The tree has lists in place of tuples, and None in place of a tensor in a list. Raises TypeError with the place of a
+    value that is no tensor, None, bool, int, float, str, list, tuple, or dict with string keys.
     """
     tensors: dict[str, Tensor] = {}
 
     def walk(node: Any, path: tuple[str, ...]) -> Any:
         place = "/".join((where, *path))
         if isinstance(node, Mapping):
-            rest = {}
-            for key, value in node.items():
+            for key in node:
                 if not isinstance(key, str):
                     raise TypeError(f"{place}: the key {key!r} is not a string")
-                inner = (*path, _escape(key))
-                if isinstance(value, Tensor):
-                    tensors["/".join(inner)] = value
-                else:
-                    rest[key] = walk(value, inner)
-            return rest
+            escaped = {key: (*path, key.replace("~", "~0").replace("/", "~1")) for key in node}
+            walked = {key: walk(value, escaped[key]) for key, value in node.items()}
+            return {key: value for key, value in walked.items() if not isinstance(node[key], Tensor)}
         if isinstance(node, (list, tuple)):
             return [walk(item, (*path, str(index))) for index, item in enumerate(node)]
-        if isinstance(node, Tensor):  # in a list
+        if isinstance(node, Tensor):
             tensors["/".join(path)] = node
             return None
         if node is None or type(node) in (bool, int, float, str):
             return node
         kind = f"{type(node).__module__}.{type(node).__name__}".removeprefix("builtins.")
-        raise TypeError(
-            f"{place} is a {kind}; a state holds tensors, Python's numbers and strings, None, lists of those, and "
-            "dicts with string keys"
-        )
+        expected = "tensors, Python's numbers and strings, None, lists of them, and dicts with string keys"
+        raise TypeError(f"{place} is a {kind}; a state holds {expected}")
 
-    tree: dict[str, Any] = walk(state, ())
-    return tensors, tree
+    return tensors, walk(state, ())
 
 
 def unflatten(tensors: Mapping[str, Tensor], tree: State) -> dict[str, Any]:
-    """Put back together what `flatten` took apart."""
-
-    def copied(node: Any) -> Any:
-        if isinstance(node, list):
-            return [copied(item) for item in node]
-        return {key: copied(value) for key, value in node.items()} if isinstance(node, Mapping) else node
-
-    state: dict[str, Any] = copied(tree)
+    """Return the state that `flatten` has split; `tree` is copied, the tensors are not."""
+    state: dict[str, Any] = copy.deepcopy(dict(tree))
     for name, tensor in tensors.items():
         *path, last = [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
         node: Any = state
@@ -71,12 +59,8 @@ def unflatten(tensors: Mapping[str, Tensor], tree: State) -> dict[str, Any]:
     return state
 
 
-def _escape(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
-
-
 def plain(config: Any) -> Any:
-    """Return `config`, of nested tables and lists, as a state holds it: the dates and times that TOML has as text."""
+    """Return a nested `config` as values that a state may hold: the dates and times of TOML become text."""
     if isinstance(config, Mapping):
         return {key: plain(value) for key, value in config.items()}
     if isinstance(config, (list, tuple)):

@@ -165,7 +165,7 @@ def initialise(config: Config, model: nn.Module, output: str | None) -> None:
 
 def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusion) -> None:
     """Raise ConfigError unless `model` takes what `objective` makes of the data, and returns the same shape."""
-    part, times = config.model, objective.process.network_time(objective.draw_times(1, Generator()))
+    part, times = config.model, objective.process.network_time(objective.times.draw(objective.process, 1, Generator()))
     asked, known = getattr(model, "num_classes", None) or 0, feed.num_classes or 0
     if 0 < asked < known:
         raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}, the data has {known} classes")

@@ -224,7 +224,7 @@ def _data(config: Config, loop: Loop) -> int:
         return (
             sum(storages([samples.images, samples.labels], loop.device).values()) if loop.device.type == "cuda" else 0
         )
-    size = len(loop.feed.prepared) * torch.Size(loop.feed.shape).numel()  # decoded, a byte a number
+    size = len(samples) * torch.Size(loop.feed.shape).numel()  # decoded, a byte a number
     kept = loop.device.type == "cuda" and config.feed["store"].place(size) != "none"
     return size if kept and size <= torch.cuda.mem_get_info(loop.device)[0] // 4 else 0
 

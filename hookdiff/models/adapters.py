@@ -1,13 +1,13 @@
-"""Models of other libraries keep our contract: hooks on the model itself, so that its class and its keys stay.
+"""The contract of models, and hooks that let models of other libraries follow it.
 
-The contract: `model(x, timesteps)`, or `model(x, timesteps, labels)` for one whose `num_classes` is above 0, with
-label -1 for "no class"; the answer is a tensor.
+A model is called as `model(x, timesteps)`, or as `model(x, timesteps, labels)` if its `num_classes` is above 0, where
+label -1 stands for "no class". It returns a tensor. The hooks change neither its class nor the names of its parameters.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,50 +19,52 @@ from hookdiff.weights import evaluating
 
 
 def adapt(model: nn.Module) -> nn.Module:
-    """Make a model of diffusers follow our contract; any other is returned as it is. Twice is once.
+    """Return `model`; one of diffusers gets the hooks, once, that let it follow the contract.
 
-    Of a UNet2DModel the last of `num_class_embeds` embeddings stands for "no class", so it has one class less. A
-    DiTTransformer2DModel has `num_embeds_ada_norm` classes, and a row of its own for none; it drops labels in
-    training by itself, which is switched off, because that is up to the objective.
+    In a UNet2DModel the last of `num_class_embeds` embeddings stands for "no class", so it has one class less. A
+    DiTTransformer2DModel has `num_embeds_ada_norm` classes and one more embedding for "no class". Its own dropping of
+    labels in training is switched off, because the objective drops them.
 
     Raises ValueError for a number of embeddings that leaves no class.
     """
-    if not _is_of(model, "diffusers") or _take_sample in model._forward_hooks.values():
+    theirs: Any = model
+    is_of_diffusers = any(kind.__module__.partition(".")[0] == "diffusers" for kind in type(model).__mro__)
+    if not is_of_diffusers or _take_sample in model._forward_hooks.values():
         return model
-    config: Mapping[str, Any] = getattr(model, "config", {})
+    config, num_classes = getattr(theirs, "config", {}), 0
     if (num := config.get("num_class_embeds")) is not None:
         if num < 2:
-            raise ValueError(
-                f"num_class_embeds={num} leaves no class, since the last embedding is for no class; nearest: 2"
-            )
-        _condition(model, num - 1)
-    elif (num := config.get("num_embeds_ada_norm")) is not None and config.get("norm_type") == "ada_norm_zero":
-        _condition(model, num)
-        drops: Any
-        for drops in model.modules():
-            if hasattr(drops, "token_drop"):
-                drops.dropout_prob = 0.0
+            raise ValueError(f"num_class_embeds={num} leaves no class: the last embedding is for no class; nearest: 2")
+        num_classes = num - 1
+    elif config.get("norm_type") == "ada_norm_zero":
+        num_classes = config.get("num_embeds_ada_norm") or 0
+        for module in theirs.modules():
+            if hasattr(module, "token_drop"):
+                module.dropout_prob = 0.0
+    if num_classes:
+        theirs.num_classes = num_classes
+        model.register_forward_pre_hook(_use_null_row, with_kwargs=True)
     model.register_forward_hook(_take_sample)
     return model
 
 
 def checkpointable(kind: Any) -> Any:
-    """Return `kind` with an argument `gradient_checkpointing`, if it is a class with a method that switches it on.
+    """Return a function that makes a `kind`, a class of diffusers, and has an argument `gradient_checkpointing`.
 
-    So diffusers has it: `enable_gradient_checkpointing`. Anything else is returned as it is.
+    Anything that has no method `enable_gradient_checkpointing` is returned as it is.
     """
-    if not inspect.isclass(kind) or not hasattr(kind, "enable_gradient_checkpointing"):
-        return kind
-    signature, name = inspect.signature(kind), "gradient_checkpointing"
-    if name in signature.parameters:
+    name = "gradient_checkpointing"
+    has_method = inspect.isclass(kind) and hasattr(kind, "enable_gradient_checkpointing")
+    if not has_method or name in inspect.signature(kind).parameters:
         return kind
 
     def make(*args: Any, gradient_checkpointing: bool = False, **kwargs: Any) -> Any:
-        model: Any = kind(*args, **kwargs)
+        model = kind(*args, **kwargs)
         if gradient_checkpointing:
             model.enable_gradient_checkpointing()
         return model
 
+    signature = inspect.signature(kind)
     extra = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
     make.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])  # type: ignore[attr-defined]
     return make
@@ -71,20 +73,19 @@ def checkpointable(kind: Any) -> Any:
 def check_contract(
     model: nn.Module, shape: Sequence[int], *, labels: bool = False, times: torch.dtype = torch.int64
 ) -> None:
-    """Call `model` once, as training will, and let it return the `sample` of its output if that is no tensor.
+    """Call `model` once with `times` of this dtype; if its output has a tensor `sample`, let the model return that.
 
-    `times` is the dtype of what it is told of the time: flow and EDM tell it floats.
-
-    Raises ValueError, which goes on after the model's name, unless it maps images of `shape` (c h w) to the same.
+    Raises ValueError unless the model maps images of `shape` (c h w) to the same shape. The message continues a
+    sentence that begins with the model's name.
     """
     given = (2, *shape)
     try:
-        output = _tried(model, given, labels, times)
+        output = _call(model, given, labels, times)
     except Exception as error:  # whatever a model may raise
         reason = str(error).partition("\n")[0] or type(error).__name__
-        told = "" if times == torch.int64 else f" and times in {str(times).removeprefix('torch.')}"
-        raise ValueError(f"cannot be called with images of shape {given}{told}: {reason}") from error
-    if not isinstance(output, Tensor) and isinstance(getattr(output, "sample", None), Tensor):
+        and_times = "" if times == torch.int64 else f" and times in {str(times).removeprefix('torch.')}"
+        raise ValueError(f"cannot be called with images of shape {given}{and_times}: {reason}") from error
+    if isinstance(getattr(output, "sample", None), Tensor):
         model.register_forward_hook(_take_sample)
         output = output.sample
     if not isinstance(output, Tensor):
@@ -93,33 +94,28 @@ def check_contract(
         raise ValueError(f"returned shape {tuple(output.shape)} for images of shape {given}, expected the same")
 
 
-def _tried(model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.dtype) -> Any:
-    """Return what `model` makes of zeros: on the meta device, which computes nothing, if the model can go there."""
+def _call(model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.dtype) -> Any:
+    """Return the output of `model` for zeros, on the meta device, which computes nothing, if it can run there."""
 
     def zeros(device: torch.device) -> tuple[Tensor, ...]:
         classes = torch.zeros(shape[0], dtype=torch.int64, device=device)
         return (torch.zeros(shape, device=device), classes.to(times), *([classes] if labels else []))
 
     meta = torch.device("meta")
-    there = {
+    tensors = {
         f"{path}.{name}" if path else name: tensor.to(meta)
-        for path, module in model.named_modules()  # each once: functional_call puts a second one back as it found it
+        for path, module in model.named_modules()  # each once: functional_call does not restore a second one
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     }
     with evaluating(model):
         try:
-            return functional_call(model, there, zeros(meta), tie_weights=False)
-        except Exception:  # it looks at values, say; a mistake will show again
+            return functional_call(model, tensors, zeros(meta), tie_weights=False)
+        except Exception:  # a model that reads values, for example; a mistake shows again below
             return model(*zeros(next(model.parameters()).device))
 
 
 def _take_sample(model: nn.Module, args: Any, output: Any) -> Any:
     return output if isinstance(output, Tensor) else getattr(output, "sample", output)
-
-
-def _condition(model: Any, num_classes: int) -> None:
-    model.num_classes = num_classes
-    model.register_forward_pre_hook(_use_null_row, with_kwargs=True)
 
 
 def _use_null_row(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -131,7 +127,3 @@ def _use_null_row(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if "class_labels" in kwargs:
         return args, {**kwargs, "class_labels": rows}
     return (*args[:2], rows, *args[3:]), kwargs
-
-
-def _is_of(module: nn.Module, package: str) -> bool:
-    return any(kind.__module__.partition(".")[0] == package for kind in type(module).__mro__)

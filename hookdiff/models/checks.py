@@ -1,9 +1,8 @@
-"""What the networks refuse, each with the nearest that they take."""
+"""Checks of the networks' options and inputs; a message names the nearest value that fits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -22,37 +21,32 @@ def check_dropout(dropout: float) -> None:
         raise ValueError(f"dropout={dropout} is not in [0, 1); nearest: {0.99 if dropout >= 1 else 0.0}")
 
 
-def check_images(x: Tensor, in_channels: int, divisor: int, whose: str) -> None:
-    """Raise ValueError unless `x` is n in_channels h w, h and w being multiples of the `divisor` of `whose`."""
+def check_images(x: Tensor, in_channels: int, divisor: int, reason: str) -> None:
+    """Raise ValueError, with the `reason` for `divisor`, unless `x` is n in_channels h w in multiples of `divisor`."""
     if x.ndim != 4 or x.shape[1] != in_channels:
         raise ValueError(
-            f"x has shape {tuple(x.shape)}, expected (n, {in_channels}, h, w): "
-            f"the model was built with in_channels={in_channels}"
+            f"x has shape {tuple(x.shape)}, expected (n, {in_channels}, h, w) for in_channels={in_channels}"
         )
     height, width = x.shape[2:]
     if min(height, width) < 1 or height % divisor or width % divisor:
-        heights, widths = (nearest_multiples(side, divisor) for side in (height, width))
-        nearest = either(f"{h}x{w}" for h, w in zip(heights, widths, strict=True))
         raise ValueError(
-            f"images of {height}x{width} do not fit, expected multiples of {divisor} for {whose}; nearest: {nearest}"
+            f"images of {height}x{width} do not fit, expected multiples of {divisor} for {reason}; "
+            f"nearest height: {nearest_multiples(height, divisor)}, width: {nearest_multiples(width, divisor)}"
         )
 
 
 def check_timesteps(timesteps: Tensor, num: int) -> None:
-    """Raise ValueError unless `timesteps` has one number an image, none of them rounded."""
+    """Raise ValueError unless `timesteps` has one number an image, in a dtype that does not round."""
     if timesteps.shape != (num,):
         raise ValueError(f"timesteps has shape {tuple(timesteps.shape)}, expected ({num},): one an image")
     if timesteps.dtype in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"timesteps is {timesteps.dtype}, which has rounded them (bfloat16 turns 999 into 1000), "
-            "expected integers or float32"
-        )
+        raise ValueError(f"timesteps is {timesteps.dtype}, which rounds large times, expected integers or float32")
 
 
 def check_labels(labels: Tensor | None, num: int, num_classes: int) -> None:
     """Raise ValueError unless there are labels if and only if there are classes, one an image and each in range.
 
-    The range is looked at on the CPU alone: on a GPU the host would wait for the answer at every step.
+    The range is checked on the CPU alone: on a GPU the host would wait for the answer at every step.
     """
     if labels is None:
         if num_classes:
@@ -68,27 +62,21 @@ def check_labels(labels: Tensor | None, num: int, num_classes: int) -> None:
             f"labels has shape {tuple(labels.shape)} of {labels.dtype}, expected ({num},) of int64: one an image"
         )
     if labels.device.type == "cpu" and num and not torch.compiler.is_compiling():
-        low, high = (int(label) for label in labels.aminmax())
+        low, high = map(int, labels.aminmax())
         if low < -1 or high >= num_classes:
-            wrong = low if low < -1 else high
             raise ValueError(
-                f"labels has {wrong}, expected -1 (no class) to {num_classes - 1}: "
+                f"labels has {low if low < -1 else high}, expected -1 (no class) to {num_classes - 1}: "
                 f"the model was built with num_classes={num_classes}"
             )
 
 
-def nearest_multiples(size: int, divisor: int) -> tuple[int, int]:
-    """Return the positive multiples of `divisor` around `size`, twice the same one if it is alone."""
-    above = math.ceil(size / divisor) * divisor or divisor
-    return size // divisor * divisor or above, above
+def nearest_multiples(size: int, divisor: int) -> str:
+    """Return the positive multiples of `divisor` around `size`, as "28 or 32", or the one that is `size`."""
+    below, above = size // divisor * divisor, -(-size // divisor) * divisor
+    return f"{below} or {above}" if 0 < below < above else str(above or divisor)
 
 
 def nearest_divisor(number: int, size: int) -> int:
     """Return the divisor of `number` that is nearest to `size`."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return min([*small, *(number // n for n in small)], key=lambda n: abs(n - size))
-
-
-def either(choices: Iterable[object]) -> str:
-    """Return the different `choices` as "a or b"."""
-    return " or ".join(dict.fromkeys(map(str, choices)))

@@ -1,4 +1,4 @@
-"""How the weights of a new model are drawn, whatever its class."""
+"""Initial weights of a new model of any class."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Initialisation:
 
 
 def is_zero(weight: Tensor) -> bool | None:
-    """Whether all of `weight` is zero; None if it has no values, on the meta device or as a fake."""
+    """Return whether all of `weight` is zero; None if it has no values, on the meta device or as a fake tensor."""
     try:
         return not weight.any()
     except RuntimeError:
@@ -66,7 +66,7 @@ def draw_weights(model: nn.Module, how: str) -> None:
 
 
 def zero_layer(model: nn.Module, name: str | None) -> None:
-    """Set weight and bias of the layer `name` to zero, and say which it is."""
+    """Set weight and bias of the layer `name` to zero, and log its name."""
     if name is None:
         raise ValueError("zero_output: no linear layer or convolution was called, so none is the last")
     for parameter in model.get_submodule(name).parameters():
@@ -78,12 +78,8 @@ def zero_layer(model: nn.Module, name: str | None) -> None:
 def layers_called(model: nn.Module) -> Iterator[list[str]]:
     """Collect the names of the linear layers and convolutions that are called in the `with`, in their order."""
     called: list[str] = []
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda module, args, output: called.append(name)
-
-    named = [(name, module) for name, module in model.named_modules() if isinstance(module, LAYERS)]
-    handles = [module.register_forward_hook(note(name)) for name, module in named]
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LAYERS)]
+    handles = [module.register_forward_hook(lambda *_, name=name: called.append(name)) for name, module in layers]
     try:
         yield called
     finally:

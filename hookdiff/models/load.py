@@ -11,11 +11,11 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from hookdiff.errors import ConfigError, nearest
+from hookdiff.errors import ConfigError, nearest, why_missing
 from hookdiff.models.names import is_inside, plain_name
 
 KEY = "model.start_from"
-_TOLD = 5  # problems that are spelt out
+_MOST_SHOWN = 5  # differences
 
 Shapes = Mapping[str, tuple[int, ...]]
 log = logging.getLogger("hookdiff")
@@ -24,9 +24,9 @@ log = logging.getLogger("hookdiff")
 def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str = KEY) -> None:
     """Copy the tensors of the safetensors file at `path` into those of `model` that have their names.
 
-    A parametrised weight also takes the tensor that has its plain name. Raises ConfigError for a file that
-    cannot be used, for one that has other names or shapes unless `partial`, and for one of which nothing fits. The
-    model is then as it was.
+    A parametrised weight also takes the tensor that has its plain name. `asked_by` is the key or the option that names
+    the file. Raises ConfigError, and leaves the model as it was, for a file that cannot be used, for one that has other
+    names or shapes unless `partial`, and for one of which nothing fits.
     """
     given = check_file(path, asked_by)
     own = {
@@ -37,22 +37,22 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     fitting = [name for name in own if given.get(name) == shapes[name]]
     count = f"{len(fitting)} of the model's {len(own)} tensors"
-    differences = _differences(shapes, given)
-    if differences and not (partial and fitting):
+    found = differences(shapes, given)
+    if found and not (partial and fitting):
         way_out = f"\n  start_partial = true loads what fits: {count}" if fitting and asked_by == KEY else ""
-        raise ConfigError(f"{asked_by}: {path} is of another model: {differences}{way_out}")
+        raise ConfigError(f"{asked_by}: {path} is of another model: {found}{way_out}")
     with safetensors.safe_open(path, framework="pt") as file, torch.no_grad():
         for name in fitting:
             own[name].copy_(file.get_tensor(name))
     log.info("started from %s: %s", path, count)
-    if differences:
-        log.warning("what of %s did not fit: %s", path, differences)
+    if found:
+        log.warning("tensors of %s that do not fit: %s", path, found)
 
 
 def check_file(path: Path, asked_by: str = KEY) -> Shapes:
-    """Return the shapes of the tensors in the safetensors file at `path`, of which only the header is read.
+    """Return the shapes of the tensors in the safetensors file at `path`, from its header alone.
 
-    Raises ConfigError when it is missing, cut short, or of another format.
+    Raises ConfigError for a file that is missing, cut short, or of another format.
     """
     where = f"{asked_by}: {path}"
     if path.is_dir():
@@ -64,8 +64,7 @@ def check_file(path: Path, asked_by: str = KEY) -> Shapes:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 no mapping
     except FileNotFoundError:
-        near = nearest(path.name, _names_in(path.parent))
-        raise ConfigError(f"{where}: no such file{near}") from None
+        raise ConfigError(f"{where}: {why_missing(path)}") from None
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from None
     except safetensors.SafetensorError as error:
@@ -77,23 +76,20 @@ def check_file(path: Path, asked_by: str = KEY) -> Shapes:
         raise ConfigError(f"{where}: cut short, or no safetensors file: {error}") from None
 
 
-def _names_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
-
-
-def _differences(own: Shapes, given: Shapes) -> str:
-    """Return how many names and shapes differ, and the first of each kind; an empty string if none."""
+def differences(own: Mapping[str, object], given: Mapping[str, object], kind: str = "shape") -> str:
+    """Return how many names and values (of this `kind`) differ, and some of each; an empty string if none."""
     missing = [name for name in own if name not in given]
     unexpected = [name for name in given if name not in own]
     misshapen = [name for name in own if name in given and given[name] != own[name]]
-    # Generators, because looking for the nearest name takes long: only those that are told are looked for.
-    told = zip_longest(
+    total = len(missing) + len(unexpected) + len(misshapen)
+    if not total:
+        return ""
+    # Generators, because the search for the nearest name takes long: only the lines that are shown need it.
+    rows = zip_longest(
         (f"missing {name}{nearest(name, unexpected)}" for name in missing),
         (f"unexpected {name}{nearest(name, missing)}" for name in unexpected),
-        (f"{name} has shape {given[name]}, the model has {own[name]}" for name in misshapen),
+        (f"{name} has {kind} {given[name]}, the model has {own[name]}" for name in misshapen),
     )
-    lines = list(islice(filter(None, chain.from_iterable(told)), _TOLD))
-    total = len(missing) + len(unexpected) + len(misshapen)
-    if total > len(lines):
-        lines.append(f"and {total - len(lines)} more")
-    return "\n  ".join((f"{total} difference{'s' * (total != 1)}", *lines)) if total else ""
+    lines = list(islice(filter(None, chain.from_iterable(rows)), _MOST_SHOWN))
+    more = [f"and {total - len(lines)} more"] if total > len(lines) else []
+    return "\n  ".join([f"{total} difference{'s' * (total != 1)}", *lines, *more])

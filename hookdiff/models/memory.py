@@ -1,10 +1,11 @@
-"""The memory that tensors take, counted on tensors that have a shape and no values."""
+"""Memory that tensors take, counted on tensors that have a shape and no values."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,16 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 
 def as_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """Put tensors without values in the place of all parameters and buffers of `model`, as if it were on `device`."""
-    made: dict[Tensor, Tensor] = {}  # shared ones stay shared
+    """Replace all parameters and buffers of `model` by tensors without values, as if it were on `device`."""
+    fake = cache(lambda tensor: _fake(tensor, mode, device))  # shared ones stay shared
     for module in model.modules():
         tables: tuple[Any, ...] = (module._parameters, module._buffers)
         for tensors in tables:
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    if tensor not in made:
-                        made[tensor] = _fake(tensor, mode, device)
-                    tensors[name] = made[tensor]
+            tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
     return model
 
 
@@ -36,9 +33,9 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
 
 
 def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of state that `optimizers` will have once they have made an update; they are left as they are.
+    """Return the bytes of state that `optimizers`, which stay as they are, will have after an update.
 
-    Where one cannot be run on fake tensors it is two numbers for each of its weights, as Adam has.
+    An optimizer that cannot run on fake tensors counts two numbers for each weight, as Adam has.
     """
     return sum(map(_optimizer_bytes, optimizers))
 
@@ -58,52 +55,39 @@ def _optimizer_bytes(optimizer: Optimizer) -> int:
         with mode:
             type(optimizer).step(like)  # not like.step: a scheduler may have put its own there
     except Exception:  # whatever an optimizer may raise
-        return sum(2 * weight.numel() * weight.element_size() for weight in weights)
+        return sum(2 * weight.nbytes for weight in weights)
     return sum(storages(value for entry in like.state.values() for value in entry.values()).values())
 
 
-def storages(tensors: Iterable[object], device: torch.device | None = None) -> dict[int, int]:
-    """Return the bytes of each storage under those of `tensors` that are some, on the kind of `device` if it is given.
-
-    Their keys are addresses.
-    """
-    found = (tensor for tensor in tensors if isinstance(tensor, Tensor))
-    storages = (t.untyped_storage() for t in found if device is None or t.device.type == device.type)
-    return {storage._cdata: storage.nbytes() for storage in storages}
+def storages(leaves: Iterable[object], device: torch.device | None = None) -> dict[int, int]:
+    """Return the bytes of the storages under the tensors of `leaves`, by address; only those on a kind of `device`."""
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    found = (tensor.untyped_storage() for tensor in tensors if device is None or tensor.device.type == device.type)
+    return {storage._cdata: storage.nbytes() for storage in found}
 
 
 class HeldBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the bytes of all storages that are made under it, from first to last.
+    """Counts the bytes of storages that are made in the `with`: those that live `now`, and at `most` at one time.
 
-    Those that are `known`, by address, are there before, and have to stay; `before` is their sum. `now` and `most` are
-    of the others.
+    Storages with an address in `known` were there before: they are not counted, and must live on.
     """
 
-    def __init__(self, known: Mapping[int, int]) -> None:
+    def __init__(self, known: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.before = sum(known.values())
         self.now = self.most = 0
         self._alive = set(known)
 
-    @classmethod
-    def beside(cls, tensors: Iterable[object]) -> HeldBytes:
-        """Follow what is made beside those of `tensors` that are some."""
-        return cls(storages(tensors))
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            address, size = storage._cdata, storage.nbytes()
+            if address not in self._alive:
+                self._alive.add(address)
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._drop, address, size).atexit = False
         return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        if address not in self._alive:
-            self._alive.add(address)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._drop, address, size).atexit = False
 
     def _drop(self, address: int, size: int) -> None:
         self._alive.remove(address)

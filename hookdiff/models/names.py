@@ -1,4 +1,4 @@
-"""Names in the state of a model whose weights are parametrised (`torch.nn.utils.parametrize`)."""
+"""Names of parametrised weights (`torch.nn.utils.parametrize`) in the state of a model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _INSIDE = re.compile(r"(^|\.)parametrizations\.\w+\.\d+\.")
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has without a parametrisation: "a.weight", where torch keeps its original."""
+    """Return the name that a parameter has without its parametrisation, such as "a.weight"."""
     return _ORIGINAL.sub(r"\1\2", name)
 
 
 def is_inside(name: str) -> bool:
-    """Whether the tensor `name` belongs to a parametrisation itself, so that a plain model has no such tensor."""
+    """Return whether the tensor `name` belongs to a parametrisation itself; a plain model has no such tensor."""
     return _INSIDE.search(name) is not None

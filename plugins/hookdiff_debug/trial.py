@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hookdiff import Batch, Loop
-from hookdiff.models.memory import HeldBytes
+from hookdiff.models.memory import HeldBytes, storages
 from hookdiff_debug.measure import Inputs, Layer, eager, measure_inputs, measure_layers, merged
 
 SETTLED = 6  # updates, after which a network whose layers start as zero has a gradient everywhere
@@ -148,10 +148,10 @@ def _peak(loop: Loop, batch: Batch, trial: Trial) -> Iterator[None]:
     loop.model.zero_grad()  # as the step does first: what goes in the meantime is not among what is there before
     kept = [optimizer.state for optimizer in loop.optimizers]
     kept += [plugin.state_dict() for plugin in loop.plugins.values() if hasattr(plugin, "state_dict")]
-    there = [*loop.model.parameters(), *loop.model.buffers(), batch.inputs, batch.labels, *tree_leaves(kept)]
-    with HeldBytes.beside(there) as held, eager(loop.model):  # what is compiled is made where nobody can look
+    there = storages([*loop.model.parameters(), *loop.model.buffers(), batch.inputs, batch.labels, *tree_leaves(kept)])
+    with HeldBytes(there) as held, eager(loop.model):  # what is compiled is made where nobody can look
         yield
-    trial.peak_memory = held.before + held.most
+    trial.peak_memory = sum(there.values()) + held.most
 
 
 def _blame(trial: Trial, loop: Loop, batch: Batch) -> None:

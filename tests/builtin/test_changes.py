@@ -1,4 +1,4 @@
-"""A config that has changed since the checkpoint: the changes that are logged, and those that are refused."""
+"""Changes of the config since the checkpoint: some are logged, others refused."""
 
 import copy
 import datetime
@@ -29,7 +29,7 @@ configs = st.fixed_dictionaries({"run": tables, "model": tables})
 
 
 @given(configs, configs)
-def test_the_changes_turn_one_config_into_the_other(old, new):
+def test_applying_the_changes_to_one_config_gives_the_other(old, new):
     merged = copy.deepcopy(old)
     for key, was, is_now in changes(old, new, {}):
         table, _, name = key.partition(".")
@@ -46,7 +46,7 @@ def test_lists_are_equal_to_tuples_and_numbers_to_numbers():
     assert not list(changes({"a": {"b": [1, 2], "c": 1}}, {"a": {"b": (1, 2), "c": 1.0}}, {}))
 
 
-def test_a_date_is_the_text_that_a_checkpoint_has_of_it():
+def test_a_date_equals_its_text_in_a_checkpoint():
     day = datetime.date(2026, 11, 22)
     assert not list(changes({"data": {"since": "2026-11-22"}}, {"data": {"since": day}}, {}))
     loop = toy_loop(steps=1, hparams={"data": {"since": day, "hours": [datetime.time(8, 30)]}})
@@ -55,20 +55,20 @@ def test_a_date_is_the_text_that_a_checkpoint_has_of_it():
     assert tree["config"] == {"data": {"since": "2026-11-22", "hours": ["08:30:00"]}}
 
 
-def test_a_key_that_is_new_in_this_version_is_no_change_at_its_default():
+def test_a_key_that_the_checkpoint_lacks_is_no_change_at_its_default():
     defaults = {"data": {"flip": 0.0, "resize": 8}}
     assert not list(changes({"data": {}}, {"data": {"flip": 0.0}}, defaults))
     assert list(changes({"data": {}}, {"data": {"flip": 0.5}}, defaults)) == [("data.flip", None, 0.5)]
     assert list(changes({"data": {"flip": 0.5}}, {"data": {"flip": 0.0}}, defaults)) == [("data.flip", 0.5, 0.0)]
 
 
-def test_a_plugin_that_only_one_has_is_named_by_the_list_alone():
+def test_a_plugin_of_only_one_config_changes_the_list_alone():
     old = {"run": {"plugins": ["ema"]}, "plugins": {"ema": {"decay": 0.9}, "lr": {"warmup": 2}}}
     new = {"run": {"plugins": ["lr"]}, "plugins": {"lr": {"warmup": 3}, "fid": {"every": 4}}}
     assert [key for key, *_ in changes(old, new, {})] == ["run.plugins", "plugins.lr.warmup"]
 
 
-def test_plugins_that_are_new_or_gone_are_named(tmp_path, caplog):
+def test_added_and_removed_plugins_are_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     first = toy_loop(steps=2, hparams={"run": {"plugins": ["ema", "lr"]}})
     first.run()
@@ -102,7 +102,7 @@ def test_the_fixed_keys_are_in_the_docs():
 
 
 class Kept:
-    """Gives the run the state that another one ended with."""
+    """Restores the state at the end of the run before."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -119,7 +119,7 @@ class Kept:
 
 @pytest.fixture
 def runs(write_config, tmp_path, caplog):
-    """Return a function that makes two steps with `settings`, from the state of the run before, if there was one."""
+    """Return a function that trains two steps with `settings`, from the state of the run before if there was one."""
     kept, path = Kept(), write_config()
     caplog.set_level(logging.INFO)
 
@@ -141,7 +141,7 @@ def test_golden_line_of_the_changes(runs):
         "changed since the checkpoint: run.steps 2 -> 4, run.batch_size 16 -> 8, run.micro_batch (not set) -> 4, "
         "data.flip 0.0 -> 0.5, diffusion.loss.use 'mse' -> 'l1', optimizer.lr 0.001 -> 0.0005"
     ]
-    # Back to a whole batch, and to one that is tried out, which is logged where it is found.
+    # A micro-batch that is tried out is logged when it is found.
     (line,) = runs("run.micro_batch=auto", steps=4)
     check_facts(line, "run.batch_size 8 -> 16", "data.flip 0.5 -> 0.0", "optimizer.lr 0.0005 -> 0.001")
     assert "run.micro_batch" not in line
@@ -182,7 +182,7 @@ def resumed(tmp_path, state, hparams):
     return loop
 
 
-def test_a_script_without_a_config_is_left_alone(tmp_path, caplog):
+def test_the_state_of_a_script_without_a_config_is_not_compared(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     started = toy_loop(steps=2)
     started.run()
@@ -194,7 +194,7 @@ def test_a_script_without_a_config_is_left_alone(tmp_path, caplog):
     assert caplog.messages == []
 
 
-def test_a_rollback_is_not_looked_at(tmp_path, caplog):
+def test_a_rollback_is_not_compared(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     first = toy_loop(steps=2, hparams={"optimizer": {"lr": 1}})
     first.run()

@@ -15,7 +15,7 @@ from tests.conftest import Restores, StopAt, check_facts, fill, free, records, s
 
 
 def train(run_dir: Path | None, at: int = 0, extra: Mapping[str, object] | None = None) -> Any:
-    """Train 20 steps, and return the state at the step `at`."""
+    """Train 20 steps, and return the state after step `at`."""
     keeper = Restores(at=at)
     toy_loop({"metrics": Metrics(), "keeper": keeper, **(extra or {})}, run_dir=run_dir).run()
     return keeper.state
@@ -24,7 +24,7 @@ def train(run_dir: Path | None, at: int = 0, extra: Mapping[str, object] | None 
 def goes_on(
     run_dir: Path, state: Any, steps: int = 20, resume: Path | bool = True, extra: Mapping[str, object] | None = None
 ) -> Any:
-    """Go on from `state`, and return the state at the end."""
+    """Continue from `state`, and return the state at the end."""
     plugins = {"metrics": Metrics(), "state": Restores(state), **(extra or {})}
     loop = toy_loop(plugins, run_dir=run_dir, steps=steps, resume=resume)
     loop.run()
@@ -53,7 +53,7 @@ def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     train(tmp_path, extra={"reader": Reader()})
 
 
-def test_the_run_directory_is_made_when_the_first_line_is(tmp_path: Path) -> None:
+def test_the_first_line_makes_the_run_directory(tmp_path: Path) -> None:
     class Look:
         @hookimpl
         def before_step(self, loop: Loop) -> None:
@@ -125,7 +125,7 @@ def test_a_state_without_lines_empties_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", ["run", "checkpoint"])
-def test_a_branch_begins_with_the_lines_of_the_run_it_comes_from(tmp_path: Path, of: str) -> None:
+def test_a_branch_begins_with_the_lines_of_its_source(tmp_path: Path, of: str) -> None:
     state = train(tmp_path / "run", 10)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
@@ -137,7 +137,7 @@ def test_a_branch_begins_with_the_lines_of_the_run_it_comes_from(tmp_path: Path,
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_file_that_was_lost_is_begun_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_file_begins_anew_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = train(tmp_path, 10)
     (tmp_path / "metrics.jsonl").unlink()
     goes_on(tmp_path, state)
@@ -146,9 +146,7 @@ def test_a_file_that_was_lost_is_begun_anew(tmp_path: Path, caplog: pytest.LogCa
     check_facts(warning, tmp_path / "metrics.jsonl", "step 10")
 
 
-def test_a_branch_of_a_checkpoint_without_its_run_begins_with_no_lines(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_branch_of_a_lone_checkpoint_begins_without_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = train(tmp_path / "run", 10)
     (tmp_path / "lone").mkdir()
     goes_on(tmp_path / "branch", state, resume=tmp_path / "lone")
@@ -156,7 +154,7 @@ def test_a_branch_of_a_checkpoint_without_its_run_begins_with_no_lines(
     assert caplog.messages == []
 
 
-def test_any_end_that_was_lost_is_cut_back_to_a_whole_line_with_a_warning(
+def test_a_damaged_end_is_cut_to_the_last_whole_line_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = train(tmp_path, 10)
@@ -164,10 +162,10 @@ def test_any_end_that_was_lost_is_cut_back_to_a_whole_line_with_a_warning(
     whole = path.read_bytes()
     first, both = whole.index(b"\n") + 1, length(state)
     for left in (0, 1, first - 1, first, first + 1, both - 1, both, both + 1):
-        for zeros in (0, len(whole) - left):  # of some file systems, whose length is right and whose blocks are not
+        for zeros in (0, len(whole) - left):  # some file systems keep the length and lose the blocks
             path.write_bytes(whole[:left] + bytes(zeros))
             caplog.clear()
-            again = goes_on(tmp_path, state, 13)  # which is saved before it logs again
+            again = goes_on(tmp_path, state, 13)  # it is saved before it logs again
             kept = 0 if left < first else first if left < both else both
             assert path.read_bytes() == whole[:kept]
             assert length(again) == kept
@@ -180,7 +178,7 @@ def test_any_end_that_was_lost_is_cut_back_to_a_whole_line_with_a_warning(
             assert len(warnings(caplog)) == (kept < both)  # once
 
 
-def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
+def test_a_rollback_removes_later_lines(tmp_path: Path) -> None:
     class Back:
         state = None
 
@@ -209,7 +207,7 @@ def test_a_rollback_takes_back_the_lines_written_since(tmp_path: Path) -> None:
     assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
 
 
-def test_a_loop_that_runs_again_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_loop_that_runs_again_appends_to_the_file(tmp_path: Path) -> None:
     loop = toy_loop({"metrics": Metrics(), "stop": StopAt(10)}, run_dir=tmp_path, steps=20)
     loop.run()
     assert length(loop.state_dict()) == (tmp_path / "metrics.jsonl").stat().st_size
@@ -221,7 +219,7 @@ def refuse(word: str) -> None:
     raise AssertionError(f"{word} is no JSON")
 
 
-def test_values_that_are_no_numbers_are_null_and_read_as_nan(tmp_path: Path) -> None:
+def test_nan_and_infinities_are_null_and_read_as_nan(tmp_path: Path) -> None:
     class Odd:
         @hookimpl
         def after_optimizer_step(self, loop: Loop) -> None:
@@ -238,9 +236,7 @@ def test_values_that_are_no_numbers_are_null_and_read_as_nan(tmp_path: Path) -> 
     assert [line["step"] for line in read] == [5, 10, 15, 20]
 
 
-def test_lines_that_are_damaged_are_passed_over_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_lines_are_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": null}\n'
     path.write_bytes(good * 2)
     assert [record["step"] for record in read_metrics(path)] == [1, 1]

@@ -1,4 +1,4 @@
-"""`micro_batch = "auto"`: with memory that really runs out, and what the trial leaves behind."""
+"""`micro_batch = "auto"`: the size that is found when memory runs out, and a trial without traces."""
 
 import sys
 
@@ -27,13 +27,13 @@ from hookdiff import hookimpl
 
 @define(eq=False)
 class Limit:
-    "Cuts the memory off a little above what is used when the run starts."
+    "Limits the memory to a little more than is in use when the run starts."
     mib: int = 120
 
     @hookimpl(tryfirst=True)
     def on_start(self):
         x = torch.ones(1000, 1000, requires_grad=True)
-        (x @ x).sum().backward()  # what the library wants for itself it has by now
+        (x @ x).sum().backward()  # the library has allocated its own memory by now
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + self.mib * 2**20, resource.RLIM_INFINITY))
 
@@ -52,17 +52,17 @@ class Wide(nn.Module):
 
 @pytest.fixture
 def wide(tmp_path, user_module, write_config, monkeypatch):
-    """Return a folder with a config whose micro_batch is "auto"."""
+    """Return a folder with a config that sets micro_batch to "auto"."""
     user_module("hd_wide", WIDE)
     run = {"steps": 1, "micro_batch": "auto", "plugins": ["ema", "hd_wide:Limit"]}
     write_config("wide.toml", run=run, model={"use": "hd_wide:Wide"})
-    # Each tensor is given back to the system when it dies, so that what fits once fits again.
+    # The memory of each tensor returns to the system, so that a size which fits once fits again.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     return tmp_path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-def test_what_fits_is_found_and_written_down(wide, start):
+def test_the_size_that_fits_is_found_and_recorded(wide, start):
     code, _, err = finish(start(wide, "run", "wide.toml", "--out", "run"))
     assert code == 0, err[-2000:]
     found = tomli.loads((wide / "run" / "config.toml").read_text())["run"]["micro_batch"]
@@ -74,17 +74,17 @@ def test_what_fits_is_found_and_written_down(wide, start):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-def test_golden_message_of_a_model_of_which_not_one_sample_fits(wide, start):
+def test_golden_message_when_not_even_one_sample_fits(wide, start):
     code, _, err = finish(start(wide, "run", "wide.toml", "--out", "run", "--set", "model.side=32768"))
     assert code == 2
     assert err.splitlines()[-1].startswith(
-        "hookdiff: run.micro_batch: not even one sample fits into the memory of cpu, which takes a smaller model"
+        "hookdiff: run.micro_batch: not even one sample fits in the memory of cpu; use a smaller model"
     )
     assert not (wide / "run").exists()
 
 
 class Full:
-    """Says that memory is short as torch does, for more than `most` samples at a time."""
+    """Raises an error of short memory for more than `most` samples at a time."""
 
     def __init__(self, most, kind=torch.OutOfMemoryError):
         self.most, self.kind, self.tried = most, kind, []
@@ -99,7 +99,7 @@ class Full:
 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 1), (8, 8), (9, 8), (40, 5), (39, 1), (7, 50)])
-def test_it_is_the_first_half_of_a_half_that_fits(batch_size, most):
+def test_the_batch_is_halved_until_it_fits(batch_size, most):
     full = Full(most)
     loop = toy_loop({"full": full, "micro_batch": FitMicroBatch()}, batch_size=batch_size, steps=1)
     with loop:
@@ -108,7 +108,7 @@ def test_it_is_the_first_half_of_a_half_that_fits(batch_size, most):
         while expected > most:
             expected = (expected + 1) // 2
         assert found == expected
-        # Tried as it will be used: a second part beside the gradients of the first.
+        # A second part is tried beside the gradients of the first.
         assert full.tried[-2:] == ([found] * 2 if batch_size >= 2 * found else full.tried[-2:])
         assert all(parameter.grad is None for parameter in loop.model.parameters())
 
@@ -122,7 +122,7 @@ def noisy_model():
 
 
 class Mean:
-    """Keeps the mean of what it hears of, and logs it."""
+    """Keeps the mean of all losses, and logs it."""
 
     def __init__(self):
         self.count, self.sum, self.logged = 0, torch.zeros(()), {}
@@ -146,7 +146,7 @@ class Mean:
         self.count, self.sum = state["count"], state["sum"]
 
 
-def test_nothing_of_the_trial_stays():
+def test_the_trial_changes_nothing():
     def run(**given):
         torch.manual_seed(0)
         mean = Mean()
@@ -169,7 +169,7 @@ def test_nothing_of_the_trial_stays():
     assert torch.equal(state, plain_state)
 
 
-def test_only_short_memory_is_an_error_of_the_user():
+def test_only_short_memory_becomes_a_user_error():
     loop = toy_loop({"full": Full(0, RuntimeError), "micro_batch": FitMicroBatch()})
     with refused(UserError, "run.micro_batch", "cpu"), loop:
         pass
@@ -196,11 +196,11 @@ def test_only_short_memory_is_an_error_of_the_user():
         (ValueError("out of memory"), False),
     ],
 )
-def test_short_memory_is_known_from_other_errors(error, expected):
+def test_errors_of_short_memory_are_recognised(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-def test_a_script_that_asks_for_it_gets_the_way_out():
+def test_auto_in_a_script_is_refused_with_the_plugin_to_add():
     with refused(ValueError, "micro_batch", "'auto'", "FitMicroBatch()"):
         LoopConfig(micro_batch="auto")
 
@@ -211,5 +211,5 @@ def test_any_other_value_is_refused(wide, given, facts):
         load_config(wide / "wide.toml", settings=[f"run.micro_batch={given}"])
 
 
-def test_the_config_keeps_the_word_until_the_run_starts(wide):
+def test_the_config_keeps_auto_until_the_run_starts(wide):
     assert load_config(wide / "wide.toml").resolved()["run"]["micro_batch"] == "auto"

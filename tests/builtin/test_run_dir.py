@@ -1,4 +1,4 @@
-"""The run directory: its lock, and when its files are written."""
+"""The run directory: its lock, and the moments at which its files are written."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ import torch
 from hookdiff import UserError, hookimpl
 
 class Samples(torch.utils.data.Dataset):
-    "Loaded by workers; each writes down that it is there."
+    "Loaded by workers, each of which leaves a file with its process id."
 
     def __len__(self):
         return 64
@@ -34,7 +34,7 @@ class Samples(torch.utils.data.Dataset):
         return torch.full((1, 8, 8), index / 64), 0
 
 class Waits:
-    "Says when it is in the second step, and stays there."
+    "Marks the second step with a file, and stays in it."
 
     @hookimpl
     def after_backward(self, loop):
@@ -43,7 +43,7 @@ class Waits:
             time.sleep(600)
 
 class Keeps:
-    "Has a state that it does not like to see again."
+    "Refuses its own state."
 
     def state_dict(self):
         return {"x": 1}
@@ -66,7 +66,7 @@ def run_dir_loop(path, **options):
     return toy_loop({"run_dir": RunDir()}, run_dir=path, steps=2, **options)
 
 
-def test_a_second_loop_on_the_same_directory_is_refused_and_the_same_loop_is_not(tmp_path):
+def test_a_second_loop_in_the_same_directory_is_refused(tmp_path):
     run = tmp_path / "run"
     with run_dir_loop(run) as first:
         lock_run_dir(run, first.resources)
@@ -79,7 +79,7 @@ def test_a_second_loop_on_the_same_directory_is_refused_and_the_same_loop_is_not
     first.run()  # once more
 
 
-def test_a_loop_whose_directory_another_made_meanwhile_is_refused(tmp_path):
+def test_a_directory_that_another_run_has_just_made_is_refused(tmp_path):
     class Another:
         @hookimpl
         def on_start(self):
@@ -90,7 +90,7 @@ def test_a_loop_whose_directory_another_made_meanwhile_is_refused(tmp_path):
         loop.run()
 
 
-def test_an_existing_directory_is_locked_before_the_model_is_touched(tmp_path):
+def test_an_existing_directory_is_locked_before_the_model_is_prepared(tmp_path):
     class Looks:
         @hookimpl(tryfirst=True)
         def prepare_model(self, loop):
@@ -138,7 +138,7 @@ def test_a_lock_that_cannot_be_written_is_one_message(tmp_path):
         (errno.EROFS, UserError),
     ],
 )
-def test_a_disk_that_fails_at_the_start_is_no_mistake_of_the_user(tmp_path, monkeypatch, number, kind):
+def test_a_failing_disk_is_a_storage_error(tmp_path, monkeypatch, number, kind):
     def fails(descriptor):
         raise OSError(number, os.strerror(number))
 
@@ -165,7 +165,7 @@ def test_a_run_on_a_full_disk_exits_with_1(folder, disk, hookdiff):
     is_refused("resume", "disk/run", "--steps", 9)
 
 
-def test_a_run_that_is_done_says_so_on_a_disk_that_is_read_only(folder, disk, mount, hookdiff):
+def test_a_run_that_is_done_needs_no_writable_disk(folder, disk, mount, hookdiff):
     assert hookdiff("run", "small.toml", "--out", "disk/run", "--set", "run.steps=2")[0] == 0
     mount("-o", "remount,ro", disk)
     for words in ("resume disk/run", "run small.toml --out disk/run --resume --set run.steps=2"):
@@ -178,7 +178,7 @@ def test_a_run_that_is_done_says_so_on_a_disk_that_is_read_only(folder, disk, mo
         check_facts(err, "disk/run", "Read-only file system")
 
 
-def test_a_run_that_cannot_go_on_leaves_its_config(folder):
+def test_a_run_that_cannot_be_resumed_keeps_its_config(folder):
     with_keeper = ["checkpoint", "hd_run_dir:Keeps"]
     build_loop(load_config(folder / "small.toml", with_keeper, ["run.steps=2"]), folder / "run").run()
     before = (folder / "run" / CONFIG).read_bytes()
@@ -200,7 +200,7 @@ def test_a_command_that_only_reads_neither_locks_nor_writes(folder, hookdiff):
     assert not (folder / "run" / ".lock").exists()
 
 
-def test_which_run_a_path_belongs_to(tmp_path):
+def test_a_path_is_resolved_to_its_run(tmp_path):
     run = tmp_path / "runs" / "mine"
     step = run / "checkpoints" / "step-1"
     step.mkdir(parents=True)
@@ -218,9 +218,7 @@ def test_which_run_a_path_belongs_to(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
-def test_golden_message_of_a_run_in_use_and_a_dead_one_is_followed_at_once(
-    folder, start, hookdiff, write_config, caplog
-):
+def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start, hookdiff, write_config, caplog):
     write_config(data={"source": "hd_run_dir:Samples", "workers": 2}, run={"plugins": ["checkpoint"]})
     process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_run_dir:Waits")
     try:
@@ -231,10 +229,10 @@ def test_golden_message_of_a_run_in_use_and_a_dead_one_is_followed_at_once(
             assert hookdiff("run", "small.toml", "--out", "run", way) == (2, "", in_use)
         assert (folder / "run" / CONFIG).exists()
         loaded = {int(path.name.partition("-")[2]) for path in folder.glob("worker-*")}
-        workers = loaded - {process.pid, os.getpid()}  # which looked at the shape of the data
+        workers = loaded - {process.pid, os.getpid()}  # the run itself looked at the shape of the data
         assert len(workers) == 2
         for worker in workers:
-            os.kill(worker, signal.SIGSTOP)  # so that they outlive it, for which they look every five seconds
+            os.kill(worker, signal.SIGSTOP)  # so that they outlive the run, which they check every five seconds
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -242,7 +240,7 @@ def test_golden_message_of_a_run_in_use_and_a_dead_one_is_followed_at_once(
         assert hookdiff("run", "small.toml", "--out", "run", "--resume", "--set", "data.workers=0")[0] == 0
     finally:
         for worker in workers:
-            os.kill(worker, signal.SIGKILL)  # they were alive: else there is no such process
+            os.kill(worker, signal.SIGKILL)  # fails if a worker was not alive
     (took_over,) = [message for message in caplog.messages if str(process.pid) in message]
     check_facts(took_over, "run")
     assert any("checkpoint" in message for message in caplog.messages)  # there is none yet: the run starts anew

@@ -1,4 +1,4 @@
-"""Signals: what the first and the second do, whose they are, and what workers and forks make of them."""
+"""Signals: the first and the second, in the main process, in forked ones and in other threads."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def levels(caplog):
 
 
 class Sends:
-    """Sends `number` to this process in the hook `where`, at step `at`, and writes down what came after it."""
+    """Sends the signal `number` to this process in the hook `where` at step `at`."""
 
     def __init__(self, where, number=INT, at=3):
         self.where, self.number, self.at, self.after = where, number, at, []
@@ -50,7 +50,7 @@ class Sends:
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """See to it that the handlers of this process are what they were, and that a test cannot end it."""
+    """Check that a test restores the handlers of this process; no signal can end the process meanwhile."""
     numbers = (INT, TERM, signal.SIGUSR1)
     before = {
         number: signal.signal(number, lambda *_: pytest.fail("the run let a signal through")) for number in numbers
@@ -70,7 +70,7 @@ def stopped(sends, **options):
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
-def test_the_first_ends_the_run_after_the_step_under_way(number, caplog):
+def test_the_first_signal_ends_the_run_after_the_current_step(number, caplog):
     loop, signals, reason = stopped(Sends("after_backward", number))
     assert (reason, loop.progress.step, signals.caught) == ("signal", 4, number)
     assert levels(caplog) == ["WARNING"]
@@ -83,25 +83,25 @@ def whole(steps):
     return loop
 
 
-def test_a_save_that_is_under_way_is_finished():
+def test_a_signal_does_not_interrupt_a_save():
     sends = Sends("between_steps")
     loop, _, reason = stopped(sends)
     assert (reason, loop.progress.step, sends.after) == ("signal", 3, [3])
 
 
-def test_one_during_the_start_ends_the_run_before_its_first_step():
+def test_a_signal_during_the_start_ends_the_run_before_its_first_step():
     loop, signals, reason = stopped(Sends("on_start", at=0))
     assert (reason, loop.progress.step, signals.caught) == ("signal", 0, INT)
 
 
-def test_one_at_the_end_lets_a_run_finish_that_is_done(caplog):
+def test_a_signal_at_the_end_leaves_a_run_done(caplog):
     sends = Sends("on_stop", at=20)
     loop, signals, reason = stopped(sends)
     assert (reason, loop.reason, sends.after, signals.caught) == ("done", "done", [20], INT)
     assert levels(caplog) == ["WARNING"]
 
 
-def test_one_that_comes_while_all_is_closed_does_not_cut_it_off():
+def test_a_signal_does_not_interrupt_the_closing_of_resources():
     class Opens:
         @hookimpl
         def on_start(self, loop):
@@ -112,7 +112,7 @@ def test_one_that_comes_while_all_is_closed_does_not_cut_it_off():
     assert signals.caught == INT
 
 
-def test_an_error_puts_the_handlers_back():
+def test_an_error_restores_the_handlers():
     class Fails:
         @hookimpl
         def after_backward(self):
@@ -122,13 +122,13 @@ def test_an_error_puts_the_handlers_back():
         toy_loop({"signals": Signals(), "fails": Fails()}).run()
 
 
-def test_usr1_is_out_of_time_where_it_was_asked_for(caplog):
+def test_usr1_ends_the_run_as_out_of_time(caplog):
     loop, signals, reason = stopped(Sends("after_backward", signal.SIGUSR1), usr1=True)
     assert (reason, loop.progress.step, signals.caught) == ("time", 4, None)
     assert levels(caplog) == ["WARNING"]
 
 
-def test_golden_messages_of_usr1_and_of_what_a_scheduler_sends_after_it(caplog):
+def test_golden_messages_of_usr1_and_a_later_sigterm(caplog):
     class Again(Sends):
         @hookimpl
         def on_stop(self):
@@ -139,11 +139,11 @@ def test_golden_messages_of_usr1_and_of_what_a_scheduler_sends_after_it(caplog):
     assert (reason, signals.caught) == ("time", TERM)
     assert caplog.messages == [
         "the time is nearly up: stopping after this step",
-        "the run is ending already; once more leaves at once",
+        "the run is already ending; a second signal ends the process at once",
     ]
 
 
-def test_two_runs_one_after_the_other_have_one_signal_each():
+def test_each_of_two_runs_counts_its_own_signals():
     signals, sends = Signals(), Sends("after_backward")
     for step in (4, 4):
         loop = toy_loop({"signals": signals, "sends": sends})
@@ -173,14 +173,14 @@ print(toy_loop({"signals": signals, "forks": Forks()}).run(), signals.caught)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
-def test_a_process_that_the_run_forked_dies_as_ever():
+def test_a_forked_process_has_the_earlier_handlers():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS], text=True, capture_output=True, timeout=PATIENCE
     )
     assert (done.stdout, done.stderr) == (f"{-TERM}\ndone None\n", "")
 
 
-def test_in_another_thread_there_are_no_handlers():
+def test_another_thread_installs_no_handlers():
     reasons, before = [], signal.getsignal(INT)
 
     class Looks:

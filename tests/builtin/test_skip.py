@@ -10,7 +10,7 @@ from tests.conftest import Restores, refused, saved
 
 
 class Seen:
-    """Writes down which batches are trained on."""
+    """Records the batches that are trained on."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, list[int], float]] = []
@@ -35,11 +35,11 @@ def seen(num: int, state: dict[str, Any] | None = None, **config: Any) -> list[t
 
 @pytest.mark.parametrize("num", [1, 4, 5, 6, 13])
 @pytest.mark.parametrize("batch_size", [8, 12])  # 5 batches an epoch; and 3, with 4 samples left over
-def test_the_batches_after_those_skipped_are_the_same(num: int, batch_size: int) -> None:
+def test_the_batches_after_the_skipped_ones_are_the_same(num: int, batch_size: int) -> None:
     assert seen(num, batch_size=batch_size) == seen(0, batch_size=batch_size)[num:]
 
 
-def test_a_last_smaller_batch_is_a_batch() -> None:
+def test_a_smaller_last_batch_counts_as_one() -> None:
     data = torch.linspace(-1, 1, 168).reshape(42, 4)
     whole = seen(0, data=Feed(data, drop_last=False))
     assert len(whole[5][1]) == 2
@@ -47,7 +47,7 @@ def test_a_last_smaller_batch_is_a_batch() -> None:
     assert seen(6, data=Feed(data, drop_last=False)) == whole[6:]
 
 
-def test_a_resumed_run_skips_from_where_it_stands() -> None:
+def test_a_resumed_run_skips_from_its_position() -> None:
     first = toy_loop(steps=7)
     first.run()
     state = saved(first)
@@ -58,6 +58,6 @@ def test_a_resumed_run_skips_from_where_it_stands() -> None:
     assert (kept.progress.step, kept.progress.position) == (7, 9)
 
 
-def test_a_number_below_one_skips_nothing_and_is_refused() -> None:
+def test_a_number_below_one_is_refused() -> None:
     with refused(ValueError, "num"):
         SkipBatches(0)

@@ -53,7 +53,7 @@ def test_a_resumed_run_has_its_own_weights_and_needs_no_file(config, tmp_path):
     assert_same(weights(again), weights(whole))
 
 
-def test_the_written_config_starts_from_the_same(config, tmp_path):
+def test_the_recorded_config_starts_from_the_same_weights(config, tmp_path):
     build_loop(config("run.steps=1"), tmp_path / "first").run()
     file = newest(tmp_path / "first") / "model.safetensors"
     given = config(f"model.start_from={file}", "model.start_partial=true")
@@ -79,14 +79,14 @@ def test_the_written_config_starts_from_the_same(config, tmp_path):
         ("model.start_partial=true", ("model.start_partial", "start_from")),
     ],
 )
-def test_keys_that_are_wrong(config, given, facts):
+def test_wrong_keys_are_refused(config, given, facts):
     with pytest.raises(ConfigError) as caught:
         config(given)
     (_, line) = str(caught.value).split("\n")
     check_facts(line, *facts)
 
 
-def test_only_a_run_at_its_beginning_is_touched(tmp_path):
+def test_only_a_run_at_its_beginning_loads_the_file(tmp_path):
     loop = toy_loop({"start": Start(str(tmp_path / "gone.safetensors"))})
     loop.progress.position = 1
     with loop:
@@ -94,7 +94,7 @@ def test_only_a_run_at_its_beginning_is_touched(tmp_path):
     assert Start().on_start(loop) is None
 
 
-def test_a_probe_and_a_run_refuse_before_anything_is_made(config, tmp_path):
+def test_a_wrong_file_is_refused_before_the_run_directory_is_made(config, tmp_path):
     given = config(f"model.start_from={tmp_path / 'gone.safetensors'}")
     with refused(ConfigError, "model.start_from", tmp_path / "gone.safetensors"):
         try_config(given)

@@ -1,4 +1,4 @@
-"""A folder to run the command line in."""
+"""A folder with a config and a module, in which the command line is run."""
 
 import pytest
 
@@ -17,14 +17,14 @@ class NaN:
         return evolve(output, loss=output.loss * float("nan")) if loop.progress.position == 2 else output
 
 class Late:
-    "Gets a signal when the run is already done."
+    "Receives a signal when the run is already done."
 
     @hookimpl
     def on_stop(self):
         os.kill(os.getpid(), signal.SIGINT)
 
 class OutOfTime:
-    "Has no time after the third step."
+    "Ends the run as out of time after the third step."
 
     @hookimpl
     def after_backward(self, loop):
@@ -32,7 +32,7 @@ class OutOfTime:
             loop.stop("time")
 
 class Bug:
-    "Is wrong."
+    "Raises an error that is no UserError."
 
     @hookimpl
     def on_start(self):
@@ -42,7 +42,7 @@ class Bug:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, write_config, user_module):
-    """Go to a folder with a config and a module of the user's."""
+    """Change to a folder with a config and a module of the user."""
     write_config(run={"log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}, plugins={"lr": {"total": 6}})
     user_module("hd_cli_user", USER)
     monkeypatch.chdir(tmp_path)

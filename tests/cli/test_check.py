@@ -25,7 +25,7 @@ class MLP(nn.Module):
 
 @pytest.fixture
 def check(hookdiff, write_config, tmp_path, monkeypatch):
-    """Return a function that checks the config of a DiT with settings: the exit code, stdout and stderr."""
+    """Return a function that checks a DiT config with settings, and returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     write_config(run={"steps": 1}, model=DIT)
 
@@ -66,7 +66,7 @@ def test_a_config_with_a_dit_is_printed_with_every_default(check):
         ("model.start_from=gone.safetensors", "model.start_from", ("gone.safetensors",)),
     ],
 )
-def test_a_wrong_argument_is_one_line(check, setting, place, facts):
+def test_a_wrong_argument_is_reported_in_one_line(check, setting, place, facts):
     code, out, err = check(setting)
     assert (code, out) == (2, "")
     first, line = err.splitlines()
@@ -77,7 +77,7 @@ def test_a_wrong_argument_is_one_line(check, setting, place, facts):
 
 def test_golden_message_of_a_network_that_does_not_fit_its_images(check):
     problem = "model: image_size=8 is no multiple of patch_size=3; nearest: 6 or 9, or patch_size=2"
-    assert check("model.patch_size=3")[0] == 0  # it waits for the size of the data
+    assert check("model.patch_size=3")[0] == 0  # the data will decide the image size
     code, _, err = check("model.patch_size=3", "model.image_size=8")
     assert (code, err) == (2, f"hookdiff: small.toml: 1 problem\n  {problem}\n")
     code, _, err = check("model.patch_size=3", command="run")
@@ -86,13 +86,13 @@ def test_golden_message_of_a_network_that_does_not_fit_its_images(check):
 
 @pytest.fixture
 def count(hookdiff, user_module, write_config):
-    """Return a function that runs `hookdiff check` on the config of an MLP: the exit code, stdout and stderr."""
+    """Return a function that runs `hookdiff check` on an MLP config, and returns exit code, stdout and stderr."""
     user_module("hd_mlp", MLP)
     path = write_config(run={"batch_size": 6}, model={"use": "hd_mlp:MLP"})
     return lambda *words: hookdiff("check", path, *words)
 
 
-def test_the_memory_is_a_table_in_mib(count):
+def test_memory_is_printed_as_a_table_in_mib(count):
     code, out, _ = count("--memory", "--set", "model.hidden=8192", "--plugins", "ema")
     assert code == 0
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines()[1:]}
@@ -101,14 +101,14 @@ def test_the_memory_is_a_table_in_mib(count):
     check_facts(rows["activations"][1], 6, 0.032)
 
 
-def test_the_memory_is_json_in_bytes(count, load_small):
+def test_memory_is_printed_as_json_in_bytes(count, load_small):
     code, out, _ = count("--memory", "--json")
     found = json.loads(out)
     assert (code, found["parameters"], found["plugins"]) == (0, 4 * (2 * 6400 + 164), {})
     assert found["total"] == estimate_memory(load_small(run={"batch_size": 6}, model={"use": "hd_mlp:MLP"})).total
 
 
-def test_json_is_for_memory_alone(count):
+def test_json_needs_memory(count):
     code, _, err = count("--json")
     assert code == 2
     check_facts(err, "--json", "--memory")

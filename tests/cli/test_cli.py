@@ -14,7 +14,7 @@ def test_help_lists_the_commands(hookdiff, folder):
     assert "75" in out
 
 
-def test_help_says_what_commands_of_plugins_do(hookdiff, folder, install):
+def test_help_summarises_the_commands_of_plugins(hookdiff, folder, install):
     commands = {"silent": "hd_others:main", "broken": "hd_others.broken:main", "zap": "hd_others.zap:main"}
     modules = {
         "hd_others.__init__": "1 / 0",
@@ -76,7 +76,7 @@ def test_hooks_prints_the_contract(hookdiff, folder):
         ("run small.toml --nonsense", ("'--nonsense'",)),
     ],
 )
-def test_a_mistake_of_the_user_is_one_message_and_exit_code_2(hookdiff, folder, words, facts):
+def test_a_wrong_input_is_one_message_with_exit_code_2(hookdiff, folder, words, facts):
     before = sorted(folder.iterdir())
     code, out, err = hookdiff(*words.split())
     assert (code, out) == (2, "")
@@ -84,7 +84,7 @@ def test_a_mistake_of_the_user_is_one_message_and_exit_code_2(hookdiff, folder, 
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
-def test_a_bug_in_a_plugin_has_its_traceback(folder, start):
+def test_a_bug_in_a_plugin_ends_in_its_traceback(folder, start):
     code, _, err = finish(start(folder, "run", "small.toml", "--plugins", "hd_cli_user:Bug"))
     assert code == 1
     assert "Traceback" in err

@@ -1,4 +1,4 @@
-"""`hookdiff data`, and training on pictures from a config alone."""
+"""`hookdiff data`, and training on pictures that only the config names."""
 
 import json
 import re
@@ -59,8 +59,8 @@ def table(out: str) -> dict[str, list[str]]:
     return found
 
 
-def test_golden_report_of_a_set(hookdiff: Any, folder: Path) -> None:
-    code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--out", "sheets/first.png")
+def test_golden_report_of_a_data_set(hookdiff: Any, folder: Path) -> None:
+    code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--out", "pictures/first.png")
     report = table(out)
     assert code == 0
     assert report["source"] == ["folder"]
@@ -68,20 +68,20 @@ def test_golden_report_of_a_set(hookdiff: Any, folder: Path) -> None:
     assert report["sizes"] == ["10 x 10: 22, 12 x 12: 2"]
     assert report["modes"] == ["RGB: 24"]
     assert report["classes"] == ["2: ant 18, bee 6"]
-    assert report["balance"] == ["6 to 18 samples a class, 3.0 times"]
+    assert report["balance"] == ["6 to 18 samples a class, ratio 3.0"]
     assert report["store"] == ["memory: 0.0 MiB in cpu"]
     assert report["unreadable"] == ["0"]
-    assert report["duplicates"][0] == "4 have the pixels of another"
+    assert report["duplicates"][0] == "4 with the same pixels as another"
     assert report["duplicates"][1] == "pictures/ant/00.png = pictures/ant/20.png"
     assert re.fullmatch(r"[\d,]+ images/s", report["speed"][0])
-    assert report["sheet"][0] == "sheets/first.png: the first 8 images of epoch 0"
-    assert [len(row.split()) for row in report["sheet"][1:]] == [3, 3, 2]
-    with Image.open("sheets/first.png") as sheet:
-        assert sheet.mode == "RGB"
-        assert sheet.size == (3 * 64 + 4 * 4, 3 * 64 + 4 * 4)
+    assert report["picture"][0] == "pictures/first.png: the first 8 images of epoch 0"
+    assert [len(row.split()) for row in report["picture"][1:]] == [3, 3, 2]
+    with Image.open("pictures/first.png") as picture:
+        assert picture.mode == "RGB"
+        assert picture.size == (3 * 64 + 4 * 4, 3 * 64 + 4 * 4)
 
 
-def test_its_numbers_are_those_of_the_pixels(hookdiff: Any, folder: Path) -> None:
+def test_the_report_has_the_statistics_of_the_pixels(hookdiff: Any, folder: Path) -> None:
     code, out, _ = hookdiff("data", "config.toml", "--seconds", "0", "--json", "--set", "data.image_size=10")
     found = json.loads(out)
     assert (code, found["samples"], found["training"], found["held_out"]) == (0, 24, 20, 4)
@@ -97,7 +97,7 @@ def test_its_numbers_are_those_of_the_pixels(hookdiff: Any, folder: Path) -> Non
     assert (found["values"]["min"], found["values"]["max"]) == (-1, 1)
 
 
-def test_what_is_not_finite_is_listed(hookdiff: Any, folder: Path, user_module: Any) -> None:
+def test_samples_that_are_not_finite_are_listed(hookdiff: Any, folder: Path, user_module: Any) -> None:
     lines = ["import torch", "def images():", "    x = torch.rand(20, 1, 8, 8)", "    x[7, 0, 3, 3] = torch.nan"]
     user_module("hd_data_user", "\n".join([*lines, "    x[9] = torch.inf", "    return x", ""]))
     text = '[run]\nsteps = 1\nbatch_size = 4\n[data]\nsource = "hd_data_user:images"\n[model]\nuse = "unet"\n'
@@ -109,7 +109,7 @@ def test_what_is_not_finite_is_listed(hookdiff: Any, folder: Path, user_module: 
 
 
 @pytest.mark.parametrize("store", ["memory", "disk", "none"])
-def test_what_cannot_be_read_is_listed(hookdiff: Any, folder: Path, store: str) -> None:
+def test_unreadable_files_are_listed(hookdiff: Any, folder: Path, store: str) -> None:
     (folder / "pictures" / "ant" / "01.png").write_bytes(b"nothing")
     whole = (folder / "pictures" / "ant" / "05.png").read_bytes()
     (folder / "pictures" / "ant" / "05.png").write_bytes(whole[:-80])
@@ -139,19 +139,19 @@ def test_what_cannot_be_read_is_listed(hookdiff: Any, folder: Path, store: str) 
         (["data.store=disk", "data.cache_dir=config.toml"], ("data", "config.toml")),
     ],
 )
-def test_a_set_that_cannot_be_used_is_one_message(hookdiff: Any, settings: list[str], facts: Any) -> None:
+def test_unusable_data_is_reported_in_one_message(hookdiff: Any, settings: list[str], facts: Any) -> None:
     code, out, err = hookdiff("data", "config.toml", *(word for each in settings for word in ("--set", each)))
     assert (code, out) == (2, "")
     check_facts(err, "hookdiff", *facts)
 
 
-def test_a_sheet_that_cannot_be_written(hookdiff: Any) -> None:
+def test_a_picture_that_cannot_be_written_is_reported(hookdiff: Any) -> None:
     code, _, err = hookdiff("data", "config.toml", "--seconds", "0", "--out", "config.toml/a.png")
     assert code == 2
     check_facts(err, "config.toml/a.png")
 
 
-def test_sources_that_are_no_files(hookdiff: Any, folder: Path) -> None:
+def test_sources_without_files_have_a_report_too(hookdiff: Any, folder: Path) -> None:
     for source, key, sizes in (
         ("digits", "image_size = 8", "8 x 8: 1,797"),
         ("torchvision:FakeData", "size = 20\nimage_size = [3, 10, 12]", "12 x 10: 20"),  # its own image_size
@@ -171,7 +171,7 @@ def test_latents_have_no_mode(hookdiff: Any, folder: Path, user_module: Any) -> 
     code, out, err = hookdiff("data", "latents.toml", "--seconds", "0", "--out", "a.png")
     assert code == 0, err
     assert "sizes" not in table(out)
-    check_facts(table(out)["trained on"][0], "5 x 4 x 4", 0)
+    check_facts(table(out)["inputs"][0], "5 x 4 x 4", 0)
 
 
 def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
     )
 
 
-def test_a_key_that_the_source_takes_is_its_own(hookdiff: Any, folder: Path, user_module: Any) -> None:
+def test_a_key_that_the_source_takes_is_passed_to_the_source(hookdiff: Any, folder: Path, user_module: Any) -> None:
     user_module(
         "hd_flags",
         "import torch\nfrom hookdiff import InMemory\n\n\ndef flags(flip: int, image_size: int = 4):\n"
@@ -200,18 +200,18 @@ def test_a_key_that_the_source_takes_is_its_own(hookdiff: Any, folder: Path, use
     resolved = config.resolved()["data"]
     assert (resolved["flip"], resolved["image_size"]) == (7, 8)
     _, out, _ = hookdiff("data", "flags.toml", "--seconds", "0", "--set", "run.batch_size=5")
-    (line,) = table(out)["trained on"]
+    (line,) = table(out)["inputs"]
     check_facts(line, "1 x 8 x 8", -0.945)
 
 
-def test_a_feed_for_its_facts_alone_decodes_no_pixels(folder: Path) -> None:
+def test_a_feed_without_decoding_knows_shape_and_classes(folder: Path) -> None:
     config = load_config(folder / "config.toml")
     feed = build_feed(config, decode=False)
     assert (feed.prepared.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
     assert build_feed(config).prepared.place == "memory"
 
 
-def test_a_run_goes_on_with_the_same_pixels_wherever_they_live(hookdiff: Any, folder: Path) -> None:
+def test_a_resumed_run_has_the_same_pixels_in_every_store(hookdiff: Any, folder: Path) -> None:
     random = ["resize=9", "color_jitter=0.3,0.3,0.3,0.1", "balanced=true", "drop_last=false"]
     common = [word for each in random for word in ("--set", f"data.{each}")]
     common += ["--plugins", "checkpoint"]

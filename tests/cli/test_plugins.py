@@ -6,11 +6,11 @@ from tests.conftest import check_facts
 
 
 def rows(out):
-    """Return what follows the first word of each line, by that word."""
+    """Return the rest of each line by its first word."""
     return dict(line.split(maxsplit=1) for line in out.splitlines())
 
 
-def test_all_are_listed_with_their_first_line(hookdiff, folder):
+def test_all_plugins_are_listed_with_their_first_line(hookdiff, folder):
     code, out, _ = hookdiff("plugins")
     assert code == 0
     assert {"amp", "checkpoint", "clip", "ema", "fid", "lr", "samples"} <= rows(out).keys()

@@ -1,4 +1,4 @@
-"""`hookdiff resume`: the same run, a longer one, or a branch; and how a run with workers is stopped."""
+"""`hookdiff resume`: the same run, a longer one, or a branch; and the end of a run with workers."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ import torch
 from hookdiff import hookimpl
 
 class Samples(torch.utils.data.Dataset):
-    "Loaded slowly by workers, and changed with all kinds of randomness."
+    "Slow samples with random noise from Python, numpy and torch."
 
     def __len__(self):
         return 100
@@ -32,7 +32,7 @@ class Samples(torch.utils.data.Dataset):
         return (noise / 3).clamp(0, 1), index % 3
 
 class Usr1:
-    "Gets SIGUSR1 in the third step."
+    "Receives SIGUSR1 in the third step."
 
     @hookimpl
     def after_backward(self, loop):
@@ -41,7 +41,7 @@ class Usr1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 class SlowSave:
-    "Takes its time for what it writes between steps, and marks when it begins and ends."
+    "Saves slowly between steps; one file marks the beginning, another the end."
 
     @hookimpl
     def between_steps(self, loop):
@@ -51,7 +51,7 @@ class SlowSave:
             Path("saved").touch()
 
 class SlowBuild:
-    "Takes for ever to be made."
+    "Is built for an hour."
 
     def __init__(self):
         Path("building").touch()
@@ -81,7 +81,7 @@ def assert_equal_runs(one, other):
     assert records(one) == records(other)
 
 
-def test_a_run_goes_on_from_its_own_config(hookdiff, folder):
+def test_a_run_continues_with_its_own_config(hookdiff, folder):
     changed = "--set", "optimizer.lr=0.01"
     assert hookdiff("run", "small.toml", "--out", "whole", *changed)[0] == 0
     assert hookdiff("run", "small.toml", "--out", "cut", "--set", "run.steps=3", *changed)[0] == 0
@@ -90,15 +90,15 @@ def test_a_run_goes_on_from_its_own_config(hookdiff, folder):
     code, out, err = hookdiff("resume", "cut", "--steps", 6)
     assert code == 0
     check_facts(out.splitlines()[0], "small", 6, 0)
-    assert "run.steps" not in out + err  # what changed goes to the log, which is not the test's
+    assert "run.steps" not in out + err  # changes go to the log, which this test does not capture
     assert_equal_runs(folder / "whole", folder / "cut")
     assert tomli.loads((folder / "cut" / "config.toml").read_text())["run"]["steps"] == 6
 
 
-def test_golden_messages_of_a_run_that_is_done(hookdiff, folder, caplog):
+def test_golden_messages_of_a_run_that_is_already_done(hookdiff, folder, caplog):
     assert hookdiff("run", "small.toml", "--set", "run.steps=2")[0] == 0
     before = files(folder / "runs" / "small")
-    line = "runs/small was done already, with 2 of 2 steps; to train on: hookdiff resume runs/small --steps N"
+    line = "runs/small is already done, with 2 of 2 steps; to train longer: hookdiff resume runs/small --steps N"
     assert hookdiff("resume", "runs/small")[:2] == (0, f"{line}\n")
     assert hookdiff("run", "small.toml", "--resume", "--set", "run.steps=2")[:2] == (0, f"{line}\n")
     assert hookdiff("resume", "runs/small", "--out", "b")[:2] == (0, f"{line} --out b\n")
@@ -113,7 +113,7 @@ def test_golden_messages_of_a_run_that_is_done(hookdiff, folder, caplog):
 
 
 @pytest.mark.parametrize("of", ["run", "run/checkpoints/step-00000004"])
-def test_a_branch_goes_on_elsewhere_and_only_reads_its_source(hookdiff, folder, of):
+def test_a_branch_continues_elsewhere_and_leaves_its_source_unchanged(hookdiff, folder, of):
     assert hookdiff("run", "small.toml", "--out", "whole")[0] == 0
     every = "--set", "plugins.checkpoint.every=2"
     assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=5", *every)[0] == 0
@@ -121,7 +121,7 @@ def test_a_branch_goes_on_elsewhere_and_only_reads_its_source(hookdiff, folder, 
     assert hookdiff("resume", of, "--out", "branch", "--steps", 6)[0] == 0
     assert files(folder / "run") == before
     assert_equal_runs(folder / "whole", folder / "branch")
-    # It is a run of its own: on it goes, with other plugins, and from it another branch.
+    # The branch is a run of its own: it continues with other plugins, and has a branch itself.
     assert hookdiff("resume", "branch", "--steps", 7, "--plugins", "no:ema")[0] == 0
     assert hookdiff("resume", "branch", "--steps", 8, "--plugins", "ema", "--fresh", "ema", "--out", "twig")[0] == 0
     assert [record["step"] for record in records(folder / "twig")] == [2, 4, 6, 8]
@@ -151,7 +151,7 @@ def test_a_branch_goes_on_elsewhere_and_only_reads_its_source(hookdiff, folder, 
         ("resume run/checkpoints", ("run/checkpoints", "config.toml")),
     ],
 )
-def test_a_mistake_of_the_user_is_one_message_and_changes_nothing(hookdiff, made, monkeypatch, words, facts):
+def test_a_wrong_input_is_one_message_and_changes_nothing(hookdiff, made, monkeypatch, words, facts):
     monkeypatch.chdir(made)
     before = {path: data for path, data in files(made).items() if path.name != ".lock" and path.suffix != ".pyc"}
     code, out, err = hookdiff(*words.split())
@@ -162,7 +162,7 @@ def test_a_mistake_of_the_user_is_one_message_and_changes_nothing(hookdiff, made
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with a run of one step, something else, and a run that never saved."""
+    """Return a folder with a run of one step, a foreign folder, and a run without a checkpoint."""
     folder = tmp_path_factory.mktemp("made")
     config = load_config(write_small(folder / "small.toml", run={"steps": 1, "plugins": ["ema", "checkpoint"]}))
     build_loop(config, folder / "run").run()
@@ -186,7 +186,7 @@ def test_usr1_saves_and_exits_75(hookdiff, folder):
 @pytest.mark.parametrize(
     ("number", "code", "moment"), [(signal.SIGINT, 130, "run/metrics.jsonl"), (signal.SIGTERM, 143, "saving")]
 )
-def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_run(
+def test_a_signal_to_the_process_group_lets_the_run_close_its_workers(
     hookdiff, folder, write_config, start, number, code, moment
 ):
     data = {"source": "hd_resume:Samples", "workers": 2, "held_out": 10}
@@ -208,7 +208,7 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_run(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
-def test_one_that_comes_before_the_run_ends_the_process_and_leaves_nothing(folder, start):
+def test_a_signal_before_the_run_ends_the_process_and_leaves_no_files(folder, start):
     process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_resume:SlowBuild")
     wait_for(folder / "building", process)
     process.send_signal(signal.SIGINT)

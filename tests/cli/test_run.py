@@ -18,7 +18,7 @@ def saved(run, file="model"):
     return load_file(run / "checkpoints" / checkpoints(run)[-1] / f"{file}.safetensors")
 
 
-def test_a_run_goes_on_exactly_where_it_was(hookdiff, folder, caplog):
+def test_a_resumed_run_equals_an_uninterrupted_one(hookdiff, folder, caplog):
     assert hookdiff("run", "small.toml", "--out", "whole")[0] == 0
     code, out, _ = hookdiff("run", "small.toml", "--out", "cut", "--set", "run.steps=3")
     assert code == 0
@@ -41,12 +41,12 @@ def test_a_run_goes_on_exactly_where_it_was(hookdiff, folder, caplog):
     assert records(folder / "cut") != records(folder / "whole")
 
 
-def test_resume_starts_where_there_is_nothing_to_go_on_from(hookdiff, folder):
+def test_resume_without_an_earlier_run_starts_one(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--resume", "--set", "run.steps=1")[0] == 0
     assert checkpoints(folder / "runs" / "small") == ["step-00000001"]
 
 
-def test_a_plugin_that_is_new_on_resume_needs_fresh(hookdiff, folder):
+def test_a_new_plugin_of_a_resumed_run_needs_fresh(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--plugins", "no:ema", "--set", "run.steps=1")[0] == 0
     code, _, err = hookdiff("run", "small.toml", "--resume")
     assert code == 2
@@ -54,7 +54,7 @@ def test_a_plugin_that_is_new_on_resume_needs_fresh(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--resume", "--fresh", "ema")[0] == 0
 
 
-def test_golden_message_of_all_plugins_that_are_new_on_resume(hookdiff, folder):
+def test_golden_message_of_the_new_plugins_of_a_resumed_run(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--plugins", "no:ema", "--set", "run.steps=1")[0] == 0
     again = ("run", "small.toml", "--resume", "--plugins", "loss,gradients", "--set", "run.steps=2")
     code, _, err = hookdiff(*again, "--fresh", "loss")
@@ -94,7 +94,7 @@ def test_a_nan_exits_3_and_keeps_the_weights_before_it(hookdiff, folder):
     assert all(value.isfinite().all() for value in saved(folder / "run").values())
 
 
-def test_a_resume_meets_the_nan_again_unless_it_skips_the_batch(hookdiff, folder):
+def test_a_resumed_run_has_the_same_nan_unless_it_skips_the_batch(hookdiff, folder):
     again = ("run", "small.toml", "--out", "run", "--plugins", "hd_cli_user:NaN")
     assert hookdiff(*again)[0] == 3
     assert hookdiff(*again, "--resume")[0] == 3
@@ -104,7 +104,7 @@ def test_a_resume_meets_the_nan_again_unless_it_skips_the_batch(hookdiff, folder
     assert tomli.loads((folder / "run" / "config.toml").read_text())["optimizer"]["lr"] == 1e-5
 
 
-def test_a_run_that_is_out_of_time_exits_75_and_can_go_on(hookdiff, folder):
+def test_a_run_that_is_out_of_time_exits_75_and_can_be_resumed(hookdiff, folder):
     code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--plugins", "hd_cli_user:OutOfTime")
     assert code == 75
     first, *_, last = out.splitlines()
@@ -114,18 +114,18 @@ def test_a_run_that_is_out_of_time_exits_75_and_can_go_on(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--out", "run", "--resume")[0] == 0
 
 
-def test_a_run_that_had_no_time_for_a_step_exits_75_and_is_begun_again(hookdiff, folder):
+def test_a_run_without_time_for_a_step_exits_75_and_starts_anew(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.max_time=0.000001 s")[0] == 75
     assert hookdiff("run", "small.toml", "--out", "run", "--resume")[0] == 0
     assert [record["step"] for record in records(folder / "run")] == [2, 4, 6]
 
 
-def test_a_signal_after_the_end_does_not_make_a_run_that_is_done_a_stopped_one(hookdiff, folder):
+def test_a_signal_after_the_last_step_leaves_the_exit_code_0(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--plugins", "hd_cli_user:Late", "--set", "run.steps=1")[0] == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(folder, start, number, code):
+def test_a_signal_ends_the_run_with_a_checkpoint_after_the_step(folder, start, number, code):
     run = folder / "run"
     process = start(folder, "run", "small.toml", "--out", run, "--set", "run.steps=1000000", "--set", "run.log_every=1")
     wait_for(run / "metrics.jsonl", process)
@@ -151,12 +151,12 @@ class Slow:
 """
 
 
-def test_golden_message_of_a_signal_of_which_a_second_leaves_at_once(folder, start):
+def test_golden_message_of_a_signal_and_the_end_at_the_second(folder, start):
     (folder / "hd_slow.py").write_text(SLOW)
     process = start(folder, "run", "small.toml", "--plugins", "hd_slow:Slow")
     assert process.stdout.readline() == "in a long step\n"
     process.send_signal(signal.SIGINT)
-    assert process.stderr.readline() == "stopping after this step; once more leaves at once\n"
+    assert process.stderr.readline() == "stopping after this step; a second signal ends the process at once\n"
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == -signal.SIGINT  # which shells give as 130

@@ -13,7 +13,7 @@ NEWEST = "run/checkpoints/step-00000002"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with a run of two steps."""
+    """Return a folder with a run of two steps."""
     folder = tmp_path_factory.mktemp("made")
     run = {"steps": 2, "log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}
     tables = {"optimizer": {"lr": 0.1}, "plugins": {"lr": {"total": 6}}}
@@ -24,7 +24,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def run(made, folder):
-    """A copy of the run, in the folder of the test."""
+    """Return a copy of the run in the folder of the test."""
     return shutil.copytree(made / "run", folder / "run")
 
 
@@ -76,14 +76,14 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
         (["--labels", "1"], ("labels",)),
     ],
 )
-def test_a_mistake_of_the_user_is_one_message(hookdiff, made, monkeypatch, words, facts):
+def test_a_wrong_input_is_one_message(hookdiff, made, monkeypatch, words, facts):
     monkeypatch.chdir(made)
     code, out, err = hookdiff("sample", "run", "--num", 1, *words)
     assert (code, out) == (2, "")
     check_facts(err, *facts)
 
 
-def test_golden_message_of_weights_that_the_run_has_not(hookdiff, made, monkeypatch):
+def test_golden_message_of_unknown_weights(hookdiff, made, monkeypatch):
     monkeypatch.chdir(made)
     code, _, err = hookdiff("sample", "run", "--weights", "emma")
     assert code == 2
@@ -93,7 +93,7 @@ def test_golden_message_of_weights_that_the_run_has_not(hookdiff, made, monkeypa
     )
 
 
-def test_samples_of_classes_with_guidance(hookdiff, folder):
+def test_samples_have_classes_and_guidance(hookdiff, folder):
     conditional = ("--set", "model.num_classes=10", "--set", "optimizer.lr=0.1", "--set", "run.steps=3")
     assert hookdiff("run", "small.toml", "--out", "run", *conditional)[0] == 0
     assert tomli.loads((folder / "run" / "config.toml").read_text())["diffusion"]["conditional"] is True
@@ -120,7 +120,7 @@ def test_samples_of_classes_with_guidance(hookdiff, folder):
         check_facts(err, *facts)
 
 
-def test_samples_from_a_picture(hookdiff, folder, run):
+def test_samples_start_from_a_picture(hookdiff, folder, run):
     Image.new("RGB", (30, 20), (250, 250, 250)).save(folder / "white.jpg")
 
     def sample(*words):
@@ -128,11 +128,11 @@ def test_samples_from_a_picture(hookdiff, folder, run):
         assert code == 0, err
         return numpy.asarray(Image.open(folder / "x.png").convert("L"), dtype=float).mean()
 
-    # One step of twenty leaves the picture nearly as it is; all of them leave little.
+    # One of twenty steps changes the picture little; all of them leave little of it.
     assert sample("--image", "white.jpg", "--strength", 0.05) > sample("--image", "white.jpg", "--strength", 1) > 0
 
 
-def test_there_is_nothing_to_sample_without_a_checkpoint(hookdiff, folder):
+def test_a_run_without_a_checkpoint_is_refused(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--set", "run.steps=1")[0] == 0
     for words in (("sample", "run"), ("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--resume")):
         code, _, err = hookdiff(*words)

@@ -4,7 +4,7 @@ from hookdiff.cli.summary import summary
 from hookdiff.testing import toy_loop
 
 
-def test_golden_table_of_what_was_made_and_how_evaluations_went(tmp_path):
+def test_golden_summary_of_a_run(tmp_path):
     lines = [{"step": n, "time": 0.0, "loss": 1 / n} for n in range(1, 19)]
     for line in lines[2::3]:
         line |= {"fd/x": 8.0 - line["step"], "odd/inner": 1.0}
@@ -18,8 +18,8 @@ def test_golden_table_of_what_was_made_and_how_evaluations_went(tmp_path):
     loop = toy_loop(run_dir=tmp_path)
     loop.log({"odd/inner": 1.0}, detail=True)
     assert summary(loop, "time", "it", 125.4) == (
-        "it: out of time after 0 steps, 0 epochs, in 2:05\n"
-        f"  {tmp_path}/config.toml    every key; running it again gives the same run\n"
+        "it: out of time after 0 steps, 0 epochs, in 2:05 min\n"
+        f"  {tmp_path}/config.toml    the whole config; running it again gives the same run\n"
         f"  {tmp_path}/empty          empty\n"
         f"  {tmp_path}/metrics.jsonl  18 lines; loss 0.0556; fd/x ... 2, nan, -4, -7, -10\n"
         f"  {tmp_path}/samples        2, newest step-00000010.png"

@@ -1,3 +1,4 @@
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,17 @@ def test_arrays_of_an_npz(tmp_path: Path) -> None:
     assert Arrays(path, images="x", labels="y").labels is not None
     numpy.savez(path, only=RGB)
     assert (len(Arrays(path)), Arrays(path).labels) == (6, None)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs the list of open files")
+def test_an_npz_that_is_refused_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    numpy.savez(path, x=RGB, y=RGB)
+    with refused(ValueError, "images", "x, y") as caught:
+        Arrays(str(path))
+    open_files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert str(path) not in open_files
+    assert caught.tb  # it would hold an open file
 
 
 def test_labels_in_a_file_of_their_own(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def train(source: Any, **options: Any) -> Loop:
 
 
 def test_loading_does_not_disturb_what_training_draws() -> None:
-    # Without workers, a sample is loaded in the process that trains, whose generators it seeds.
+    # Without workers, the process that trains loads the samples, and seeds its generators for each.
     loop = train(Rows())
     assert_same(weights(loop), weights(train(Rows(), workers=2)))
     first = torch.cat([batch.inputs for epoch in range(3) for batch in loop.feed.batches(epoch)])

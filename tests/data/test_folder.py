@@ -101,7 +101,7 @@ ROWS = "file,label\nant/000.png,a\nbee/001.png,b\ncat/002.png,c\n"
 @pytest.mark.parametrize(
     ("name", "text", "facts"),
     [
-        ("l.csv", "name,class\na.png,3\n", ("line 2", "file", "label", "name, class")),
+        ("l.csv", "name,class\na.png,3\n", ("line 2", "file", "label", "'name'", "'class'")),
         ("l.csv", ROWS + "x.png,3\n", (1, "x.png")),
         ("l.csv", ROWS + "ant/00.png,3\n", ("ant/00.png", "'ant/000.png'")),
         ("l.csv", ROWS[:25], (2, 3, "bee/001.png", "cat/002.png")),

@@ -1,4 +1,4 @@
-"""What these tests share: processes, parts to try, and the best possible network for Gaussian images."""
+"""Processes and parts for these tests, and the best possible network for Gaussian images."""
 
 from __future__ import annotations
 
@@ -108,10 +108,9 @@ def readable(sampler: Solver, diffusion: Diffusion) -> Solver:
 
 @define(eq=False)
 class Gaussian:
-    """Sees in x_t what N(mu, s²) data leaves to be seen, and says it as the objective's prediction wants it.
+    """The best network for N(mu, s²) data, with the output of the objective's prediction.
 
-    It gets only what a network gets, and finds alpha and sigma from the time that it gets: so that time is under test
-    too.
+    It derives alpha and sigma from the time that a network gets, so that this time is under test too.
     """
 
     diffusion: Diffusion

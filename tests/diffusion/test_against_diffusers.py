@@ -24,8 +24,8 @@ from hookdiff.diffusion import (
     Flow,
     Sampling,
     VPrediction,
-    q_sample,
 )
+from hookdiff.diffusion.prediction import q_sample
 from tests.diffusion.conftest import generators, seeded
 
 pytestmark = [

@@ -73,7 +73,7 @@ def test_it_is_what_the_best_line_through_noised_gaussians_leaves(process: str, 
         x0 = 0.2 + variance**0.5 * x0
         x_t, target = alpha * x0 + sigma * noise, diffusion.prediction.target(x0, noise, alpha, sigma)
         left = target.var() - torch.cov(torch.stack((x_t, target)))[0, 1] ** 2 / x_t.var()
-        # Monte Carlo, of a difference that may be small beside what it is taken from
+        # Monte Carlo, of a difference of two numbers that may be much larger
         tolerance = 0.01 * float(left) + 1e-3 * float(target.var())
         assert float(diffusion.floor(time[None], variance)) == pytest.approx(float(left), abs=tolerance)
         of_target = float(diffusion.target_variance(time[None], variance))
@@ -104,7 +104,7 @@ def test_where_nothing_is_left_of_the_image(prediction: str) -> None:
 
 
 def test_it_is_on_the_scale_of_the_loss() -> None:
-    # The network that predicts the mean of what is left has that loss, on white Gaussian images.
+    # On white Gaussian images the network that predicts the conditional mean has that loss.
     diffusion = Diffusion("flow")
     images = torch.randn(400, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.5
     batch = diffusion.draw(Batch(images), torch.Generator().manual_seed(2))

@@ -9,7 +9,8 @@ from attrs import evolve
 from hypothesis import given
 from torch import Tensor
 
-from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver, karras_sigmas
+from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
+from hookdiff.diffusion.spacing import karras_sigmas
 from tests.conftest import refused
 from tests.diffusion.conftest import generators, objectives, pointwise, solvers
 
@@ -32,7 +33,7 @@ def test_guidance(scale: float, expected: float) -> None:
     sampling = Sampling(steps=1, guidance=ClassifierFree(scale))
     noise, labels = torch.randn(2, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 4])
     images = sampling.sample(recorder(calls), FLOW, (1, 2, 2), generators(0, 1), "cpu", noise=noise, labels=labels)
-    torch.testing.assert_close(noise - images, torch.full_like(noise, expected))  # of t = 1, what is left is u
+    torch.testing.assert_close(noise - images, torch.full_like(noise, expected))  # at t = 1 the sample is noise - u
     assert [call.tolist() for call in calls] == [[3, 4] if scale == 1 else [3, 4, -1, -1]]
 
 

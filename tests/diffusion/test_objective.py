@@ -47,7 +47,7 @@ def labelled(num: int = 8) -> Batch:
 
 
 class Net(nn.Module):
-    """A convolution that remembers what it was given."""
+    """A convolution that remembers its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_draw() -> None:
     assert float(noise.std()) == pytest.approx(1, abs=0.01)
     assert timesteps.dtype == torch.int64
     assert timesteps.bincount().tolist() == pytest.approx([400] * 10, abs=80)
-    assert "flip" in batch.draws  # what others drew stays
+    assert "flip" in batch.draws  # earlier draws stay
     assert "labels" not in batch.draws
     assert Diffusion("flow").draw(images(), seeded()).draws["timesteps"].dtype == torch.float32
 
@@ -279,7 +279,7 @@ def test_loss_floor_of_gaussian_data(gaussian: type, process: str, prediction: s
 @pytest.mark.parametrize("process", Process.known)
 @pytest.mark.parametrize("sigma_data", [0.5, 1.0])
 def test_a_zero_network_begins_with_a_loss_of_one(process: str, weighting: str, sigma_data: float) -> None:
-    """On images whose standard deviation is sigma_data: what edm predictions are made for."""
+    """On images with the standard deviation sigma_data, for which edm predictions are made."""
     diffusion = Diffusion(process, EDMPrediction(sigma_data), weighting)
     inputs = sigma_data * torch.randn(8000, 1, 4, 4, generator=seeded(1))
     output = diffusion(lambda x, t: torch.zeros_like(x), diffusion.draw(Batch(inputs), seeded()))

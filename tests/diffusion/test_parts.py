@@ -379,7 +379,7 @@ VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
         ({"process": VP_20}, ["process.schedule=sigmoid", "process.timesteps=500"], {"process": VP("sigmoid", 500)}),
         # the same name keeps them
         ({"process": VP_20}, ["process.use=vp"], {"process": VP("cosine", 20)}),
-        # in any order, the new name comes before what is set of it
+        # in any order, the new name comes before its options
         ({"process": VP_20}, ["process.shift=3", "process.use=flow"], {"process": Flow(3.0)}),
         (
             {"process": VP_20},

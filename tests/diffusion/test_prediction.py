@@ -21,9 +21,8 @@ from hookdiff.diffusion import (
     Process,
     Sample,
     VPrediction,
-    noise_from_x0,
-    q_sample,
 )
+from hookdiff.diffusion.prediction import noise_from_x0, q_sample
 from tests.conftest import refused
 from tests.diffusion.conftest import PREDICTIONS
 
@@ -223,7 +222,7 @@ def test_edm_sees_any_process_as_the_same_variance_exploding_one(
 
 
 def preconditioning(sigma_data: float, sigma: float) -> tuple[float, float, float, float]:
-    """c_skip, c_out, c_in and c_noise, read off what goes into the network and comes out."""
+    """c_skip, c_out, c_in and c_noise, derived from the network's input and output."""
     edm, one, zero = EDMPrediction(sigma_data), scalar(1.0), scalar(0.0)
     skip, out = edm.x0_and_noise(zero, one, 1.0, sigma)[0], edm.x0_and_noise(one, zero, 1.0, sigma)[0]
     time = EDM(time_scale=1.0).network_time(scalar(sigma).view(1))
@@ -300,7 +299,7 @@ def test_score_of_a_mixture(name: str) -> None:
 
 def test_rates_of_a_batch() -> None:
     timesteps = torch.tensor([0, 500, 999])
-    alpha, sigma = SCHEDULE.gather(("sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod"), timesteps, ndim=4)
+    alpha, sigma, _ = SCHEDULE.rates(timesteps, 4)
     x0, noise = torch.randn(2, 3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     x_t = q_sample(x0, noise, alpha, sigma)
     assert x_t.dtype == torch.float32

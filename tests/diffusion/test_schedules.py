@@ -14,12 +14,11 @@ from hookdiff.diffusion import (
     VP,
     Cosine,
     Linear,
-    NoiseSchedule,
     ScaledLinear,
     Schedule,
     Sigmoid,
-    rescale_betas_zero_snr,
 )
+from hookdiff.diffusion.schedules import NoiseSchedule, rescale_betas_zero_snr
 from tests.conftest import refused
 
 LINEAR = VP().tables
@@ -55,18 +54,6 @@ def close(actual: Tensor | float, expected: float) -> bool:
         ("snr", 999, 4.03599265117e-05),
         ("log_snr", 0, 9.21024036698),
         ("log_snr", 999, -10.1176731833),
-        ("posterior_variance", 0, 0),
-        ("posterior_variance", 1, 5.4531876613e-05),
-        ("posterior_variance", 500, 0.0100513357789),
-        ("posterior_variance", 999, 0.0199999835266),
-        ("posterior_mean_coef1", 0, 1),
-        ("posterior_mean_coef1", 1, 0.54529149951),
-        ("posterior_mean_coef1", 500, 0.00305805707563),
-        ("posterior_mean_coef1", 999, 0.000128351487172),
-        ("posterior_mean_coef2", 0, 0),
-        ("posterior_mean_coef2", 1, 0.454708498991),
-        ("posterior_mean_coef2", 500, 0.994104350757),
-        ("posterior_mean_coef2", 999, 0.989948678268),
     ],
 )
 def test_linear(table: str, timestep: int, expected: float) -> None:
@@ -92,9 +79,11 @@ def test_linear_ends_as_near_to_noise_as_the_paper_says() -> None:
 
 def test_float32_tables_are_rounded_once() -> None:
     timesteps = torch.arange(1000)
-    (remaining,) = LINEAR.gather(("alphas_cumprod",), timesteps)
-    assert float(remaining[999]) == pytest.approx(4.03582976538e-05, rel=1e-6)
-    assert float(remaining[999]) == pytest.approx(4.0358304e-05, rel=1e-6)  # of a product in float32
+    alpha, sigma, log_snr = LINEAR.rates(timesteps, 1)
+    # float32 arithmetic would be off by 1e-4 in the first sigma
+    assert torch.equal(alpha, LINEAR.sqrt_alphas_cumprod.float())
+    assert torch.equal(sigma, LINEAR.sqrt_one_minus_alphas_cumprod.float())
+    assert torch.equal(log_snr, LINEAR.log_snr.float())
 
 
 def test_linear_keeps_its_ends_for_any_number_of_timesteps() -> None:
@@ -220,51 +209,34 @@ def test_the_image_fades_and_never_quite(name: str, timesteps: int) -> None:
     assert remaining[-1] > 0
     assert remaining[0] < 1
     assert (remaining.diff() < 0).all()
-    assert torch.equal(schedule.alphas_cumprod_prev[1:], remaining[:-1])
-    assert schedule.alphas_cumprod_prev[0] == 1
     assert schedule.log_snr.isfinite().all()
 
 
 @given(random_betas)
 def test_tables_of_random_betas_are_those_of_the_chain(betas: list[float]) -> None:
-    """x_t = sqrt(1 - beta) x_{t-1} + sqrt(beta) noise, followed one step at a time, and Bayes' rule."""
+    """x_t = sqrt(1 - beta) x_{t-1} + sqrt(beta) noise, followed one step at a time."""
     schedule, alpha, variance = NoiseSchedule(betas), 1.0, 0.0
     for t, beta in enumerate(betas):
-        before_alpha, before = alpha, variance
         alpha, variance = alpha * math.sqrt(1 - beta), variance * (1 - beta) + beta
         assert close(schedule.sqrt_alphas_cumprod[t], alpha)
         assert close(schedule.sqrt_one_minus_alphas_cumprod[t], math.sqrt(variance))
         assert close(schedule.snr[t], alpha**2 / variance)
         assert float(schedule.log_snr[t]) == pytest.approx(math.log(alpha**2 / variance), rel=1e-9, abs=1e-9)
-        gain = before * math.sqrt(1 - beta) / variance  # of x_{t-1} from x_t
-        assert float(schedule.posterior_mean_coef2[t]) == pytest.approx(gain, rel=1e-9, abs=1e-15)
-        expected = before_alpha - gain * alpha
-        assert float(schedule.posterior_mean_coef1[t]) == pytest.approx(expected, rel=1e-7, abs=1e-9)
-        expected = before - gain * math.sqrt(1 - beta) * before
-        assert float(schedule.posterior_variance[t]) == pytest.approx(expected, rel=1e-7, abs=1e-9)
 
 
-def test_gather() -> None:
+def test_rates_have_the_shape_of_a_batch_and_the_device_of_the_timesteps() -> None:
     timesteps = torch.tensor([0, 999, 499])
-    values = LINEAR.gather(("sqrt_one_minus_alphas_cumprod",), timesteps, ndim=4)[0]
-    assert values.shape == (3, 1, 1, 1)
-    assert values.dtype == torch.float32
-    # computed in float64 and rounded once: float32 arithmetic would be off by 1e-4 in the first of these
-    assert torch.equal(values.flatten(), LINEAR.sqrt_one_minus_alphas_cumprod[timesteps].float())
-    alpha, log_snr = LINEAR.gather(("sqrt_alphas_cumprod", "log_snr"), timesteps)
-    assert log_snr.shape == (3,)
-    assert torch.equal(alpha, LINEAR.sqrt_alphas_cumprod[timesteps].float())
-
-
-def test_gather_reads_on_the_device_of_the_timesteps() -> None:
-    values = LINEAR.gather(("snr",), torch.zeros(3, dtype=torch.int64, device="meta"))[0]
-    assert values.device.type == "meta"
-    assert LINEAR.gather(("snr",), torch.zeros(3, dtype=torch.int64))[0].tolist() == [9999] * 3
+    for ndim, shape in ((1, (3,)), (4, (3, 1, 1, 1))):
+        rates = LINEAR.rates(timesteps, ndim)
+        assert [(rate.shape, rate.dtype) for rate in rates] == [(shape, torch.float32)] * 3
+        assert torch.equal(rates[2].flatten(), LINEAR.log_snr[timesteps].float())
+    assert {rate.device.type for rate in LINEAR.rates(timesteps.to("meta"), 1)} == {"meta"}
+    assert {rate.device.type for rate in LINEAR.rates(timesteps, 1)} == {"cpu"}
 
 
 def test_copies_and_pickles() -> None:
     schedule = NoiseSchedule(Cosine().betas(10))
-    schedule.gather(("snr",), torch.tensor([3]))
+    schedule.rates(torch.tensor([3]), 1)
     for other in (copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
         assert torch.equal(other.snr, schedule.snr)
 

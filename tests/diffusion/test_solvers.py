@@ -20,8 +20,8 @@ from hookdiff.diffusion import (
     Heun,
     Sampling,
     Solver,
-    karras_sigmas,
 )
+from hookdiff.diffusion.spacing import karras_sigmas
 from tests.conftest import refused
 from tests.diffusion.conftest import PREDICTIONS, PROCESSES, generators, objectives, pointwise, readable, solvers
 
@@ -36,7 +36,7 @@ def affine_map(sampling: Sampling, net: Any) -> tuple[float, float]:
     return float(out[0]), float(out[1] - out[0])
 
 
-# Gaussian data: the best network is known, and what each sampler makes of it
+# Gaussian data, for which the best network and the result of each sampler are known
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "euler"])
@@ -134,7 +134,7 @@ def test_std_of_flow_samples(
     wanted = (("euler", 1, euler_one), ("heun", 1, heun_one), ("euler", 0.5, euler_half), ("heun", 0.5, heun_half))
     for sampler, s, expected in wanted:
         if sampler == "heun" and prediction == "sample":
-            continue  # an image tells no noise at t = 0, so that the last step is Euler's
+            continue  # at t = 0 the noise cannot be derived, so that the last step is Euler's
         mean, std = affine_map(Sampling(sampler, steps, clipping="none"), gaussian(diffusion, mu=2, s=s))
         assert std == pytest.approx(expected, rel=1e-9, abs=1e-12)
         assert mean == pytest.approx(2, rel=1e-9)

@@ -17,8 +17,8 @@ from hookdiff.diffusion import (
     Shifted,
     Spacing,
     Trailing,
-    karras_sigmas,
 )
+from hookdiff.diffusion.spacing import karras_sigmas
 from tests.conftest import refused
 from tests.diffusion.conftest import column, vp
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import cos, exp, inf, log, pi, sin, sqrt
+from typing import Any
 
 import pytest
 import torch
@@ -10,22 +11,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import (
+    DDIM,
+    DDPM,
     EDM,
     IMAGE,
     VP,
+    Diffusion,
+    DPMSolver2M,
     Epsilon,
+    Euler,
+    Flow,
+    Heun,
     Karras,
+    NoClipping,
     Point,
-    ddim_step,
-    ddpm_step,
-    dpmpp_2m_step,
-    heun_step,
-    q_sample,
 )
-from hookdiff.diffusion.steps import churned
+from hookdiff.diffusion.prediction import q_sample
 from tests.diffusion.conftest import vp
 
-SCHEDULE = VP().tables
 POINTS = VP().at_timesteps(list(range(1000)))
 pixels = st.floats(-3, 3)
 variances = st.sampled_from(["fixed_small", "fixed_large"])
@@ -52,6 +55,43 @@ def seen(x: Tensor, at: Point, mu: float, s: float) -> tuple[Tensor, Tensor]:
 
 def approx(expected: float) -> object:
     return pytest.approx(expected, rel=1e-9)
+
+
+class Chain:
+    """A chain whose network predicts the given pairs of image and noise, one pair in each call."""
+
+    steps = 10
+    clipping = NoClipping()
+
+    def __init__(self, *pairs: tuple[Tensor, Tensor], straight: bool = True, before: Any = None) -> None:
+        self.pairs, self.before = iter(pairs), before
+        self.diffusion = Diffusion(Flow() if straight else VP())
+
+    def look(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
+        return next(self.pairs)
+
+    def noised(self, mean: Tensor, std: float) -> tuple[Tensor, float]:
+        return mean, std
+
+
+def ddim_step(x0: Tensor, noise: Tensor, now: Point, after: Point, eta: float = 0.0) -> Any:
+    chain: Any = Chain((x0, noise))
+    return DDIM(eta).step(chain, x0, now, after)
+
+
+def ddpm_step(x: Tensor, x0: Tensor, now: Point, after: Point, variance: Any = "fixed_small") -> Any:
+    chain: Any = Chain((x0, x0))
+    return DDPM(variance).step(chain, x, now, after)
+
+
+def heun_step(x: Tensor, first: Any, second: Any, now: Point, after: Point, straight: bool) -> Tensor:
+    chain: Any = Chain(first, second, straight=straight)
+    return Heun().step(chain, x, now, after)
+
+
+def dpmpp_2m_step(x: Tensor, x0: Tensor, before: tuple[Tensor, Point] | None, now: Point, after: Point) -> Tensor:
+    chain: Any = Chain((x0, x0), before=before)
+    return DPMSolver2M().step(chain, x, now, after)
 
 
 # Song et al. 2020
@@ -88,8 +128,6 @@ def test_ddim_sigma(t_prev: int, expected: float) -> None:
     _, std = ddim_step(scalar(0), scalar(0), POINTS[999], POINTS[t_prev], eta=1)
     assert std == approx(expected)
     assert ddim_step(scalar(0), scalar(0), POINTS[999], POINTS[t_prev], eta=0.5)[1] == approx(std / 2)
-    if t_prev == 998:
-        assert std == approx(sqrt(float(SCHEDULE.posterior_variance[999])))
 
 
 @given(moments(), pixels, pixels)
@@ -116,7 +154,7 @@ def test_ddim_with_eta_1_is_ddpm(points: list[Point], x0: float, noise: float) -
 
 @given(moments(), st.floats(0, 1), pixels, pixels)
 def test_every_eta_keeps_the_marginals(points: list[Point], eta: float, x0: float, noise: float) -> None:
-    """x_after given x0 has the variance sigma², as if it were noised directly: what makes DDIM a sampler at all."""
+    """x_after given x0 has the variance sigma², as if it were noised directly."""
     now, after = points
     mean, std = ddim_step(scalar(0), scalar(1), now, after, eta)
     assert float(mean) ** 2 + std**2 == pytest.approx(after.sigma**2, rel=1e-9)
@@ -138,14 +176,16 @@ def test_ddpm_variance(variance: str, expected: float) -> None:
 
 @given(st.lists(st.floats(1e-4, 0.5), min_size=1, max_size=29).map(lambda betas: [*betas, 0.97]), st.data())
 def test_ddpm_steps_are_the_posterior(betas: list[float], data: st.DataObject) -> None:
-    schedule, points = vp(betas).tables, vp(betas).at_timesteps(list(range(len(betas))))
+    """Ho et al. 2020, eq. 7."""
+    tables, points = vp(betas).tables, vp(betas).at_timesteps(list(range(len(betas))))
     t = data.draw(st.integers(1, len(betas) - 1))
     coef1, std = ddpm_step(scalar(0), scalar(1), points[t], points[t - 1])
     coef2, large = ddpm_step(scalar(1), scalar(0), points[t], points[t - 1], "fixed_large")
-    assert float(coef1) == pytest.approx(float(schedule.posterior_mean_coef1[t]), rel=1e-8)
-    assert float(coef2) == pytest.approx(float(schedule.posterior_mean_coef2[t]), rel=1e-8)
-    assert std**2 == pytest.approx(float(schedule.posterior_variance[t]), rel=1e-8)
-    assert large**2 == pytest.approx(float(schedule.betas[t]), rel=1e-8)
+    beta, (before, now) = float(tables.betas[t]), tables.alphas_cumprod[[t - 1, t]].tolist()
+    assert float(coef1) == pytest.approx(sqrt(before) * beta / (1 - now), rel=1e-8)
+    assert float(coef2) == pytest.approx(sqrt(1 - beta) * (1 - before) / (1 - now), rel=1e-8)
+    assert std**2 == pytest.approx((1 - before) / (1 - now) * beta, rel=1e-8)
+    assert large**2 == pytest.approx(beta, rel=1e-8)
 
 
 @given(moments())
@@ -214,8 +254,9 @@ def test_heun_takes_the_mean_of_two_slopes(points: list[Point], x0: float, noise
     ],
 )
 def test_churn_raises_the_noise(churn: float, low: float, high: float, ratio: float, expected: float) -> None:
-    assert churned(Point(0.5, 0.5 * ratio), churn, 10, low, high) == approx(expected)
-    assert churned(Point(0.0, 1.0), churn, 10, low, high) == inf  # more noise than all there is none
+    euler = Euler(churn, low, high)
+    assert euler.raised(Point(0.5, 0.5 * ratio), 10) == approx(expected)
+    assert euler.raised(Point(0.0, 1.0), 10) == inf  # pure noise stays as it is
 
 
 # Lu et al. 2022

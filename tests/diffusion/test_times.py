@@ -11,13 +11,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, LogitNormal, LogNormal, Process, Times, UniformTimes
-from hookdiff.diffusion.times import uniforms
 from tests.conftest import refused
 from tests.diffusion.conftest import seeded
 
 EXPLODING, STRAIGHT, LINEAR = EDM(), Flow(), VP()
 fractions = st.floats(1e-6, 1 - 1e-6)
 means, stds = st.floats(-2, 2), st.floats(0.1, 2)
+
+
+class Fractions(UniformTimes):
+    """Draws the fractions themselves."""
+
+    def at(self, process: Process, fraction: Tensor) -> Tensor:
+        return fraction
+
+
+def uniforms(num: int, seed: int, stratified: bool = False) -> Tensor:
+    return Fractions(stratified=stratified).draw(LINEAR, num, seeded(seed))
+
+
+def drawn(diffusion: Diffusion, num: int) -> Tensor:
+    return diffusion.times.draw(diffusion.process, num, seeded())
 
 
 def quantile(times: Times, process: Process, fraction: float) -> float:
@@ -49,12 +63,12 @@ def test_sigmas_of_edm_training() -> None:
 def test_edm_trains_with_the_distribution_of_its_paper() -> None:
     assert Diffusion("edm").times == LogNormal(-1.2, 1.2)
     diffusion = Diffusion("edm", times=LogNormal(stratified=True))
-    sigmas = diffusion.draw_times(100_000, seeded())
+    sigmas = drawn(diffusion, 100_000)
     assert sigmas.dtype == torch.float32
     assert float(sigmas.median()) == pytest.approx(0.301194211912, rel=1e-3)
     assert float(sigmas.mean()) == pytest.approx(0.618783391806, rel=1e-2)
     second = Diffusion("edm", times=LogNormal(-0.4, 1.0, stratified=True))  # that of EDM2
-    assert float(second.draw_times(100_000, seeded()).median()) == pytest.approx(0.670320046036, rel=1e-3)
+    assert float(drawn(second, 100_000).median()) == pytest.approx(0.670320046036, rel=1e-3)
     assert quantile(LogNormal(-0.4, 1.0), EXPLODING, 0.5) == pytest.approx(0.670320046036, rel=1e-9)
 
 
@@ -96,7 +110,7 @@ def test_drawn_times_follow_the_quantiles(mean: float, std: float, seed: int) ->
 
 @given(st.integers(1, 500), st.integers(0, 2**32))
 def test_stratified_numbers_are_one_a_stratum(num: int, seed: int) -> None:
-    drawn = uniforms(num, seeded(seed), stratified=True)
+    drawn = uniforms(num, seed, stratified=True)
     assert drawn.dtype == torch.float32
     assert ((drawn >= 0) & (drawn < 1)).all()
     within = drawn.double().sort().values * num - torch.arange(num)  # its stratum, 0 to 1 up to rounding
@@ -104,7 +118,7 @@ def test_stratified_numbers_are_one_a_stratum(num: int, seed: int) -> None:
 
 
 def test_stratified_numbers_are_in_random_order_and_uniform() -> None:
-    rows = torch.stack([uniforms(4, seeded(seed), stratified=True) for seed in range(4000)])
+    rows = torch.stack([uniforms(4, seed, stratified=True) for seed in range(4000)])
     for place in range(4):  # each place alone
         assert rows[:, place].histc(10, 0, 1).tolist() == pytest.approx([400] * 10, abs=90)
     assert float(rows.mean(1).std()) < 0.08  # 0.144 if each were drawn by itself
@@ -114,7 +128,7 @@ def test_stratified_numbers_are_in_random_order_and_uniform() -> None:
 def test_uniform_numbers_are_those_of_torch(num: int, seed: int) -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        drawn = uniforms(num, seeded(seed))
+        drawn = uniforms(num, seed)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(drawn, torch.rand(num, generator=seeded(seed), dtype=torch.float32))
@@ -138,8 +152,8 @@ def test_the_usual_times() -> None:
 
     for process, name in (("vp", "uniform"), ("flow", "uniform"), ("edm", "log_normal")):
         usual, named = Diffusion(process), Diffusion(process, times=name)
-        assert same(usual.draw_times(50, seeded()), named.draw_times(50, seeded()))
-    assert Diffusion(times="logit_normal").draw_times(50, seeded()).dtype == torch.int64
+        assert same(drawn(usual, 50), drawn(named, 50))
+    assert drawn(Diffusion(times="logit_normal"), 50).dtype == torch.int64
 
 
 @pytest.mark.parametrize("process", [VP(rescale_betas_zero_snr=True), VP("cosine", 20, True)], ids=str)
@@ -147,10 +161,10 @@ def test_log_normal_times_never_reach_a_zero_terminal_snr(process: VP) -> None:
     with refused(ValueError, "'times'", "'log_normal'", "rescale_betas_zero_snr", "'uniform'", "'logit_normal'"):
         Diffusion(process, "sample", times="log_normal")
     for name in ("uniform", "logit_normal"):
-        drawn = Diffusion(process, "sample", times=name).draw_times(4000, seeded())
-        assert int(drawn.min()) < process.timesteps * 0.1
-        assert int(drawn.max()) > process.timesteps * 0.9
-    assert Diffusion("flow", times="log_normal").draw_times(9, seeded()).isfinite().all()  # which has no last one
+        times = drawn(Diffusion(process, "sample", times=name), 4000)
+        assert int(times.min()) < process.timesteps * 0.1
+        assert int(times.max()) > process.timesteps * 0.9
+    assert drawn(Diffusion("flow", times="log_normal"), 9).isfinite().all()  # which has no last one
 
 
 @pytest.mark.parametrize("kind", [LogNormal, LogitNormal])

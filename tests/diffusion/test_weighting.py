@@ -19,13 +19,15 @@ from hookdiff.diffusion import (
     Diffusion,
     EDMPrediction,
     EDMWeighting,
+    Epsilon,
     MinSNR,
-    NoiseSchedule,
     Prediction,
+    Sample,
     UniformWeighting,
     Weighting,
-    noise_from_x0,
 )
+from hookdiff.diffusion.prediction import noise_from_x0
+from hookdiff.diffusion.schedules import NoiseSchedule
 from hookdiff.testing import toy_loop
 from tests.conftest import check_facts, refused
 from tests.diffusion.conftest import PREDICTIONS, seeded
@@ -164,20 +166,10 @@ def test_weights_where_nothing_is_left_of_the_image(name: str, prediction: str) 
 def test_options() -> None:
     alpha, sigma = torch.tensor([0.9]), torch.tensor([0.435889894])  # a SNR of 4.263
     snr = float((alpha / sigma) ** 2)
-    assert float(Diffusion(weighting=MinSNR(2.0)).weights(alpha, sigma)) == pytest.approx(2 / snr)
-    p2 = Diffusion(weighting=P2(k=2.0, gamma=0.5))
-    assert float(p2.weights(alpha, sigma)) == pytest.approx((2 + snr) ** -0.5)
-    edm = Diffusion("edm", "sample", EDMWeighting(0.25))
+    assert float(MinSNR(2.0).weights(Epsilon(), alpha, sigma)) == pytest.approx(2 / snr)
+    assert float(P2(k=2.0, gamma=0.5).weights(Epsilon(), alpha, sigma)) == pytest.approx((2 + snr) ** -0.5)
     expected = (0.3**2 + 0.25**2) / (0.3 * 0.25) ** 2
-    assert float(edm.weights(torch.ones(1), torch.tensor([0.3]))) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("name", Weighting.known)
-def test_the_objective_weighs_its_samples(name: str) -> None:
-    diffusion = Diffusion(prediction="v_prediction", weighting=name)
-    alpha, sigma = ALPHA.float(), SIGMA.float()
-    expected = Weighting.of(name).weights(Prediction.of("v_prediction"), alpha, sigma)
-    assert torch.equal(diffusion.weights(alpha, sigma), expected)
+    assert float(EDMWeighting(0.25).weights(Sample(), torch.ones(1), torch.tensor([0.3]))) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def example(dtype, shape):
         max_size=6,
     )
 )
-def test_the_library_reads_what_is_written(kinds, tmp_path_factory):
+def test_safetensors_reads_the_written_tensors(kinds, tmp_path_factory):
     path = tmp_path_factory.mktemp("files") / "some.safetensors"
     tensors = {name: example(*kind) for name, kind in kinds.items()}
     written = write_tensors(path, tensors, {"step": "3"})
@@ -49,7 +49,7 @@ def test_the_library_reads_what_is_written(kinds, tmp_path_factory):
     assert (written.bytes, written.sha256) == (len(data), hashlib.sha256(data).hexdigest())
 
 
-def test_it_is_the_librarys_own_file(tmp_path):
+def test_the_file_equals_that_of_safetensors(tmp_path):
     tensors = {"b": torch.randn(3, 4), "a": torch.randn(2), "c": torch.ones(1, dtype=torch.float64)}
     save_file(tensors, tmp_path / "library", {"format": "pt"})
     write_tensors(tmp_path / "ours", tensors)
@@ -75,7 +75,7 @@ def test_tensors_may_share_memory_and_lie_in_any_order(tmp_path):
     ("tensor", "kind"),
     [(torch.zeros(2, dtype=torch.complex128), "complex128"), (torch.eye(2).to_sparse(), "sparse_coo")],
 )
-def test_what_does_not_fit_is_named(tensor, kind, tmp_path):
+def test_an_unsupported_tensor_is_refused_by_name(tensor, kind, tmp_path):
     with refused(TypeError, "odd", kind):
         write_tensors(tmp_path / "t", {"fine": torch.ones(1), "odd": tensor})
     assert not list(tmp_path.iterdir())
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_named(tensor, kind, tmp_path):
         check_tensors({"odd": tensor})
 
 
-def test_the_mode_is_what_the_umask_leaves(tmp_path):
+def test_the_mode_of_a_file_follows_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         write_tensors(tmp_path / "t", {"a": torch.ones(1)})

@@ -18,7 +18,7 @@ PADDING = 4  # white pixels around each picture
 
 
 def saved(images: Tensor, path: Path, **options: Any) -> Tensor:
-    """The grid as h w 3, uint8, as a viewer shows it."""
+    """Save images, and return the grid as a viewer shows it: h w 3, uint8."""
     save_grid(images, path, **options)
     with Image.open(path) as picture:
         assert (picture.format, picture.mode) == ("PNG", "RGB" if images.shape[1] == 3 else "L")
@@ -26,7 +26,7 @@ def saved(images: Tensor, path: Path, **options: Any) -> Tensor:
 
 
 def cell(grid: Tensor, row: int, column: int, height: int, width: int) -> Tensor:
-    """A picture of the grid, c h w."""
+    """Return a picture of the grid, c h w."""
     top, left = PADDING + row * (height + PADDING), PADDING + column * (width + PADDING)
     return grid[top : top + height, left : left + width].permute(2, 0, 1)
 
@@ -35,13 +35,13 @@ def noise(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def test_bytes_survive_the_way_to_floats_and_back() -> None:
+def test_bytes_survive_a_round_trip_to_floats() -> None:
     values = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(to_uint8(values.float() / 127.5 - 1), values)
 
 
 @given(value=st.floats(-3, 3, width=32))
-def test_what_is_out_of_range_is_clipped_and_the_rest_rounded(value: float) -> None:
+def test_values_are_clipped_and_rounded(value: float) -> None:
     (pixel,) = to_uint8(torch.tensor([value])).tolist()
     assert abs(pixel - min(255, max(0, (value + 1) * 127.5))) <= 0.5001
 
@@ -60,7 +60,7 @@ def test_latents_become_a_picture_for_each_channel() -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pictures_stay_as_they_are(channels: int) -> None:
+def test_pictures_are_unchanged(channels: int) -> None:
     images = noise(2, channels, 3, 5)
     assert as_pictures(images) is images
 
@@ -79,7 +79,7 @@ def test_at_scale_1_every_pixel_is_exact(tmp_path: Path, channels: int, as_bytes
 
 
 @pytest.mark.parametrize(("num", "rows", "columns"), [(4, 2, 2), (5, 2, 3), (7, 3, 3), (9, 3, 3), (10, 3, 4)])
-def test_the_grid_is_nearest_to_a_square(tmp_path: Path, num: int, rows: int, columns: int) -> None:
+def test_the_grid_is_as_square_as_possible(tmp_path: Path, num: int, rows: int, columns: int) -> None:
     grid = saved(noise(num, 1, 8, 8), tmp_path / "grid.png", scale=1)
     assert grid.shape[:2] == (rows * (8 + PADDING) + PADDING, columns * (8 + PADDING) + PADDING)
 
@@ -90,7 +90,7 @@ def test_small_images_are_enlarged_to_about_64_pixels(tmp_path: Path, width: int
     assert grid.shape[:2] == (2 * (8 * shown // width + PADDING) + PADDING, 2 * (shown + PADDING) + PADDING)
 
 
-def test_enlarging_keeps_what_is_flat_and_overshoots_no_edge(tmp_path: Path) -> None:
+def test_enlarging_keeps_flat_areas_and_does_not_overshoot(tmp_path: Path) -> None:
     images = torch.full((4, 3, 8, 8), -1.0)
     images[1], images[2], images[3, :, :, 4:] = 0.0, 1.0, 1.0
     grid = saved(images, tmp_path / "grid.png")
@@ -132,7 +132,7 @@ def test_a_grid_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         assert torch.equal(torch.from_numpy(numpy.array(picture.convert("RGB"))), before)
 
 
-def test_a_place_where_no_file_can_be_is_refused_without_writing(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_refused_without_writing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_writable(tmp_path / "new" / "folder" / "x.png")
     check_writable(tmp_path / "file")

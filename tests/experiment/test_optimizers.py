@@ -20,7 +20,7 @@ from hookdiff.experiment.optimizers import OPTIMIZERS, UNFIT, Groups, build_opti
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.probe import try_config
 from hookdiff.state import as_tuple
-from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
+from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from tests.conftest import check_facts, refused
 
 
@@ -247,7 +247,7 @@ def test_the_fused_ones_transfer_nothing(name: str) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    with count_transfers() as transfers:
+    with CountTransfers() as transfers:
         optimizer.step()
     assert transfers.count == 0
 

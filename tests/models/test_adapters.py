@@ -35,7 +35,7 @@ THEIR_DIT = {
 
 
 class Net(nn.Module):
-    """Maps images to what `answer` makes of them."""
+    """Applies `answer` to the output of a layer."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def config(load_small):
         (
             {"use": "dit", "image_size": 9, "patch_size": 3},
             "none",
-            ("8x8", "patch_size", "6x6", "9x9", "image_size = 8"),
+            ("8x8", "patch_size", 6, 9, "image_size = 8"),
         ),
         ({"use": "unet", "num_classes": 9}, "none", ("num_classes = 9", 10)),
         ({"use": "unet", "num_classes": 10}, "false", ("(2, 1, 8, 8)", "num_classes=10")),

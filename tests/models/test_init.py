@@ -1,4 +1,4 @@
-"""How a new model's weights are drawn: known moments, what stays zero, and the last layer."""
+"""Initial weights of a new model: moments, layers that stay at zero, and the last layer."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, LoopConfig, UserError, hookimpl, load_config
-from hookdiff.testing import count_transfers, toy_loop, toy_model
+from hookdiff.testing import CountTransfers, toy_loop, toy_model
 from hookdiff_clip import AGC, Adaptive, Clip, Norm, Percentile, Rule, Value, ZScore
 
 FOLLOWING: list[Callable[..., Rule]] = [
@@ -354,7 +354,7 @@ def test_it_adds_no_transfer(rule: str) -> None:
     counts = []
     for plugins in ({}, {"clip": Clip(rule)}):
         loop = toy_loop(plugins, steps=6, log_every=100)
-        with loop, count_transfers() as transfers:
+        with loop, CountTransfers() as transfers:
             for _ in loop.steps():
                 pass
         counts.append(transfers.count)

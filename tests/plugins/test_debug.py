@@ -12,7 +12,7 @@ from torch import nn
 from hookdiff import Batch, hookimpl
 from hookdiff.diffusion import EDM, VP, Diffusion, EDMPrediction, Flow
 from hookdiff.models import DiT, UNet
-from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
+from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_debug import Debug
 from hookdiff_debug.checks import check_inputs
 from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
@@ -264,7 +264,7 @@ def test_there_are_transfers_on_its_own_steps_only():
             counts.append([])
             steps = each.steps()
             for _ in range(12):
-                with count_transfers() as transfers:
+                with CountTransfers() as transfers:
                     next(steps)
                 counts[-1].append(transfers.count)
     more = [with_it - without for with_it, without in zip(*counts, strict=True)]

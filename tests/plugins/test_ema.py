@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookdiff import SampleRequest, UserError, hookimpl
 from hookdiff.disk.tree import flatten, unflatten
 from hookdiff.experiment.structure import Problems, arguments, resolved
-from hookdiff.testing import assert_same, count_transfers, toy_loop, toy_model, weights
+from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA, NoWarmup, Power, Warmup
 from hookdiff_ema.profiles import gamma_of
@@ -453,7 +453,7 @@ def test_an_update_is_one_call_an_average(dtype, first):
     loop = toy_loop({"ema": ema}, model=toy_model().to(dtype))
     ema.on_start(loop)
     loop.progress.step = 1
-    with Operations() as operations, count_transfers() as transfers:
+    with Operations() as operations, CountTransfers() as transfers:
         ema.after_optimizer_step(loop)
     assert operations.names == [*first, *["_foreach_lerp_"] * 3]
     assert transfers.count == 0
@@ -463,7 +463,7 @@ def test_it_looks_at_no_value_while_it_trains():
     ema = EMA(decay=[0.9], std=[0.1])
     counts = {}
     for name, plugins in {"without": {}, "with": {"ema": ema}}.items():
-        with count_transfers() as transfers:
+        with CountTransfers() as transfers:
             toy_loop(plugins).run()
         counts[name] = transfers.count
     assert counts["with"] == counts["without"] + 4  # on log steps what it logs: one each

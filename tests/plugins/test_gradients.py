@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, load_config
-from hookdiff.testing import count_transfers, toy_loop, toy_model
+from hookdiff.testing import CountTransfers, toy_loop, toy_model
 from hookdiff_clip import Clip, Norm
 from hookdiff_debug import Debug
 from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose, diagnose_nan
@@ -207,7 +207,7 @@ class TestNumbers:
         counts = []
         for plugins in ({}, {"gradients": GradientMonitor(per_tensor=True)}):
             loop = toy_loop(plugins, steps=25, micro_batch=4, log_every=5)
-            with loop, count_transfers() as transfers:
+            with loop, CountTransfers() as transfers:
                 for _ in loop.steps():
                     pass
             counts.append(transfers.count)

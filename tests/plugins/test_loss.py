@@ -21,7 +21,7 @@ from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, hookimpl
 from hookdiff.data import digits
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Process
 from hookdiff.disk import flatten
-from hookdiff.testing import assert_same, count_transfers, toy_loop
+from hookdiff.testing import CountTransfers, assert_same, toy_loop
 from hookdiff_loss import Loss
 from hookdiff_loss.held_out import Overfitting, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
@@ -291,7 +291,7 @@ def test_an_objective_that_tells_no_noise_level_is_not_split() -> None:
 def test_it_looks_at_the_device_no_more_often_than_the_loop() -> None:
     counts = []
     for plugin in (None, Loss()):
-        with count_transfers() as transfers:
+        with CountTransfers() as transfers:
             make(plugin, steps=30)[0].run()
         counts.append(transfers.count)
     assert counts[1] - counts[0] == 1 + 3  # the edges of the bins at the start, and a log every 10 steps

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hookdiff import hookimpl
-from hookdiff.testing import count_transfers, toy_loop
+from hookdiff.testing import CountTransfers, toy_loop
 from hookdiff_memory import Memory
 from hookdiff_memory.plugin import MIB, empty_cache, measure
 
@@ -57,7 +57,7 @@ def test_nobody_waits_for_the_device():
         with loop:
             steps = iter(loop.steps())
             next(steps)
-            with count_transfers() as transfers:
+            with CountTransfers() as transfers:
                 loop.run_step(next(loop.feed.batches(0)))
             counts.append(transfers.count)
     assert counts[0] == counts[1] > 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookdiff import LossOutput, hookimpl
-from hookdiff.testing import ToyObjective, assert_same, count_transfers, toy_loop, toy_model, weights
+from hookdiff.testing import CountTransfers, ToyObjective, assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_nan import NaN
@@ -332,9 +332,9 @@ def test_buffers_are_those_from_before_the_step(policy, tmp_path):
 
 def test_a_clean_run_is_the_same_run_with_no_more_transfers():
     plain, watched = toy_loop(model=Net(), micro_batch=3), toy_loop({"nan": NaN()}, model=Net(), micro_batch=3)
-    with count_transfers() as without:
+    with CountTransfers() as without:
         plain.run()
-    with count_transfers() as seen:
+    with CountTransfers() as seen:
         watched.run()
     assert seen.count == without.count
     assert_same(weights(plain), weights(watched))

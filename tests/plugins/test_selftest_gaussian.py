@@ -7,11 +7,25 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hookdiff.diffusion import Linear, Point, objective, prediction, solvers, steps, weighting
+from hookdiff.diffusion import (
+    DDIM,
+    DDPM,
+    Chain,
+    DPMSolver2M,
+    Euler,
+    Heun,
+    Linear,
+    Point,
+    Solver,
+    objective,
+    prediction,
+    weighting,
+)
 from hookdiff_selftest.cli import gaussian as command
 from hookdiff_selftest.gaussian import CASES, Case, exact_loss, exact_samples, run
 
 Patch = Callable[[pytest.MonkeyPatch], None]
+ddpm_step = DDPM.step
 EPSILON, SAMPLE, V, V_ZERO_SNR, FLOW, EDM = CASES
 
 
@@ -61,22 +75,21 @@ def on_v(wrong: Callable[[Any], Any]) -> Patch:
     return patch
 
 
-def ddim_that_looks_at_the_wrong_timestep(x0: Any, noise: Any, now: Point, after: Point, eta: float = 0.0) -> Any:
-    return after.alpha * x0 + now.sigma * noise if after.sigma else x0, 0.0
+def ddim_that_looks_at_the_wrong_timestep(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
+    x0, noise = chain.look(x, now)
+    return after.alpha * x0 + now.sigma * noise if after.sigma else x0
 
 
-def ddpm_with_beta_for_its_small_variance(x: Any, x0: Any, now: Point, after: Point, variance: str) -> Any:
-    return steps.ddpm_step(x, x0, now, after, "fixed_large")
+def ddpm_with_beta_for_its_small_variance(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
+    return ddpm_step(DDPM("fixed_large"), chain, x, now, after)
 
 
-def dpmpp_with_the_full_difference(x: Any, x0: Any, before: Any, now: Point, after: Point) -> Any:
-    if before is not None:
-        x0 = x0 + (x0 - before[0]) / 2
-    return steps.dpmpp_2m_step(x, x0, before, now, after)
-
-
-def heun_without_a_correction(x: Any, seen: Any, seen_after: Any, now: Point, after: Point, straight: bool) -> Any:
-    return after.alpha * seen[0] + after.sigma * seen[1]
+def dpmpp_with_the_full_difference(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
+    x0, _ = chain.look(x, now)
+    before, chain.before = chain.before, (x0, now)
+    if before is not None and after.sigma:
+        x0 = x0 + (x0 - before[0])
+    return after.sigma / now.sigma * x + (after.alpha - now.alpha * after.sigma / now.sigma) * x0
 
 
 def setter(where: Any, name: str, wrong: Any) -> Patch:
@@ -126,20 +139,20 @@ WRONG = {
         EPSILON,
         "uniform",
         "ddim std",
-        setter(solvers, "ddim_step", ddim_that_looks_at_the_wrong_timestep),
+        setter(DDIM, "step", ddim_that_looks_at_the_wrong_timestep),
     ),
     "DDPM with the large variance": (
         EPSILON,
         "uniform",
         "ddpm std",
-        setter(solvers, "ddpm_step", ddpm_with_beta_for_its_small_variance),
+        setter(DDPM, "step", ddpm_with_beta_for_its_small_variance),
     ),
-    "Heun that is Euler": (EDM, "uniform", "heun std", setter(solvers, "heun_step", heun_without_a_correction)),
+    "Heun that is Euler": (EDM, "uniform", "heun std", setter(Heun, "step", Euler.step)),
     "DPM-Solver++ that steps too far": (
         EPSILON,
         "uniform",
         "dpmpp_2m std",
-        setter(solvers, "dpmpp_2m_step", dpmpp_with_the_full_difference),
+        setter(DPMSolver2M, "step", dpmpp_with_the_full_difference),
     ),
 }
 

@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookdiff.models.embedding import LabelEmbedding, TimeEmbedding, sinusoids
+from hookdiff.models.layers import LabelEmbedding, TimeEmbedding, sinusoids
 
 
 def test_sinusoids_follow_the_paper_in_float32() -> None:

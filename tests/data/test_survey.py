@@ -1,4 +1,4 @@
-"""Problems of a set of pictures are reported before training, with examples and counts."""
+"""A set of pictures that cannot be trained on is refused before training, with examples and counts."""
 
 import re
 import traceback

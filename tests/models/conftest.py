@@ -1,0 +1,40 @@
+"""Small networks for the tests of this folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookdiff.models import DiT, UNet
+
+_SMALL: dict[Any, dict[str, Any]] = {
+    UNet: {"channels": 8, "num_res_blocks": 1, "head_dim": 8},
+    DiT: {"hidden_size": 16, "depth": 2, "num_heads": 2},
+}
+
+
+def small(kind: Any, **changes: Any) -> Any:
+    """Return a small UNet or DiT as it is drawn."""
+    torch.manual_seed(0)
+    return kind(**{**_SMALL[kind], **changes})
+
+
+def trained(kind: Any, **changes: Any) -> Any:
+    """Return a small UNet or DiT with no layer left at zero, as after some training."""
+    model = small(kind, **changes)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

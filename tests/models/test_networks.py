@@ -1,0 +1,243 @@
+"""Facts that hold for the U-Net and the DiT alike."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hookdiff.models import DiT, UNet
+from hookdiff.models.layers import Block
+from tests.conftest import refused
+from tests.models.conftest import grad_of, images, small, trained
+
+both = pytest.mark.parametrize("kind", [UNet, DiT])
+
+
+@both
+def test_arguments_are_plain_keywords_with_defaults(kind: Any) -> None:
+    parameters = inspect.signature(kind).parameters
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in parameters.values())
+    hints = get_type_hints(kind.__init__)
+    tuples = {tuple[int, ...], tuple[int, ...] | None} if kind is UNet else set()
+    assert {hints[name] for name in parameters} == {bool, int, float} | tuples
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (UNet, {"channel_mults": (1,), "attention_resolutions": (8,), "num_res_blocks": 2}),
+        (UNet, {"channel_mults": (1, 2), "attention_resolutions": (8,), "num_res_blocks": 2}),
+        (UNet, {"channel_mults": (2, 1, 3), "attention_resolutions": (8,), "num_res_blocks": 2}),
+        (DiT, {}),
+    ],
+)
+def test_every_parameter_is_trained(kind: Any, options: dict[str, Any]) -> None:
+    model = small(kind, in_channels=3, num_classes=2, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, t, labels = images(4, 3, 8, 8), torch.tensor([0, 10, 100, 999]), torch.tensor([0, 1, -1, 0])
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x, t, labels), x.flip(0)).backward()
+
+    backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    for _ in range(3):  # the output leaves zero first, then its norm, then residual branches and gates
+        optimizer.step()
+        backward()
+    assert [name for name, p in model.named_parameters() if not grad_of(p).any()] == []
+    assert grad_of(model.label.weight).any(dim=1).all()  # the row for no class, too
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "steps"), [(UNet, {"channels": 16}, 60), (DiT, {"hidden_size": 32, "patch_size": 4}, 150)]
+)
+def test_overfits_a_batch_and_learns_to_read_time_and_class(kind: Any, options: dict[str, Any], steps: int) -> None:
+    model = small(kind, num_classes=2, **options)
+    x, target = images(1, 1, 8, 8).expand(4, 1, 8, 8), images(4, 1, 8, 8)
+    t, labels = torch.tensor([0, 0, 999, 999]), torch.tensor([0, 1, 1, -1])  # the four differ in nothing else
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(x, t, labels), target).backward()
+        optimizer.step()
+    assert F.mse_loss(model(x, t, labels), target) < 0.05
+    assert F.mse_loss(model(x, t.flip(0), labels), target) > 0.2
+    assert F.mse_loss(model(x, t, labels.flip(0)), target) > 0.2
+
+
+@both
+def test_label_minus_one_is_the_last_row(kind: Any) -> None:
+    model = trained(kind, num_classes=3)
+    x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
+    none = model(x, t, torch.tensor([-1, -1]))
+    assert not torch.allclose(none, model(x, t, torch.tensor([1, 1])))
+    with torch.no_grad():
+        model.label.weight[1] = model.label.weight[3]
+    assert torch.equal(none, model(x, t, torch.tensor([1, 1])))
+
+
+@both
+def test_the_condition_is_the_sum_of_time_and_class_for_every_block(kind: Any) -> None:
+    model = trained(kind, num_classes=3)
+    t, labels = torch.tensor([5, 50]), torch.tensor([2, 0])
+    read: list[Tensor] = []
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        block.register_forward_pre_hook(lambda module, args: read.append(args[1]))
+    model(images(2, 1, 8, 8), t, labels)
+    expected = F.silu(model.time(t) + model.label.weight[labels])
+    assert len(read) == len(blocks) == (6 if kind is UNet else 2)
+    assert all(torch.equal(condition, expected) for condition in read)
+
+
+@both
+def test_labels_without_classes_and_classes_without_labels_are_refused(kind: Any) -> None:
+    x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
+    with refused(ValueError, "num_classes=3", "model(x, timesteps, labels)"):
+        small(kind, num_classes=3)(x, t)
+    with refused(ValueError, "num_classes"):
+        small(kind)(x, t, torch.tensor([0, 1]))
+    with refused(ValueError, "labels", 3, -1, 2):
+        small(kind, num_classes=3)(x, t, torch.tensor([0, 3]))
+
+
+@both
+def test_images_of_a_batch_do_not_see_each_other(kind: Any) -> None:
+    model = trained(kind, num_classes=4)
+    x, t, labels = images(3, 1, 8, 8), torch.tensor([0, 20, 999]), torch.tensor([3, -1, 0])
+    alone = torch.cat([model(x[i : i + 1], t[i : i + 1], labels[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(model(x, t, labels), alone, atol=1e-5, rtol=1e-4)
+
+
+@both
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(kind: Any, dropout: float, autocast: bool) -> None:
+    options = {"dropout": dropout, "num_classes": 3}
+    plain, saving = trained(kind, **options), trained(kind, **options, gradient_checkpointing=True)
+    x, t, labels = images(4, 1, 8, 8), torch.tensor([0, 5, 50, 999]), torch.tensor([0, -1, 2, 2])
+    calls = []
+    for block in saving.modules():
+        if isinstance(block, Block):
+            first = next(module for module in block.children() if isinstance(module, nn.Linear))
+            first.register_forward_hook(lambda *_: calls.append(1))
+    for model in (plain, saving):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(x, t, labels).square().sum()
+        loss.backward()
+    for (name, ours), theirs in zip(saving.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(grad_of(ours), grad_of(theirs)), name
+    num_blocks = 6 if kind is UNet else 2
+    assert len(calls) == 2 * num_blocks
+    with torch.no_grad():
+        saving(x, t, labels)
+    saving.eval()(x, t, labels)
+    assert len(calls) == 4 * num_blocks  # nothing is kept there, so nothing is computed twice
+
+
+@both
+def test_dropout_acts_in_training_only(kind: Any) -> None:
+    model, dry = trained(kind, dropout=0.5), trained(kind)
+    x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
+    assert not torch.equal(model(x, t), model(x, t))
+    assert torch.equal(model.eval()(x, t), dry(x, t))
+
+
+@both
+def test_bf16_autocast_keeps_the_dtype_and_999_apart_from_1000(kind: Any) -> None:
+    model = trained(kind)
+    x, t = images(1, 1, 8, 8).expand(2, 1, 8, 8), torch.tensor([999, 1000])
+    expected, expected_time = model(x, t), model.time(t)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, time = model(x, t), model.time(t)
+        assert torch.equal(out, model(x, t.float()))
+    assert out.dtype == torch.float32
+    assert not torch.equal(out[0], out[1])
+    assert (out - expected).norm() < 0.05 * expected.norm()
+    # Not just any difference: had the time been rounded on the way, that of the embedding would be wrong.
+    step, expected_step = time[0] - time[1], expected_time[0] - expected_time[1]
+    assert (step - expected_step).norm() < 0.1 * expected_step.norm()
+
+
+@both
+def test_a_model_cast_as_a_whole_keeps_the_dtype_and_999_apart_from_1000(kind: Any) -> None:
+    model = trained(kind).bfloat16()
+    x = images(1, 1, 8, 8).bfloat16().expand(2, 1, 8, 8)
+    out = model(x, torch.tensor([999, 1000]))
+    assert out.dtype == torch.bfloat16
+    assert not torch.equal(out[0], out[1])
+
+
+@both
+def test_a_model_can_be_built_on_the_meta_device_and_drawn_later(kind: Any) -> None:
+    with torch.device("meta"):
+        model = kind(num_classes=3)
+    assert all(p.is_meta for p in model.parameters())
+    x, t, labels = images(2, 1, 8, 8), torch.tensor([1, 2]), torch.tensor([0, -1])
+    assert model(x.to("meta"), t.to("meta"), labels.to("meta")).shape == x.shape
+    model.to_empty(device="cpu")
+    fresh = kind(num_classes=3)
+    for each in (model, fresh):
+        torch.manual_seed(4)
+        each.reset_parameters()
+    assert torch.equal(model(x, t, labels), torch.zeros_like(x))
+    assert model.state_dict().keys() == fresh.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+@both
+def test_a_state_dict_gives_the_same_model(kind: Any) -> None:
+    model, other = trained(kind), small(kind)
+    x, t = images(2, 1, 8, 8), torch.tensor([5, 50])
+    assert not torch.equal(model(x, t), other(x, t))
+    other.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(model(x, t), other(x, t))
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]  # no buffers
+
+
+@pytest.mark.slow
+@both
+def test_compiles_in_place_to_the_same(kind: Any) -> None:
+    model = trained(kind, num_classes=3)
+    x, t, labels = images(2, 1, 8, 8), torch.tensor([5, 50]), torch.tensor([2, -1])
+    expected = model(x, t, labels)
+    keys = list(model.state_dict())
+    model.compile(fullgraph=True)
+    torch.testing.assert_close(model(x, t, labels), expected, atol=1e-4, rtol=1e-4)
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [(UNet, {"channel_mults": (1, 1, 1)}, (3, "channel_mults")), (DiT, {"patch_size": 4}, ("patch_size",))],
+)
+@pytest.mark.parametrize(
+    ("shape", "facts"),
+    [((30, 45), ("30x45", 4, 28, 32, 44, 48)), ((8, 2), ("8x2", 4, 8)), ((0, 8), ("0x8", 4, 8))],
+)
+def test_sizes_that_do_not_fit_are_refused(kind: Any, options: Any, reason: Any, shape: Any, facts: Any) -> None:
+    with refused(ValueError, *facts, *reason):
+        small(kind, **options)(torch.zeros(1, 1, *shape), torch.tensor([1]))
+
+
+@both
+@pytest.mark.parametrize(
+    ("shape", "timesteps", "facts"),
+    [
+        ((2, 3, 8, 8), torch.tensor([1, 2]), ("(2, 3, 8, 8)", "(n, 1, h, w)", "in_channels=1")),
+        ((1, 8, 8), torch.tensor([1]), ("(1, 8, 8)", "(n, 1, h, w)", "in_channels=1")),
+        ((2, 1, 8, 8), torch.tensor([1]), ("timesteps", "(1,)", "(2,)")),
+        ((1, 1, 8, 8), torch.tensor(1), ("timesteps", "()", "(1,)")),
+        ((1, 1, 8, 8), torch.tensor([999]).bfloat16(), ("timesteps", "torch.bfloat16", "float32")),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(kind: Any, shape: Any, timesteps: Tensor, facts: Any) -> None:
+    with refused(ValueError, *facts):
+        small(kind)(torch.zeros(shape), timesteps)
