@@ -14,6 +14,7 @@ from attrs.validators import gt
 
 from hookdiff.disk.images import as_pictures
 from hookdiff.hookspecs import hookimpl
+from hookdiff.options import about
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,12 @@ class Sink:
     is switched off with one warning and the run goes on. KeyboardInterrupt and SystemExit pass.
     """
 
-    timeout: float = field(default=30.0, validator=gt(0), kw_only=True)  # seconds that one call may take
+    timeout: float = field(
+        default=30.0,
+        validator=gt(0),
+        kw_only=True,
+        metadata=about("limit of one call; after it, the tracker is switched off and the run goes on", "seconds"),
+    )
     _thread: _Thread | None = field(init=False, default=None)  # there while the sink is open
     _is_off: bool = field(init=False, default=False)
 

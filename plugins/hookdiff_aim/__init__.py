@@ -1,4 +1,4 @@
-"""Metrics, pictures and configs in Aim."""
+"""Tracks runs in Aim."""
 
 from hookdiff_aim.plugin import Aim
 

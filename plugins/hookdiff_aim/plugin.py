@@ -1,4 +1,4 @@
-"""The plugin `aim`. What it writes is a mirror of metrics.jsonl and samples/: it can be thrown away."""
+"""The plugin `aim`. It copies metrics.jsonl and samples/, so its repository can be deleted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from hookdiff import Loop, Sink, UserError
+from hookdiff.options import about
 
 log = logging.getLogger("hookdiff")
 
@@ -23,17 +24,19 @@ log = logging.getLogger("hookdiff")
 class Aim(Sink):
     """Tracks metrics, pictures and the config in an Aim repository; look at them with `aim up --repo DIR`.
 
-    A resumed run goes on in the same Aim run, where values of steps made again replace the old ones. One that goes on
-    in another directory has an Aim run of its own.
+    A resumed run goes on in the same Aim run, where the values of repeated steps replace the old ones. A run that is
+    resumed into another directory gets an Aim run of its own.
     """
 
     needs: ClassVar[Mapping[str, str]] = {"aim": "hookdiff[aim]"}
 
-    repo: str | None = None  # a folder or aim://HOST:PORT; None: the folder that the run directory is in
-    experiment: str | None = None  # None: Aim's "default"
-    name: str | None = None  # of the run; None: the run directory's
+    repo: str | None = field(
+        default=None, metadata=about("repository, a folder or aim://HOST:PORT; without it beside the run directory")
+    )
+    experiment: str | None = field(default=None, metadata=about('experiment in Aim; without it "default"'))
+    name: str | None = field(default=None, metadata=about("name of the run in Aim; without it the run directory's"))
     _run: Any = field(init=False, default=None)
-    _hash: str | None = field(init=False, default=None)  # of the Aim run, chosen by Aim
+    _hash: str | None = field(init=False, default=None)  # name that Aim has given to the run
 
     def check(self) -> None:
         try:
@@ -73,12 +76,12 @@ class Aim(Sink):
             run.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which Aim run this is."""
+        """Return the hash of the Aim run."""
         return {"run": self._hash}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the same Aim run."""
-        if self._run is None:  # else this is a rollback
+        """Go on with the saved Aim run."""
+        if self._run is None:  # otherwise this is a rollback
             self._hash = state["run"]
 
 
@@ -87,7 +90,7 @@ def _aim() -> Any:
         # Aim calls a function that SQLAlchemy 2 has moved.
         warnings.filterwarnings("ignore", "The ``declarative_base")
         aim = importlib.import_module("aim")
-    # At exit Aim closes what is open on a thread of its own, and from Python 3.12 on none can be started then.
+    # At exit Aim closes its runs on a new thread; from Python 3.12 on, no thread can be started at that time.
     last = importlib.import_module("aim.ext.cleanup").AutoClean
     for close in (last.cleanup, last._cleanup):
         atexit.unregister(close)
@@ -97,16 +100,12 @@ def _aim() -> Any:
 
 
 def _create(folder: str) -> None:
-    """Make the repository if it is not there; two processes that both do break it."""
-    repo = _aim().Repo
-
-    def is_there() -> bool:
-        return bool(repo.get_version(folder) != (0, 0))  # written last
-
-    if not is_there():
+    """Make the repository if it does not exist; a lock keeps two processes from breaking it."""
+    repo, missing = _aim().Repo, (0, 0)  # the version is written last
+    if repo.get_version(folder) == missing:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with FileLock(Path(folder, ".aim-create.lock")):
-            if not is_there():
+            if repo.get_version(folder) == missing:
                 repo.from_path(folder, init=True)
 
 
@@ -115,7 +114,7 @@ def _open(folder: str, run_hash: str | None, experiment: str | None) -> Any:
     # Otherwise Aim patches stdout and starts a thread that watches the machine.
     options = {"experiment": experiment, "system_tracking_interval": None, "capture_terminal_logs": False}
     if run_hash is not None:
-        # Aim keeps its list of runs for half a second; to that list, a run made since then does not exist.
+        # Aim caches its list of runs for half a second, so a run that was just made may be missing.
         aim.Repo._all_run_hashes.cache_clear()
     try:
         return aim.Run(run_hash, repo=folder, **options)
@@ -123,5 +122,5 @@ def _open(folder: str, run_hash: str | None, experiment: str | None) -> Any:
         log.warning("Aim has lost the run %s in %s; a new one begins with this step", run_hash, folder)
         return aim.Run(repo=folder, **options)
     except Timeout:
-        # Left by a process that was killed on another machine: the run is ours, its checkpoint says so.
+        # A process that was killed on another machine has left its lock; the checkpoint shows that the run is ours.
         return aim.Run(run_hash, repo=folder, force_resume=True, **options)

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast, and a gradient scaler where float16 needs one."""
+"""Mixed precision: autocast, with a gradient scaler for float16."""
 
 from hookdiff_amp.plugin import AMP
 

@@ -14,51 +14,59 @@ from torch import Tensor
 from torch.amp import GradScaler, autocast
 
 from hookdiff import Loop, LossOutput, NonFinite, UserError, hookimpl
+from hookdiff.options import about
 from hookdiff.weights import Buffers
 
 log = logging.getLogger("hookdiff")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_KEPT = 16  # void steps that are remembered: from 65536 down to 1
+_KEPT = 16  # void steps in the state: as many as halve the scale from 65536 to 1
 
 
 @define(eq=False)
 class AMP:
     """Computes the loss in bf16 or fp16, and scales it in fp16 so that small gradients survive.
 
-    A step whose gradients overflow under a finite loss is void: it is not counted, the scale is halved, buffers get
-    back the values from before it, nothing else hears of it. At the lowest scale it is no overflow any more: the
-    loop's on_nan takes over, and is told how the scale fell.
+    If the gradients of a step overflow under a finite loss, the step is void: it is not counted, the scale is halved,
+    the buffers get back their values from before it, and no later hook of it is called. At the lowest scale the step
+    counts as not finite: `on_nan` is called, and the report says how the scale fell.
     """
 
-    precision: Literal["auto", "bf16", "fp16", "off"] = "auto"  # auto: what the device computes natively
-    init_scale: float = field(default=65536.0, validator=gt(0))  # fp16: of the loss
-    growth_interval: int = field(default=2000, validator=ge(1))  # fp16: good steps before the scale doubles
-    min_scale: float = field(default=1.0, validator=gt(0))  # fp16: below it an overflow is a failure
+    precision: Literal["auto", "bf16", "fp16", "off"] = field(
+        default="auto", metadata=about('"bf16", "fp16", "off", or "auto": the lowest that the device computes natively')
+    )
+    init_scale: float = field(
+        default=65536.0, validator=gt(0), metadata=about("with fp16, factor of the loss at the start")
+    )
+    growth_interval: int = field(
+        default=2000, validator=ge(1), metadata=about("with fp16, steps without an overflow before the scale doubles")
+    )
+    min_scale: float = field(
+        default=1.0, validator=gt(0), metadata=about("with fp16, lowest scale; an overflow at it is a failure")
+    )
     scaler: GradScaler | None = field(default=None, init=False)
     num_void: int = field(default=0, init=False)
     _fell: list[list[float]] = field(factory=list, init=False)  # [position, scale before it] of the last void steps
     _dtype: torch.dtype | None = field(default=None, init=False)
-    _buffers: Buffers = field(init=False)  # as they were before the step: batch norm's may hold the overflow of one
+    _buffers: Buffers = field(init=False)  # from before the step: those of batch norm may hold an overflow after it
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        device = loop.device
         precision: str = self.precision
         if precision == "auto":
-            precision = native_precision(device)
-            log.info("amp: precision auto is %s on this %s", precision, device.type)
+            precision = native_precision(loop.device)
+            log.info("amp: precision auto is %s on this %s", precision, loop.device.type)
         self._dtype = DTYPES.get(precision)
         if self._dtype is not torch.float16:
             return
         for name, parameter in loop.model.named_parameters():
             if parameter.requires_grad and parameter.dtype in DTYPES.values():
                 raise UserError(
-                    f"plugins.amp: {name} is {parameter.dtype}; under a gradient scaler trained weights are float32 "
-                    "and autocast makes the half-precision copies. Keep the model in float32, or use precision = 'bf16'"
+                    f"plugins.amp: {name} is {parameter.dtype}; a gradient scaler needs trained weights in float32, "
+                    "which autocast copies to half precision. Keep the model in float32, or use precision = 'bf16'"
                 )
         self._buffers = Buffers(loop.model)
-        self.scaler = GradScaler(device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
+        self.scaler = GradScaler(loop.device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
 
     @hookimpl
     def before_step(self) -> None:
@@ -85,10 +93,14 @@ class AMP:
             return None
         for optimizer in loop.optimizers:
             self.scaler.unscale_(optimizer)
-        # The loop needs this answer anyway, so asking for it first costs no transfer of its own.
-        if loop.gradients.finite or not self._overflowed(loop):
+        # The loop reads the same transfer later, so this one costs nothing more.
+        if loop.gradients.finite or not math.isfinite(loop.gradients.loss):
             return True
-        self._fell = [*self._fell[1 - _KEPT :], [loop.progress.position, self.scaler.get_scale()]]
+        scale = self.scaler.get_scale()
+        flags = [flag for o in loop.optimizers for flag in self.scaler._found_inf_per_device(o).values()]
+        if scale <= self.min_scale or not any(flag.item() for flag in flags):
+            return True
+        self._fell = [*self._fell[1 - _KEPT :], [loop.progress.position, scale]]
         self._lower()
         self._buffers.put_back()
         self.num_void += 1
@@ -98,7 +110,7 @@ class AMP:
 
     @hookimpl(wrapper=True)
     def optimizer_step(self) -> Generator[None, bool, bool]:
-        # Not scaler.step: it asks the device once more whether the gradients are finite, and waits for the answer.
+        # Not scaler.step: it waits for the device once more, to learn whether the gradients are finite.
         changed = yield
         if self.scaler is not None:
             self.scaler.update()
@@ -108,7 +120,10 @@ class AMP:
     def on_nan(self, report: NonFinite) -> None:
         if self.scaler is None:
             return
-        report.notes["loss scale"] = self._history(self.scaler.get_scale())
+        # Such as "4 (batch 7) > 2 (batch 8) > 1, the lowest allowed".
+        scale = self.scaler.get_scale()
+        earlier = "".join(f"{before:g} (batch {position:g}) > " for position, before in self._fell)
+        report.notes["loss scale"] = f"{earlier}{scale:g}" + (", the lowest allowed" if scale <= self.min_scale else "")
         self._lower()
 
     @hookimpl
@@ -120,49 +135,34 @@ class AMP:
             loop.log({"amp/scale": scale})
             loop.log({"amp/void_steps": self.num_void}, detail=True)
 
-    def _overflowed(self, loop: Loop) -> bool:
-        assert self.scaler is not None
-        flags = [flag for o in loop.optimizers for flag in self.scaler._found_inf_per_device(o).values()]
-        found = any(flag.item() for flag in flags)
-        return found and math.isfinite(loop.gradients.loss) and self.scaler.get_scale() > self.min_scale
-
     def _lower(self) -> None:
-        """Halve the scale, but not to below its floor."""
         assert self.scaler is not None
         self.scaler.update()
         if self.scaler.get_scale() < self.min_scale:
             self.scaler.update(self.min_scale)
 
-    def _history(self, scale: float) -> str:
-        """Return how the scale came to where it is, such as "4 (batch 7) > 2 (batch 8) > 1, the lowest allowed"."""
-        steps = "".join(f"{before:g} (batch {position:g}) > " for position, before in self._fell)
-        return f"{steps}{scale:g}" + (", the lowest allowed" if scale <= self.min_scale else "")
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state, empty without one, the count of void steps, and where the last ones were."""
+        """Return the state of the scaler, empty without one, the number of void steps, and the last of them."""
         scaler = self.scaler.state_dict() if self.scaler else {}
         return {"scaler": scaler, "num_void": self.num_void, "fell": self._fell}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the scale where it was; a run that had no scaler begins with `init_scale`."""
+        """Restore the scale; if the saved run had no scaler, it begins with `init_scale`."""
         self.num_void, self._fell = state["num_void"], [list(pair) for pair in state["fell"]]
         if self.scaler and state["scaler"]:
-            # The growth interval is the config's.
+            # The growth interval of the config counts, not the saved one.
             self.scaler.load_state_dict({**state["scaler"], "growth_interval": self.growth_interval})
 
 
 def native_precision(device: torch.device) -> str:
-    """Return "bf16", "fp16" or "off": the cheapest that `device` computes natively.
+    """Return "bf16", "fp16" or "off": the lowest precision that `device` computes natively.
 
-    On a CPU without bf16 instructions half precision is emulated, many times slower than float32.
+    A CPU without bf16 instructions emulates half precision, many times slower than float32.
     """
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if device.type == "cpu":
-        return "bf16" if _cpu_has_bf16() else "off"
+        capabilities = torch.cpu.get_capabilities()
+        if any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):  # x86, x86, Arm
+            return "bf16"
     return "off"
-
-
-def _cpu_has_bf16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))  # x86, x86, Arm

@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors and JSON, written in the background, whole or not at all."""
+"""Checkpoints in safetensors and JSON, written in the background."""
 
 from hookdiff_checkpoint.folder import find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.plugin import Checkpoint

@@ -17,35 +17,32 @@ SUFFIX = ".safetensors"
 
 
 def check_place(out: Path, to: str, overwrite: bool) -> None:
-    """Raise UserError unless an export may be written to `out`: only an earlier one is ever replaced."""
+    """Raise UserError unless an export may be written to `out`; only an earlier export is ever replaced."""
     if to == "safetensors" and out.suffix != SUFFIX:
         raise UserError(f"{out}: expected a file name that ends in {SUFFIX}; nearest: {out.name}{SUFFIX}")
     if not out.exists():
         return
     if not overwrite:
-        raise UserError(f"{out} is there already; choose another name, or --overwrite to replace it")
+        raise UserError(f"{out} exists already; choose another name, or --overwrite to replace it")
     earlier = out.is_file() if to == "safetensors" else (out / "scheduler" / "scheduler_config.json").is_file()
     if not earlier:
-        raise UserError(f"{out} is no earlier export to {to}, so --overwrite leaves it alone; choose another name")
+        raise UserError(f"{out} is no earlier export to {to}, so --overwrite does not replace it; choose another name")
 
 
 def write_weights(out: Path, net: nn.Module, about: Mapping[str, str]) -> str:
-    """Write what `net` holds to the file `out`, with `about` in its metadata; return how to use it."""
+    """Write the weights of `net` to the file `out`, with `about` in its metadata; return the code that loads it."""
     with new_file(out) as path:
         write_tensors(path, plain_tensors(net), about)
     return f"model.load_state_dict(safetensors.torch.load_file({str(out)!r}))"
 
 
 def about(loop: Loop, origin: str | None) -> dict[str, str]:
-    """Return the metadata of weights that are sampled with, from the file `origin` or else the run's own.
-
-    A safetensors file holds nothing but strings there.
-    """
+    """Return the metadata of the current weights of `loop`, which come from the file `origin` or from the run."""
     return {"hookdiff": version("hookdiff"), "step": str(loop.progress.step), "weights": origin or loop.weights_name}
 
 
 def plain_tensors(net: nn.Module) -> dict[str, Tensor]:
-    """Return the state of `net` as a plain one has it: of a parametrised weight, the value that it computes."""
+    """Return the state of `net`, with the values of parametrised weights in place of their parametrisations."""
     tensors = {name: value for name, value in net.state_dict().items() if ".parametrizations." not in f".{name}"}
     for path, module in net.named_modules():
         if parametrize.is_parametrized(module):

@@ -1,7 +1,7 @@
-"""A checkpoint on disk: a folder of safetensors files and the manifest that vouches for them.
+"""A checkpoint on disk: a folder of safetensors files and a manifest. There is no pickle anywhere.
 
-There is no pickle anywhere. The manifest is written last, and has digests of all files and of itself: a folder with a
-whole manifest, whatever its name, is a whole checkpoint, and one without is none.
+The manifest is written last, and has digests of all files and of itself. A folder with a whole manifest is a whole
+checkpoint, whatever its name; a folder without one is no checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from operator import index
 from pathlib import Path
@@ -27,34 +27,33 @@ from hookdiff.disk import new_file, new_folder, unflatten, write_file, write_ten
 
 FORMAT = 2
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
-REMOVED = ".removed"  # how the name ends of one that is being removed
-STEP = re.compile(r"step-\d{8,}")  # how a run names its own; one of another name counts, and is its owner's
-_DIGEST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')  # the first line of a manifest; it is of all that follows
-_NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # as `file_of` makes it: nothing that leaves the folder
-_CHUNK = 1 << 22  # bytes
+REMOVED = ".removed"  # suffix of a folder that is being removed
+STEP = re.compile(r"step-\d{8,}")  # names that a run gives; a run never removes a checkpoint of another name
+_DIGEST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')  # first line of a manifest: the digest of all other lines
+_NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # as `file_of` makes them, inside the folder
 _COUNTS = ("position", "epoch", "step", "samples")
-# What comes of a manifest that is valid JSON, and not what we write.
+# Errors from a manifest that is valid JSON, but was not written by hookdiff.
 _FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
-Parts = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]]  # of a state, by name: its tensors, and the rest
+Parts = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]]  # tensors and other values of a state, by part
 
 
 class NewerFormat(UserError):
-    """A checkpoint that a later hookdiff wrote: going on from an earlier one would undo what that did."""
+    """A checkpoint of a later hookdiff. To resume from an earlier checkpoint would undo the work of that version."""
 
 
 @define(frozen=True)
 class Found:
-    """A checkpoint whose manifest is whole; its files have not been looked at."""
+    """A checkpoint with a whole manifest; its files have not been verified."""
 
     path: Path
-    place: tuple[int, int]  # position and epoch: of a run's checkpoints, the newest has the largest
+    place: tuple[int, int]  # position and epoch; the newest checkpoint of a run has the largest
     number: int  # of the save, from 1
-    metrics: Mapping[str, float]  # what was logged at its step
+    metrics: Mapping[str, float]  # values logged at its step
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> Found:
-        """Return what `manifest` says; raises one of many errors when it is none of ours."""
+        """Return the checkpoint that `manifest` describes; raises one of `_FOREIGN` if it cannot."""
         progress = manifest["parts"]["progress"]["values"]
         position, epoch, *others = (index(progress[name]) for name in _COUNTS)
         number = index(manifest["number"])
@@ -72,8 +71,8 @@ def file_of(part: str) -> str:
 def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> Found:
     """Write the folder `path`, which appears whole or not at all.
 
-    Each part with tensors is a file of its own, each plugin is a part: `model.safetensors` and `ema.safetensors`
-    have the model's own keys. Numbers and strings are in the manifest, and `facts` with them.
+    Each part with tensors has a file of its own, and each plugin is a part: `model.safetensors` and `ema.safetensors`
+    have the keys of the model. The manifest has the numbers and strings, and the `facts`.
     """
     manifest: dict[str, Any] = {"format": FORMAT, **facts, "files": {}, "parts": {}}
     with new_folder(path) as folder:
@@ -85,15 +84,15 @@ def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> Foun
             manifest["parts"][part] = {"file": name, "values": values}
         text = json.dumps(manifest, indent=1).encode().removeprefix(b"{\n")
         stamp = b'{"sha256": "%s",\n' % hashlib.sha256(text).hexdigest().encode()
-        with new_file(folder / MANIFEST) as unnamed:  # so that one which is there is whole
+        with new_file(folder / MANIFEST) as unnamed:  # a manifest that exists is whole
             write_file(unnamed, stamp + text)
     return Found.of(path, manifest)
 
 
 def find_checkpoints(run_dir: Path) -> tuple[list[Found], list[UserError]]:
-    """Return the checkpoints in a run directory, newest first, and what is wrong with those that cannot be told.
+    """Return the checkpoints in a run directory, newest first, and the errors of those that cannot be read.
 
-    `run_dir` may also be a checkpoint itself. Raises NewerFormat, and UserError for a folder that cannot be looked at.
+    `run_dir` may also be a checkpoint itself. Raises NewerFormat, and UserError if the folder cannot be read.
     """
     found, problems = [], []
     for path in [run_dir] if os.path.lexists(run_dir / MANIFEST) else _folders(run_dir / FOLDER):
@@ -103,28 +102,31 @@ def find_checkpoints(run_dir: Path) -> tuple[list[Found], list[UserError]]:
             raise
         except UserError as error:
             problems.append(error)
-    # Of two at one place, the one that has its name.
+    # The names decide between two at the same place.
     return sorted(found, key=lambda one: (one.place, one.number, one.path.name), reverse=True), problems
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return what in `parent` is a checkpoint, or should be one."""
+    """Return the folders in `parent` that are checkpoints, or have the name of one."""
     try:
         paths = sorted(parent.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise _unreadable(parent, error) from None
-    named = [path for path in paths if not path.name.endswith(REMOVED) and os.path.isdir(path)]
-    return [path for path in named if STEP.fullmatch(path.name) or os.path.lexists(path / MANIFEST)]
+    folders = [path for path in paths if not path.name.endswith(REMOVED) and os.path.isdir(path)]
+    return [path for path in folders if STEP.fullmatch(path.name) or os.path.lexists(path / MANIFEST)]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what the manifest of the checkpoint at `path` says.
+    """Return the manifest of the checkpoint at `path`.
 
-    Raises UserError when it is missing or damaged, NewerFormat when a later hookdiff wrote it.
+    Raises UserError if it is missing or damaged, and NewerFormat if a later hookdiff wrote it.
     """
-    data = _read(path / MANIFEST)
+    try:
+        data = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise _unreadable(path / MANIFEST, error) from None
     stamp = _DIGEST.match(data)
     if stamp and hashlib.sha256(data[stamp.end() :]).hexdigest().encode() != stamp[1]:
         raise UserError(f"{path}: {MANIFEST} is damaged: its SHA-256 differs")
@@ -132,13 +134,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(data)
         written, version = manifest["format"], manifest["versions"]["hookdiff"]
     except _FOREIGN:
-        raise UserError(f"{path}: {MANIFEST} is damaged: it is not the JSON that was written") from None
+        raise UserError(f"{path}: {MANIFEST} is damaged: it is not the JSON of a checkpoint") from None
     if type(written) is int and written > FORMAT:
         raise NewerFormat(
-            f"{path}: hookdiff {version} wrote it in format {written}, this one reads up to {FORMAT}: update hookdiff"
+            f"{path}: hookdiff {version} wrote it in format {written}, this one reads up to {FORMAT}; update hookdiff"
         )
     if written != FORMAT:
-        raise UserError(f"{path}: it is of format {written}, this hookdiff reads {FORMAT}")
+        raise UserError(f"{path}: its format is {written}, this hookdiff reads {FORMAT}")
     if not stamp:
         raise UserError(f"{path}: {MANIFEST} is damaged: it has no SHA-256 of itself")
     try:
@@ -149,9 +151,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state in the folder `path`, tensors on the CPU, after all of it has been verified.
+    """Verify the checkpoint at `path`, and return its state, with tensors on the CPU.
 
-    Raises UserError when a file is missing, cut short, changed, or not what it should be.
+    Raises UserError for a file that is missing, cut short, changed, or of another kind.
     """
     manifest = read_manifest(path)
     try:
@@ -161,7 +163,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 raise UserError(f"{path}: {MANIFEST} names a file outside of the checkpoint: {name!r}")
             if (path / name).exists() and not (path / name).is_file():
                 raise UserError(f"{path}: {name} is no file")
-        with ThreadPoolExecutor() as pool:  # hashing takes longer than reading, and lets other threads run
+        with ThreadPoolExecutor() as pool:  # hashing takes longer than reading, and releases the GIL
             list(pool.map(lambda name: _verify(path / name, *files[name]), files))
         tensors: dict[str | None, dict[str, Tensor]] = {None: {}, **{name: _tensors(path / name) for name in files}}
         parts = {name: unflatten(tensors[part["file"]], part["values"]) for name, part in manifest["parts"].items()}
@@ -171,40 +173,25 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return {**{name: part for name, part in parts.items() if not name.startswith("plugins/")}, "plugins": plugins}
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
 def _foreign(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path}: {MANIFEST} is not what hookdiff writes: {type(error).__name__}: {error}")
+    return UserError(f"{path}: {MANIFEST} is not of hookdiff: {type(error).__name__}: {error}")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path.parent}: {path.name} cannot be read: {error.strerror or error}")
 
 
-def _chunks(path: Path) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            yield buffer[:size]
-
-
 def _verify(path: Path, bytes: int, sha256: str) -> None:
-    digest, size = hashlib.sha256(), 0
     try:
-        for chunk in _chunks(path):
-            digest.update(chunk)
-            size += len(chunk)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.tell()
     except OSError as error:
         raise _unreadable(path, error) from None
     if size != bytes:
         raise UserError(f"{path.parent}: {path.name} has {size:,} bytes, {bytes:,} were written")
-    if digest.hexdigest() != sha256:
-        raise UserError(f"{path.parent}: {path.name} is not what was written: its SHA-256 differs")
+    if digest != sha256:
+        raise UserError(f"{path.parent}: {path.name} is damaged: its SHA-256 differs")
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

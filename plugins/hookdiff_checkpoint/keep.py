@@ -1,48 +1,82 @@
-"""Which checkpoints of a run are kept, and what a process that was killed has left of the others."""
+"""Selects the checkpoints of a run that are kept, and cleans up after a process that was killed."""
 
 from __future__ import annotations
 
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attrs import define, field
-from attrs.validators import ge
 
-from hookdiff import UserError
+from hookdiff import Finding, UserError, nearest
+from hookdiff.findings import listed
 from hookdiff_checkpoint.folder import REMOVED, STEP, Found, read_checkpoint
 
 _LEFT = re.compile(rf"\.({STEP.pattern})(\.partial|\.replaced|\{REMOVED})")
 
 
-@define(frozen=True)
-class Keep:
-    """The newest, every so many-th for good, and the best."""
+def choose(found: Sequence[Found], last: int, every: int, best: str | None, highest: bool) -> list[Found]:
+    """Return the checkpoints to keep of `found`, which are sorted, newest first.
 
-    last: int = field(default=3, validator=ge(1))
-    every: int = field(default=0, validator=ge(0))  # 0: none
-    best: str | None = None  # the name of a logged value
-    highest: bool = False  # what is best
+    These are the `last` newest, one of `every` saves (0: none), and the one with the best value named `best`, which is
+    the lowest unless `highest`.
+    """
 
-    def choose(self, found: Sequence[Found]) -> list[Found]:
-        """Return those of `found`, newest first, that are kept."""
-        chosen = [
-            one for at, one in enumerate(found) if at < self.last or (self.every and one.number % self.every == 0)
-        ]
-        best = min(found, key=self._rank, default=None)  # of equal ones the newest
-        if best and best not in chosen and self._rank(best) < math.inf:
-            chosen.append(best)
-        return chosen
+    def rank(one: Found) -> float:
+        value = one.metrics.get(best or "")
+        return math.inf if value is None else -value if highest else value
 
-    def _rank(self, one: Found) -> float:
-        value = one.metrics.get(self.best or "")
-        return math.inf if value is None else -value if self.highest else value
+    chosen = [one for at, one in enumerate(found) if at < last or (every and one.number % every == 0)]
+    first = min(found, key=rank, default=None)  # the newest of equal ones
+    return [*chosen, first] if first and first not in chosen and rank(first) < math.inf else chosen
+
+
+@define(eq=False)
+class Logged:
+    """The values of the newest step, and whether the value `best` is logged at steps that are saved."""
+
+    best: str | None
+    is_found: bool = False  # at a saved step
+    _step: int = field(default=0, init=False)
+    _values: dict[str, float] = field(factory=dict, init=False)
+    _names: set[str] = field(factory=set, init=False)  # of all logged values
+    _elsewhere: int | None = field(default=None, init=False)  # newest step at which `best` was logged
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Add values that are logged at `step`, which may have several logs."""
+        self._values = {**(self._values if step == self._step else {}), **values}
+        self._step = step
+        self._names.update(values)
+        if self.best in values:
+            self._elsewhere = step
+
+    def at(self, step: int) -> dict[str, float]:
+        """Return the finite values of `step`, which is saved now."""
+        if step != self._step:
+            return {}
+        self.is_found |= self.best in self._values
+        return {name: value for name, value in self._values.items() if math.isfinite(value)}
+
+    def problem(self, is_over: bool) -> Finding | None:
+        """Return why no checkpoint is the best; before the run `is_over`, only if that is likely to stay so."""
+        if self.best is None or self.is_found:
+            return None
+        near, so_far = nearest(self.best, self._names), "" if is_over else "so far "
+        if self._elsewhere:
+            what = f"keep_best: {self.best!r} was logged at step {self._elsewhere}, but {so_far}at no step with a save"
+            remedy = "to save at the steps at which it is logged (plugins.checkpoint.every)"
+            return Finding("warning", what, "no checkpoint is kept for it", remedy)
+        if not (is_over or near):
+            return None
+        what = f"keep_best: {self.best!r} has {so_far}not been logged, so no checkpoint is kept for it"
+        names = listed(sorted(self._names), 8) or "no values"
+        return Finding("warning", what + near, "" if near else f"logged are: {names}")
 
 
 def settle(folder: Path) -> None:
-    """Bring to its end what a process that was killed had begun in `folder`: a save, or a removal."""
+    """Complete the saves and removals in `folder` that a killed process has begun."""
     for path in sorted(folder.iterdir()):  # .partial before .replaced
         left = _LEFT.fullmatch(path.name)
         if not left or path.is_symlink() or not path.is_dir():
@@ -65,9 +99,9 @@ def _is_whole(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; raises OSError when that cannot even be begun.
+    """Remove a checkpoint, beginning with its name, so that no partly removed checkpoint has a valid name.
 
-    It loses its name first: one that is there under its name has not been removed in part.
+    Raises OSError if it cannot be renamed.
     """
     removed = path.with_name(f".{path.name}{REMOVED}")
     shutil.rmtree(removed, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +13,11 @@ from attrs.validators import ge
 
 from hookdiff import Alarms, Due, Every, Loop, Reason, StorageError, UserError, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
-from hookdiff_checkpoint.folder import FOLDER, STEP, NewerFormat, find_checkpoints, read_checkpoint
-from hookdiff_checkpoint.keep import Keep, settle
-from hookdiff_checkpoint.logged import Logged
+from hookdiff.options import about
+from hookdiff_checkpoint.folder import FOLDER, STEP, Found, NewerFormat, find_checkpoints, read_checkpoint
+from hookdiff_checkpoint.keep import Logged, choose, settle
 from hookdiff_checkpoint.origin import origin
-from hookdiff_checkpoint.snapshot import split
-from hookdiff_checkpoint.writer import Writer
+from hookdiff_checkpoint.writer import Writer, split
 
 log = logging.getLogger("hookdiff")
 
@@ -30,45 +29,52 @@ _PROBE = ".writable"
 class Checkpoint:
     """Saves the whole run, and restores it on --resume.
 
-    Training waits while the state is copied in memory, and a thread writes the copy. A save is complete or absent, and
-    earlier ones are removed only after it. The end of a run always saves, unless it ended in an error: the state may
-    then be half a step old.
+    Training waits for a copy of the state in memory, which a thread then writes. A save is complete or absent, and
+    earlier ones are removed only after it. The end of a run is always saved, except after an error: the state may then
+    be half a step old.
     """
 
-    every: Every = field(default=Every(1000), converter=parse_every)  # steps, "2 epochs", "15 min"; 0: only the end
-    keep_last: int = field(default=3, validator=ge(1))  # checkpoints
-    keep_every: int = field(default=0, validator=ge(0))  # this many-th is kept for good; 0: none
-    keep_best: str | None = None  # a logged value, such as "fd/digits": of those it was logged at, the best is kept
-    best: Literal["lowest", "highest"] = "lowest"
-    disk_full: Literal["continue", "stop"] = "continue"  # the last good checkpoint is kept either way
+    every: Every = field(
+        default=Every(1000), converter=parse_every, metadata=about("how often; the end of a run is always saved")
+    )
+    keep_last: int = field(default=3, validator=ge(1), metadata=about("number of newest checkpoints to keep"))
+    keep_every: int = field(default=0, validator=ge(0), metadata=about("keep one of this many saves forever; 0: none"))
+    keep_best: str | None = field(
+        default=None, metadata=about('keep the checkpoint with the best logged value of this name, such as "fd/digits"')
+    )
+    best: Literal["lowest", "highest"] = field(default="lowest", metadata=about('best value: "lowest" or "highest"'))
+    disk_full: Literal["continue", "stop"] = field(
+        default="continue",
+        metadata=about('on a full disk: "continue" with a warning, and try at each save; "stop" with exit code 1'),
+    )
     _due: Due = field(init=False)
     _logged: Logged = field(init=False)
     _alarms: Alarms = field(init=False)
     _origin: dict[str, Any] = field(factory=dict, init=False)  # versions and revision
-    _passed_over: set[Path] = field(factory=set, init=False)  # checkpoints that are damaged
-    _saved: tuple[int, ...] | None = field(default=None, init=False)  # the place of the newest one
-    _number: int = field(default=0, init=False)  # of saves, those before a resume included
+    _passed_over: set[Path] = field(factory=set, init=False)  # damaged checkpoints
+    _saved: tuple[int, ...] | None = field(default=None, init=False)  # place of the newest checkpoint
+    _number: int = field(default=0, init=False)  # saves so far, those before a resume included
     _wanted: bool = field(default=False, init=False)
     _is_open: bool = field(default=False, init=False)  # from the first step on
-    _is_storable: bool = field(default=False, init=False)  # all of it has been seen
-    _problem: str | None = field(default=None, init=False)  # why the newest save is not there
-    _writer: Writer | None = field(default=None, init=False)  # of the rank that writes
+    _is_storable: bool = field(default=False, init=False)  # a file can hold the whole state
+    _problem: str | None = field(default=None, init=False)  # error of the newest save
+    _writer: Writer | None = field(default=None, init=False)  # on the main rank
 
     @hookimpl
     def prepare_model(self) -> None:
-        """Begin anew: a script may run the same plugin twice."""
+        """Begin a new run: a script may use one plugin for several."""
         self._logged, self._alarms, self._passed_over = Logged(self.keep_best), Alarms(), set()
         self._saved, self._number, self._wanted, self._problem = None, 0, False, None
         self._is_open, self._is_storable, self._writer = False, False, None
 
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any] | None:
-        sources = [loop.run_dir if self._is_open else None, loop.resume]  # the first of a rollback
+        sources = [loop.run_dir if self._is_open else None, loop.resume]  # a rollback reads the run's own directory
         return next((state for source in sources if source and (state := self._newest(source))), None)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self._folder(loop)
+        self._folder(loop)  # refuses a run without a directory
         self._due = Due(self.every)
 
     @hookimpl(tryfirst=True)
@@ -78,9 +84,9 @@ class Checkpoint:
 
     @hookimpl(tryfirst=True)
     def on_nan(self, loop: Loop) -> None:
-        """Wait for the save under way, so that whether there is one to go back to is not a matter of its speed."""
-        if self._writer and self._writer.is_busy:
-            self._finish(loop)
+        """Wait for the current save, so that its speed does not decide where a rollback goes to."""
+        if self._writer and self._writer.job:
+            self._finish(loop, self._writer)
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -97,17 +103,17 @@ class Checkpoint:
     @hookimpl(trylast=True)
     def between_steps(self, loop: Loop) -> None:
         if not self._is_storable and loop.progress.step > loop.first_step:
-            # Only a step shows what an optimizer keeps: told now, and not when there is something to lose.
+            # Optimizers make their state in a step; refuse it after the first one, when little can be lost.
             split(loop.state_dict())
             self._is_storable = True
-        if self._writer and self._writer.is_done:
-            self._finish(loop)
+        if self._writer and self._writer.job and self._writer.job.done():
+            self._finish(loop, self._writer)
         if self._wanted:
             self._save(loop)
 
     @hookimpl(wrapper=True)
     def on_stop(self, loop: Loop, reason: Reason) -> Generator[None, Any, Any]:
-        """After all others, of which none can cost the run its end."""
+        """Save the end of the run after all other plugins, even if one of them raises."""
         try:
             return (yield)
         finally:
@@ -115,26 +121,27 @@ class Checkpoint:
 
     def _end(self, loop: Loop, reason: Reason) -> None:
         if reason == "error":
-            if self._writer and self._writer.is_busy:
+            if self._writer and self._writer.job:
                 try:
                     self._writer.result()
                 except OSError as error:
-                    log.warning("%s\n  %s", self._told(loop, error), self._writer.last_good())
-            return
-        if reason == "done" and not self._is_open and self._goes_on(loop):
-            self._open(loop)  # no step was left to make, and the process before may have been killed in its last save
+                    log.warning("%s\n  %s", self._failed(loop, error), self._writer.last_good())
+        elif reason == "done" and not self._is_open and self._goes_on(loop):
+            self._open(loop)  # no step was left, but a killed process may not have completed its last save
             if self._writer:
                 self._writer.prune()
-            return
-        if self._is_open and self._saved != _place(loop.progress.state_dict()):
-            self._save(loop)
-        if self._writer:
-            if self._writer.is_busy and not self._finish(loop):
-                raise StorageError(f"the end of the run is not saved: {self._problem}\n  {self._writer.last_good()}")
-            self._alarms.check(loop.progress.step, "best", self._logged.problem(is_over=True), over=False)
+        else:
+            if self._is_open and self._saved != _place(loop.progress.state_dict()):
+                self._save(loop)
+            if self._writer:
+                if self._writer.job and not self._finish(loop, self._writer):
+                    raise StorageError(
+                        f"the end of the run is not saved: {self._problem}\n  {self._writer.last_good()}"
+                    )
+                self._alarms.check(loop.progress.step, "best", self._logged.problem(is_over=True), over=False)
 
     def _open(self, loop: Loop) -> None:
-        """Make ready before the first step: who only samples makes none, and an earlier run is still as it was.
+        """Prepare the folder before the first step; a loop that only samples leaves an earlier run unchanged.
 
         Raises UserError for a place that cannot be written, or that holds another run.
         """
@@ -148,49 +155,50 @@ class Checkpoint:
                 (folder / _PROBE).unlink()
             except OSError as error:
                 if error.errno == errno.EROFS and loop.reason:
-                    return  # the run is over, and there is nothing to tidy where nobody writes
+                    return  # the run is over, and on a read-only disk no process can have left anything
                 raise cannot_write(folder, error) from None
             found, damaged = find_checkpoints(folder.parent)
             if (found or damaged) and not self._goes_on(loop):
                 raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
-            # A run removes only what is its own; what is damaged must not count, and is left to be looked at.
+            # A run removes only its own checkpoints. Damaged ones do not count, and stay for the user to look at.
             own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
             known = {one.path: one for one in own if one.path.resolve() not in self._passed_over}
             self._logged.is_found = any(self.keep_best in one.metrics for one in found)
-            keep = Keep(self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
-            self._origin, self._writer = origin(loop), Writer(folder, known, keep.choose)
+            self._origin, self._writer = origin(loop), Writer(folder, known, self._kept)
             loop.resources.callback(self._writer.close)
         self._is_open = True
 
+    def _kept(self, found: Sequence[Found]) -> list[Found]:
+        return choose(found, self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
+
     def _save(self, loop: Loop) -> None:
-        """Copy the state, and let the thread write it; a save that is still under way is waited for."""
-        if self._writer and self._writer.is_busy:
-            self._finish(loop)
+        """Wait for the current save, copy the state, and let the thread write it."""
+        if self._writer and self._writer.job:
+            self._finish(loop, self._writer)
         step = loop.progress.step
-        self._number += self._saved is None or self._saved[0] != step  # one that takes the place of another counts once
+        self._number += self._saved is None or self._saved[0] != step  # a second save of a step replaces the first
         self._wanted, self._saved = False, _place(loop.progress.state_dict())
         parts = split(loop.state_dict())
         if self._writer:
             metrics = self._logged.at(step)
-            if len(self._writer.known) >= self.keep_last:  # one will go, and perhaps the best
+            if len(self._writer.known) >= self.keep_last:  # this save removes a checkpoint, perhaps the best
                 self._alarms.check(step, "best", self._logged.problem(is_over=False), over=False)
             facts = {**self._origin, "number": self._number, "metrics": metrics}
             self._writer.start(f"step-{step:08d}", parts, facts)
 
-    def _finish(self, loop: Loop) -> bool:
-        """Wait for the save under way, and tell what became of it; whether it is on the disk.
+    def _finish(self, loop: Loop, writer: Writer) -> bool:
+        """Wait for the current save; return whether it is on the disk.
 
-        Raises StorageError, which ends the run, when it is not; a full disk does so only if the config says so.
+        Raises StorageError, which ends the run, if it is not; for a full disk only if the config says so.
         """
-        assert self._writer
         try:
-            path = self._writer.result()
+            path = writer.result()
         except OSError as error:
-            self._saved, before, self._problem = None, self._problem, self._told(loop, error)
+            self._saved, before, self._problem = None, self._problem, self._failed(loop, error)
             if error.errno not in _FULL or self.disk_full == "stop":
-                raise StorageError(f"{self._problem}\n  {self._writer.last_good()}") from error
+                raise StorageError(f"{self._problem}\n  {writer.last_good()}") from error
             if before is None:
-                where = self._writer.last_good()
+                where = writer.last_good()
                 log.warning("%s\n  %s; the run goes on, and tries at each save", self._problem, where)
             return False
         if self._problem:
@@ -199,11 +207,11 @@ class Checkpoint:
         loop.hook.on_checkpoint(loop=loop, path=path)
         return True
 
-    def _told(self, loop: Loop, error: OSError) -> str:
+    def _failed(self, loop: Loop, error: OSError) -> str:
         return f"no checkpoint could be written in {self._folder(loop)}: {error.strerror or error}"
 
     def _goes_on(self, loop: Loop) -> bool:
-        """Whether this is the run that is in the run directory already."""
+        """Whether the run directory holds an earlier part of this run."""
         return loop.resume is not None and not loop.is_branch
 
     def _folder(self, loop: Loop) -> Path:
@@ -212,7 +220,7 @@ class Checkpoint:
         return loop.run_dir / FOLDER
 
     def _newest(self, source: Path) -> dict[str, Any] | None:
-        """Read the newest checkpoint that is whole, and say which were passed over."""
+        """Return the state of the newest checkpoint that is whole, with a warning for each damaged one."""
         found, problems = find_checkpoints(source)
         for one in found:
             try:

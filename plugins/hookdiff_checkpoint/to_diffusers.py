@@ -1,7 +1,7 @@
-"""A run as a folder that diffusers loads: the model, and a scheduler that makes the steps of the run's sampler.
+"""Writes a run as a folder that diffusers loads: the model, and a scheduler that makes the steps of the run's sampler.
 
-The options of the schedulers are those of diffusers 0.42. A run that none of them can follow is refused: what it made
-there would only look like the run's images.
+The options of the schedulers are those of diffusers 0.42. A sampler that no scheduler reproduces is refused, because
+the images would differ from those of the run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define, field
-from torch import nn
 
 import hookdiff.diffusion as parts
 from hookdiff import Loop, UserError
@@ -20,26 +19,23 @@ from hookdiff.choices import Choice, name_of
 from hookdiff.disk import new_folder, write_file, write_tensors
 from hookdiff_checkpoint.export import plain_tensors
 
-_UNBOUNDED = 1e9  # dynamic thresholding has no largest range here
+_UNBOUNDED = 1e9  # largest range of dynamic thresholding, which has no limit here
 _OTHERWISE = "--to safetensors"
 
 
 @define(frozen=True)
-class Recipe:
-    """What does in diffusers what a run's sampler does here."""
+class Equivalent:
+    """The calls in diffusers that sample as the sampler of a run does."""
 
     scheduler: str  # class
     options: Mapping[str, Any]
-    times: str  # the argument of set_timesteps
+    times: str  # argument of set_timesteps
     step: Mapping[str, Any] = field(factory=dict)  # arguments of each step
-    pipeline: str | None = None  # class that makes these calls for a UNet2DModel without classes
+    pipeline: str | None = None  # class that makes these calls, for a UNet2DModel without classes
 
 
-def recipe_of(loop: Loop) -> Recipe:
-    """Return the recipe for the model and the sampler of `loop`.
-
-    Raises UserError, naming the key, where diffusers has none.
-    """
+def equivalent_of(loop: Loop) -> Equivalent:
+    """Return the calls that sample as the sampler of `loop` does; raises UserError with the key if there are none."""
     kind = type(loop.model)
     if kind.__module__.partition(".")[0] != "diffusers":
         raise UserError(f"--to diffusers: model.use: {kind.__name__} is no class of diffusers; use {_OTHERWISE}")
@@ -52,40 +48,44 @@ def recipe_of(loop: Loop) -> Recipe:
                 f"diffusion.{key}", given, "its pipelines would show images as the network sees them", _OTHERWISE
             )
     _check("diffusion.process", objective.process, (parts.VP, parts.Flow, parts.EDM))
-    recipes: dict[type, Callable[[Any, Any], Recipe]] = {parts.VP: _with_timesteps, parts.Flow: _flow, parts.EDM: _edm}
-    return recipes[type(objective.process)](objective, sampling.fit(objective))
+    kinds: dict[type, Callable[[Any, Any], Equivalent]] = {
+        parts.VP: _with_timesteps,
+        parts.Flow: _flow,
+        parts.EDM: _edm,
+    }
+    return kinds[type(objective.process)](objective, sampling.fit(objective))
 
 
-def write_folder(out: Path, net: nn.Module, recipe: Recipe, shape: Sequence[int], about: Mapping[str, str]) -> str:
-    """Write what `net` holds, and the scheduler, to the folder `out`; return how to use them.
+def write_folder(out: Path, model: Any, sampling: Equivalent, shape: Sequence[int], about: Mapping[str, str]) -> str:
+    """Write `model`, a model of diffusers, and the scheduler to the folder `out`; return the code that uses them.
 
-    `shape` is that of an image, c h w; `about` goes into the metadata of the weights.
+    `shape` is the shape of an image, c h w; `about` goes into the metadata of the weights.
     """
-    diffusers, model = importlib.import_module("diffusers"), _untyped(net)
-    scheduler = getattr(diffusers, recipe.scheduler)(**recipe.options)
+    diffusers = importlib.import_module("diffusers")
+    scheduler = getattr(diffusers, sampling.scheduler)(**sampling.options)
     kind, has_classes = type(model).__name__, bool(getattr(model, "num_classes", 0))
     name = "unet" if kind.startswith("UNet") else "transformer"
-    step = "".join(f", {key}={value}" for key, value in recipe.step.items())
+    step = "".join(f", {key}={value}" for key, value in sampling.step.items())
     with new_folder(out) as folder:
-        if kind == "UNet2DModel":  # which takes any size; a pipeline asks it what to make
+        if kind == "UNet2DModel":  # it takes any size; a pipeline reads here which size to generate
             model.register_to_config(sample_size=shape[-1] if shape[-1] == shape[-2] else list(shape[1:]))
         _write_config(folder / name, model)
-        write_tensors(folder / name / "diffusion_pytorch_model.safetensors", plain_tensors(net), about)
+        write_tensors(folder / name / "diffusion_pytorch_model.safetensors", plain_tensors(model), about)
         _write_config(folder / "scheduler", scheduler)
-        if recipe.pipeline and kind == "UNet2DModel" and not has_classes:
-            _write_config(folder, getattr(diffusers, recipe.pipeline)(unet=model, scheduler=scheduler))
-            return f"{recipe.pipeline}.from_pretrained({str(out)!r})({recipe.times}{step})"
-    why = "models with classes" if has_classes else f"{kind} with {recipe.scheduler}"
+        if sampling.pipeline and kind == "UNet2DModel" and not has_classes:
+            _write_config(folder, getattr(diffusers, sampling.pipeline)(unet=model, scheduler=scheduler))
+            return f"{sampling.pipeline}.from_pretrained({str(out)!r})({sampling.times}{step})"
+    why = "models with classes" if has_classes else f"{kind} with {sampling.scheduler}"
     return (
         f"diffusers has no pipeline for {why}; in a loop of your own:\n"
         f"  model = {kind}.from_pretrained({str(out)!r}, subfolder={name!r})\n"
-        f"  scheduler = {recipe.scheduler}.from_pretrained({str(out)!r}, subfolder='scheduler')\n"
-        f"  scheduler.set_timesteps({recipe.times})\n"
+        f"  scheduler = {sampling.scheduler}.from_pretrained({str(out)!r}, subfolder='scheduler')\n"
+        f"  scheduler.set_timesteps({sampling.times})\n"
         f"  x = scheduler.step(output, t, x{step}).prev_sample, for each t in scheduler.timesteps"
     )
 
 
-def _with_timesteps(objective: Any, sampling: Any) -> Recipe:
+def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:
     process, sampler, spacing, clipping = objective.process, sampling.sampler, sampling.spacing, sampling.clipping
     steps, timesteps = sampling.steps, process.timesteps
     _check("diffusion.prediction", objective.prediction, (parts.Epsilon, parts.Sample, parts.VPrediction))
@@ -97,7 +97,7 @@ def _with_timesteps(objective: Any, sampling: Any) -> Recipe:
         raise _refusal("sampling.steps", steps, why, f"--set sampling.steps={near}")
     options = {
         "num_train_timesteps": timesteps,
-        # Whatever the schedule: it may not know it, and has another way to leave nothing of the image at the end.
+        # For all schedules: diffusers does not know some, and rescales to zero terminal SNR in another way.
         "trained_betas": process.tables.betas.tolist(),
         "prediction_type": objective.prediction.use,  # both libraries have the same names
         "timestep_spacing": spacing.use,
@@ -108,37 +108,37 @@ def _with_timesteps(objective: Any, sampling: Any) -> Recipe:
     _check("sampling.sampler", sampler, (parts.DDIM, parts.DDPM, parts.Euler, parts.DPMSolver2M))
     _check_noise(sampler, "churn")
     if type(sampler) in (parts.DDIM, parts.Euler):
-        # By default it goes on with a noise that does not belong to the clipped image.
+        # By default it continues with a noise that does not belong to the clipped image.
         step = {"eta": getattr(sampler, "eta", 0.0), "use_clipped_model_output": type(clipping) is not parts.NoClipping}
-        return Recipe("DDIMScheduler", {**options, **clamps, "set_alpha_to_one": True}, times, step, "DDIMPipeline")
+        return Equivalent("DDIMScheduler", {**options, **clamps, "set_alpha_to_one": True}, times, step, "DDIMPipeline")
     if type(sampler) is parts.DDPM:
         if sampler.variance == "fixed_large" and type(spacing) is parts.Trailing and steps < timesteps:
             why = "with spacing 'trailing' its DDPMScheduler adds this noise to the image itself"
             way_out = "--set sampling.sampler.variance=fixed_small"
             raise _refusal("sampling.sampler.variance", sampler.variance, why, way_out)
         options |= {**clamps, "variance_type": sampler.variance}
-        return Recipe("DDPMScheduler", options, times, pipeline="DDPMPipeline")
+        return Equivalent("DDPMScheduler", options, times, pipeline="DDPMPipeline")
     _check("sampling.spacing", spacing, (parts.Trailing,))
     if process.ends_in_noise:
         why = "its DPMSolverMultistepScheduler cannot begin where nothing of the image is left"
         raise _refusal("diffusion.process.rescale_betas_zero_snr", True, why, "--set sampling.sampler=ddim")
     if type(clipping) is parts.Clamp:
-        options |= {"thresholding": True, "sample_max_value": 1.0}  # a range of 1 at most: images are clamped
-    return Recipe("DPMSolverMultistepScheduler", options, times, pipeline="DDPMPipeline")
+        options |= {"thresholding": True, "sample_max_value": 1.0}  # a range of at most 1 clamps
+    return Equivalent("DPMSolverMultistepScheduler", options, times, pipeline="DDPMPipeline")
 
 
-def _flow(objective: Any, sampling: Any) -> Recipe:
+def _flow(objective: Any, sampling: Any) -> Equivalent:
     scale, spacing = objective.process.time_scale, sampling.spacing
     _check_free(objective, sampling, parts.FlowPrediction, (parts.Trailing, parts.Shifted))
     if scale != int(scale):
         raise _refusal("diffusion.process.time_scale", scale, "its flow scheduler takes whole numbers", _OTHERWISE)
     shift = spacing.shift if type(spacing) is parts.Shifted else objective.process.shift
-    # Its own times would end at 1 / time_scale, and not at 1 / steps.
+    # The times of the scheduler would end at 1 / time_scale, and not at 1 / steps.
     times = f"sigmas=[1 - i / {sampling.steps} for i in range({sampling.steps})]"
-    return Recipe("FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": int(scale), "shift": shift}, times)
+    return Equivalent("FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": int(scale), "shift": shift}, times)
 
 
-def _edm(objective: Any, sampling: Any) -> Recipe:
+def _edm(objective: Any, sampling: Any) -> Equivalent:
     process = objective.process
     _check_free(objective, sampling, parts.EDMPrediction, (parts.Karras,))
     if process.time_scale != 1:
@@ -149,13 +149,13 @@ def _edm(objective: Any, sampling: Any) -> Recipe:
         "sigma_max": process.sigma_max,
         "sigma_data": objective.prediction.sigma_data,
         "rho": sampling.spacing.rho,
-        "prediction_type": "epsilon",  # as it calls the output of a preconditioned network
+        "prediction_type": "epsilon",  # the scheduler's name for the output of a preconditioned network
     }
-    return Recipe("EDMEulerScheduler", options, f"num_inference_steps={sampling.steps}")
+    return Equivalent("EDMEulerScheduler", options, f"num_inference_steps={sampling.steps}")
 
 
 def _check_free(objective: Any, sampling: Any, prediction: type[Choice], spacings: tuple[type[Choice], ...]) -> None:
-    """Refuse all but Euler's method for `prediction`, without noise and without clipping."""
+    """Refuse every sampler but Euler's method for `prediction`, without noise and without clipping."""
     _check("diffusion.prediction", objective.prediction, (prediction,))
     _check("sampling.sampler", sampling.sampler, (parts.Euler, parts.DDIM))
     _check_noise(sampling.sampler, "churn", "eta")
@@ -172,7 +172,7 @@ def _check_noise(sampler: Any, *options: str) -> None:
 
 
 def _check(key: str, part: Choice, known: tuple[type[Choice], ...]) -> None:
-    """Refuse a part that is of none of the classes `known`; a class derived from one of them may do otherwise."""
+    """Refuse a part that has none of the classes `known`; a derived class may compute something else."""
     if type(part) not in known:
         names = [name_of(kind) for kind in known]
         way_out = f"--set {key}={names[0]}" if key.startswith("sampling.") else _OTHERWISE
@@ -187,7 +187,3 @@ def _refusal(key: str, value: object, why: str, way_out: str) -> UserError:
 def _write_config(folder: Path, part: Any) -> None:
     folder.mkdir(exist_ok=True)
     write_file(folder / part.config_name, part.to_json_string().encode())
-
-
-def _untyped(model: Any) -> Any:
-    return model

@@ -1,4 +1,4 @@
-"""Writes checkpoints on a thread."""
+"""Writes checkpoints on a thread, from a copy of the state in memory."""
 
 from __future__ import annotations
 
@@ -11,61 +11,115 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import define, field
+from torch import Tensor
 
-from hookdiff.disk import make_folder
+from hookdiff import UserError
+from hookdiff.disk import check_tensors, flatten, make_folder
 from hookdiff_checkpoint.folder import Found, Parts, write_checkpoint
 from hookdiff_checkpoint.keep import remove
-from hookdiff_checkpoint.snapshot import Staging, num_bytes
 
 log = logging.getLogger("hookdiff")
 
-_SPARE = 1 << 20  # bytes, beside the tensors: manifest, headers, folders
+_SPARE = 1 << 20  # bytes for manifest, headers and folders
+
+
+def split(state: Mapping[str, Any]) -> Parts:
+    """Return the parts of the state of a loop; the tensors are not copied, all other values are.
+
+    Raises UserError for a value that no file can hold.
+    """
+    parts = {name: content for name, content in state.items() if name != "plugins"}
+    parts |= {f"plugins/{name}": content for name, content in state["plugins"].items()}
+    result = {}
+    for name, content in parts.items():
+        try:
+            tensors, values = flatten(content, name)
+            check_tensors({f"{name}/{key}": tensor for key, tensor in tensors.items()})
+        except TypeError as error:
+            raise UserError(f"this run cannot be saved: {error}") from None
+        result[name] = tensors, values
+    return result
+
+
+class Staging:
+    """Memory on the host that all snapshots share, page-locked for tensors of a GPU.
+
+    The copies from a GPU are queued after the step that made the values and before the next step, so the host need not
+    wait for them; `wait` does.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._events: list[torch.cuda.Event] = []
+
+    def copy(self, parts: Parts) -> Parts:
+        """Return `parts` with copied tensors, which overwrite those of an earlier call."""
+        before, self._buffers = self._buffers, {}
+        sources, targets, result = [], [], {}
+        seen: dict[Any, Tensor] = {}  # tied weights are copied once
+        for part, (tensors, values) in parts.items():
+            copies = {}
+            for name, tensor in tensors.items():
+                tensor = tensor.detach()
+                same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+                if same not in seen or not tensor.numel():
+                    buffer = before.get((part, name))
+                    if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                        buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                    self._buffers[part, name] = seen[same] = buffer
+                    sources.append(tensor)
+                    targets.append(buffer)
+                copies[name] = seen[same]
+            result[part] = copies, values
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=source.is_cuda)
+        self._events = [
+            torch.cuda.current_stream(device).record_event()
+            for device in {source.device for source in sources if source.is_cuda}
+        ]
+        return result
+
+    def wait(self) -> None:
+        """Wait until the copies are complete."""
+        for event in self._events:
+            event.synchronize()
 
 
 @define(eq=False)
 class Writer:
-    """Writes the checkpoints of one run, one at a time, and removes those that `choose` does not keep."""
+    """Writes the checkpoints of one run, one at a time, and removes those that `choose` does not return."""
 
     folder: Path
-    known: dict[Path, Found]  # the run's own; the thread's while a save is under way
-    choose: Callable[[Sequence[Found]], list[Found]]  # of those that are there, newest first, who stays
+    known: dict[Path, Found]  # checkpoints of the run; used by the thread alone during a save
+    choose: Callable[[Sequence[Found]], list[Found]]  # returns the checkpoints to keep, given all, newest first
     _staging: Staging = field(factory=Staging, init=False)
     _pool: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
-    _job: Future[Path] | None = field(default=None, init=False)  # the save under way
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is a save whose `result` has not been asked for."""
-        return self._job is not None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether there is such a save, and nothing to wait for."""
-        return self._job is not None and self._job.done()
+    job: Future[Path] | None = field(default=None, init=False)  # current save, until its `result` is taken
 
     def start(self, name: str, parts: Parts, facts: Mapping[str, Any]) -> None:
         """Copy `parts` in memory, and let the thread write the copy to the folder `name`."""
-        assert self._job is None, "two saves at once"
-        self._job = self._pool.submit(self._write, self.folder / name, self._staging.copy(parts), facts)
+        assert self.job is None, "two saves at once"
+        self.job = self._pool.submit(self._write, self.folder / name, self._staging.copy(parts), facts)
 
     def result(self) -> Path:
-        """Wait for the save under way, and return where it is; raises what stopped it."""
-        assert self._job
-        job, self._job = self._job, None
+        """Wait for the current save, and return its path or raise its error."""
+        assert self.job
+        job, self.job = self.job, None
         return job.result()
 
     def last_good(self) -> str:
-        """Return in words which checkpoint a run can go on from."""
-        there = self._newest_first()
-        return f"the last good one is {there[0].path}" if there else "there is none yet"
+        """Return a sentence about the newest checkpoint from which a run can resume."""
+        found = self._newest_first()
+        return f"the last good one is {found[0].path}" if found else "there is none yet"
 
     def close(self) -> None:
-        """Wait for the thread."""
+        """Wait for the thread to end."""
         self._pool.shutdown()
 
     def _write(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> Path:
-        """On the thread."""
+        """Run on the thread."""
         self._staging.wait()
         try:
             self._write_once(path, parts, facts)
@@ -77,22 +131,23 @@ class Writer:
         return path
 
     def _write_once(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> None:
-        if shutil.disk_usage(self.folder).free < num_bytes(parts) + _SPARE:
+        size = sum(tensor.numel() * tensor.itemsize for tensors, _ in parts.values() for tensor in tensors.values())
+        if shutil.disk_usage(self.folder).free < size + _SPARE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.known[path] = write_checkpoint(path, parts, facts)
 
     def prune(self) -> None:
-        """Remove what is not kept, while no save is under way."""
-        there = self._newest_first()  # who has gone by another hand must not count
-        kept = self.choose(there)
+        """Remove the checkpoints that are not kept. Not to be called during a save."""
+        found = self._newest_first()  # a checkpoint that the user has removed does not count
+        kept = self.choose(found)
         self.known = {one.path: one for one in kept}
-        for one in there:
+        for one in found:
             if one not in kept:
                 try:
                     remove(one.path)
-                except OSError as error:  # what was just written is no less good
+                except OSError as error:  # the new checkpoint is good all the same
                     log.warning("%s cannot be removed: %s", one.path, error.strerror or error)
 
     def _newest_first(self) -> list[Found]:
-        there = [one for one in self.known.values() if one.path.exists()]
-        return sorted(there, key=lambda one: (one.place, one.number), reverse=True)
+        found = [one for one in self.known.values() if one.path.exists()]
+        return sorted(found, key=lambda one: (one.place, one.number), reverse=True)

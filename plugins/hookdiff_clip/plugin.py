@@ -14,9 +14,9 @@ from hookdiff_clip.rules import Norm, Rule, to_rule
 
 @define(eq=False)
 class Clip:
-    """Makes gradients that are too large smaller, once a step, at true scale."""
+    """Clips the gradients once per step, at their true scale."""
 
-    rule: Rule = field(default=Norm(), converter=to_rule, metadata=about("how they are made smaller"))
+    rule: Rule = field(default=Norm(), converter=to_rule, metadata=about("rule by which gradients are clipped"))
     moved_keys: ClassVar[Mapping[str, str]] = {
         "mode": "rule = 'adaptive'",
         "statistic": "rule = 'adaptive', 'percentile' or 'zscore'",
@@ -30,7 +30,7 @@ class Clip:
         "min_weight": "rule = { use = 'agc', min_weight = 1e-3 }",
         "exclude": "rule = { use = 'agc', exclude = ['out.*'] }",
     }
-    _running: Rule = field(init=False)  # the run's own copy of the rule, with its state
+    _running: Rule = field(init=False)  # copy of the rule for this run, with its state
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -42,10 +42,10 @@ class Clip:
         self._running.clip_(loop)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the rule, and which rule it is of."""
+        """Return the name of the rule and its state."""
         return {"rule": self.rule.use, "state": self._running.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the state of the same rule; another rule begins anew."""
+        """Restore the state of the same rule; the state of another rule is ignored."""
         if state["rule"] == self.rule.use:
             self._running.load_state_dict(state["state"])

@@ -1,4 +1,4 @@
-"""Rules: how gradients that are too large become smaller."""
+"""Rules of gradient clipping."""
 
 from __future__ import annotations
 
@@ -19,37 +19,40 @@ from hookdiff_clip.units import Units
 
 @define
 class Rule(Choice, ABC):
-    """Makes gradients smaller.
+    """A way to clip gradients.
 
-    An attrs class: its init fields are the options, and each run makes a new one of them. So other fields may be state.
+    A rule is an attrs class: its init fields are the options, and all other fields are the state of a run, which makes
+    a copy of its own.
     """
 
     kind = "clip_rule"
     default = "norm"
 
     def start(self, loop: Loop) -> None:
-        """Prepare for the gradients of `loop`; called when it starts."""
+        """Prepare for the gradients of `loop`; called when the loop starts."""
 
     @abstractmethod
     def clip_(self, loop: Loop) -> None:
         """Change the gradients of `loop` in place, and log `clip/share`, the share that was clipped."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next steps follow from, beside the options."""
+        """Return the state that a resumed run needs."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved state."""
+        """Restore a saved state."""
 
 
 @define
 class Norm(Rule):
-    """All by one factor, so that their L2 norm is at most `max_norm` (Pascanu et al. 2013, arXiv 1211.5063).
+    """Scale all gradients by one factor, so that their L2 norm is at most `max_norm` (Pascanu et al. 2013).
 
-    Exactly at most, where torch's clip_grad_norm_ divides by the norm + 1e-6.
+    See arXiv 1211.5063. The bound is exact, while torch's clip_grad_norm_ divides by the norm + 1e-6.
     """
 
-    max_norm: float = field(default=1.0, validator=gt(0), metadata=about("L2, of all gradients together; may be inf"))
+    max_norm: float = field(
+        default=1.0, validator=gt(0), metadata=about("largest L2 norm of all gradients; may be inf")
+    )
 
     @property
     def threshold(self) -> float:
@@ -61,12 +64,12 @@ class Norm(Rule):
         if norm > threshold:
             loop.gradients.scale_(threshold / norm)
         loop.log.average({"clip/share": float(norm > threshold)})
-        if math.isfinite(threshold):  # max_norm = inf: there is none while the norms are not known
+        if math.isfinite(threshold):
             loop.log.average({"clip/threshold": threshold})
         self.follow(min(norm, threshold))
 
     def follow(self, norm: float) -> None:
-        """Take in the norm of a step, as clipped."""
+        """Adapt the threshold to the norm of one step after clipping."""
 
 
 def _below_max(rule: Any, option: Attribute[float], value: float) -> None:
@@ -76,12 +79,12 @@ def _below_max(rule: Any, option: Attribute[float], value: float) -> None:
 
 @define
 class Following(Norm):
-    """A rule whose threshold follows the norms of the run, as clipped: a spike cannot raise it much."""
+    """A rule with a threshold that follows the norms after clipping, so that a spike cannot raise it much."""
 
     min_norm: float = field(default=0.0, validator=[ge(0), _below_max], metadata=about("lowest threshold"))
-    warmup: int = field(default=100, validator=ge(1), metadata=about("at first, with `max_norm`", "updates"))
-    _count: int = field(default=0, init=False, eq=False)  # updates seen
-    _past: list[float] = field(factory=list, init=False, eq=False)  # what is kept of their norms
+    warmup: int = field(default=100, validator=ge(1), metadata=about("updates with `max_norm` as the threshold"))
+    _count: int = field(default=0, init=False, eq=False)  # updates so far
+    _past: list[float] = field(factory=list, init=False, eq=False)  # summary of their norms
 
     @property
     def threshold(self) -> float:
@@ -95,11 +98,11 @@ class Following(Norm):
 
     @abstractmethod
     def keep(self, past: list[float], norm: float) -> list[float]:
-        """Return what `past`, empty at first, becomes with the norm of one more update."""
+        """Return the summary `past`, which is empty at first, with the norm of one more update."""
 
     @abstractmethod
     def usual(self, past: list[float]) -> float:
-        """Return the threshold that follows from `past`."""
+        """Return the threshold that follows from the summary `past`."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self._count, "past": self._past}
@@ -110,10 +113,12 @@ class Following(Norm):
 
 @define
 class Adaptive(Following):
-    """As "norm", with a threshold that follows the running mean of the norm."""
+    """As "norm", with a threshold that follows the running mean of the norms."""
 
-    factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over mean; 1 or less: it only falls"))
-    decay: float = field(default=0.99, validator=[ge(0), lt(1)], metadata=about("of the mean, per update"))
+    factor: float = field(
+        default=2.0, validator=gt(0), metadata=about("threshold over mean; at 1 or less it can only fall")
+    )
+    decay: float = field(default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the mean per update"))
 
     def keep(self, past: list[float], norm: float) -> list[float]:
         return [self.decay * (past[0] if past else 0.0) + (1 - self.decay) * norm]
@@ -124,9 +129,9 @@ class Adaptive(Following):
 
 @define
 class Windowed(Following):
-    """A rule whose threshold follows the last norms."""
+    """A rule with a threshold that follows the newest norms."""
 
-    window: int = field(default=100, validator=ge(2), metadata=about("how many norms are looked at", "updates"))
+    window: int = field(default=100, validator=ge(2), metadata=about("number of newest norms", "updates"))
 
     def keep(self, past: list[float], norm: float) -> list[float]:
         return [*past, norm][-self.window :]
@@ -134,9 +139,9 @@ class Windowed(Following):
 
 @define
 class Percentile(Windowed):
-    """As "norm", with a threshold that follows a percentile of the last norms."""
+    """As "norm", with a threshold that follows a percentile of the newest norms."""
 
-    percentile: float = field(default=90.0, validator=between(0, 100), metadata=about("which one, 0 to 100"))
+    percentile: float = field(default=90.0, validator=between(0, 100), metadata=about("the percentile, 0 to 100"))
     factor: float = field(default=2.0, validator=gt(0), metadata=about("threshold over percentile"))
 
     def usual(self, past: list[float]) -> float:
@@ -149,9 +154,11 @@ class Percentile(Windowed):
 
 @define
 class ZScore(Windowed):
-    """As "norm", with a threshold that follows mean and standard deviation of the last norms."""
+    """As "norm", with a threshold that follows the mean and the standard deviation of the newest norms."""
 
-    deviations: float = field(default=3.0, validator=ge(0), metadata=about("standard deviations above the mean"))
+    deviations: float = field(
+        default=3.0, validator=ge(0), metadata=about("standard deviations from mean to threshold")
+    )
 
     def usual(self, past: list[float]) -> float:
         mean = math.fsum(past) / len(past)
@@ -161,9 +168,9 @@ class ZScore(Windowed):
 
 @define
 class Value(Rule):
-    """Each entry on its own, to [-max_value, max_value]."""
+    """Clamp each entry to [-max_value, max_value]."""
 
-    max_value: float = field(default=1.0, validator=gt(0), metadata=about("largest size of an entry"))
+    max_value: float = field(default=1.0, validator=gt(0), metadata=about("largest absolute value of an entry"))
 
     def clip_(self, loop: Loop) -> None:
         tensors = loop.gradients.tensors()
@@ -177,11 +184,13 @@ class Value(Rule):
 
 @define
 class AGC(Rule):
-    """Each output unit's gradient by the norm of the unit's weights (Brock et al. 2021, arXiv 2102.06171, eq. 3)."""
+    """Clip the gradient of each output unit by the norm of its weights (Brock et al. 2021, arXiv 2102.06171, eq. 3)."""
 
-    factor: float = field(default=0.01, validator=gt(0), metadata=about("norm of gradient over norm of weights"))
-    min_weight: float = field(default=1e-3, validator=gt(0), metadata=about("norm that weights count for at least"))
-    exclude: tuple[str, ...] = field(default=(), metadata=about("patterns of parameters that are left alone"))
+    factor: float = field(
+        default=0.01, validator=gt(0), metadata=about("largest norm of gradient over norm of weights")
+    )
+    min_weight: float = field(default=1e-3, validator=gt(0), metadata=about("lower bound of the norm of weights"))
+    exclude: tuple[str, ...] = field(default=(), metadata=about("patterns of parameters that are not clipped"))
     _units: Units = field(init=False, eq=False, repr=False)
 
     def start(self, loop: Loop) -> None:
@@ -203,5 +212,5 @@ Rule.known = {
 
 
 def to_rule(value: Rule | str) -> Rule:
-    """Return the rule that `value` is, or names."""
+    """Return the rule `value`, or the rule with the name `value`."""
     return Rule.of(value)

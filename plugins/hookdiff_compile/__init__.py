@@ -1,4 +1,4 @@
-"""The model compiled by torch, in place."""
+"""Compiles the model in place."""
 
 from hookdiff_compile.plugin import Compile
 

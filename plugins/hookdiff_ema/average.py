@@ -1,4 +1,4 @@
-"""One moving average of the weights."""
+"""One moving average of the weights, and the averages that the keys of a config describe."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import Attribute, define, field
 from torch import Tensor
 
-_INTEGERS = {4: torch.int32, 8: torch.int64}  # by the size of what they show the bits of
+from hookdiff_ema.profiles import Warmup, gamma_of, half_life_decay, power_decay
+
+Length = float | list[float] | None  # how long one average, or several, remember
+
+_DECAY = 0.999  # if no length is given
+_INTEGERS = {4: torch.int32, 8: torch.int64}  # type of the bits of a number, by its size in bytes
 
 
 @define(eq=False)
 class Average:
-    """shadow <- decay * shadow + (1 - decay) * weights, in at least float32: in bf16 with decay 0.9999 it never moves.
+    """shadow <- decay * shadow + (1 - decay) * weights, in at least float32: in bf16 a decay of 0.9999 changes nothing.
 
     The weights must be in the order of the shadow.
     """
 
     label: str  # "std=0.05"
-    prefix: str  # of what it logs
+    prefix: str  # of the names of its logged values
     decay: Callable[[int], float]  # at update n, counted from 0
     std: float | None = None  # of a power-function average
     shadow: dict[str, Tensor] = field(init=False)  # by parameter name
-    still: Tensor | float = field(default=0.0, init=False)  # updates for which it has not moved
+    still: Tensor | float = field(default=0.0, init=False)  # number of updates since the shadow last changed
     _values: list[Tensor] = field(init=False)
-    _seen: Tensor | int | None = field(default=None, init=False)  # sum of all bits, at the last look
+    _seen: Tensor | int | None = field(default=None, init=False)  # sum of all bits at the last check
 
     def start(self, weights: Mapping[str, Tensor]) -> None:
         """Begin with a copy of `weights`."""
@@ -34,20 +39,20 @@ class Average:
         self._values = list(self.shadow.values())
 
     def update(self, weights: list[Tensor], num_updates: int) -> None:
-        """Take in `weights`, `num_updates` updates having been made."""
+        """Include `weights`, after `num_updates` earlier updates."""
         torch._foreach_lerp_(self._values, weights, 1 - self.decay(num_updates))
 
     def distance(self, weights: list[Tensor]) -> Tensor:
         """Return |weights - shadow| / |weights|, L2 over all parameters: scalar, on the device.
 
-        0 for long means that the average never moved; near 1, that it has lost the weights.
+        A value that stays at 0 means that the average never moved; near 1, that it has lost the weights.
         """
         apart = torch._foreach_norm(torch._foreach_sub(weights, self._values))
         distance: Tensor = _total(apart) / _total(torch._foreach_norm(weights))
         return distance
 
-    def look(self, updates: int) -> Tensor:
-        """Return for how many updates it has not moved; `updates` were made since the last look."""
+    def count_still(self, updates: int) -> Tensor:
+        """Return the number of updates since the shadow last changed; `updates` were made since the last call."""
         now = torch.stack([_bits(value).sum() for value in self._values]).sum()
         moved = torch.ones_like(now) if self._seen is None else now != self._seen
         self.still = torch.where(moved.bool(), 0.0, self.still + updates)
@@ -56,7 +61,7 @@ class Average:
 
     @property
     def looks(self) -> list[float | int | None]:
-        """What the next look goes on from. Costs a transfer."""
+        """The state of `count_still`. Costs a transfer."""
         return [float(self.still), None if self._seen is None else int(self._seen)]
 
     @looks.setter
@@ -72,3 +77,50 @@ def _bits(value: Tensor) -> Tensor:
 def _total(norms: Sequence[Tensor]) -> Tensor:
     total: Tensor = torch.linalg.vector_norm(torch.stack(tuple(norms)))
     return total
+
+
+def each(*checks: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Attribute[Any], Length], None]:
+    """Return a validator of a number, or of each number in a list that is not empty."""
+
+    def check(instance: object, attribute: Attribute[Any], value: Length) -> None:
+        if value == []:
+            raise ValueError(f"{attribute.name} is an empty list")
+        for number in _listed(value):
+            for one in checks:
+                one(instance, attribute, number)
+
+    return check
+
+
+def make_averages(name: str, decay: Length, half_life: Length, std: Length, warmup: Warmup) -> list[Average]:
+    """Return the averages: first the one that is given by a number, then those of the lists.
+
+    The first logs under `name`, the others under `name` and their label. The `warmup` applies to a decay and to a
+    half-life. Raises ValueError for two numbers, and for two equal averages.
+    """
+    lengths = {"decay": decay, "half_life": half_life, "std": std}
+    given = {key: value for key, value in lengths.items() if value is not None} or {"decay": _DECAY}
+    numbers = [key for key, value in given.items() if not isinstance(value, (list, tuple))]
+    if len(numbers) > 1:
+        raise ValueError(f"{' and '.join(numbers)} both say how long one average is; set one, or lists for several")
+    averages: dict[str, Average] = {}
+    for key in sorted(given, key=lambda key: key not in numbers):
+        for value in _listed(given[key]):
+            label = f"{key}={value}".removesuffix(".0")
+            if label in averages:
+                raise ValueError(f"{label} is there twice")
+            prefix = f"{name}/{label}" if averages else name
+            averages[label] = Average(label, prefix, _decay(key, value, warmup), value if key == "std" else None)
+    return list(averages.values())
+
+
+def _decay(key: str, value: float, warmup: Warmup) -> Callable[[int], float]:
+    if key == "std":
+        gamma = gamma_of(value)
+        return lambda n: power_decay(n + 1, gamma)
+    decay = half_life_decay(value) if key == "half_life" else value
+    return lambda n: min(decay, warmup.highest(n))
+
+
+def _listed(value: Length) -> list[float]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,44 +17,58 @@ from torch import Tensor
 from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hookimpl, parse_every
 from hookdiff.findings import judge, listed, warning
 from hookdiff.options import about
-from hookdiff_ema.average import Average
-from hookdiff_ema.lengths import Length, each, make_averages
+from hookdiff_ema.average import Average, Length, each, make_averages
 from hookdiff_ema.profiles import MAX_STD, Ratio, Warmup, to_warmup
-from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, snapshot_path, write_snapshot
+from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, write_snapshot
 from hookdiff_ema.weights import Weights
 
 NAME = "ema"  # of the first average, in a SampleRequest
-# In the state, beside the model's keys.
+# Keys of the state, beside those of the model.
 NUM_UPDATES, LABELS, FURTHER = "ema.num_updates", "ema.labels", "ema.averages"
 LOOKS, ALARMS = "ema.looks", "ema.alarms"
-STILL = "ema/still"  # in the log: updates for which an average has not moved, the most of all
+STILL = "ema/still"  # logged: number of updates since an average last changed, the largest of all averages
 MANY = 200  # updates without a change that are reported
-BACK = 0.8  # of max_distance: below, the average has found the weights again
+BACK = 0.8  # share of max_distance below which the average has found the weights again
 
 log = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
 class EMA:
-    """Keeps moving averages of the weights and samples with the first, or with the one that is asked for.
+    """Keeps moving averages of the weights, to sample with.
 
-    After every update that changed the weights, shadow <- decay * shadow + (1 - decay) * weights. The shadow is
-    float32 whatever the weights are, tied weights are in it once, and steps that are void or skipped do not move it.
+    After every update that changes the weights, shadow <- decay * shadow + (1 - decay) * weights. The shadow has at
+    least float32, holds tied weights once, and does not change in void or skipped steps.
 
-    How long it remembers is said as a decay, as a half-life, or as the width of a power function that grows with the
-    training (Karras et al. 2024, arXiv 2312.02696, eq. 2). A number is the first average; a list holds several, of
-    each key, in this order: decay, half_life, std. Snapshots of two widths are enough to make others after training
-    (`hookdiff ema`).
+    The length of an average is a decay, a half-life, or the width of a power function that grows with the training
+    (Karras et al. 2024, arXiv 2312.02696, eq. 2). A number is the first average; lists are further ones, in this order:
+    decay, half_life, std. From snapshots of two widths, `hookdiff ema` makes averages of other widths after training.
     """
 
-    decay: Length = field(default=None, validator=each(ge(0), lt(1)))  # per update; 0.999 if no length is set
-    half_life: Length = field(default=None, validator=each(gt(0), lt(math.inf)))  # updates
-    std: Length = field(default=None, validator=each(gt(0), le(MAX_STD)))  # of the training time
-    warmup: Warmup = field(default=Ratio(), converter=to_warmup, metadata=about("of decays; std needs none"))
-    device: Literal["model", "cpu"] = "model"  # where the averages are
-    max_distance: float = field(default=0.5, validator=gt(0))  # |weights - average| / |weights| above which it warns
-    snapshot_every: Every = field(default=Every(0), converter=parse_every)  # of each std; 0: none
-    snapshot_dtype: Literal["float32", "float16"] = "float32"
+    decay: Length = field(
+        default=None, validator=each(ge(0), lt(1)), metadata=about("decay per update; 0.999 if no length is given")
+    )
+    half_life: Length = field(
+        default=None, validator=each(gt(0), lt(math.inf)), metadata=about("half-life, in place of a decay", "updates")
+    )
+    std: Length = field(
+        default=None, validator=each(gt(0), le(MAX_STD)), metadata=about("width over the training time, at most 0.2886")
+    )
+    warmup: Warmup = field(
+        default=Ratio(), converter=to_warmup, metadata=about("how `decay` or `half_life` rises; `std` needs no warm-up")
+    )
+    device: Literal["model", "cpu"] = field(
+        default="model", metadata=about('"model": on the device of the model; "cpu": saves memory of the GPU')
+    )
+    max_distance: float = field(
+        default=0.5, validator=gt(0), metadata=about("relative distance from the weights at which to warn")
+    )
+    snapshot_every: Every = field(
+        default=Every(0), converter=parse_every, metadata=about("how often to write each `std` to `RUN/ema`; 0: never")
+    )
+    snapshot_dtype: Literal["float32", "float16"] = field(
+        default="float32", metadata=about('"float32", or "float16": half the size, relative error 2e-4')
+    )
     moved_keys: ClassVar[Mapping[str, str]] = {
         "inv_gamma": "warmup = { use = 'power', inv_gamma = 1.0 }",
         "power": "warmup = { use = 'power', power = 0.75 }",
@@ -61,28 +76,29 @@ class EMA:
     num_updates: int = field(default=0, init=False)
     _averages: list[Average] = field(init=False)
     _weights: Weights = field(init=False)
-    _taken: list[Tensor] = field(init=False)  # the values of the weights, where and as the averages take them
-    _pending: bool = field(default=False, init=False)  # weights are on their way that are in no average yet
+    _taken: list[Tensor] = field(init=False)  # values of the weights, with the device and dtype of the averages
+    _pending: bool = field(default=False, init=False)  # weights were fetched that are in no average yet
     _due: Due = field(init=False)
-    _snapped: int | None = field(default=None, init=False)  # the step of the newest snapshot
-    _cleared: bool = field(default=False, init=False)  # of snapshots of steps that were undone
+    _folder: Path = field(init=False)  # of the snapshots
+    _snapped: int | None = field(default=None, init=False)  # step of the newest snapshot
+    _cleared: bool = field(default=False, init=False)  # snapshots of undone steps have been removed
     _alarms: Alarms = field(factory=Alarms, init=False)
 
     def __attrs_post_init__(self) -> None:
         if self.snapshot_every.amount and self.std is None:
-            raise ValueError("snapshot_every needs std: only power functions can be put together after training")
+            raise ValueError("snapshot_every needs std: only power functions can be combined after training")
         self._averages = make_averages(NAME, self.decay, self.half_life, self.std, self.warmup)
 
     @property
     def shadow(self) -> dict[str, Tensor]:
         """The first average, by parameter name."""
-        self._settle()
-        return self._averages[0].shadow
+        return self._settled(self._averages[0])
 
     @hookimpl(tryfirst=True)
     def on_start(self, loop: Loop) -> None:
         if self.snapshot_every.amount and loop.run_dir is None:
             raise UserError("plugins.ema.snapshot_every needs a place for files: Loop(..., run_dir=Path('runs/mine'))")
+        self._folder = (loop.run_dir or Path()) / FOLDER
         self._weights = Weights(loop.model, torch.device("cpu") if self.device == "cpu" else None)
         self._taken = list(self._weights.tensors.values())
         self._due = Due(self.snapshot_every)
@@ -100,7 +116,7 @@ class EMA:
             self._log(loop)
 
     def _settle(self) -> None:
-        """Take the weights that were fetched last into the averages."""
+        """Update the averages with the weights that were fetched last."""
         if self._pending:
             self._weights.wait()
             for average in self._averages:
@@ -110,7 +126,7 @@ class EMA:
 
     def _log(self, loop: Loop) -> None:
         self._settle()
-        still = [average.look(loop.config.log_every) for average in self._averages]
+        still = [average.count_still(loop.config.log_every) for average in self._averages]
         loop.log({STILL: torch.stack(still).max()}, detail=True)
         for average in self._averages:
             loop.log({f"{average.prefix}/decay": average.decay(self.num_updates - 1)}, detail=True)
@@ -123,7 +139,7 @@ class EMA:
             return
         lost = self._weights.replaced()
         what = f"ema: parameters were replaced, and the average follows the old ones: {listed(lost, 3)}"
-        remedy = "to change them in place (copy_), or in the hook prepare_model, before the average begins"
+        remedy = "to change them in place (copy_), or in the hook prepare_model"
         self._alarms.check(step, "replaced", Finding("warning", what, "", remedy) if lost else None)
         for average in self._averages:
             distance = values[f"{average.prefix}/distance"]
@@ -133,12 +149,12 @@ class EMA:
                 f"distance {distance:.2g}", warning(is_lost, what, "a shorter average or a warmup, if the loss is fine")
             )
             self._alarms.check(step, f"{average.prefix}/distance", far, over=over)
-            # Which one stands still is only asked when one does.
+            # `still` of one average costs a transfer, which is made only if one has not moved.
             is_still = values[STILL] >= MANY and float(average.still) >= MANY
             what = f"ema: the average {average.label} has not moved for {values[STILL]:.0f} updates"
-            why, remedy = "nor have the weights", "a learning rate above 0"
+            why, remedy = "neither have the weights", "a learning rate above 0"
             if distance:
-                why, remedy = "the weights have: its decay is too near to 1", "a lower decay"
+                why, remedy = "the weights have moved: its decay is too close to 1", "a lower decay"
             self._alarms.check(step, f"{average.prefix}/still", judge(why, warning(is_still, what, remedy)))
 
     @hookimpl
@@ -153,7 +169,7 @@ class EMA:
     @hookimpl(trylast=True, specname="after_optimizer_step")
     def snapshot_after_step(self, loop: Loop) -> None:
         if self.snapshot_every.amount and loop.is_main and not self._cleared:
-            remove_later(self._folder(loop), loop.progress.step)
+            remove_later(self._folder, loop.progress.step)
             self._cleared = True
         if self._due.after_step(loop.progress.step):
             self._snapshot(loop)
@@ -176,7 +192,7 @@ class EMA:
         self._snapped = step
         for average in self._averages:
             if average.std is not None:
-                path = snapshot_path(self._folder(loop), step, average.std)
+                path = self._folder / f"step-{step:08d}-std={average.std}.safetensors"
                 snapshot = Snapshot(path, average.std, step, start, self.snapshot_dtype)
                 values = self._weights.in_model_keys(average.shadow)
                 try:
@@ -184,12 +200,8 @@ class EMA:
                 except OSError as error:
                     log.warning("ema: %s cannot be written: %s", path, error.strerror or error)
 
-    def _folder(self, loop: Loop) -> Any:
-        assert loop.run_dir is not None
-        return loop.run_dir / FOLDER
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the first average under the model's own keys, the others beside it, and the count of updates."""
+        """Return the first average under the keys of the model, the others, and the number of updates."""
         self._settle()
         first, *others = (self._weights.in_model_keys(average.shadow) for average in self._averages)
         labels = [average.label for average in self._averages]
@@ -203,33 +215,23 @@ class EMA:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up saved averages; raises UserError when they are others, or of another model."""
+        """Restore saved averages. Raises UserError if they have other lengths, or belong to another model."""
         self._pending = False
-        saved, own = list(state.get(LABELS, [])), [average.label for average in self._averages]
-        if not _goes_on(saved, own):
+        saved, own = state[LABELS], [average.label for average in self._averages]
+        # A decay may differ, as any hyper-parameter may; a power function must be the same from its first step.
+        if len(saved) != len(own) or any(a != b and "std=" in a + b for a, b in zip(saved, own, strict=True)):
             raise UserError(
-                f"the checkpoint has the averages {', '.join(saved) or 'of an older version'}, the run has "
-                f"{', '.join(own)}; to start them fresh from the restored weights add --fresh {NAME}"
+                f"the checkpoint has the averages {', '.join(saved)}, the run has {', '.join(own)}; "
+                f"to start them fresh from the restored weights add --fresh {NAME}"
             )
         first = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         others = [state[FURTHER][label] for label in saved[1:]]
-        for average, values in zip(self._averages, [first, *others], strict=True):
+        for average, values, looks in zip(self._averages, [first, *others], state[LOOKS], strict=True):
             if differing := values.keys() ^ self._weights.in_model_keys(average.shadow).keys():
                 raise UserError(f"the saved average is of another model; only one of them has {min(differing)!r}")
             for name, value in average.shadow.items():
                 value.copy_(values[name])
-        for average, looks in zip(self._averages, state.get(LOOKS, []), strict=False):  # older checkpoints have none
             average.looks = looks
         self._alarms.load_state_dict(state[ALARMS])
         self.num_updates = state[NUM_UPDATES]
         self._snapped, self._cleared = None, False
-
-
-def _goes_on(saved: Sequence[str], own: Sequence[str]) -> bool:
-    """Whether the averages of a run can go on from saved ones.
-
-    A decay may be another than it was, as any hyper-parameter; a power function is one from its first step on.
-    """
-    if len(saved) != len(own):
-        return False
-    return all(a == b or not (a + b).count("std=") for a, b in zip(saved, own, strict=True))

@@ -1,4 +1,4 @@
-"""How much an average remembers of each step: decays, warm-ups and the power functions of EDM2.
+"""The weight of each step in an average: decays, warm-ups and the power functions of EDM2.
 
 EDM2 is Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", arXiv 2312.02696,
 section 3.
@@ -18,25 +18,25 @@ from numpy.typing import NDArray
 from hookdiff.choices import Choice
 from hookdiff.options import about
 
-MAX_STD = math.sqrt(1 / 12)  # of a power function with gamma 0: all steps count alike
+MAX_STD = math.sqrt(1 / 12)  # width of the power function with gamma 0, in which all steps count alike
 
 Floats = NDArray[np.float64]
 
 
 def half_life_decay(half_life: float) -> float:
-    """Return the decay per update with which a weight counts half after `half_life` > 0 updates."""
+    """Return the decay per update for which a weight counts half after `half_life` > 0 updates."""
     return float(0.5 ** (1 / half_life))
 
 
 class Warmup(Choice, ABC):
-    """How a decay rises to its value: an average that is young forgets fast."""
+    """How a decay rises to its value, so that a young average forgets fast."""
 
     kind = "ema_warmup"
     default = "ratio"
 
     @abstractmethod
     def highest(self, num_updates: int) -> float:
-        """Return the most that a decay is after `num_updates` >= 0 updates: in [0, 1]."""
+        """Return the upper limit of a decay after `num_updates` >= 0 updates, in [0, 1]."""
 
 
 @define(frozen=True)
@@ -49,10 +49,12 @@ class Ratio(Warmup):
 
 @define(frozen=True)
 class Power(Warmup):
-    """At most 1 - (1 + n / inv_gamma)^-power at update n; 0 at first, which copies the weights."""
+    """At most 1 - (1 + n / inv_gamma)^-power at update n; this is 0 at first, which copies the weights."""
 
     inv_gamma: float = field(default=1.0, validator=gt(0), metadata=about("unit of n in the formula", "updates"))
-    power: float = field(default=0.75, validator=gt(0), metadata=about("0.999 at 10,000 updates; with 2/3 at 31,600"))
+    power: float = field(
+        default=0.75, validator=gt(0), metadata=about("exponent; 0.75 reaches 0.999 at 10,000 updates, 2/3 at 31,600")
+    )
 
     def highest(self, num_updates: int) -> float:
         return float(1 - (1 + num_updates / self.inv_gamma) ** -self.power)
@@ -60,7 +62,7 @@ class Power(Warmup):
 
 @define(frozen=True)
 class NoWarmup(Warmup):
-    """The whole decay from the start."""
+    """The full decay from the start."""
 
     def highest(self, num_updates: int) -> float:
         return 1.0
@@ -70,37 +72,32 @@ Warmup.known = {"ratio": Ratio, "power": Power, "none": NoWarmup}
 
 
 def to_warmup(value: Warmup | str) -> Warmup:
-    """Return the warm-up that `value` is, or names."""
+    """Return the warm-up `value`, or the warm-up with the name `value`."""
     return Warmup.of(value)
 
 
 def power_decay(step: float, gamma: float, interval: float = 1) -> float:
-    """Return the decay of a power-function average at update `step`, `interval` after the last: EDM2 eq. 2.
+    """Return the decay of a power-function average at update `step`, `interval` after the last one: EDM2 eq. 2.
 
-    With an interval of 1 from step 1 on, update k counts (k^(gamma+1) - (k-1)^(gamma+1)) / step^(gamma+1): the
-    profile's own integral over it. The first update copies the weights.
+    With an interval of 1, update k counts (k^(gamma+1) - (k-1)^(gamma+1)) / step^(gamma+1), the integral of the
+    profile over it. The first update copies the weights.
     """
     return float((1 - interval / step) ** (gamma + 1))
 
 
 def gamma_of(std: float) -> float:
-    """Return the exponent of the power function whose width is `std`, in (0, MAX_STD], relative to the training time.
+    """Return the exponent of the power function of width `std`, a share of the training time in (0, MAX_STD].
 
-    The largest root of (g + 2)^2 (g + 3) = (g + 1) / std^2, EDM2 appendix C.
+    It is the largest root of (g + 2)^2 (g + 3) = (g + 1) / std^2, EDM2 appendix C.
     """
     inverse = float(std) ** -2
     return max(0.0, float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max()))
 
 
-def std_of(gamma: float) -> float:
-    """Return the width of the power function with exponent `gamma` >= 0, EDM2 appendix C."""
-    return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
-
-
 def overlap(steps: Floats, gammas: Floats, other_steps: Floats, other_gammas: Floats) -> Floats:
     """Return the inner products of power functions that end at `steps` with others; the arguments are broadcast.
 
-    The integral over time of (a+1) t^a / s^(a+1) times the same of the other, up to where the first of them ends.
+    It is the integral over time of (a+1) t^a / s^(a+1) times the same of the other, up to the earlier end.
     """
     ratio = (steps / other_steps) ** np.where(steps < other_steps, other_gammas, -gammas)
     longest = np.maximum(steps, other_steps)
@@ -110,29 +107,29 @@ def overlap(steps: Floats, gammas: Floats, other_steps: Floats, other_gammas: Fl
 
 @define(frozen=True, eq=False)
 class Fit:
-    """Weights of snapshots whose sum is nearest to averages that nobody kept."""
+    """The weighted sums of snapshots that come closest to given averages."""
 
-    weights: Floats  # snapshots x averages; those of an average sum to 1, so that a weight that never moved is kept
-    errors: Floats  # averages: L2 norm of what their profiles lack, over that of the profile
+    weights: Floats  # snapshots x averages; each column sums to 1, so that a constant weight stays the same
+    errors: Floats  # (averages,): L2 norm of the difference in the profile, over the norm of the profile
 
 
 def fit(steps: Sequence[float], stds: Sequence[float], step: float, targets: Sequence[float]) -> Fit:
     """Fit averages of widths `targets` at `step` to snapshots of widths `stds` at `steps`, all steps >= 1.
 
-    Least squares over the profiles (EDM2 algorithm 3) in float64; the only change is that the weights sum to 1.
+    It is the least-squares fit of the profiles (EDM2 algorithm 3) in float64, except that the weights sum to 1.
     """
     at, gammas = np.asarray(steps, np.float64), np.array([gamma_of(std) for std in stds])
     wanted = np.array([gamma_of(std) for std in targets])
     end = np.full(len(wanted), step, np.float64)
     gram = overlap(at[:, None], gammas[:, None], at, gammas)
     right = overlap(at[:, None], gammas[:, None], end, wanted)
-    # Scaled to a unit diagonal: early profiles are much higher than late ones.
+    # Scaled to a unit diagonal, because early profiles are much higher than late ones.
     scale = 1 / np.sqrt(np.diag(gram))[:, None]
     columns = np.column_stack((right, np.ones(len(at)))) * scale
     solved = scale * np.linalg.lstsq(gram * scale * scale.T, columns, rcond=None)[0]
     free, shift = solved[:, :-1], solved[:, -1:]
     weights = free + shift * (1 - free.sum(0)) / shift.sum()
-    weights /= weights.sum(0)  # of very many snapshots, rounding leaves a part in a million
+    weights /= weights.sum(0)  # with very many snapshots, rounding changes the sum by a millionth
     size = overlap(end, wanted, end, wanted)
     lacking = size - 2 * (weights * right).sum(0) + (weights * (gram @ weights)).sum(0)
     return Fit(weights, np.sqrt(np.maximum(lacking, 0) / size))

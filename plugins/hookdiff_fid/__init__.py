@@ -1,4 +1,4 @@
-"""The plugin `fid`: the Fréchet distance of generated images to the data, while a run is under way."""
+"""The Fréchet distance of generated images to the data, measured during training."""
 
 from hookdiff_fid.frechet import Moments, frechet_distance
 from hookdiff_fid.plugin import FID

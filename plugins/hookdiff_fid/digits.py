@@ -1,4 +1,4 @@
-"""Features of handwritten digits, 1 x 8 x 8: the inside of a small classifier that ships with the package."""
+"""Features of handwritten digits, 1 x 8 x 8, from a small classifier that is part of the package."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ WEIGHTS = Path(__file__).with_name("digits.safetensors")  # made by train_digits
 class DigitsNet(nn.Module):
     """A convolutional net for images n 1 8 8, float32 in [-1, 1]; `forward` returns features n 64, float32.
 
-    The features are standardised: over real digits each has mean 0 and variance 1. So none counts for more than
-    another, and a set of one repeated image is at least 64 away from the digits, whatever the image.
+    The features are standardised: over real digits each has mean 0 and variance 1. So all count alike, and the
+    distance of a single repeated image from the digits is at least 64.
     """
 
     shape: tuple[int, ...] = (1, 8, 8)  # c h w
@@ -33,14 +33,13 @@ class DigitsNet(nn.Module):
         self.head = nn.Linear(self.dim, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the features of `images`. Raises ValueError for images of another shape."""
         if images.shape[1:] != self.shape:
             raise ValueError(f"the digits features take images n 1 8 8, got {tuple(images.shape)}")
         features: Tensor = self.body(images)
         return features
 
     def classify(self, images: Tensor) -> Tensor:
-        """Return the logits of the classes 0 to 9, n 10: what the net is trained for."""
+        """Return the logits of the classes 0 to 9, n 10; their cross-entropy is the training loss."""
         logits: Tensor = self.head(self(images).relu())
         return logits
 
@@ -49,7 +48,7 @@ def load_digits_net() -> DigitsNet:
     """Return the trained net in eval mode, on the CPU."""
     from safetensors.torch import load_file
 
-    with torch.device("meta"):  # else the initial values, not needed, would be drawn from the default generator
+    with torch.device("meta"):  # draws no initial values from the default generator
         net = DigitsNet()
     net.load_state_dict(load_file(WEIGHTS), assign=True)
     return net.eval().requires_grad_(False)

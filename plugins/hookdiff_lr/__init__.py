@@ -1,6 +1,25 @@
-"""Learning rate schedules: pure functions of the step."""
+"""Schedules of the learning rate: pure functions of the step."""
 
 from hookdiff_lr.plugin import LR
-from hookdiff_lr.schedules import Constant, Cooldown, Cosine, CosineRestarts, InverseSqrt, Linear, Schedule, Step
+from hookdiff_lr.schedules import (
+    ConstantLR,
+    CooldownLR,
+    CosineLR,
+    CosineRestartsLR,
+    InverseSqrtLR,
+    LinearLR,
+    LRSchedule,
+    StepLR,
+)
 
-__all__ = ["LR", "Constant", "Cooldown", "Cosine", "CosineRestarts", "InverseSqrt", "Linear", "Schedule", "Step"]
+__all__ = [
+    "LR",
+    "ConstantLR",
+    "CooldownLR",
+    "CosineLR",
+    "CosineRestartsLR",
+    "InverseSqrtLR",
+    "LRSchedule",
+    "LinearLR",
+    "StepLR",
+]

@@ -1,4 +1,4 @@
-"""Draws curves over steps with Pillow: axes, readable numbers, a panel a rate."""
+"""Draws curves over steps with Pillow: axes with round numbers, and a panel for each rate."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from PIL import Image, ImageDraw, ImageFont
 
 WIDTH, HEIGHT = 900, 300  # of a panel, in pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 24, 40, 44  # margins
-_SCALE = 2  # drawn larger, and shrunk: lines without stairs
+_SCALE = 2  # the picture is drawn larger and then shrunk, so that lines are smooth
 _INK, _FAINT, _PAPER = "#222222", "#dddddd", "white"
 _COLOURS = ("#1f5fa8", "#b5471b", "#2b7f3f", "#7a3e9d")
 
 
 def draw(factor: Callable[[int], float], rates: Mapping[str, float], steps: int, path: Path) -> None:
-    """Write a picture of `rates` times `factor` from step 0 to `steps` >= 1 to `path`: a panel a rate, by its name."""
+    """Write a picture of `rates` times `factor` from step 0 to `steps` >= 1 to `path`, with a panel for each rate."""
     picture = Image.new("RGB", (WIDTH * _SCALE, HEIGHT * len(rates) * _SCALE), _PAPER)
-    # Every step, or as many as the picture can show four times over.
-    seen = sorted({round(k * steps / (4 * WIDTH)) for k in range(4 * WIDTH + 1)})
-    factors = [(step, factor(step)) for step in seen]
+    # Every step, or four steps for each pixel.
+    shown = sorted({round(k * steps / (4 * WIDTH)) for k in range(4 * WIDTH + 1)})
+    factors = [(step, factor(step)) for step in shown]
     for row, (name, rate) in enumerate(rates.items()):
         values = [(step, rate * share) for step, share in factors]
         _panel(ImageDraw.Draw(picture), row * HEIGHT, name, values, _COLOURS[row % len(_COLOURS)])
@@ -54,10 +54,10 @@ def _panel(canvas: ImageDraw.ImageDraw, top: int, name: str, values: Sequence[tu
 
 
 def ticks(highest: float, most: int = 6) -> list[float]:
-    """Return at most `most` + 1 round numbers from 0, evenly apart, of which the last is `highest` > 0 or above."""
+    """Return at most `most` + 1 round numbers at equal distances, from 0 to `highest` > 0 or just above it."""
     rough = highest / most
     power = 10.0 ** math.floor(math.log10(rough))
-    # The last is for a quotient that rounds to just above 10.
+    # 20 is for a quotient that is rounded to just above 10.
     apart = next(nice * power for nice in (1, 2, 2.5, 5, 10, 20) if nice * power >= rough * (1 - 1e-9))
     count = math.ceil(highest / apart - 1e-9)
     return [float(f"{k * apart:.12g}") for k in range(count + 1)]

@@ -1,4 +1,4 @@
-"""`hookdiff lr`: draw the learning rate of a config."""
+"""`hookdiff lr`: draws the learning rate of a config."""
 
 from __future__ import annotations
 
@@ -14,38 +14,44 @@ from hookdiff.cli.options import config_argument, override_options
 
 if TYPE_CHECKING:
     from hookdiff import Config
-    from hookdiff_lr.plugin import LR, Curve
+    from hookdiff_lr.plugin import Curve
 
 
 @click.command()
 @config_argument
 @override_options
-@click.option("--out", type=click.Path(path_type=Path), help="A .png; NAME-lr.png unless given.")
+@click.option("--out", type=click.Path(path_type=Path), help="Picture to write, by default NAME-lr.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool) -> None:
-    """Draw the learning rate that CONFIG would train with, from step 0 to the last that is made.
+    """Draw the learning rate of a training with CONFIG, from step 0 to the last step.
 
-    The data is only looked at where the length of the run is given in epochs.
+    The data is read only if the length of the run is given in epochs.
     """
     from hookdiff import UserError, load_config
+    from hookdiff.experiment import try_optimizers
     from hookdiff_lr.chart import draw
+    from hookdiff_lr.plugin import LR, distinct_groups
 
     checked = load_config(config, plugins, settings)
-    plugin, steps = _plugin(checked), _steps(checked)
-    curve, last = plugin.curve(steps), steps - 1  # of the steps that are made: a restart at the end is none any more
-    rates, remarks = _rates(checked), list(plugin.remarks(steps))
+    plugin = checked.plugins["lr"].build() if "lr" in checked.plugins else LR("constant")
+    if not isinstance(plugin, LR):
+        raise UserError(f"the plugin 'lr' of this config is a {type(plugin).__name__}; only LR of hookdiff_lr is drawn")
+    steps = _steps(checked)
+    curve, last = plugin.curve(steps), steps - 1  # a restart after the last step must not show
+    rates = {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(checked)).items()}
+    remarks = list(plugin.remarks(steps))
     rows = [
-        (what, step, {name: rate * curve.factor(step) for name, rate in rates.items()})
-        for what, step in sorted(_rows(curve, steps), key=lambda row: row[1])
+        (event, step, {name: rate * curve.factor(step) for name, rate in rates.items()})
+        for event, step in sorted(_events(curve, steps), key=lambda row: row[1])
     ]
     out = out or Path(f"{checked.run.name}-lr.png")
     try:
         draw(lambda step: curve.factor(min(step, last)), rates, max(1, last), out)
-    except (OSError, ValueError) as error:  # the latter of a name that ends in no format
+    except (OSError, ValueError) as error:  # ValueError: the name ends in no known format
         raise UserError(f"{out}: cannot be written: {error}") from None
     use = curve.schedule.use
     if as_json:
-        points = [{"what": what, "step": step, **values} for what, step, values in rows]
+        points = [{"what": event, "step": step, **values} for event, step, values in rows]
         about = {"run": checked.run.name, "schedule": use, "steps": steps, "picture": str(out), "rates": rates}
         click.echo(json.dumps({**about, "points": points, "remarks": remarks}, indent=2))
         return
@@ -53,27 +59,14 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], o
     shape = f"{use}{warmup}" if "lr" in checked.plugins else "constant, since the plugin lr is not switched on"
     click.echo(f"{checked.run.name}: {shape}, {steps} steps")
     click.echo(f"  {'step':>9}  {'':<20}" + "".join(f"  {name:>12}" for name in rates))
-    for what, step, values in rows:
-        click.echo(f"  {step:>9}  {what:<20}" + "".join(f"  {value:>12.4g}" for value in values.values()))
+    for event, step, values in rows:
+        click.echo(f"  {step:>9}  {event:<20}" + "".join(f"  {value:>12.4g}" for value in values.values()))
     for line in (*remarks, out):
         click.echo(f"  {line}")
 
 
-def _plugin(config: Config) -> LR:
-    """Return the plugin as the config makes it; without one the rate stays as it is."""
-    from hookdiff import UserError
-    from hookdiff_lr.plugin import LR
-
-    if "lr" not in config.plugins:
-        return LR("constant")
-    made = config.plugins["lr"].build()
-    if not isinstance(made, LR):
-        raise UserError(f"the plugin 'lr' of this config is a {type(made).__name__}, whose schedule is not known here")
-    return made
-
-
 def _steps(config: Config) -> int:
-    """Return the updates of the run; for one in epochs the data is counted."""
+    """Return the number of updates of the run; if it is given in epochs, the samples are counted."""
     from hookdiff import build_loop
 
     if config.run.steps is not None:
@@ -83,20 +76,10 @@ def _steps(config: Config) -> int:
         return config.run.epochs * build_loop(config, Path(folder), hooks=()).feed.num_batches
 
 
-def _rates(config: Config) -> dict[str, float]:
-    """Return the highest rate of each group that has one of its own."""
-    from hookdiff.experiment import try_optimizers
-    from hookdiff_lr.plugin import distinct_groups
-
-    return {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(config)).items()}
-
-
-def _rows(curve: Curve, steps: int) -> Iterator[tuple[str, int]]:
-    """Yield the rows of the table: what happens, and at which step."""
+def _events(curve: Curve, steps: int) -> Iterator[tuple[str, int]]:
+    """Yield the events of the table, each with its step."""
     yield "start", 0
-    for what, at in curve.landmarks():
-        if at < steps:
-            yield what, at
-    for quarter, what in enumerate(("a quarter", "half", "three quarters"), 1):
-        yield what, steps * quarter // 4
+    yield from ((event, step) for event, step in curve.landmarks() if step < steps)
+    for quarter, share in enumerate(("a quarter", "half", "three quarters"), 1):
+        yield share, steps * quarter // 4
     yield "last step", steps - 1

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff.options import about, between
-from hookdiff_lr.schedules import Cosine, Schedule, to_schedule
+from hookdiff_lr.schedules import CosineLR, LRSchedule, to_schedule
 
 log = logging.getLogger("hookdiff")
 
@@ -22,22 +22,22 @@ log = logging.getLogger("hookdiff")
 class Curve:
     """The learning rate of a run, as a share of the highest: a warm-up, and then the schedule."""
 
-    schedule: Schedule
+    schedule: LRSchedule
     warmup: int  # steps
     start_factor: float
-    total: int  # steps until the fall ends; 0 where the schedule needs no end
+    total: int  # step at which the fall ends; 0 if the schedule needs no end
 
     def factor(self, step: int) -> float:
-        """Return the share after `step` updates: in [0, 1].
+        """Return the share after `step` updates, in [0, 1].
 
-        It rises from `start_factor` to 1 over the first `warmup` steps; from there on it is that of the schedule.
+        It rises from `start_factor` to 1 over the first `warmup` steps, and then follows the schedule.
         """
         if step < self.warmup:
             return self.start_factor + (1 - self.start_factor) * step / self.warmup
         return max(0.0, min(1.0, self.schedule.factor(step, self.warmup, self.total)))
 
     def landmarks(self) -> Iterator[tuple[str, int]]:
-        """Yield what happens on the way, and the first step that has it."""
+        """Yield the events of the curve, each with its first step."""
         if self.warmup:
             yield "end of the warm-up", self.warmup
         yield from self.schedule.landmarks(self.warmup, self.total)
@@ -45,21 +45,21 @@ class Curve:
 
 @define(eq=False)
 class LR:
-    """Sets the learning rate of each step; the optimizer's own rate is the highest it gets.
+    """Sets the learning rate of each step; the rate of the optimizer is the highest.
 
-    A pure function of the number of updates: the size of the batch, micro-batches, ranks and skipped steps do not
-    bend it, and a resumed run needs no state for it. Every group of every optimizer keeps its own rate.
+    The rate is a pure function of the number of updates: batch size, micro-batches, ranks and skipped steps do not
+    change it, and a resumed run needs no state for it. Every group of every optimizer keeps its own highest rate.
     """
 
-    schedule: Schedule = field(default=Cosine(), converter=to_schedule, metadata=about("the rate after the warm-up"))
-    warmup: int = field(default=0, validator=ge(0), metadata=about("in a straight line up to the whole rate", "steps"))
+    schedule: LRSchedule = field(
+        default=CosineLR(), converter=to_schedule, metadata=about("the rate after the warm-up")
+    )
+    warmup: int = field(default=0, validator=ge(0), metadata=about("linear rise to the highest rate", "steps"))
     start_factor: float = field(
-        default=0.0, validator=between(0, 1), metadata=about("of the rate, where a warm-up begins")
+        default=0.0, validator=between(0, 1), metadata=about("share of the rate at step 0 of a warm-up")
     )
     total: int | None = field(
-        default=None,
-        validator=optional(ge(1)),
-        metadata=about("end of the fall; that of the run unless given", "steps"),
+        default=None, validator=optional(ge(1)), metadata=about("last step of the fall; without it that of the run")
     )
     moved_keys: ClassVar[Mapping[str, str]] = {
         "min_ratio": "schedule = { use = 'cosine', min_ratio = 0.1 }",
@@ -72,47 +72,47 @@ class LR:
         "fall": "schedule = { use = 'cooldown', shape = 'linear' }",
     }
     _curve: Curve = field(init=False)
-    _rates: list[list[float]] = field(init=False)  # of each group of each optimizer, as configured
-    _logged: dict[str, dict[str, Any]] = field(init=False)  # groups of optimizers, by the name of the rate
+    _rates: list[list[float]] = field(init=False)  # highest rate of each group of each optimizer
+    _logged: dict[str, dict[str, Any]] = field(init=False)  # groups of optimizers by the name of their rate
 
     def __attrs_post_init__(self) -> None:
         if self.total and not self.schedule.needs_end:
             raise ValueError(f"total: the schedule {self.schedule.use!r} has no end")
         if self.start_factor and not self.warmup:
-            raise ValueError(f"start_factor: {self.start_factor:g} is where a warm-up starts, and warmup is 0")
+            raise ValueError(f"start_factor: {self.start_factor:g} has no effect without a warm-up, and warmup is 0")
 
     def curve(self, steps: int | None) -> Curve:
-        """Return the curve of a run of `steps`. A warm-up is cut where the schedule falls.
+        """Return the curve of a run of `steps`. A warm-up is cut at the first fall of the schedule.
 
-        Raises UserError where the schedule needs an end, and neither `steps` nor `total` is given.
+        Raises UserError if the schedule needs an end, and neither `steps` nor `total` is given.
         """
         total = (self.total or steps or 0) if self.schedule.needs_end else 0
         if self.schedule.needs_end and not total:
-            raise UserError("plugins.lr: the run has no end to fall towards; set plugins.lr.total")
+            raise UserError("plugins.lr: the run has no end at which the fall could end; set plugins.lr.total")
         first = self.schedule.first_fall(total)
         warmup = self.warmup if self.warmup <= first else max(0, int(first))
         return Curve(self.schedule, warmup, self.start_factor, total)
 
     def remarks(self, steps: int | None) -> Iterator[str]:
-        """Yield a sentence on each option that a run of `steps` cuts short, or never comes to."""
+        """Yield a sentence on each option that a run of `steps` cuts short or never reaches."""
         curve, use = self.curve(steps), self.schedule.use
         if self.schedule.first_fall(curve.total) < 0:
             yield f"lr: the fall of the schedule {use!r} is longer than {curve.total} steps, and is cut to them"
         if curve.warmup < self.warmup:
             yield (
-                f"lr: the warm-up of {self.warmup} steps is cut to {curve.warmup}: with the schedule {use!r} the rate "
-                f"falls from step {curve.warmup} on at the latest"
+                f"lr: the warm-up of {self.warmup} steps is cut to {curve.warmup}: the rate of the schedule {use!r} "
+                f"falls from step {curve.warmup} on"
             )
         marks = curve.landmarks() if steps and not self.schedule.repeats else ()
-        if late := [f"{what} (step {at})" for what, at in marks if steps and at >= steps]:
-            yield f"lr: the run ends at step {steps}, so these never come: {', '.join(late)}"
+        if late := [f"{event} (step {at})" for event, at in marks if steps and at >= steps]:
+            yield f"lr: the run ends at step {steps}, so these events never come: {', '.join(late)}"
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         ends = [] if loop.config.steps is None else [loop.config.steps]
         if loop.config.epochs is not None:
             ends.append(loop.config.epochs * loop.feed.num_batches)
-        steps = min(ends, default=None)  # a script may say both
+        steps = min(ends, default=None)  # a script may give both
         self._curve = self.curve(steps)
         for remark in self.remarks(steps) if loop.is_main else ():
             log.warning(remark)
@@ -125,7 +125,7 @@ class LR:
         for optimizer, rates in zip(loop.optimizers, self._rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate * factor)  # a captured graph reads it at its address
+                    group["lr"].fill_(rate * factor)  # a captured graph reads the rate at this address
                 else:
                     group["lr"] = rate * factor
 
@@ -136,7 +136,7 @@ class LR:
 
 
 def distinct_groups(optimizers: Iterable[Optimizer]) -> dict[str, dict[str, Any]]:
-    """Return the first group of each rate, by the name of that rate: "lr", then "lr/GROUP"."""
+    """Return the first group of each different rate, by the name of the rate: "lr", then "lr/GROUP"."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     found: dict[str, dict[str, Any]] = {}
     for index, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""The memory in use, logged."""
+"""Logs the memory in use."""
 
 from hookdiff_memory.plugin import Memory
 

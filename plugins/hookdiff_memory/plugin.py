@@ -13,6 +13,7 @@ from attrs.validators import gt, le
 
 from hookdiff import Alarms, Due, Every, Loop, hookimpl, parse_every
 from hookdiff.findings import memory_short
+from hookdiff.options import about
 
 MIB = 1 << 20
 STATM = Path("/proc/self/statm")
@@ -20,15 +21,21 @@ STATM = Path("/proc/self/statm")
 
 @define(eq=False)
 class Memory:
-    """Logs the memory in use and its peak so far, in MiB, and warns once when the peak comes near what there is.
+    """Logs the memory in use and its peak so far, in MiB, and warns once when the peak comes near the limit.
 
-    On a GPU it is what the allocator counts, on the host, so nobody waits for the device: `memory/allocated`,
-    `memory/reserved` (with what it keeps for later) and `memory/peak` (allocated). On a CPU it is the resident set of
-    the process: `memory/allocated` (Linux) and `memory/peak`.
+    On a GPU these are the counts of torch's allocator, which are read without waiting for the device:
+    `memory/allocated`, `memory/reserved` (with the free memory that the allocator keeps) and `memory/peak` (of
+    `memory/allocated`). On a CPU it is the resident set of the process: `memory/allocated` (Linux) and `memory/peak`.
     """
 
-    empty_cache_every: Every = field(default=Every(0), converter=parse_every)  # frees cycles, gives back what is kept
-    warn_above: float = field(default=0.95, validator=[gt(0), le(1)])  # share of the device's memory
+    empty_cache_every: Every = field(
+        default=Every(0),
+        converter=parse_every,
+        metadata=about("how often to free reference cycles and unused GPU memory"),
+    )
+    warn_above: float = field(
+        default=0.95, validator=[gt(0), le(1)], metadata=about("share of the memory at which to warn")
+    )
     _due: Due = field(init=False)
     _alarms: Alarms = field(factory=Alarms, init=False)
 
@@ -44,9 +51,9 @@ class Memory:
             values, total = measure(loop.device)
             for name, size in values.items():
                 loop.log({f"memory/{name}": size / MIB}, detail=name != "peak")
-            most = values.get("peak", 0)
-            if total is not None and most >= self.warn_above * total:
-                short = memory_short(most, total, f"the peak on {loop.device}")
+            peak = values.get("peak", 0)
+            if total is not None and peak >= self.warn_above * total:
+                short = memory_short(peak, total, f"the peak on {loop.device}")
                 self._alarms.check(loop.progress.step, "memory", short)
         if self._due.after_step(loop.progress.step):
             empty_cache(loop.device)
@@ -58,20 +65,17 @@ class Memory:
 
 
 def measure(device: torch.device) -> tuple[dict[str, int], int | None]:
-    """Return the bytes in use by name, and the bytes there are; what this machine does not tell is left out."""
+    """Return the bytes in use, by name, and the bytes that the device has; counts that do not exist are left out."""
     if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        named = {"allocated": "allocated_bytes.all.current", "reserved": "reserved_bytes.all.current"}
-        named["peak"] = "allocated_bytes.all.peak"
-        total = torch.cuda.get_device_properties(device).total_memory
-        return {name: stats.get(key, 0) for name, key in named.items()}, total
+        values = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "peak": torch.cuda.max_memory_allocated(device),
+        }
+        return values, torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         reserved = torch.mps.driver_allocated_memory()
         return {"allocated": torch.mps.current_allocated_memory(), "reserved": reserved}, None
-    return _of_process()
-
-
-def _of_process() -> tuple[dict[str, int], int | None]:
     try:
         import resource
     except ImportError:  # Windows
@@ -80,13 +84,13 @@ def _of_process() -> tuple[dict[str, int], int | None]:
     if STATM.exists():
         values["allocated"] = int(STATM.read_text().split()[1]) * resource.getpagesize()
     unit = 1 if sys.platform == "darwin" else 1024
-    # Two clocks count it; the peak is the slower one.
+    # The kernel updates the peak more rarely than the current size.
     values["peak"] = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, values.get("allocated", 0))
     return values, resource.getpagesize() * os.sysconf("SC_PHYS_PAGES")
 
 
 def empty_cache(device: torch.device) -> None:
-    """Free what hangs in reference cycles, and give back to a GPU what its allocator keeps for later."""
+    """Free reference cycles, and the unused memory that a GPU's allocator keeps."""
     gc.collect()
     if device.type in ("cuda", "mps"):
         getattr(torch, device.type).empty_cache()

@@ -1,5 +1,5 @@
-"""A progress bar, or lines where there is no terminal."""
+"""A progress bar on a terminal, and lines of text elsewhere."""
 
-from hookdiff_progress.plugin import Progress
+from hookdiff_progress.plugin import ProgressBar
 
-__all__ = ["Progress"]
+__all__ = ["ProgressBar"]

@@ -1,11 +1,11 @@
-"""The bar. It imports rich only where there is a terminal to show one."""
+"""The bar on a terminal. It imports rich only when there is one."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ PAUSE = 0.25  # seconds between two pictures
 
 
 class Bar:
-    """Keeps a picture at the foot of the terminal, under what is printed and logged meanwhile.
+    """Keeps the picture that `draw` returns at the bottom of the terminal, below all printed and logged lines.
 
-    The steps redraw it: a thread would take its time from them at moments that nobody chose.
+    `tick` redraws it, not a thread of its own, which would interrupt the training at random moments.
     """
 
     def __init__(self, draw: Callable[[], Group]) -> None:
@@ -28,31 +28,33 @@ class Bar:
             get_renderable=draw,
             console=Console(stderr=True),
             auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # what goes into a file has to get there
+            redirect_stdout=sys.stdout.isatty(),  # a file or a pipe must still get what is printed
         )
         self._next = 0.0
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def start(self) -> None:
-        """Show it. Who writes to sys.stderr or logs to it writes above the bar from now on."""
+        """Show the bar. From now on, all that is printed or logged to the terminal appears above it."""
         before = (sys.stderr, sys.stdout)
         self._live.start(refresh=True)
-        # A handler keeps the stream that it found when it was made.
-        for handler in _stream_handlers():
-            for old, new in zip(before, (sys.stderr, sys.stdout), strict=True):
-                if handler.stream is old and new is not old:
-                    self._handlers.append((handler, old))
-                    handler.setStream(new)
+        # A log handler keeps the stream that it was made with, and so would write across the bar.
+        logger: logging.Logger | None = logging.getLogger("hookdiff")
+        while logger is not None:
+            for handler in logger.handlers:
+                for old, new in zip(before, (sys.stderr, sys.stdout), strict=True):
+                    if isinstance(handler, logging.StreamHandler) and handler.stream is old and new is not old:
+                        self._handlers.append((handler, old))
+                        handler.setStream(new)
+            logger = logger.parent if logger.propagate else None
 
     def tick(self) -> None:
-        """Redraw it if the last picture is old."""
-        now = time.monotonic()
-        if now >= self._next:
+        """Redraw the bar if its last picture is older than `PAUSE`."""
+        if time.monotonic() >= self._next:
             self._live.refresh()
             self._next = time.monotonic() + PAUSE
 
     def stop(self) -> None:
-        """Leave the last picture, and give the terminal and the handlers back."""
+        """Leave the last picture on the terminal, and give the handlers their streams back."""
         for handler, stream in self._handlers:
             handler.setStream(stream)
         self._handlers = []
@@ -60,7 +62,7 @@ class Bar:
 
 
 def picture(label: str, step: int, total: int | None, pace: str, values: str) -> Group:
-    """Return a bar between `label` and `pace`, and a line of `values` under it; None: the length is not known."""
+    """Return a bar between `label` and `pace`, with a line of `values` below; a `total` of None means no known end."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -72,10 +74,3 @@ def picture(label: str, step: int, total: int | None, pace: str, values: str) ->
     head.add_column(no_wrap=True)
     head.add_row(label, ProgressBar(total, step), pace if total is None else f"{step / total:.0%}  {pace}")
     return Group(head, Text(values, no_wrap=True, overflow="ellipsis"))
-
-
-def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
-    logger: logging.Logger | None = logging.getLogger("hookdiff")
-    while logger is not None:
-        yield from (handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler))
-        logger = logger.parent if logger.propagate else None

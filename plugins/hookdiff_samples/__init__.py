@@ -1,4 +1,4 @@
-"""Grids of samples, always from the same noise."""
+"""Grids of images that are always generated from the same noise."""
 
 from hookdiff_samples.plugin import SampleGrid
 

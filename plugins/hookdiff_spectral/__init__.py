@@ -1,4 +1,4 @@
-"""Spectral normalisation: layers whose weight is divided by its largest singular value."""
+"""Spectral normalisation: weights divided by their largest singular value."""
 
 from hookdiff_spectral.plugin import Spectral
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from hookdiff import Batch, ConfigError, Loop, evaluating, hookimpl, nearest
 from hookdiff.models.init import LAYERS, is_zero, layers_called
+from hookdiff.options import about
 from hookdiff.randomness import derive_seed
 from hookdiff_spectral.sigma import SETTLING, DividedBySigma, normalised
 
@@ -25,35 +26,36 @@ KEY = "plugins.spectral.layers"
 
 @define(eq=False)
 class Spectral:
-    """Divides the weights of layers by their largest singular value, which bounds what a layer can amplify.
+    """Divides the weights of layers by their largest singular value, which limits how much a layer can amplify.
 
-    The layers are the linear layers and convolutions that `layers` choose; a pattern that matches a module takes in all
-    that is inside. Two kinds of them stay as they are: the layer that the network calls last, because the output must
-    be free to answer as large as the loss asks, and layers that start at zero, which have no singular value to divide
-    by. The singular vectors are buffers of the model and follow the weights by one iteration of the power method an
-    update (Miyato et al. 2018, arXiv 1802.05957).
+    `layers` chooses linear layers and convolutions. Two kinds of them stay as they are: the layer that the network
+    calls last, because the loss decides how large the output has to be, and layers that start at zero, because their
+    singular values are zero. The singular vectors are buffers of the model, and follow the weights by one iteration of
+    the power method per update (Miyato et al. 2018, arXiv 1802.05957).
     """
 
-    layers: tuple[str, ...] = field(default=("*",), validator=min_len(1))  # patterns of module names
+    layers: tuple[str, ...] = field(
+        default=("*",),
+        validator=min_len(1),
+        metadata=about('patterns of module names, such as `["*attention*"]`; a module stands for all layers inside it'),
+    )
     _layers: list[tuple[DividedBySigma, Tensor]] = field(factory=list, init=False)  # with the weight to divide
 
     @hookimpl
     def prepare_model(self, loop: Loop) -> None:
-        """Normalise the layers; raises ConfigError for a choice that cannot be."""
         if not normalised(loop.model):  # a loop can be entered again
             seed = derive_seed(loop.config.seed, "model", position=-1)  # no update has this position
             normalise(loop.model, self.layers, _output_layer(loop), Generator().manual_seed(seed))
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        """Find the vectors of given weights, which a file need not have; a run that resumes has its own."""
         self._layers = normalised(loop.model)
-        if loop.progress.position == 0:
+        if loop.progress.position == 0:  # weights that a run starts from may come without vectors
             self._follow(SETTLING)
 
+    # Last, so that a plugin that saves the state before a step saves the vectors of that time.
     @hookimpl(trylast=True)
     def before_step(self) -> None:
-        """Follow the weights; last, so that a plugin that keeps the state before a step has the vectors of then."""
         self._follow(1)
 
     def _follow(self, times: int) -> None:
@@ -62,7 +64,7 @@ class Spectral:
 
 
 def _output_layer(loop: Loop) -> str | None:
-    """Return the name of the linear layer or convolution that is called last; None if none is called."""
+    """Return the name of the linear layer or convolution that is called last, or None if none is called."""
     inputs = torch.zeros(1, *loop.feed.shape, device=loop.device)
     index = torch.zeros(1, dtype=torch.int64)
     batch = Batch(inputs, None if loop.feed.labels is None else index.to(loop.device), index)
@@ -73,9 +75,9 @@ def _output_layer(loop: Loop) -> str | None:
 
 
 def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, generator: Generator) -> list[str]:
-    """Normalise the layers of `model` that `patterns` choose but the one called `output`; return their names.
+    """Normalise the layers of `model` that `patterns` choose, except the one named `output`; return their names.
 
-    Layers that start at zero stay as they are. Raises ConfigError when no layer is left, and for weights that are
+    Layers that start at zero stay as they are. Raises ConfigError if no layer is left, and for weights that are
     shared or parametrised.
     """
     chosen = choose_layers(model, patterns)
@@ -83,12 +85,16 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
     layers = {name: layer for name, layer in chosen.items() if name != output and name not in at_zero}
     if not layers:
         raise ConfigError(
-            f"{KEY}: no layer is left of {', '.join(chosen)}: the output and what starts at zero stay free"
+            f"{KEY}: no layer is left of {', '.join(chosen)}: the output layer and layers that start at zero stay free"
         )
-    _refuse_shared(model, layers)
+    for name, layer in layers.items():
+        if parametrize.is_parametrized(layer, "weight"):
+            raise ConfigError(f"{KEY}: the weight of {name} is parametrised already")
+        names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
+        if len(names) > 1:
+            raise ConfigError(f"{KEY}: {' and '.join(names)} are one weight, which cannot be divided for one of them")
     for layer in layers.values():
-        transposed = isinstance(layer, _ConvTransposeNd)
-        divided = DividedBySigma(layer.weight, transposed, generator)
+        divided = DividedBySigma(layer.weight, isinstance(layer, _ConvTransposeNd), generator)
         parametrize.register_parametrization(layer, "weight", divided)
     log.info(
         "spectral: %d layers are normalised%s; %d more start at zero and stay as they are",
@@ -100,7 +106,7 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
 
 
 def choose_layers(model: nn.Module, patterns: Iterable[str]) -> dict[str, Any]:
-    """Return the linear layers and convolutions that `patterns` choose, by name, in the model's order.
+    """Return the linear layers and convolutions that `patterns` choose, by name, in the order of the model.
 
     Raises ConfigError for a pattern that chooses none.
     """
@@ -116,12 +122,3 @@ def choose_layers(model: nn.Module, patterns: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"{KEY}: no module that matches {pattern!r} has a linear layer or convolution in it")
         chosen |= inside
     return {name: module for name, module in modules.items() if name in chosen}
-
-
-def _refuse_shared(model: nn.Module, layers: Mapping[str, Any]) -> None:
-    for name, layer in layers.items():
-        if parametrize.is_parametrized(layer, "weight"):
-            raise ConfigError(f"{KEY}: the weight of {name} is parametrised already")
-        names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
-        if len(names) > 1:
-            raise ConfigError(f"{KEY}: {' and '.join(names)} are one weight, which cannot be divided for one of them")

@@ -12,7 +12,7 @@ from hookdiff import UserError, build_loop, hookimpl, load_config
 from hookdiff.testing import assert_same, toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
-from hookdiff_ema.snapshots import find_snapshots, recipe, reconstruct
+from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct
 
 STEPS = 256
 
@@ -59,7 +59,7 @@ def run(tmp_path_factory):
 
 
 def made(run, std, step=None):
-    return reconstruct(recipe(find_snapshots(run), std, step))
+    return reconstruct(plan(find_snapshots(run), std, step))
 
 
 def relative(one, other):
@@ -106,9 +106,9 @@ def test_at_an_earlier_step_it_is_the_average_of_then(run, tmp_path):
 def test_at_a_snapshot_it_is_the_snapshot(run, place):
     folder, _ = run
     snapshots = find_snapshots(folder)
-    recipe_of_it = recipe(snapshots, snapshots[place].std, snapshots[place].step)
-    assert [part for part, _ in recipe_of_it.parts] == [snapshots[place]]
-    assert_same(reconstruct(recipe_of_it), load_file(snapshots[place].path))
+    planned = plan(snapshots, snapshots[place].std, snapshots[place].step)
+    assert [part for part, _ in planned.parts] == [snapshots[place]]
+    assert_same(reconstruct(planned), load_file(snapshots[place].path))
 
 
 @given(std=st.floats(0.04, 0.12), value=st.floats(-1000, 1000))
@@ -191,45 +191,45 @@ def test_an_average_that_began_anew_is_not_mixed_with_the_one_before(tmp_path):
     loop.run()
     found = find_snapshots(tmp_path)
     assert {(s.step, s.start, s.updates) for s in found} == {(96, 64, 32), (128, 64, 64), (160, 64, 96), (192, 64, 128)}
-    at_128 = recipe(found, 0.05, 128)
+    at_128 = plan(found, 0.05, 128)
     assert [part.step for part, _ in at_128.parts] == [128]
-    with pytest.raises(UserError, match="step 64 is outside of what the snapshots carry: 96 to 192"):
-        recipe(found, 0.05, 64)
+    with pytest.raises(UserError, match="step 64 is outside of the range of the snapshots: 96 to 192"):
+        plan(found, 0.05, 64)
 
 
 @pytest.mark.parametrize(
     ("std", "step", "message"),
     [
-        (0.28, None, r"std 0\.28 is outside of what the snapshots carry at step 256: 0\.0\d+ to 0\.2\d+$"),
-        (0.01, None, r"std 0\.01 is outside of what the snapshots carry at step 256: 0\.0\d+ to 0\.2\d+$"),
-        (0.075, 257, "step 257 is outside of what the snapshots carry: 32 to 256"),
-        (0.075, 300, "step 300 is outside of what the snapshots carry: 32 to 256"),
-        (0.075, 20, "the snapshots carry no average at step 20; the nearest of them is at step 32"),
-        (0.075, 139, "the snapshots carry no average at step 139; the nearest of them is at step 128"),
+        (0.28, None, r"std 0\.28 is outside of the range of the snapshots at step 256: 0\.0\d+ to 0\.2\d+$"),
+        (0.01, None, r"std 0\.01 is outside of the range of the snapshots at step 256: 0\.0\d+ to 0\.2\d+$"),
+        (0.075, 257, "step 257 is outside of the range of the snapshots: 32 to 256"),
+        (0.075, 300, "step 300 is outside of the range of the snapshots: 32 to 256"),
+        (0.075, 20, "the snapshots determine no average at step 20; the nearest snapshot is at step 32"),
+        (0.075, 139, "the snapshots determine no average at step 139; the nearest snapshot is at step 128"),
     ],
 )
 def test_what_the_snapshots_do_not_carry_is_refused_with_the_range(run, std, step, message):
     with pytest.raises(UserError, match=message):
-        recipe(find_snapshots(run[0]), std, step)
+        plan(find_snapshots(run[0]), std, step)
 
 
 def test_the_range_that_is_told_is_the_range(run):
     snapshots = find_snapshots(run[0])
     with pytest.raises(UserError) as told:
-        recipe(snapshots, 0.28)
+        plan(snapshots, 0.28)
     low, high = (float(word) for word in str(told.value).rpartition(": ")[2].split(" to "))
     assert low < 0.05 < 0.1 < high
     for std in (low + 0.002, 0.075, high - 0.002):
-        assert recipe(snapshots, std).error <= 0.1
+        assert plan(snapshots, std).error <= 0.1
     for std in (low - 0.002, high + 0.002):
         with pytest.raises(UserError):
-            recipe(snapshots, std)
+            plan(snapshots, std)
 
 
 def test_one_profile_at_one_time_carries_little(tmp_path):
     trained(tmp_path, std=[0.05, 0.2], steps=32)
     with pytest.raises(UserError, match=r"at step 32: 0\.04\d* to 0\.06\d*, 0\.1\d* to 0\.2\d*$"):
-        recipe(find_snapshots(tmp_path), 0.1)
+        plan(find_snapshots(tmp_path), 0.1)
 
 
 def test_rounded_snapshots_do_not_carry_what_needs_them_exactly(tmp_path):
@@ -237,7 +237,7 @@ def test_rounded_snapshots_do_not_carry_what_needs_them_exactly(tmp_path):
     for dtype in ("float32", "float16"):
         trained(tmp_path / dtype, steps=128, snapshot_every=2, snapshot_dtype=dtype)
         with pytest.raises(UserError) as told:
-            recipe(find_snapshots(tmp_path / dtype), 0.002)
+            plan(find_snapshots(tmp_path / dtype), 0.002)
         stds.append(float(str(told.value).rpartition(": ")[2].split(" to ")[0]))
     assert stds[0] < 0.9 * stds[1]
 
@@ -305,9 +305,9 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, write_config, tmp_p
 
     for words, message in (
         (["run", "--std", "0.4"], "--std 0.4: expected a width above 0 and at most 0.2887"),
-        (["run", "--std", "0.28"], "std 0.28 is outside of what the snapshots carry at step 8: "),
-        (["run", "--std", "0.1", "--step", "9"], "step 9 is outside of what the snapshots carry: 1 to 8"),
-        (["again", "--std", "0.1"], "again has no snapshots to make an average of; a run writes them with"),
+        (["run", "--std", "0.28"], "std 0.28 is outside of the range of the snapshots at step 8: "),
+        (["run", "--std", "0.1", "--step", "9"], "step 9 is outside of the range of the snapshots: 1 to 8"),
+        (["again", "--std", "0.1"], "again has no snapshots; a run writes them with"),
         (["nowhere", "--std", "0.1"], "nowhere: no such directory"),
         (["run/config.toml", "--std", "0.1"], "run/config.toml: expected a run directory, got a file"),
         (["run", "--std", "0.1", "--out", "small.toml/x"], "small.toml/x: cannot be written: "),

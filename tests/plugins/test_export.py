@@ -14,7 +14,7 @@ from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError, build
 from hookdiff.diffusion import DDIM, DDPM, VP, Clamp, Diffusion, Euler, Flow, Sampling, Trailing
 from hookdiff.models import UNet
 from hookdiff.testing import assert_same
-from hookdiff_checkpoint.to_diffusers import recipe_of
+from hookdiff_checkpoint.to_diffusers import equivalent_of
 from tests.conftest import check_facts, refused
 
 HOOKS = ("prepare_model", "restore", "sample", "offer_weights")
@@ -230,7 +230,7 @@ def recipe(diffusion: dict[str, Any], sampling: dict[str, Any]) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
     data, config = InMemory(torch.zeros(4, 1, 4, 4)), LoopConfig(steps=1, batch_size=4)
     sampler = Sampling(**sampling)
-    return recipe_of(Loop(model, optimizer, Diffusion(**diffusion), data, config, sampler=sampler))
+    return equivalent_of(Loop(model, optimizer, Diffusion(**diffusion), data, config, sampler=sampler))
 
 
 ODD = (type("Odd", (DDIM,), {}), type("Odd", (Trailing,), {}), type("Odd", (Clamp,), {}), type("Odd", (VP,), {}))

@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, InMemory, Loop, LoopConfig, SampleRequest, UserError
 from hookdiff.data import digits
+from hookdiff.data.memory import to_unit_range
 from hookdiff_fid import FID, Moments, frechet_distance, train_digits
 from hookdiff_fid.digits import WEIGHTS, DigitsNet, load_digits_net
 from tests.conftest import Logged, check_facts, refused
@@ -26,9 +27,9 @@ from tests.conftest import Logged, check_facts, refused
 @pytest.fixture(scope="module")
 def real() -> tuple[Tensor, Tensor]:
     data = digits()
-    images, labels = data.fetch(torch.arange(len(data)))
+    images, labels = data.rows(torch.arange(len(data)))
     assert labels is not None
-    return images, labels
+    return to_unit_range(images), labels
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +67,9 @@ def made() -> dict[str, Any]:
 
 
 def test_the_shipped_weights_know_digits_they_never_saw(net: DigitsNet, real: tuple[Tensor, Tensor]) -> None:
-    recipe = train_digits.Recipe()
-    assert made()["recipe"] == attrs.asdict(recipe)  # else: run train_digits again
-    held_out = shuffled(len(real[0]), recipe.seed)[: recipe.held_out]
+    options = train_digits.TrainingOptions()
+    assert made()["recipe"] == attrs.asdict(options)  # else: run train_digits again
+    held_out = shuffled(len(real[0]), options.seed)[: options.held_out]
     accuracy = float((net.classify(real[0][held_out]).argmax(1) == real[1][held_out]).float().mean())
     assert accuracy >= 0.97
     assert accuracy == pytest.approx(made()["accuracy"], abs=0.004)  # one image, should rounding decide it
@@ -96,8 +97,8 @@ def test_the_script_makes_such_weights(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_training_is_repeatable() -> None:
-    recipe = train_digits.Recipe(epochs=1)
-    first, second = (train_digits.train(recipe)[0].state_dict() for _ in range(2))
+    options = train_digits.TrainingOptions(epochs=1)
+    first, second = (train_digits.train(options)[0].state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -264,7 +265,7 @@ def test_the_number_is_that_of_its_images() -> None:
     loop.run()
     images = loop.sample(SampleRequest(num=300, seed=5, stream="evaluate")).images.clamp(-1, 1)
     net, data = load_digits_net(), digits()
-    theirs = Moments.from_features(net(data.fetch(torch.arange(len(data)))[0]))
+    theirs = Moments.from_features(net(to_unit_range(data.rows(torch.arange(len(data)))[0])))
     expected = frechet_distance(Moments.from_features(net(images)), theirs)
     assert recorder.distances == pytest.approx({4: expected}, rel=1e-4)
     assert fid.reference.num == 1797

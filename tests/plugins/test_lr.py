@@ -13,27 +13,37 @@ from PIL import Image
 from hookdiff import ConfigError, UserError, hookimpl, load_config
 from hookdiff.experiment import try_config
 from hookdiff.testing import toy_loop
-from hookdiff_lr import LR, Constant, Cooldown, Cosine, CosineRestarts, InverseSqrt, Linear, Schedule, Step
+from hookdiff_lr import (
+    LR,
+    ConstantLR,
+    CooldownLR,
+    CosineLR,
+    CosineRestartsLR,
+    InverseSqrtLR,
+    LinearLR,
+    LRSchedule,
+    StepLR,
+)
 from hookdiff_lr.chart import ticks
 
 TOTAL = 1000
 ratios = st.floats(0, 1)
 # Each so that a run of 1000 steps can have it with a warm-up of up to 200.
 KINDS = {
-    "constant": st.just(Constant()),
-    "linear": st.builds(Linear, min_ratio=ratios),
-    "cosine": st.builds(Cosine, min_ratio=ratios),
-    "cosine_restarts": st.builds(CosineRestarts, st.integers(1, 400), st.floats(1, 3), min_ratio=ratios),
+    "constant": st.just(ConstantLR()),
+    "linear": st.builds(LinearLR, min_ratio=ratios),
+    "cosine": st.builds(CosineLR, min_ratio=ratios),
+    "cosine_restarts": st.builds(CosineRestartsLR, st.integers(1, 400), st.floats(1, 3), min_ratio=ratios),
     "step": st.builds(
-        Step,
+        StepLR,
         st.lists(st.floats(0.3, 0.99) | st.integers(200, 1200), min_size=1, max_size=4).map(
             lambda milestones: tuple(sorted(milestones))
         ),
         st.floats(0.01, 1),
     ),
-    "inverse_sqrt": st.builds(InverseSqrt, st.integers(200, 900)),
+    "inverse_sqrt": st.builds(InverseSqrtLR, st.integers(200, 900)),
     "cooldown": st.builds(
-        Cooldown, st.floats(0.01, 0.7) | st.integers(1, 800), st.sampled_from(["sqrt", "linear"]), min_ratio=ratios
+        CooldownLR, st.floats(0.01, 0.7) | st.integers(1, 800), st.sampled_from(["sqrt", "linear"]), min_ratio=ratios
     ),
 }
 
@@ -52,19 +62,19 @@ def factors(schedule, steps, length=None, warmup=0):
 
 def test_known_answers():
     steps, expected = zip((0, 0), (50, 0.5), (100, 1), (550, 0.5), (1000, 0), strict=True)
-    assert factors(Cosine(), steps, 1000, warmup=100) == pytest.approx(expected, abs=1e-12)
+    assert factors(CosineLR(), steps, 1000, warmup=100) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("images", "rate"), [(5e6, 0.005), (35e6, 0.01), (573.44e6, 0.005)])
 def test_known_answers_of_edm2(images, rate):
     # In units of images: a reference of 70,000 steps of 2048, a ramp of 10 million.
-    (factor,) = factors(InverseSqrt(70_000 * 2048), [int(images)], warmup=10_000_000)
+    (factor,) = factors(InverseSqrtLR(70_000 * 2048), [int(images)], warmup=10_000_000)
     assert 0.01 * factor == pytest.approx(rate, rel=1e-12)
 
 
 @pytest.mark.parametrize(("shape", "left"), [("sqrt", 0.5), ("linear", 0.75)])
 def test_the_cooldown_is_that_of_its_paper(shape, left):
-    by_share, by_steps = (factors(Cooldown(length, shape), range(1001), 1000) for length in (0.2, 200))
+    by_share, by_steps = (factors(CooldownLR(length, shape), range(1001), 1000) for length in (0.2, 200))
     assert by_share[:801] == [1] * 801
     assert by_share[850] == pytest.approx(left)  # a quarter of it is over
     assert by_steps == by_share
@@ -84,13 +94,13 @@ def follow(scheduler, steps):
 def test_restarts_are_those_of_torch():
     theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts
     expected = follow(lambda optimizer: theirs(optimizer, T_0=7, T_mult=2, eta_min=0.1), 60)
-    assert factors(CosineRestarts(7, 2.0, min_ratio=0.1), range(60)) == pytest.approx(expected, rel=1e-9)
+    assert factors(CosineRestartsLR(7, 2.0, min_ratio=0.1), range(60)) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("milestones", [(0.5, 8.0), (5.0, 8.0), (0.8, 5.0)])
 def test_steps_are_those_of_torch(milestones):
     expected = follow(lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 8], gamma=0.3), 10)
-    assert factors(Step(milestones, gamma=0.3), range(10), 10) == pytest.approx(expected, rel=1e-9)
+    assert factors(StepLR(milestones, gamma=0.3), range(10), 10) == pytest.approx(expected, rel=1e-9)
 
 
 @given(plugin=plugins(), step=st.integers(0, 3000))
@@ -114,10 +124,10 @@ def test_the_warm_up_only_rises_and_ends_at_the_whole_rate(plugin):
 @given(plugin=plugins(("constant", "linear", "cosine", "inverse_sqrt", "cooldown")))
 def test_it_has_no_jumps_where_it_claims_none(plugin):
     curve, schedule, rest = plugin.curve(TOTAL), plugin.schedule, TOTAL - plugin.warmup
-    steepest = {Constant: 0, Linear: 1 / rest, Cosine: 2 / rest}.get(type(schedule))
-    if isinstance(schedule, InverseSqrt):
+    steepest = {ConstantLR: 0, LinearLR: 1 / rest, CosineLR: 2 / rest}.get(type(schedule))
+    if isinstance(schedule, InverseSqrtLR):
         steepest = 1 / schedule.reference
-    if isinstance(schedule, Cooldown):
+    if isinstance(schedule, CooldownLR):
         length = schedule.length * TOTAL if schedule.length < 1 else schedule.length
         steepest = 1 / math.sqrt(length) if schedule.shape == "sqrt" else 1 / length
     steepest = max(min(1, steepest), 1 / max(1, plugin.warmup)) + 1e-9
@@ -142,11 +152,11 @@ def test_it_ends_where_it_should(plugin, past):
 def test_restarts_come_back(warmup, period, min_ratio, cycle):
     begin, length = warmup + period * (2**cycle - 1), period * 2**cycle
     steps = [warmup + cycle * period + step for step in range(period)]
-    same = factors(CosineRestarts(period, min_ratio=min_ratio), range(warmup + period), warmup=warmup)[warmup:]
+    same = factors(CosineRestartsLR(period, min_ratio=min_ratio), range(warmup + period), warmup=warmup)[warmup:]
     assert same[0] == 1
-    assert factors(CosineRestarts(period, min_ratio=min_ratio), steps, warmup=warmup) == same
+    assert factors(CosineRestartsLR(period, min_ratio=min_ratio), steps, warmup=warmup) == same
     restart, middle = factors(
-        CosineRestarts(period, 2.0, min_ratio=min_ratio), [begin, begin + length // 2], warmup=warmup
+        CosineRestartsLR(period, 2.0, min_ratio=min_ratio), [begin, begin + length // 2], warmup=warmup
     )
     assert restart == 1
     assert middle == pytest.approx(same[period // 2], abs=2 / period)
@@ -178,7 +188,7 @@ class Look:
 def test_the_rate_of_a_step_depends_on_the_step_alone(micro_batch):
     look = Look()
     toy_loop({"lr": LR(warmup=4), "look": look}, micro_batch=micro_batch).run()
-    assert look.rates == [[0.01 * factor] for factor in factors(Cosine(), range(20), 20, warmup=4)]
+    assert look.rates == [[0.01 * factor] for factor in factors(CosineLR(), range(20), 20, warmup=4)]
 
 
 def two_groups(model):
@@ -239,7 +249,7 @@ def test_of_steps_and_epochs_the_first_to_end_counts(steps, last):
     assert look.rates[-1] == [pytest.approx(last)]
 
 
-class Mine(Schedule):
+class Mine(LRSchedule):
     """A stranger's schedule, which is the whole rate at every other step."""
 
     def factor(self, step, warmup, total):
@@ -264,11 +274,11 @@ def test_a_plugin_can_run_again_for_longer():
     [
         (LR(warmup=20), 19),
         (LR("linear", warmup=300, start_factor=0.5), 19),
-        (LR(Cooldown(), warmup=17), 16),
-        (LR(Cooldown(30), warmup=3, start_factor=0.1), 0),
-        (LR(Step((0.25,)), warmup=6), 5),
-        (LR(Step((8.0, 12.0)), warmup=9), 8),
-        (LR(InverseSqrt(5), warmup=6), 5),
+        (LR(CooldownLR(), warmup=17), 16),
+        (LR(CooldownLR(30), warmup=3, start_factor=0.1), 0),
+        (LR(StepLR((0.25,)), warmup=6), 5),
+        (LR(StepLR((8.0, 12.0)), warmup=9), 8),
+        (LR(InverseSqrtLR(5), warmup=6), 5),
     ],
 )
 def test_a_warm_up_is_cut_where_the_rate_falls(plugin, cut, caplog):
@@ -282,7 +292,7 @@ def test_a_warm_up_is_cut_where_the_rate_falls(plugin, cut, caplog):
     assert f"cut to {cut}" in message
 
 
-@pytest.mark.parametrize("plugin", [LR(warmup=19), LR(Cooldown(), warmup=16), LR(Step((0.25,)), warmup=5)])
+@pytest.mark.parametrize("plugin", [LR(warmup=19), LR(CooldownLR(), warmup=16), LR(StepLR((0.25,)), warmup=5)])
 def test_a_warm_up_that_fits_is_not_mentioned(plugin, caplog):
     toy_loop({"lr": plugin}).run()
     assert not caplog.messages
@@ -290,7 +300,7 @@ def test_a_warm_up_that_fits_is_not_mentioned(plugin, caplog):
 
 def test_a_cooldown_that_is_longer_than_the_run_is_cut_to_it(caplog):
     look = Look()
-    toy_loop({"lr": LR(Cooldown(90, "linear")), "look": look}).run()
+    toy_loop({"lr": LR(CooldownLR(90, "linear")), "look": look}).run()
     assert [rate for (rate,) in look.rates] == pytest.approx([0.01 * (1 - step / 20) for step in range(20)])
     (message,) = caplog.messages
     assert "'cooldown' is longer than 20 steps" in message
@@ -299,12 +309,12 @@ def test_a_cooldown_that_is_longer_than_the_run_is_cut_to_it(caplog):
 @pytest.mark.parametrize(
     ("plugin", "late"),
     [
-        (LR(Step((5.0, 20.0, 90.0))), ["drop 2 (step 20)", "drop 3 (step 90)"]),
-        (LR(Step((0.5, 2.0)), total=100), ["drop 2 (step 50)"]),
+        (LR(StepLR((5.0, 20.0, 90.0))), ["drop 2 (step 20)", "drop 3 (step 90)"]),
+        (LR(StepLR((0.5, 2.0)), total=100), ["drop 2 (step 50)"]),
         (LR("constant", warmup=30), ["end of the warm-up (step 30)"]),
         (LR("cooldown", total=100), ["the cooldown begins (step 80)"]),
-        (LR(Step((0.95,))), []),
-        (LR(CosineRestarts(20)), []),
+        (LR(StepLR((0.95,))), []),
+        (LR(CosineRestartsLR(20)), []),
     ],
 )
 def test_what_the_run_never_comes_to_is_reported(plugin, late, caplog):
@@ -317,24 +327,24 @@ def test_a_fall_needs_an_end():
     with pytest.raises(UserError, match=r"plugins\.lr\.total"):
         LR().curve(None)
     assert LR(total=10).curve(None).factor(10) == 0
-    assert LR(CosineRestarts(3)).curve(None).factor(3) == 1
-    assert LR(Step((3.0,))).curve(None).factor(3) == 0.1
+    assert LR(CosineRestartsLR(3)).curve(None).factor(3) == 1
+    assert LR(StepLR((3.0,))).curve(None).factor(3) == 0.1
 
 
 @pytest.mark.parametrize(
     ("schedule", "options", "name"),
     [
-        (Linear, {"min_ratio": 1.5}, "min_ratio"),
-        (InverseSqrt, {"reference": 0}, "reference"),
-        (Step, {"milestones": ()}, "milestones"),
-        (Step, {"milestones": (1.5,)}, "milestones"),
-        (Step, {"milestones": (9.0, 0.5, 8.0)}, "milestones"),
-        (Step, {"milestones": (0.0,)}, "milestones"),
-        (Step, {"milestones": (5.0,), "gamma": 0.0}, "gamma"),
-        (Cooldown, {"length": 1.5}, "length"),
-        (Cooldown, {"shape": "round"}, "shape"),
-        (CosineRestarts, {"period": 5, "mult": 0.5}, "mult"),
-        (LR, {"schedule": InverseSqrt(5), "total": 9}, "total"),
+        (LinearLR, {"min_ratio": 1.5}, "min_ratio"),
+        (InverseSqrtLR, {"reference": 0}, "reference"),
+        (StepLR, {"milestones": ()}, "milestones"),
+        (StepLR, {"milestones": (1.5,)}, "milestones"),
+        (StepLR, {"milestones": (9.0, 0.5, 8.0)}, "milestones"),
+        (StepLR, {"milestones": (0.0,)}, "milestones"),
+        (StepLR, {"milestones": (5.0,), "gamma": 0.0}, "gamma"),
+        (CooldownLR, {"length": 1.5}, "length"),
+        (CooldownLR, {"shape": "round"}, "shape"),
+        (CosineRestartsLR, {"period": 5, "mult": 0.5}, "mult"),
+        (LR, {"schedule": InverseSqrtLR(5), "total": 9}, "total"),
         (LR, {"start_factor": 0.5}, "start_factor"),
     ],
 )
@@ -401,10 +411,10 @@ def test_a_total_without_an_end_is_refused(command, tmp_path):
 
 STRANGER = """
 from attrs import define
-from hookdiff_lr import Schedule
+from hookdiff_lr import LRSchedule
 
 @define(frozen=True)
-class Stairs(Schedule):
+class Stairs(LRSchedule):
     every: int = 100
 
     def factor(self, step, warmup, total):
@@ -444,7 +454,7 @@ def test_the_command_draws_and_lists(command, tmp_path):
     assert head == "mine: cosine after 40 steps of warm-up, 400 steps"
     assert columns.split() == ["step", "lr"]
     steps = (0, 40, 100, 200, 300, 399)
-    expected = [0.5 * factor for factor in factors(Cosine(), steps, 400, warmup=40)]
+    expected = [0.5 * factor for factor in factors(CosineLR(), steps, 400, warmup=40)]
     assert [int(row.split()[0]) for row in rows] == list(steps)
     assert [float(row.split()[-1]) for row in rows] == pytest.approx(expected, rel=1e-3, abs=1e-12)
     assert path.strip() == "mine-lr.png"
@@ -477,7 +487,7 @@ def test_a_restart_after_the_last_step_is_not_shown(command, tmp_path):
     code, out, _ = command("lr", "mine.toml", plugins=restarts)
     assert code == 0
     *_, step, _, _, rate = out.splitlines()[-2].split()
-    (factor,) = factors(Cosine(), [99], 100)
+    (factor,) = factors(CosineLR(), [99], 100)
     assert (int(step), float(rate)) == (399, pytest.approx(0.5 * factor, rel=1e-3))
     with Image.open(tmp_path / "mine-lr.png") as picture:
         pixels = torch.from_numpy(np.array(picture.convert("RGB"))).int()

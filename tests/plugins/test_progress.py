@@ -23,7 +23,7 @@ from hookdiff_ema import EMA
 from hookdiff_gradients import GradientMonitor
 from hookdiff_loss import Loss
 from hookdiff_memory import Memory
-from hookdiff_progress import Progress
+from hookdiff_progress import ProgressBar
 from hookdiff_progress.plugin import clock, total_steps
 from tests.conftest import Clock, Logged, Restores, StopAt, check_facts, wait_until
 
@@ -123,7 +123,7 @@ class Evaluation:
 def test_golden_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     with pipe(monkeypatch) as output:
-        make_loop({"bar": Progress(), "evaluation": Evaluation()}, steps=6).run()
+        make_loop({"bar": ProgressBar(), "evaluation": Evaluation()}, steps=6).run()
     lines = output.text().splitlines()
     number = r"[-\d.e]+"
     shown = rf"loss {number}  lr 0\.125  grad_norm {number}"
@@ -133,7 +133,7 @@ def test_golden_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_lines_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pipe(monkeypatch) as output:
-        loop = make_loop({"bar": Progress()}, steps=4)
+        loop = make_loop({"bar": ProgressBar()}, steps=4)
         with loop:
             for step in loop.steps():
                 if step.step == 3:
@@ -144,7 +144,7 @@ def test_lines_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_golden_bar_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = sys.stderr
     with terminal(monkeypatch) as output:
-        make_loop({"bar": Progress(), "evaluation": Evaluation()}, steps=6).run()
+        make_loop({"bar": ProgressBar(), "evaluation": Evaluation()}, steps=6).run()
     assert sys.stderr is stderr
     text = output.text()
     bar, values, *rest = screen(text)
@@ -164,7 +164,7 @@ def test_logging_and_printing_do_not_tear_the_bar(monkeypatch: pytest.MonkeyPatc
             clock.now += 10  # so that the bar is drawn again
             bar.before_step()
 
-    clock, bar = Clock(monkeypatch), Progress()
+    clock, bar = Clock(monkeypatch), ProgressBar()
     with terminal(monkeypatch) as output:
         handler = logging.StreamHandler()  # made before the bar, as logging.basicConfig does
         stream = handler.stream
@@ -187,7 +187,7 @@ def test_an_error_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch)
     with terminal(monkeypatch) as output:
         stderr = sys.stderr
         with pytest.raises(RuntimeError, match="broken"):
-            make_loop({"bar": Progress(), "breaking": Breaking()}, steps=3).run()
+            make_loop({"bar": ProgressBar(), "breaking": Breaking()}, steps=3).run()
         assert sys.stderr is stderr
         print("Traceback", file=sys.stderr)
     lines = screen(output.text())
@@ -198,14 +198,14 @@ def test_an_error_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("columns", [20, 300])
 def test_a_bar_of_any_width_keeps_to_two_lines(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch, columns) as output:
-        make_loop({"bar": Progress(), "evaluation": Evaluation()}, steps=4).run()
+        make_loop({"bar": ProgressBar(), "evaluation": Evaluation()}, steps=4).run()
     lines = [line for line in screen(output.text()) if line]
     assert len(lines) == 2
     assert max(map(len, lines)) <= columns
 
 
 def test_other_ranks_show_nothing(second_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    make_loop({"bar": Progress()}, steps=2).run()
+    make_loop({"bar": ProgressBar()}, steps=2).run()
     assert capsys.readouterr() == ("", "")
 
 
@@ -217,7 +217,7 @@ def test_the_number_of_values_is_limited(capsys: pytest.CaptureFixture[str]) -> 
             if loop.progress.step == 2:
                 loop.log({"fd/digits": 2.0})
 
-    make_loop({"bar": Progress(), "layers": Layers()}, steps=2).run()
+    make_loop({"bar": ProgressBar(), "layers": Layers()}, steps=2).run()
     line = capsys.readouterr().err.splitlines()[-1]
     assert "fd/digits 2  layer/0 1" in line
     assert 100 < len(line) <= 120
@@ -233,7 +233,7 @@ def test_details_are_for_the_sinks_and_every_line_has_the_loss(capsys: pytest.Ca
                 loop.log({"fd/digits": 2.0})
 
     logged = Logged()
-    with make_loop({"bar": Progress(), "looks": Looks(), "logged": logged}, steps=5, log_every=4) as loop:
+    with make_loop({"bar": ProgressBar(), "looks": Looks(), "logged": logged}, steps=5, log_every=4) as loop:
         losses = [step.loss for step in loop.steps()]
     third, fourth = capsys.readouterr().err.splitlines()
     assert third.startswith(f"step 3/5  loss {losses[2]:.4g}  ")
@@ -244,7 +244,7 @@ def test_details_are_for_the_sinks_and_every_line_has_the_loss(capsys: pytest.Ca
 
 def test_lines_of_a_run_with_every_monitor_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     monitors = {"ema": EMA(), "debug": Debug(), "loss": Loss(), "gradients": GradientMonitor(), "memory": Memory()}
-    toy_loop({"bar": Progress(), **monitors}, steps=20, log_every=10, micro_batch=4).run()
+    toy_loop({"bar": ProgressBar(), **monitors}, steps=20, log_every=10, micro_batch=4).run()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2  # none for the looks of debug
     for line, step in zip(lines, (10, 20), strict=True):
@@ -274,7 +274,7 @@ def test_total_steps(config: dict[str, int], position: tuple[int, int, int], tot
 
 
 def test_an_epoch_run_ends_at_its_total(capsys: pytest.CaptureFixture[str]) -> None:
-    make_loop({"bar": Progress()}, epochs=2, log_every=14).run()
+    make_loop({"bar": ProgressBar()}, epochs=2, log_every=14).run()
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("step 14/28 ")
     assert last.startswith("step 28/28 ")
@@ -286,7 +286,7 @@ def test_a_resumed_run_counts_its_own_steps(
     first = make_loop({})
     first.progress.load_state_dict({"step": 900, "position": 900, "epoch": 64, "samples": 512})
     state = Restores({**first.state_dict(), "optimizers": {"0": {}}})
-    plugins = {"state": state, "bar": Progress(), "clock": Clock(monkeypatch), "stop": StopAt(904)}
+    plugins = {"state": state, "bar": ProgressBar(), "clock": Clock(monkeypatch), "stop": StopAt(904)}
     make_loop(plugins, steps=1000).run()
     early, late = capsys.readouterr().err.splitlines()
     assert early.startswith("step 902/1000 ")
@@ -297,7 +297,7 @@ def test_a_resumed_run_counts_its_own_steps(
 def test_the_clock_of_a_run_may_end_it_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_loop({"bar": Progress(), "clock": Clock(monkeypatch)}, steps=1000, max_time="50 s").run()
+    make_loop({"bar": ProgressBar(), "clock": Clock(monkeypatch)}, steps=1000, max_time="50 s").run()
     assert [line.rpartition("  ")[2] for line in capsys.readouterr().err.splitlines()] == ["ETA 0:30", "ETA 0:10"]
 
 
@@ -310,6 +310,6 @@ def test_clock(seconds: float, shown: str) -> None:
 
 def test_it_has_no_settings() -> None:
     problems = Problems()
-    arguments(Progress, {"width": 80}, "plugins.progress", problems)
+    arguments(ProgressBar, {"width": 80}, "plugins.progress", problems)
     (problem,) = problems.found
     check_facts(problem, "plugins.progress.width")
