@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import reduce
 
 import torch
 from attrs import define, field
@@ -81,12 +80,13 @@ class FID:
         Raises ValueError for an image that is not finite.
         """
         start_time = time.monotonic()
-        chunks: list[Moments] = []
+        moments: Moments | None = None
         for start in range(0, self.num_samples, self.batch_size):
             num = min(self.batch_size, self.num_samples - start)
             made = loop.sample(SampleRequest(num, self.seed, start, stream="evaluate", weights=self.weights))
-            chunks.append(Moments.from_features(self._features(made.images, "generated images")))
-        moments = reduce(Moments.merge, chunks)
+            chunk = Moments.from_features(self._features(made.images, "generated images"))
+            moments = moments.merge(chunk) if moments else chunk
+        assert moments
         distance = frechet_distance(moments, self.reference)
         self.last = loop.progress.step
         loop.log({f"fd/{self.features}": distance})
