@@ -93,7 +93,6 @@ def test_the_core_knows_no_plugin() -> None:
 
 # Names that the core has a use of its own for, and where: a folder, a number that is logged, a part of the state.
 OWN_USES = {
-    "gradients": {"hookdiff/cli/check.py"},
     "loss": {"hookdiff/cli/summary.py", "hookdiff/diffusion/losses.py", "hookdiff/loop.py"},
     "lr": {"hookdiff/experiment/optimizers.py", "hookdiff/state.py"},  # of a group of weights
     "memory": {"hookdiff/data/store.py"},
@@ -168,7 +167,7 @@ PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory"),
-    *("hookdiff.experiment.memory", "hookdiff.randomness", "hookdiff.testing", "hookdiff.weights"),
+    *("hookdiff.randomness", "hookdiff.testing", "hookdiff.weights"),
 }
 
 
@@ -257,7 +256,7 @@ print(*sys.modules)
     modules = fresh_python(code)
     assert (tmp_path / "run" / "config.toml").exists()
     assert {module.partition(".")[0] for module in modules if module.startswith("hookdiff_")} == {"hookdiff_clip"}
-    asked_for = {"builtin.micro_batch", "experiment.memory", "models.memory"}
+    asked_for = {"builtin.micro_batch", "models.memory"}
     assert not {f"hookdiff.{name}" for name in asked_for} & modules
     assert not {"torchvision", "aim", "safetensors.torch"} & modules
 

@@ -1,11 +1,10 @@
-"""Memory that tensors take, counted on tensors that have a shape and no values."""
+"""Counts of the memory that tensors take."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,17 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def as_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """Replace all parameters and buffers of `model` by tensors without values, as if it were on `device`."""
-    fake = cache(lambda tensor: _fake(tensor, mode, device))  # shared ones stay shared
-    for module in model.modules():
-        tables: tuple[Any, ...] = (module._parameters, module._buffers)
-        for tensors in tables:
-            tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
-    return model
-
-
-def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+def as_fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """Return a tensor or parameter on `device` with the shape of `tensor` and no values."""
     with mode:
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -46,7 +36,7 @@ def _optimizer_bytes(optimizer: Optimizer) -> int:
     vars(like).update(vars(optimizer))
     like.state = defaultdict(dict)
     like.param_groups = [
-        {**group, "params": [_fake(p, mode, p.device) for p in group["params"]]} for group in optimizer.param_groups
+        {**group, "params": [as_fake(p, mode, p.device) for p in group["params"]]} for group in optimizer.param_groups
     ]
     weights = [p for group in like.param_groups for p in group["params"] if p.requires_grad]
     for weight in weights:

@@ -336,8 +336,8 @@ def check_time(parts: Mapping[str, float], per_step: float) -> Finding:
     )
 
 
-def check_memory(estimate: float, measured: float, available: float | None, how: str = "measured") -> Finding:
-    """Judge the bytes of a step beside the available ones. `how`: "measured" by the allocator, or "counted"."""
-    needed, limit = max(estimate, measured), available or math.inf
-    numbers = f"{estimate / 2**20:.0f} MiB estimated, {measured / 2**20:.0f} {how}"
-    return judge(numbers, (needed > FULL * limit, memory_short(needed, limit)))
+def check_memory(peak: float, available: float | None) -> Finding:
+    """Judge the peak bytes of a step beside the `available` ones, if the device has memory of its own."""
+    numbers, limit = f"{peak / 2**20:.0f} MiB at the peak of a step", available or math.inf
+    numbers += f", of {limit / 2**20:.0f}" if available else ""
+    return judge(numbers, (peak > FULL * limit, memory_short(peak, limit)))

@@ -16,9 +16,8 @@ import torch
 from attrs import define, evolve
 from torch import Generator, Tensor
 
-from hookdiff import Batch, Config, Finding, Loop, SampleRequest, UserError, build_loop, evaluating
+from hookdiff import Batch, Config, Finding, Loop, SampleRequest, build_loop, evaluating
 from hookdiff.disk import run_of, save_grid
-from hookdiff.experiment.memory import estimate_memory
 from hookdiff_debug import checks, measure
 from hookdiff_debug.measure import LEVELS, Level, Outputs
 from hookdiff_debug.trial import SETTLED, Trial, train
@@ -95,8 +94,10 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
     for (plugin, hook), seconds in trial.parts.items():
         parts[_PARTS.get(hook, "loop" if plugin in _LOOP else plugin)] += seconds
     findings["time"] = checks.check_time(parts, trial.seconds / trial.steps_timed)
-    # Estimated with the micro-batch that "auto" found: it is the one that was measured.
-    findings |= _of_memory(evolve(tried, run=evolve(tried.run, micro_batch=loop.config.micro_batch)), trial)
+    if trial.peak_memory is not None:
+        on_gpu = loop.device.type == "cuda"
+        available = torch.cuda.get_device_properties(loop.device).total_memory if on_gpu else None
+        findings["memory"] = checks.check_memory(trial.peak_memory, available)
     findings |= {f"logged {number}": Finding("warning", text) for number, text in enumerate(logged, 1)}
     passive = [name for name in tried.plugins if type(loop.plugins[name]) is object]
     left_out = [f"{', '.join(passive)}: no part in the computation of a step, or in sampling"] if passive else []
@@ -152,17 +153,6 @@ def _of_length(loop: Loop, config: Config) -> Finding:
     parameters = sum(p.numel() for p in loop.model.parameters() if p.requires_grad)
     steps = run.steps if run.steps is not None else (run.epochs or 0) * loop.feed.num_batches
     return checks.check_length(parameters, images, values, run.batch_size, steps)
-
-
-def _of_memory(config: Config, trial: Trial) -> dict[str, Finding]:
-    if trial.peak_memory is None:
-        return {}
-    try:
-        estimate = estimate_memory(config)
-    except UserError:  # a model that cannot be run without values
-        return {}
-    how = "measured" if estimate.available else "counted"
-    return {"memory": checks.check_memory(estimate.peak, trial.peak_memory, estimate.available, how)}
 
 
 def _plain_batch(loop: Loop) -> Batch:

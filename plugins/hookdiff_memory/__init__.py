@@ -1,4 +1,4 @@
-"""Logs the memory in use."""
+"""Logs the memory in use, and estimates the memory of a config: `hookdiff memory`."""
 
 from hookdiff_memory.plugin import Memory
 

@@ -1,26 +1,11 @@
 """`hookdiff check`."""
 
-import json
-
 import pytest
 import tomli
 
-from hookdiff.experiment.memory import estimate_memory
 from tests.conftest import check_facts
 
 DIT = {"use": "dit", "num_classes": 10}
-MLP = """
-import torch
-from torch import nn
-
-class MLP(nn.Module):
-    def __init__(self, hidden: int = 100):
-        super().__init__()
-        self.first, self.last = nn.Linear(64, hidden), nn.Linear(hidden, 64)
-
-    def forward(self, x, timesteps):
-        return self.last(torch.relu(self.first(x.flatten(1)))).reshape(x.shape)
-"""
 
 
 @pytest.fixture
@@ -83,33 +68,3 @@ def test_golden_message_of_a_network_that_does_not_fit_its_images(check):
     assert (code, err) == (2, f"hookdiff: small.toml: 1 problem\n  {problem}\n")
     code, _, err = check("model.patch_size=3", command="run")
     assert (code, err) == (2, f"hookdiff: {problem}\n")
-
-
-@pytest.fixture
-def count(hookdiff, user_module, write_config):
-    """Return a function that runs `hookdiff check` on an MLP config, and returns exit code, stdout and stderr."""
-    user_module("hd_mlp", MLP)
-    path = write_config(run={"batch_size": 6}, model={"use": "hd_mlp:MLP"})
-    return lambda *words: hookdiff("check", path, *words)
-
-
-def test_memory_is_printed_as_a_table_in_mib(count):
-    code, out, _ = count("--memory", "--set", "model.hidden=8192", "--plugins", "ema")
-    assert code == 0
-    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines()[1:]}
-    expected = {"parameters": 4.03, "gradients": 4.03, "optimizer": 8.06, "plugins.ema": 4.03, "activations": 0.19}
-    assert {name: float(rows[name][0]) for name in expected} == expected
-    check_facts(rows["activations"][1], 6, 0.032)
-
-
-def test_memory_is_printed_as_json_in_bytes(count, load_small):
-    code, out, _ = count("--memory", "--json")
-    found = json.loads(out)
-    assert (code, found["parameters"], found["plugins"]) == (0, 4 * (2 * 6400 + 164), {})
-    assert found["total"] == estimate_memory(load_small(run={"batch_size": 6}, model={"use": "hd_mlp:MLP"})).total
-
-
-def test_json_needs_memory(count):
-    code, _, err = count("--json")
-    assert code == 2
-    check_facts(err, "--json", "--memory")

@@ -24,6 +24,8 @@ from hookdiff_debug.doctor import as_text, examine
 from hookdiff_debug.measure import Inputs, Layer, Level, Outputs, measure_inputs, measure_levels
 from hookdiff_debug.trial import Clock, Trial, train
 from hookdiff_lr import LR
+from hookdiff_memory.estimate import estimate_memory
+from tests.conftest import check_facts
 
 CONFIG = """
 [run]
@@ -259,14 +261,13 @@ HEALTHY = {
     "device",
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
 )
-def test_the_estimate_of_memory_lies_near_what_a_step_took(device, folder):
+def test_the_peak_of_a_step_lies_near_the_estimate(device, folder):
     given = [f"run.device={device}", "model.channels=32", 'run.micro_batch="auto"']
-    report = examine(load_config(folder / "small.toml", settings=given), None, 4, folder / "trial", None)
+    config = load_config(folder / "small.toml", settings=given)
+    report = examine(config, None, 4, folder / "trial", None)
     measured = report.trial.peak_memory
-    text = report.findings["memory"].what
-    how = "counted" if device == "cpu" else "measured"
-    assert text.endswith(f", {measured / 2**20:.0f} {how}")
-    assert int(text.split()[0]) == pytest.approx(measured / 2**20, rel=0.15)
+    check_facts(report.findings["memory"].what, f"{measured / 2**20:.0f} MiB")
+    assert measured == pytest.approx(estimate_memory(config).peak, rel=0.15)
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11 warns always
@@ -553,8 +554,9 @@ def test_length_and_time_and_memory_are_judged():
     assert checks.check_time({"forward": 0.4, "mine": 0.6}, 1.0).what.startswith("mine ")
     healthy = checks.check_time({"forward": 0.4, "backward": 0.6}, 0.5)
     assert healthy == Finding("ok", "500 ms a step: backward 60%, forward 40%")
-    assert checks.check_memory(2**30, 2**29, None) == Finding("ok", "1024 MiB estimated, 512 measured")
-    assert checks.check_memory(2**30, 2**31, 2.0**31).severity == "warning"
+    assert checks.check_memory(2**29, None) == Finding("ok", "512 MiB at the peak of a step")
+    assert checks.check_memory(2**29, 2**31) == Finding("ok", "512 MiB at the peak of a step, of 2048")
+    assert checks.check_memory(2**31, 2**31).severity == "warning"
 
 
 def test_averages_and_samples_are_judged():

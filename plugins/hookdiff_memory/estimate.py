@@ -10,8 +10,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from attrs import define
@@ -19,16 +20,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from hookdiff.data import Batch, InMemory, Store
-from hookdiff.disk.tree import flatten
-from hookdiff.errors import ConfigError, UserError
-from hookdiff.experiment import build
-from hookdiff.gradients import clear_gradients
-from hookdiff.models.memory import HeldBytes, as_fakes, storages
-
-if TYPE_CHECKING:
-    from hookdiff.experiment.config import Config
-    from hookdiff.loop import Loop
+from hookdiff import Batch, Config, ConfigError, InMemory, Loop, UserError, build_loop
+from hookdiff.data import Store
+from hookdiff.disk import flatten
+from hookdiff.experiment import make_model, pick_device
+from hookdiff.models.memory import HeldBytes, as_fake, storages
 
 # Plugins without any of these only write files or make images.
 HOOKS = ("prepare_model", "wrap_net", "micro_step", "compute_loss", "backward", "state_dict")
@@ -68,7 +64,7 @@ def estimate_memory(config: Config) -> MemoryEstimate:
 
     Raises ConfigError for a config that cannot be built, and UserError for a model that cannot run without values.
     """
-    chosen, cpu = build.pick_device(config.run.device), torch.device("cpu")
+    chosen, cpu = pick_device(config.run.device), torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
         for device in (chosen, cpu) if chosen.type == "cuda" else (cpu,):
             for made_on in (torch.device("meta"), cpu):  # many models look at a value while they are made
@@ -92,7 +88,7 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
 
     def make(fitted: Config, _: torch.device) -> nn.Module:
         with made_on:
-            return as_fakes(build.make_model(fitted, made_on), mode, device)
+            return _as_fakes(make_model(fitted, made_on), mode, device)
 
     @contextmanager
     def noted(part: str) -> Iterator[None]:
@@ -109,7 +105,7 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
             for optimizer in loop.optimizers if step else ():
                 optimizer.step()
 
-    loop = build.build_loop(config, run_dir, hooks=HOOKS, make=make)
+    loop = build_loop(config, run_dir, hooks=HOOKS, make=make)
     loop.prepare()
     for start in loop.plugins.order("on_start"):  # each plugin by itself
         with noted(f"the plugin {start.plugin_name!r} did not start"):
@@ -141,7 +137,8 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
     with _saved() as saved:
         loop.hook.compute_loss(loop=loop, batch=more)
     per_sample = _sum_without(saved, held | _tensors(more)) - activations
-    clear_gradients(loop.optimizers)
+    for each in loop.optimizers:
+        each.zero_grad()
     with HeldBytes(held) as now:
         update(parts[:2], step=optimizer is not None)  # a second part finds the gradients of the first
 
@@ -165,6 +162,16 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
         notes=tuple(notes),
         **fixed,
     )
+
+
+def _as_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """Replace all parameters and buffers of `model` by tensors without values on `device`."""
+    fake = cache(lambda tensor: as_fake(tensor, mode, device))  # shared ones stay shared
+    for module in model.modules():
+        tables: tuple[Any, ...] = (module._parameters, module._buffers)
+        for tensors in tables:
+            tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
+    return model
 
 
 def _batch(loop: Loop, size: int) -> Batch:

@@ -1,5 +1,7 @@
 """The memory counted on tensors without values, compared with that of real runs."""
 
+import json
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -7,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hookdiff import ConfigError, UserError
 from hookdiff.disk import flatten
 from hookdiff.experiment.build import build_loop
-from hookdiff.experiment.memory import estimate_memory
+from hookdiff_memory.estimate import estimate_memory
 from tests.conftest import check_facts, refused
 
 MODELS = {
@@ -185,3 +187,27 @@ def test_a_model_that_looks_at_its_weights_is_refused(config):
 def test_a_mistake_in_the_config_is_refused_as_ever(config):
     with refused(ConfigError, "patch_size=3"):
         estimate_memory(config("dit", "model.patch_size=3"))
+
+
+@pytest.fixture
+def count(hookdiff, user_module, write_config):
+    """Return a function that runs `hookdiff memory` on an MLP config, and returns exit code, stdout and stderr."""
+    user_module("hd_sizes", USER)
+    path = write_config(run={"batch_size": 6}, model={"use": "hd_sizes:MLP"})
+    return lambda *words: hookdiff("memory", path, *words)
+
+
+def test_memory_is_printed_as_a_table_in_mib(count):
+    code, out, _ = count("--set", "model.hidden=8192", "--plugins", "ema")
+    assert code == 0
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines()[1:]}
+    expected = {"parameters": 4.03, "gradients": 4.03, "optimizer": 8.06, "plugins.ema": 4.03, "activations": 0.19}
+    assert {name: float(rows[name][0]) for name in expected} == expected
+    check_facts(rows["activations"][1], 6, 0.032)
+
+
+def test_memory_is_printed_as_json_in_bytes(count, config):
+    code, out, _ = count("--json")
+    found = json.loads(out)
+    assert (code, found["parameters"], found["plugins"]) == (0, 4 * (2 * 6400 + 164), {})
+    assert found["total"] == estimate_memory(config("MLP")).total

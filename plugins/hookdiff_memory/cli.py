@@ -1,0 +1,51 @@
+"""`hookdiff memory`: print the memory that training a config takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hookdiff.cli.options import config_argument, override_options
+
+
+@click.command()
+@config_argument
+@override_options
+@click.option("--json", "as_json", is_flag=True, help="Print the bytes as JSON.")
+def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], as_json: bool) -> None:
+    """Print the memory that training CONFIG takes.
+
+    Samples are read for their shape. The model is not made, and no file is written.
+    """
+    from attrs import asdict
+
+    from hookdiff import load_config
+    from hookdiff.experiment import try_config
+    from hookdiff_memory.estimate import estimate_memory
+
+    checked = load_config(config, plugins, settings)
+    try_config(checked)
+    estimate = estimate_memory(checked)
+    if as_json:
+        click.echo(json.dumps({**asdict(estimate), "total": estimate.total}, indent=2))
+        return
+    notes = {
+        "data": "the whole data set, held on the device",
+        "batch": f"{estimate.batch_size} samples and their noise",
+        "activations": f"micro_batch = {estimate.micro_batch}, {estimate.per_sample / 2**20:,.3f} for each sample",
+        "peak": "the most at one time, with temporary tensors",
+        "available": "memory of the device",
+    }
+    sizes = {name: getattr(estimate, name) for name in ("parameters", "buffers", "gradients", "optimizer")}
+    sizes |= {f"plugins.{name}": size for name, size in estimate.plugins.items()}
+    sizes |= {name: getattr(estimate, name) for name in ("data", "batch", "activations", "total", "peak", "available")}
+    click.echo(f"MiB on {estimate.device}")
+    for name, size in sizes.items():
+        if size is None and name == "optimizer":
+            click.echo(f"{name:<20}{'?':>12}")
+        elif size:
+            click.echo(f"{name:<20}{size / 2**20:>12,.2f}  {notes.get(name, '')}".rstrip())
+    for note in estimate.notes:
+        click.echo(f"not counted: {note}")
