@@ -1,7 +1,5 @@
 """The command line. Each command is a module that is imported when it is called, so that `--help` stays fast."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Images for people to look at: uint8 pixels, and grids in a PNG file."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

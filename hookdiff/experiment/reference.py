@@ -1,7 +1,5 @@
 """The keys of a config as tables, made from the classes and functions that take them."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import typing

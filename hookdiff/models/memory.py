@@ -1,7 +1,5 @@
 """Memory that tensors take, counted on tensors that have a shape and no values."""
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable

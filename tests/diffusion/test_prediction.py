@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from math import cos, exp, log, sin, sqrt
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from itertools import pairwise
 from math import cos, exp, inf, log, pi, sin, sqrt
 from typing import Any

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 from itertools import product
 from math import sqrt

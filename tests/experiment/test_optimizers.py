@@ -1,7 +1,5 @@
 """The optimizers of [optimizer]: every parameter in one group, every class of torch, and the kernels."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import shutil

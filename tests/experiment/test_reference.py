@@ -1,7 +1,5 @@
 """The help of every key, and the tables of the docs that are made from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Findings on synthetic loss curves with known events."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

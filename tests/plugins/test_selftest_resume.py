@@ -1,7 +1,5 @@
 """`hookdiff selftest resume`: every plugin of ours passes, and a plugin that does not resume is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
