@@ -3,8 +3,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from hookdiff.data.batch import Batch

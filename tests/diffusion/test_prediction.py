@@ -3,8 +3,7 @@ from math import cos, exp, log, sin, sqrt
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import (

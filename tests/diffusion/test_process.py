@@ -3,8 +3,7 @@ from math import inf, log
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff.diffusion import EDM, IMAGE, VP, Flow, Linear, Process
 from tests.conftest import refused

@@ -4,8 +4,7 @@ from math import sqrt
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff.data.batch import Batch

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, build_loop, load_config

@@ -8,8 +8,7 @@ import pytest
 import tomli_w
 import torch
 from click.testing import CliRunner, Result
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff import UserError, load_config
