@@ -64,7 +64,7 @@ def group() -> None:
 def main() -> None:
     """Run the command line; an error of the user ends in one message and exit code 2."""
     try:
-        sys.exit(group.main(standalone_mode=False))
+        sys.exit(group.main(standalone_mode=False) or 0)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
