@@ -16,8 +16,6 @@ DCP: torch.distributed.checkpoint.async_save in one process, with a stager of it
 default, and with one that is kept and used again.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

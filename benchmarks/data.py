@@ -8,8 +8,6 @@ load on the machine affects all alike. All keep their workers from epoch to epoc
 happens before, and its time is listed separately. The table has medians over the rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

@@ -12,8 +12,6 @@ least, without statistics. They take turns in an order shuffled for each round; 
 and the median over the rounds of the ratio to the textbook's. Then EMA's update to a bare `torch._foreach_lerp_`.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import random

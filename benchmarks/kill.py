@@ -17,8 +17,6 @@ but for what tells of the time, the machine and the revision of the code. The ex
 one is not.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

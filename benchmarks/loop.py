@@ -9,8 +9,6 @@ falls on all alike. The table has the median time of a step, and the median over
 the hand-written loop of the same round. Lightning, accelerate and ignite take part when they are installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

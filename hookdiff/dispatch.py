@@ -5,8 +5,6 @@ plugins are registered. They are sorted and bound to their arguments then, so a 
 meaning of every marker is pluggy's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Errors that a user can mend: one clear message, exit code 2, no traceback."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterable

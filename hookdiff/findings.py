@@ -1,7 +1,5 @@
 """Findings about a training: one form, one wording for the findings that several plugins share, and alarms."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The gradients of one step, read in one pass and shared by all plugins."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The log of a run: collects values without waiting for the device, and sends them to the sinks as numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The report of a step with a loss or gradients that are not finite, made before any weight has moved."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The plugins of one Loop: checked against the contract, and called in order."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace

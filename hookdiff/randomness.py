@@ -4,8 +4,6 @@ A stream names the purpose of the numbers. `position` counts consumed batches, s
 place, noise that causes a NaN would be drawn again for ever.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Ranks: the number of this process among those that train together, and values that all of them agree on."""
 
-from __future__ import annotations
-
 from torch import distributed
 
 

@@ -1,7 +1,5 @@
 """Attributes that everybody may read and only their owner sets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The request and the result of the hook `sample`, and the protocol of samplers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """The state of a run: collected for a checkpoint, checked and loaded when the run goes on."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Helpers to test plugins with: a real Loop, small enough that a test takes milliseconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights that a model holds for a while, such as averages to sample with; and buffers to restore."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

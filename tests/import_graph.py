@@ -4,8 +4,6 @@ A room is a folder of hookdiff/, a file beside these folders, or the whole of pl
 `python tests/import_graph.py [ROOT]` prints the numbers.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,6 @@
 import pluggy
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff import HookError, UserError, hookimpl
 from hookdiff.dispatch import compile_hook, in_order

@@ -1,7 +1,5 @@
 """README and docs/: their code runs, and their tables are those of the source."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The examples, run as a user runs them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What can differ between the sources and what pip installs: modules, entry points, data files, the command, types."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import subprocess

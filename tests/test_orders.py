@@ -10,8 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import Loop, hookimpl

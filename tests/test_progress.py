@@ -2,8 +2,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff import Due, Every, LoopConfig, Progress, parse_every
 from tests.conftest import refused

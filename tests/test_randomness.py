@@ -2,8 +2,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff import SampleRequest
 from hookdiff.randomness import STREAMS, Randomness, derive_seed, splitmix64, splitmix64_tensor, uniforms

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UnknownWeights, UserError, hookimpl

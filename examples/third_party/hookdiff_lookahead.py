@@ -1,7 +1,5 @@
 """The plugin `lookahead`: the Lookahead optimizer (Zhang et al. 2019, arXiv 1907.08610, algorithm 1)."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plugins of every configured run, which a script adds with one call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plugin that compares the config of a resumed run with that of its checkpoint."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any

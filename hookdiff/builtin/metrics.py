@@ -1,7 +1,5 @@
 """metrics.jsonl, the file of the logged values: one JSON object for each step that logged something."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

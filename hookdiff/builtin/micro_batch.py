@@ -1,7 +1,5 @@
 """The search for the micro-batch of `micro_batch = "auto"`."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

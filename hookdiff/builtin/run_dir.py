@@ -1,7 +1,5 @@
 """The run directory: locked early, written when the run is sure to start."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 

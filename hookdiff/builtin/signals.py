@@ -1,7 +1,5 @@
 """The plugin that handles SIGINT, SIGTERM and SIGUSR1."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

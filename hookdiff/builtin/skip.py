@@ -1,7 +1,5 @@
 """The plugin that skips batches at the start of a run, such as one with a NaN."""
 
-from __future__ import annotations
-
 import logging
 import math
 

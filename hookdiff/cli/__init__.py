@@ -1,7 +1,5 @@
 """The command line. Each command is a module that is imported when it is called, so that `--help` stays fast."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import re
@@ -66,7 +64,7 @@ def group() -> None:
 def main() -> None:
     """Run the command line; an error of the user ends in one message and exit code 2."""
     try:
-        sys.exit(group.main(standalone_mode=False))
+        sys.exit(group.main(standalone_mode=False) or 0)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -1,7 +1,5 @@
 """`hookdiff check`: check a config, and print it with every default."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`hookdiff data`: report on the data of a config, and draw its first batch."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

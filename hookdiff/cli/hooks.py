@@ -1,7 +1,5 @@
 """`hookdiff hooks`: print every hook: when it is called, and what plugins may change."""
 
-from __future__ import annotations
-
 import inspect
 
 import click

@@ -1,7 +1,5 @@
 """`hookdiff plugins`: list the installed plugins, their keys, or the order of their calls."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

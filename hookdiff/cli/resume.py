@@ -1,7 +1,5 @@
 """`hookdiff resume`: continue a run, for longer or in another directory if needed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

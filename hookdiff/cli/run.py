@@ -1,7 +1,5 @@
 """`hookdiff run`: train a model from a config."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

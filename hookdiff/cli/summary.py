@@ -1,7 +1,5 @@
 """The summary that a run prints at its end: how it ended, and a table of its files."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container
 from pathlib import Path

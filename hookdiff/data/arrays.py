@@ -1,7 +1,5 @@
 """Images in one numpy file, .npy or .npz."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Iterator, Mapping

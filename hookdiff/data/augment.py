@@ -4,8 +4,6 @@ The random numbers of a sample depend on (seed, epoch, index) alone: batch size,
 pixel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

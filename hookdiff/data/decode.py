@@ -1,7 +1,5 @@
 """Pictures of any mode become grey or RGB. Depth, transparency and orientation are handled here and nowhere else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy

@@ -1,7 +1,5 @@
 """A folder of image files."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Image data sets of Hugging Face: on the hub, or as the `datasets` library reads them from disk."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Labels as numbers and names, and the files that hold them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import posixpath

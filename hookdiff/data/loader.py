@@ -1,7 +1,5 @@
 """Samples that are read when they are needed, in this process or by workers that live on from epoch to epoch."""
 
-from __future__ import annotations
-
 import atexit
 import random
 import signal

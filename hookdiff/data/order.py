@@ -1,7 +1,5 @@
 """The samples to train on, and their order: pure functions of the data, the seed and the epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

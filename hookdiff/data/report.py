@@ -1,7 +1,5 @@
 """The facts about a data set that are worth knowing before training on it."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import Counter, defaultdict

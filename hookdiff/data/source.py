@@ -1,7 +1,5 @@
 """The two kinds of source that pictures come from, and the reading of their samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext

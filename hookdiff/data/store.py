@@ -1,7 +1,5 @@
 """Any source becomes samples of one shape, which are kept in memory, in a memory-mapped file, or nowhere."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

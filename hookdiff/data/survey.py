@@ -1,7 +1,5 @@
 """A look at the header of every picture, so that pictures that do not fit together are refused before training."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence

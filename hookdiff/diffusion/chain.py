@@ -1,7 +1,5 @@
 """The state of images on their way from noise, and the network's view of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Clippings, which keep predicted images in the range of images while sampling."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The error of a prediction, pixel by pixel."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 from attrs import define, field

@@ -6,8 +6,6 @@ Both are passed, because 1 - alphas_cumprod loses its digits in a float32 near 1
 broadcasts against the images (n 1 1 1) in their dtype; results have that dtype.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

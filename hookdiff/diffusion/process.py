@@ -1,7 +1,5 @@
 """Processes that turn images into noise: x_t = alpha * x0 + sigma * noise, in timesteps or in continuous time."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from functools import cached_property

@@ -4,8 +4,6 @@ Their formulas are written in the two rates of x_t = alpha * x0 + sigma * noise.
 are those of the papers, and they hold for others too.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from typing import Literal

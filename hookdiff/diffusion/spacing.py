@@ -1,7 +1,5 @@
 """Spacings, which choose the moments of a process that a sampler visits."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 from attrs import define, evolve, field

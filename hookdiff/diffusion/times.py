@@ -1,7 +1,5 @@
 """Distributions of times, from which the noise levels of a training step are drawn."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 import torch

@@ -3,8 +3,6 @@
 A file is written under another name, synced and renamed.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Images for people to look at: uint8 pixels, and grids in a PNG file."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path
@@ -26,7 +24,7 @@ def as_pictures(images: Tensor) -> Tensor:
 
 def check_writable(path: Path) -> None:
     """Raise UserError if no file can be written at `path`; the check writes nothing."""
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    parent = next((folder for folder in path.absolute().parents if folder.exists()), path)
     if path.is_dir() or not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise UserError(f"{path}: cannot be written; expected a file in a directory with write permission")
 

@@ -1,7 +1,5 @@
 """The lock of a run directory, which lets one process at a time write to it."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Paths of a run directory: its files, its checks, and the run that a path belongs to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hookdiff.disk.lock import LOCK

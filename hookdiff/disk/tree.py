@@ -4,8 +4,6 @@ A flat name is the path of keys joined by "/". Inside a key, "~" and "/" are esc
 The names of a flat state, such as a model's parameters, stay the same.
 """
 
-from __future__ import annotations
-
 import copy
 import datetime
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A `Config` becomes a Loop in a run directory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

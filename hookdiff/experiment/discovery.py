@@ -1,7 +1,5 @@
 """Plugins by name, among the entry points of installed packages, or as `module:Class`."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Problems of a config that only building shows, found without its data and without a loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The keys of a config as tables, made from the classes and functions that take them."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import typing
@@ -39,7 +37,7 @@ def keys(target: Callable[..., Any]) -> list[Key]:
         text = metadata.get("help") or texts.get(name, "")
         unit = f" ({metadata['unit']})" if "unit" in metadata else ""
         kind = _kind(hints.get(name))
-        default = as_toml(parameter.default)
+        default = None if parameter.default is attrs.NOTHING else as_toml(parameter.default)
         if isinstance(default, dict) and kind:
             default = default["use"]
         found.append(Key(name, _written(default), text + unit, kind))
@@ -47,17 +45,14 @@ def keys(target: Callable[..., Any]) -> list[Key]:
 
 
 def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) -> str:
-    """Return the table of the keys of `target`, and one of each kind of part among them and among their options."""
+    """Return the table of the keys of `target`, and one of each kind of part among them."""
     shown = [key for key in keys(target) if key.name not in without]
     lines = ["| key | default | |", "|---|---|---|", *map(_row, shown)]
-    kinds = [key.kind for key in shown if key.kind]
-    for kind in kinds:
+    for kind in (key.kind for key in shown if key.kind):
         lines += ["", f"`{kind.kind}` is one of these, or `module:Name`:", "", "| use | option | default | |"]
         lines.append("|---|---|---|---|")
         for use, part in kind.known.items():
-            options = keys(part)
-            lines += [f"| `{use}` | | | {summary(part)} |", *(f"| {_row(option)}" for option in options)]
-            kinds += [option.kind for option in options if option.kind and option.kind not in kinds]
+            lines += [f"| `{use}` | | | {summary(part)} |", *(f"| {_row(option)}" for option in keys(part))]
     return "\n".join(lines) + "\n"
 
 

@@ -4,8 +4,6 @@ A model is called as `model(x, timesteps)`, or as `model(x, timesteps, labels)` 
 label -1 stands for "no class". It returns a tensor. The hooks change neither its class nor the names of its parameters.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any

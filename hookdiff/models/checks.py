@@ -1,7 +1,5 @@
 """Checks of the networks' options and inputs; a message names the nearest value that fits."""
 
-from __future__ import annotations
-
 import math
 
 import torch

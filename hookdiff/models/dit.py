@@ -1,7 +1,5 @@
 """A transformer for diffusion (DiT), for images or latents of any size that its patches divide."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Initial weights of a new model of any class."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

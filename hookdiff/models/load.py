@@ -1,7 +1,5 @@
 """Loads the weights of a safetensors file, ours or of another library, into a model."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from itertools import chain, islice, zip_longest

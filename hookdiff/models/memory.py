@@ -1,7 +1,5 @@
 """Counts of the memory that tensors take."""
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable

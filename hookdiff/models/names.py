@@ -1,7 +1,5 @@
 """Names of parametrised weights (`torch.nn.utils.parametrize`) in the state of a model."""
 
-from __future__ import annotations
-
 import re
 
 _ORIGINAL = re.compile(r"(^|\.)parametrizations\.(\w+)\.original$")

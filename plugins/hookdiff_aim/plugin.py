@@ -1,7 +1,5 @@
 """The plugin `aim`. It copies metrics.jsonl and samples/, so its repository can be deleted."""
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """The plugin `amp`."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Generator, Mapping

@@ -1,7 +1,5 @@
 """`hookdiff export`: writes the weights of a run for other programs, or a folder that diffusers loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

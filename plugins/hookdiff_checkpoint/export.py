@@ -1,7 +1,5 @@
 """The weights of a run in one safetensors file, for other programs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Selects the checkpoints of a run that are kept, and cleans up after a process that was killed."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The origin of a checkpoint: versions, and the git revision of the code."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from functools import cache

@@ -1,7 +1,5 @@
 """The plugin `checkpoint`."""
 
-from __future__ import annotations
-
 import errno
 import logging
 from collections.abc import Generator, Mapping, Sequence

@@ -4,8 +4,6 @@ The options of the schedulers are those of diffusers 0.42. A sampler that no sch
 the images would differ from those of the run.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writes checkpoints on a thread, from a copy of the state in memory."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

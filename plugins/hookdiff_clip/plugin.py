@@ -1,7 +1,5 @@
 """The plugin `clip`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Adaptive gradient clipping: the gradient of each output unit is compared with the weights of the unit."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 

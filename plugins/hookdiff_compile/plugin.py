@@ -1,7 +1,5 @@
 """The plugin `compile`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Judges measured numbers: one function for each check, its rules in order, the most basic cause first."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """`hookdiff doctor`: check a config or a run, and print the findings, the cause first."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

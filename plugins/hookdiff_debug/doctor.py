@@ -1,7 +1,5 @@
 """Examines a config or a run for `hookdiff doctor`, and trains it for some steps in another folder."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,7 +1,5 @@
 """Measures data, network and gradients without any effect on the training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

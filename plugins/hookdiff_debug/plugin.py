@@ -1,7 +1,5 @@
 """The plugin `debug`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A short training, in which each part of a step is timed and measured."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

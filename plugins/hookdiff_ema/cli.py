@@ -1,7 +1,5 @@
 """`hookdiff ema`: makes an average of another length from the snapshots of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

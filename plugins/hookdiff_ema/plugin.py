@@ -1,7 +1,5 @@
 """The plugin `ema`."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping

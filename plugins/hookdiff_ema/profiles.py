@@ -4,8 +4,6 @@ EDM2 is Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Di
 section 3.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

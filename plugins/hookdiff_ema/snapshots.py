@@ -1,7 +1,5 @@
 """Snapshots of power-function averages on disk, and averages of other widths that are made of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The weights of a model as the averages need them: in float32, on the device of the averages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

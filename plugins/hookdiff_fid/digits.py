@@ -1,7 +1,5 @@
 """Features of handwritten digits, 1 x 8 x 8, from a small classifier that is part of the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """The plugin `fid`."""
 
-from __future__ import annotations
-
 import logging
 import time
 

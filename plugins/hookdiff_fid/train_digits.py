@@ -4,8 +4,6 @@ It takes seconds on one core. The same torch on the same processor gives the sam
 and so do the features: compare only distances that were computed with one file of weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

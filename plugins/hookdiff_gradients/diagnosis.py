@@ -1,7 +1,5 @@
 """Judges the numbers of gradients and updates."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

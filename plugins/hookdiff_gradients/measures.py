@@ -1,7 +1,5 @@
 """Measurements beyond norms, on steps that are logged; all results stay on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

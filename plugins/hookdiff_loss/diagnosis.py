@@ -4,8 +4,6 @@ Losses are compared by their logarithms, so that scale has no effect; by medians
 outliers have none; and relative to the noise of the curve, so that a noisy curve has no more findings than another.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy

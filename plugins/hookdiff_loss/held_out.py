@@ -1,7 +1,5 @@
 """The loss of held-out samples, always with the same noise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The error at each noise level, beside that of the best prediction from mean and variance of the data alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """The plugin `loss`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

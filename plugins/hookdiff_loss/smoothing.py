@@ -1,7 +1,5 @@
 """An exponential moving average of numbers and of their deviation."""
 
-from __future__ import annotations
-
 import math
 
 from attrs import define

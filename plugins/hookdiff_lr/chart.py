@@ -1,7 +1,5 @@
 """Draws curves over steps with Pillow: axes with round numbers, and a panel for each rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plugin `lr`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """`hookdiff memory`: print the memory that training a config takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ checkpointing and the states of plugins. The numbers are those that an allocator
 workspace of a kernel, come on top.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

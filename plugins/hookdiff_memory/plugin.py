@@ -1,7 +1,5 @@
 """The plugin `memory`."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

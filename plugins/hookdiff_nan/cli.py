@@ -1,7 +1,5 @@
 """`hookdiff replay`: run the step that stopped a run at a NaN again, to the bit or with a cure."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

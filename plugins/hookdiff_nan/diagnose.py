@@ -1,7 +1,5 @@
 """Finds the cause of a step that is not finite: runs it again, with hooks on every module."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

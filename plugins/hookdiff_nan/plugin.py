@@ -1,7 +1,5 @@
 """The plugin `nan`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator, Mapping
 from typing import Any, Literal

@@ -9,8 +9,6 @@ It holds no pickle, and has its name only when everything is in it:
     step.json                                 place, machine, versions, digests of inputs and results
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

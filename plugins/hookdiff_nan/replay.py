@@ -1,7 +1,5 @@
 """Runs a kept step again: as it was, under a changed config, or after training at another learning rate."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import warnings

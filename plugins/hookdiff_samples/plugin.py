@@ -1,7 +1,5 @@
 """The plugin `samples`."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

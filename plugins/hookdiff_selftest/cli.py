@@ -1,7 +1,5 @@
 """`hookdiff selftest`: prove on this machine that what hookdiff computes is right."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

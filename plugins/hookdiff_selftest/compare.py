@@ -1,7 +1,5 @@
 """Compares logged numbers, states and files of two runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping

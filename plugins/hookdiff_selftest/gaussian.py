@@ -5,8 +5,6 @@ made with it have closed forms. They are derived here a second time and call not
 check.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The plugin with which a tested run records its own state."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

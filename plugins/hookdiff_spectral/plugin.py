@@ -1,7 +1,5 @@
 """The plugin `spectral`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """A weight divided by its largest singular value, as a parametrisation of torch."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

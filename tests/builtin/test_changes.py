@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff import Feed, UserError, build_loop, hookimpl, load_config
 from hookdiff.builtin.changes import FIXED, FIXED_SWITCHES, Changes, changes

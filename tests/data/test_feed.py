@@ -10,8 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff import Batch, Feed, InMemory, Loop, Progress, UserError, hookimpl

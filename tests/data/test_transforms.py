@@ -5,11 +5,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms import functional as vision
+from torchvision.transforms import InterpolationMode, functional as vision
 
 from hookdiff.data import Transforms
 from tests.conftest import refused

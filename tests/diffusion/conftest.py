@@ -1,7 +1,5 @@
 """Processes and parts for these tests, and the best possible network for Gaussian images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

@@ -4,8 +4,6 @@ Its schedulers keep their tables in float32, ours in float64: that is the tolera
 test that sees it says so and sets options so that they do the same.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 from math import sqrt
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import VP, Clamp, Diffusion, DynamicThreshold, NoClipping, Sampling, Solver

@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from hookdiff.data.batch import Batch

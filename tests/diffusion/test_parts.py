@@ -1,7 +1,5 @@
 """The parts of a config: how each is written, set on the command line, recorded and refused, and a stranger's own."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

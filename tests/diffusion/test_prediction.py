@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 from math import cos, exp, log, sin, sqrt
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import (

@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import inf, log
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff.diffusion import EDM, IMAGE, VP, Flow, Linear, Process
 from tests.conftest import refused

@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 from math import exp
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from hookdiff.diffusion import (

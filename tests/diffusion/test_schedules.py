@@ -1,13 +1,10 @@
-from __future__ import annotations
-
 import copy
 import math
 import pickle
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import (

@@ -1,13 +1,10 @@
-from __future__ import annotations
-
 from itertools import pairwise
 from math import sqrt
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import (

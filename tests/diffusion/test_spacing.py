@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 from math import inf, log
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff.diffusion import (
     EDM,

@@ -1,13 +1,10 @@
-from __future__ import annotations
-
 from itertools import pairwise
 from math import cos, exp, inf, log, pi, sin, sqrt
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import (

@@ -1,13 +1,10 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import exp, log
 from statistics import NormalDist
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, LogitNormal, LogNormal, Process, Times, UniformTimes

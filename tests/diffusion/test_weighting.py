@@ -1,13 +1,10 @@
-from __future__ import annotations
-
 import logging
 from itertools import product
 from math import sqrt
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff.data.batch import Batch

@@ -7,8 +7,7 @@ from pathlib import Path
 import attrs
 import pytest
 import tomli_w
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hookdiff import ConfigError, Every, UserError, experiment
 from hookdiff.data import Feed, Store, Transforms

@@ -1,7 +1,5 @@
 """The optimizers of [optimizer]: every parameter in one group, every class of torch, and the kernels."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import shutil
@@ -11,8 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, build_loop, load_config

@@ -1,7 +1,5 @@
 """The help of every key, and the tables of the docs that are made from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +81,12 @@ Shape.known = {"square": Square, "pair": Pair}
 class Drawing:
     shape: Shape = field(default=Square(), metadata=about("what is drawn"))
     colour: str | None = field(default=None, metadata=about("its colour"))
+    size: float = field(metadata=about("its size"))
     state: int = field(init=False)
+
+    @size.default
+    def _size(self) -> float:
+        return 1.0
 
 
 def drawn(size: int, name: str = "x", filled: bool = False) -> None:
@@ -104,6 +107,7 @@ def test_the_keys_of_a_class_and_of_a_function() -> None:
     assert found == [
         ("shape", '"square"', "what is drawn"),
         ("colour", "", "its colour"),
+        ("size", "", "its size"),
         ("size", "", "its size, in two lines"),
         ("name", '"x"', "its name"),
         ("filled", "false", ""),
@@ -111,7 +115,7 @@ def test_the_keys_of_a_class_and_of_a_function() -> None:
 
 
 def test_golden_tables() -> None:
-    assert markdown(Drawing, frozenset({"colour"})) == (
+    assert markdown(Drawing, frozenset({"colour", "size"})) == (
         "| key | default | |\n|---|---|---|\n"
         '| `shape` | `"square"` | what is drawn |\n'
         "\n`shape` is one of these, or `module:Name`:\n\n"
@@ -126,11 +130,12 @@ def test_golden_tables() -> None:
         "    square                    Four equal sides. Nothing else (side = 2.0)",
         "    pair                      Two of them (shapes = [1.0, 2.5])",
         "  colour                      its colour",
+        "  size                        its size",
     ]
 
 
 def test_refresh_makes_only_the_tables_anew() -> None:
-    page = f"before\n\n<!-- keys of {__name__}:Drawing without shape, state -->\nold\n<!-- end -->\n\nafter\n"
+    page = f"before\n\n<!-- keys of {__name__}:Drawing without shape, size -->\nold\n<!-- end -->\n\nafter\n"
     made = refresh(page)
     assert made.startswith("before\n\n<!-- keys of ")
     assert made.endswith("\n<!-- end -->\n\nafter\n")

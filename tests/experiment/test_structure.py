@@ -10,8 +10,7 @@ import tomli_w
 import torch
 from attrs import define, field
 from attrs.validators import ge, in_, le, optional
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff.diffusion import Clipping, NoClipping
 from hookdiff.experiment.structure import Problems, Text, arguments, missing, parameters, resolved

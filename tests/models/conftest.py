@@ -1,7 +1,5 @@
 """Small networks for the tests of this folder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

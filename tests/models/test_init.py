@@ -1,7 +1,5 @@
 """Initial weights of a new model: moments, layers that stay at zero, and the last layer."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

@@ -1,7 +1,6 @@
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff.models.layers import LabelEmbedding, TimeEmbedding, sinusoids
 

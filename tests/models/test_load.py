@@ -3,8 +3,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Names of parametrised weights go back to those of a plain model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize

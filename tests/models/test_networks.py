@@ -1,7 +1,5 @@
 """Facts that hold for the U-Net and the DiT alike."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, get_type_hints
 

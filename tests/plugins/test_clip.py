@@ -9,8 +9,7 @@ import pytest
 import tomli_w
 import torch
 from attrs import define
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, LoopConfig, UserError, hookimpl, load_config

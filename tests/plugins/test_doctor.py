@@ -374,19 +374,19 @@ def test_it_is_a_command_with_a_process_of_its_own(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "facts"),
     [
-        (["smal.toml"], "smal.toml: no such file; did you mean 'small.toml'?"),
-        (["."], "is no run directory: it has no config.toml"),
-        (["small.toml", "--set", "optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
-        (["small.toml", "--out", "small.toml/x.png"], "small.toml/x.png: cannot be written: Not a directory"),
-        (["small.toml", "--out", "/"], "/: cannot be written: Is a directory"),
+        (["smal.toml"], ("smal.toml", "'small.toml'")),
+        (["."], ("config.toml",)),
+        (["small.toml", "--set", "optimizer.lr=-1"], ("optimizer", -1.0)),
+        (["small.toml", "--out", "small.toml/x.png"], ("small.toml/x.png",)),
+        (["small.toml", "--out", "/"], ("/",)),
     ],
 )
-def test_wrong_input_is_refused_in_one_message(words, message, doctor):
+def test_wrong_input_is_refused_in_one_message(words, facts, doctor):
     code, out, err = doctor(*words)
     assert (code, out) == (2, "")
-    assert message in err
+    check_facts(err, *facts)
 
 
 def test_a_run_without_a_checkpoint_is_refused(doctor, folder):

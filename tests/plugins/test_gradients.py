@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, load_config

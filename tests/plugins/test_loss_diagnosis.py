@@ -1,7 +1,5 @@
 """Findings on synthetic loss curves with known events."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -10,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hookdiff import Finding
 from hookdiff_loss.diagnosis import Diagnosis, Kind, period, trend

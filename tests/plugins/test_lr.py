@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
 
 from hookdiff import ConfigError, UserError, hookimpl, load_config

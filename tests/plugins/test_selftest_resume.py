@@ -1,7 +1,5 @@
 """`hookdiff selftest resume`: every plugin of ours passes, and a plugin that does not resume is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +8,7 @@ import pytest
 import tomli_w
 import torch
 from click.testing import CliRunner, Result
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff import UserError, load_config

@@ -1,7 +1,5 @@
 """The plugin `spectral`: against torch's own, what it refuses, and whole runs with it."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path
