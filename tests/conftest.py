@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tomli_w
 import torch
 from hypothesis import settings
+from PIL import Image
 from torch import distributed
 
 from hookdiff import Loop, hookimpl
@@ -38,6 +40,25 @@ SMALL: dict[str, Any] = {
     "diffusion": {"process": {"use": "vp", "schedule": "cosine", "timesteps": 20}},
     "sampling": {"steps": 2},
 }
+
+PICTURES = """
+[run]
+steps = 2
+batch_size = 8
+device = "cpu"
+log_every = 1
+[data]
+source = "folder"
+path = "pictures"
+image_size = 8
+flip = true
+held_out = 4
+[model]
+use = "unet"
+channels = 8
+num_res_blocks = 1
+head_dim = 8
+"""
 
 
 def check_facts(text: object, *facts: object) -> None:
@@ -139,6 +160,23 @@ def load_small(write_config: Callable[..., Path]) -> Callable[..., Any]:
         return load_config(write_config(**tables), plugins, settings)
 
     return load
+
+
+def pixels(seed: int, side: int = 10) -> Any:
+    """Return the pixels of an RGB picture that no other seed gives."""
+    return numpy.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=numpy.uint8)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a folder with pictures of two classes, and with `config.toml`, which trains on them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.toml").write_text(PICTURES)
+    for k in range(24):
+        path = tmp_path / "pictures" / ("ant", "bee")[k % 4 == 3] / f"{k:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(k % 20, 10 if k % 20 else 12)).save(path)  # the last four are the first again
+    return tmp_path
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ OWN_USES = {
     "lr": {"hookdiff/experiment/optimizers.py", "hookdiff/state.py"},  # of a group of weights
     "memory": {"hookdiff/data/store.py"},
     "progress": {"hookdiff/state.py"},
-    "samples": {"hookdiff/cli/data.py", "hookdiff/cli/sample.py", "hookdiff/data/report.py"},
+    "samples": {"hookdiff/cli/sample.py"},
 }
 
 

@@ -28,14 +28,14 @@ def command(
     Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed. The
     picture shows the first batch as the model sees it, augmentation included.
     """
-    from hookdiff import experiment
-    from hookdiff.data.report import report
+    from hookdiff import load_config
     from hookdiff.disk import save_grid, writing
-    from hookdiff.experiment.config import load_config
+    from hookdiff.experiment import build_feed, pick_device
+    from hookdiff_data.report import report
 
     checked = load_config(config, plugins, settings)
-    device = experiment.pick_device(checked.run.device)
-    feed = experiment.build_feed(checked).bind(checked.run.batch_size, checked.run.seed, device)
+    device = pick_device(checked.run.device)
+    feed = build_feed(checked).bind(checked.run.batch_size, checked.run.seed, device)
     found = {"source": checked.data.use, **report(feed, seconds), "picture": None}
     if out is None and not as_json:
         out = Path(f"{checked.run.name}-data.png")

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hookdiff.data.feed import Feed
-from hookdiff.data.memory import InMemory
+from hookdiff import Feed, InMemory
 
 _GROUPS = 5  # of duplicates that are listed
 

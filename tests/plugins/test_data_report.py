@@ -1,4 +1,4 @@
-"""`hookdiff data`, and training on pictures that only the config names."""
+"""`hookdiff data`."""
 
 import json
 import re
@@ -8,47 +8,13 @@ from typing import Any
 import numpy
 import pytest
 from PIL import Image
-from safetensors.torch import load_file
 
-from hookdiff.data import Feed, Transforms
-from hookdiff.experiment.build import build_feed
-from hookdiff.experiment.config import load_config
-from hookdiff.testing import assert_same
-from tests.conftest import check_facts
-
-CONFIG = """
-[run]
-steps = 2
-batch_size = 8
-device = "cpu"
-log_every = 1
-[data]
-source = "folder"
-path = "pictures"
-image_size = 8
-flip = true
-held_out = 4
-[model]
-use = "unet"
-channels = 8
-num_res_blocks = 1
-head_dim = 8
-"""
-
-
-def pixels(seed: int, side: int = 10) -> Any:
-    return numpy.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=numpy.uint8)
+from tests.conftest import PICTURES, check_facts, pixels
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.toml").write_text(CONFIG)
-    for k in range(24):
-        path = tmp_path / "pictures" / ("ant", "bee")[k % 4 == 3] / f"{k:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels(k % 20, 10 if k % 20 else 12)).save(path)  # the last four are the first again
-    return tmp_path
+def folder(pictures: Path) -> Path:
+    return pictures
 
 
 def table(out: str) -> dict[str, list[str]]:
@@ -157,7 +123,7 @@ def test_sources_without_files_have_a_report_too(hookdiff: Any, folder: Path) ->
         ("digits", "image_size = 8", "8 x 8: 1,797"),
         ("torchvision:FakeData", "size = 20\nimage_size = [3, 10, 12]", "12 x 10: 20"),  # its own image_size
     ):
-        text = CONFIG.replace('"folder"', f'"{source}"').replace('path = "pictures"', "")
+        text = PICTURES.replace('"folder"', f'"{source}"').replace('path = "pictures"', "")
         (folder / "other.toml").write_text(text.replace("image_size = 8", key))
         code, out, err = hookdiff("data", "other.toml", "--seconds", "0")
         assert code == 0, err
@@ -167,62 +133,9 @@ def test_sources_without_files_have_a_report_too(hookdiff: Any, folder: Path) ->
 
 def test_latents_have_no_mode(hookdiff: Any, folder: Path, user_module: Any) -> None:
     user_module("hd_latents", "import torch\n\n\ndef latents():\n    return torch.zeros(9, 5, 4, 4)\n")
-    text = CONFIG.replace('"folder"', '"hd_latents:latents"').replace('path = "pictures"', "")
+    text = PICTURES.replace('"folder"', '"hd_latents:latents"').replace('path = "pictures"', "")
     (folder / "latents.toml").write_text(text.replace("image_size = 8", "").replace("held_out = 4", ""))
     code, out, err = hookdiff("data", "latents.toml", "--seconds", "0", "--out", "a.png")
     assert code == 0, err
     assert "sizes" not in table(out)
     check_facts(table(out)["inputs"][0], "5 x 4 x 4", 0)
-
-
-def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
-    code, _, err = hookdiff("run", "config.toml")
-    assert code == 0, err
-    kept = load_config(folder / "runs" / "config" / "config.toml")
-    given = load_config(folder / "config.toml")
-    assert (kept.data.use, kept.data.arguments["path"]) == ("folder", "pictures")
-    assert kept.data.of(Transforms) == given.data.of(Transforms)
-    assert kept.data.shared[Feed].items() >= given.data.shared[Feed].items()
-
-
-def test_a_key_that_the_source_takes_is_passed_to_the_source(hookdiff: Any, folder: Path, user_module: Any) -> None:
-    user_module(
-        "hd_flags",
-        "import torch\nfrom hookdiff import InMemory\n\n\ndef flags(flip: int, image_size: int = 4):\n"
-        "    return InMemory(torch.full((9, 1, image_size, image_size), flip, dtype=torch.uint8))\n",
-    )
-    text = CONFIG.replace('"folder"', '"hd_flags:flags"').replace('path = "pictures"', "").replace("true", "7")
-    (folder / "flags.toml").write_text(text)
-    config = load_config(folder / "flags.toml")
-    assert config.data.arguments == {"flip": 7, "image_size": 8}
-    assert config.data.of(Transforms).image_size is None
-    resolved = config.resolved()["data"]
-    assert (resolved["flip"], resolved["image_size"]) == (7, 8)
-    _, out, _ = hookdiff("data", "flags.toml", "--seconds", "0", "--set", "run.batch_size=5")
-    (line,) = table(out)["inputs"]
-    check_facts(line, "1 x 8 x 8", -0.945)
-
-
-def test_a_feed_without_decoding_knows_shape_and_classes(folder: Path) -> None:
-    config = load_config(folder / "config.toml")
-    feed = build_feed(config, decode=False)
-    assert (feed.prepared.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
-    assert build_feed(config).prepared.place == "memory"
-
-
-def test_a_resumed_run_has_the_same_pixels_in_every_store(hookdiff: Any, folder: Path) -> None:
-    random = ["resize=9", "color_jitter=0.3,0.3,0.3,0.1", "balanced=true", "drop_last=false"]
-    common = [word for each in random for word in ("--set", f"data.{each}")]
-    common += ["--plugins", "checkpoint"]
-    whole = ["--out", "whole", "--set", "run.steps=7"]
-    code, _, err = hookdiff("run", "config.toml", *common, *whole)
-    assert code == 0, err
-    for steps, place in ((2, ["store=disk", "cache_dir=cache"]), (4, ["store=none"]), (7, ["store=none", "workers=1"])):
-        options = [word for each in place for word in ("--set", f"data.{each}")]
-        parts = ["--out", "parts", "--resume", "--set", f"run.steps={steps}"]
-        code, _, err = hookdiff("run", "config.toml", *common, *options, *parts)
-        assert code == 0, err
-    one, other = (
-        load_file(folder / name / "checkpoints" / "step-00000007" / "model.safetensors") for name in ("whole", "parts")
-    )
-    assert_same(one, other)

@@ -1,0 +1,1 @@
+"""A report on the data of a config: `hookdiff data`."""

@@ -1,0 +1,73 @@
+"""Training on pictures that only the config names."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hookdiff.data import Feed, Transforms
+from hookdiff.experiment.build import build_feed
+from hookdiff.experiment.config import load_config
+from hookdiff.testing import assert_same
+from tests.conftest import PICTURES
+
+
+@pytest.fixture(autouse=True)
+def folder(pictures: Path) -> Path:
+    return pictures
+
+
+def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
+    code, _, err = hookdiff("run", "config.toml")
+    assert code == 0, err
+    kept = load_config(folder / "runs" / "config" / "config.toml")
+    given = load_config(folder / "config.toml")
+    assert (kept.data.use, kept.data.arguments["path"]) == ("folder", "pictures")
+    assert kept.data.of(Transforms) == given.data.of(Transforms)
+    assert kept.data.shared[Feed].items() >= given.data.shared[Feed].items()
+
+
+def test_a_key_that_the_source_takes_is_passed_to_the_source(folder: Path, user_module: Any) -> None:
+    user_module(
+        "hd_flags",
+        "import torch\nfrom hookdiff import InMemory\n\n\ndef flags(flip: int, image_size: int = 4):\n"
+        "    return InMemory(torch.full((9, 1, image_size, image_size), flip, dtype=torch.uint8))\n",
+    )
+    text = PICTURES.replace('"folder"', '"hd_flags:flags"').replace('path = "pictures"', "").replace("true", "7")
+    (folder / "flags.toml").write_text(text)
+    config = load_config(folder / "flags.toml")
+    assert config.data.arguments == {"flip": 7, "image_size": 8}
+    assert config.data.of(Transforms).image_size is None
+    resolved = config.resolved()["data"]
+    assert (resolved["flip"], resolved["image_size"]) == (7, 8)
+    feed = build_feed(config).bind(5, 0, torch.device("cpu"))
+    inputs = next(feed.batches(0)).inputs
+    assert inputs.shape == (5, 1, 8, 8)
+    assert inputs.unique().item() == pytest.approx(7 / 127.5 - 1)
+
+
+def test_a_feed_without_decoding_knows_shape_and_classes(folder: Path) -> None:
+    config = load_config(folder / "config.toml")
+    feed = build_feed(config, decode=False)
+    assert (feed.prepared.place, feed.shape, feed.num_classes) == ("none", (3, 8, 8), 2)
+    assert build_feed(config).prepared.place == "memory"
+
+
+def test_a_resumed_run_has_the_same_pixels_in_every_store(hookdiff: Any, folder: Path) -> None:
+    random = ["resize=9", "color_jitter=0.3,0.3,0.3,0.1", "balanced=true", "drop_last=false"]
+    common = [word for each in random for word in ("--set", f"data.{each}")]
+    common += ["--plugins", "checkpoint"]
+    whole = ["--out", "whole", "--set", "run.steps=7"]
+    code, _, err = hookdiff("run", "config.toml", *common, *whole)
+    assert code == 0, err
+    for steps, place in ((2, ["store=disk", "cache_dir=cache"]), (4, ["store=none"]), (7, ["store=none", "workers=1"])):
+        options = [word for each in place for word in ("--set", f"data.{each}")]
+        parts = ["--out", "parts", "--resume", "--set", f"run.steps={steps}"]
+        code, _, err = hookdiff("run", "config.toml", *common, *options, *parts)
+        assert code == 0, err
+    one, other = (
+        load_file(folder / name / "checkpoints" / "step-00000007" / "model.safetensors") for name in ("whole", "parts")
+    )
+    assert_same(one, other)
