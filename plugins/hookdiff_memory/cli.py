@@ -15,7 +15,7 @@ from hookdiff.cli.options import config_argument, override_options
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], as_json: bool) -> None:
     """Print the memory that training CONFIG takes.
 
-    Samples are read for their shape. The model is not made, and no file is written.
+    Samples are read for their shape. Nothing is trained, and no file is written.
     """
     from attrs import asdict
 
