@@ -67,7 +67,7 @@ def unet_of(megabytes: float) -> nn.Module:
     return unet(min(range(8, 201, 8), key=lambda channels: abs(size(channels) - megabytes)))
 
 
-class Told:
+class Completed:
     """Counts the checkpoints of hookdiff that are complete."""
 
     def __init__(self) -> None:
@@ -82,11 +82,11 @@ class Training:
     """The run whose state all save."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
-        self.folder, self.told, self.count = folder, Told(), 0
+        self.folder, self.completed, self.count = folder, Completed(), 0
         plugins = {
             "ema": EMA(decay=0.999),
             "checkpoint": Checkpoint(every=parse_every("1 epochs"), keep_last=1),
-            "told": self.told,
+            "completed": self.completed,
         }
 
         def objective(net: nn.Module, batch: Any) -> Tensor:
@@ -150,16 +150,16 @@ class Hookdiff(Way):
         loop = self.training.loop
         loop.progress.end_epoch()
         loop.hook.on_epoch_end(loop=loop)  # a save is due
-        self.known = len(self.training.told.paths)
+        self.known = len(self.training.completed.paths)
 
     def save(self) -> None:
         self.training.loop.hook.between_steps(loop=self.training.loop)
 
     def is_done(self) -> bool:
         self.save()  # no other is due, so it only looks
-        if len(self.training.told.paths) == self.known:
+        if len(self.training.completed.paths) == self.known:
             return False
-        self.path = self.training.told.paths[-1]
+        self.path = self.training.completed.paths[-1]
         return True
 
     def load(self, targets: dict[str, Tensor]) -> None:

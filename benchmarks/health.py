@@ -6,7 +6,7 @@ All work on the same network with the same gradients, which are filled in where 
 and a tiny update of the weights are taken out of every time, so that what is left is the looking, clipping and
 averaging. hookdiff runs the steps of a real Loop with the plugins `gradients`, `clip` and `ema`: all that the loop does
 around them is counted against it, but for fetching a batch, which the others are spared too. The textbook's code takes
-what the monitor tells of each tensor (norm, mean, max, min, share of zeros, finite or not) to the host with `.item()`,
+the numbers of each tensor that the monitor reports (norm, mean, max, min, ...) to the host with `.item()`,
 clips with a norm per tensor, and averages with `mul_` and `add_`. "foreach" is what clipping and averaging cost at
 least, without statistics. They take turns in an order shuffled for each round; the table has the median time of a step
 and the median over the rounds of the ratio to the textbook's. Then EMA's update to a bare `torch._foreach_lerp_`.

@@ -13,7 +13,7 @@ command line runs, with workers and threads of its own. The run to compare with 
 
 After each kill all that a resume would take for a checkpoint has to be whole. At the end all files have to be those of
 the run that was never stopped, byte for byte: checkpoints (weights, averages, optimizer, all plugins), images, metrics;
-but for what tells of the time, the machine and the revision of the code. The exit code is 1, and the folders stay, when
+except for the time, the machine and the revision of the code. The exit code is 1, and the folders stay, when
 one is not.
 """
 
@@ -129,7 +129,7 @@ class Kill:
 
     resumed: bool  # it had something to go on from, or began anew after a kill
     after: float  # seconds since its start
-    when: str  # what it was at, as far as its files tell
+    when: str  # its activity, as far as its files show
 
 
 @define
@@ -209,8 +209,8 @@ class Bench:
                 shutil.rmtree(run_dir)
                 continue
             if code != -signal.SIGKILL:
-                told = run_dir.with_suffix(".log").read_text().splitlines()[-3:]
-                trial.problems.append(f"a process failed with exit code {code}: {' | '.join(told)}")
+                last_lines = run_dir.with_suffix(".log").read_text().splitlines()[-3:]
+                trial.problems.append(f"a process failed with exit code {code}: {' | '.join(last_lines)}")
                 return trial
             after = time.time() - began
             trial.kills.append(Kill(resumed, after, self.moment(run_dir, before, began)))
@@ -292,7 +292,7 @@ def differences(one: Path, other: Path) -> Iterator[str]:
 
 
 def content(path: Path) -> Any:
-    """Return what a file holds, without what tells of the time, the machine and the revision of the code."""
+    """Return the contents of a file without the time, the machine and the revision of the code."""
     if path.name == "metrics.jsonl":
         return [lasting(json.loads(line)) for line in path.read_text().splitlines()]
     if path.name == MANIFEST:
@@ -330,7 +330,7 @@ def run_trials(bench: Bench, numbers: range, seed: int, jobs: int) -> list[Trial
     assert not failed, "a job failed, see above"
     lines = [line for job in range(jobs) for line in (bench.folder / f"job-{job}").read_text().splitlines()]
     trials = [json.loads(line) for line in lines]
-    return [Trial(**{**told, "kills": [Kill(**kill) for kill in told["kills"]]}) for told in trials]
+    return [Trial(**{**trial, "kills": [Kill(**kill) for kill in trial["kills"]]}) for trial in trials]
 
 
 def table(trials: list[Trial]) -> Iterator[str]:

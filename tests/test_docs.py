@@ -68,8 +68,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_code_is_in_a_language_that_is_tested() -> None:
-    told = {fence for page in PAGES for fence in re.findall(r"^```(\w*)$", (ROOT / page).read_text("utf-8"), re.M)}
-    assert told == {"", "python", "sh", "toml"}
+    languages = {fence for page in PAGES for fence in re.findall(r"^```(\w*)$", (ROOT / page).read_text("utf-8"), re.M)}
+    assert languages == {"", "python", "sh", "toml"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])

@@ -8,10 +8,9 @@ from typing import Any
 
 import attrs
 
-from hookdiff.choices import Choice, import_object
+from hookdiff.choices import Choice
 from hookdiff.experiment.structure import as_toml, fields_of, hints_of, parameters
 
-_BLOCK = re.compile(r"(<!-- keys of (\S+?)(?: without ([\w, ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _ARGUMENT = re.compile(r"^    +(\w+): (.*(?:\n     +.*)*)", re.MULTILINE)
 
 
@@ -44,22 +43,6 @@ def keys(target: Callable[..., Any]) -> list[Key]:
     return found
 
 
-def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) -> str:
-    """Return the table of the keys of `target`, and one of each kind of part among them."""
-    shown = [key for key in keys(target) if key.name not in without]
-    lines = ["| key | default | |", "|---|---|---|", *map(_row, shown)]
-    for kind in (key.kind for key in shown if key.kind):
-        lines += ["", f"`{kind.kind}` is one of these, or `module:Name`:", "", "| use | option | default | |"]
-        lines.append("|---|---|---|---|")
-        for use, part in kind.known.items():
-            lines += [f"| `{use}` | | | {summary(part)} |", *(f"| {_row(option)}" for option in keys(part))]
-    return "\n".join(lines) + "\n"
-
-
-def _row(key: Key) -> str:
-    return f"| `{key.name}` | {f'`{key.default}`' if key.default else ''} | {key.help} |"
-
-
 def plain(target: Callable[..., Any]) -> Iterator[str]:
     """Yield the lines of these tables for a terminal."""
     for key in keys(target):
@@ -67,20 +50,6 @@ def plain(target: Callable[..., Any]) -> Iterator[str]:
         for use, part in key.kind.known.items() if key.kind else ():
             options = ", ".join(f"{option.name} = {option.default}".rstrip(" =") for option in keys(part))
             yield f"    {use:<24}  {summary(part)}{f' ({options})' if options else ''}"
-
-
-def refresh(text: str) -> str:
-    """Return Markdown `text` with its tables made anew.
-
-    A table stands between `<!-- keys of module:Name -->`, which may go on with ` without a, b`, and `<!-- end -->`.
-    """
-
-    def made(block: re.Match[str]) -> str:
-        begin, path, without, end = block.groups()
-        names = frozenset(name.strip() for name in (without or "").split(","))
-        return f"{begin}\n{markdown(import_object(path, 'the reference'), names)}\n{end}"
-
-    return _BLOCK.sub(made, text)
 
 
 def summary(target: object) -> str:

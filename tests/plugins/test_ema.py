@@ -158,15 +158,15 @@ def test_the_weights_come_back_when_sampling_fails():
 
 
 def test_it_logs_its_distance():
-    told = {}
+    seen = {}
 
     class Sink:
         @hookimpl
         def on_log(self, step, values):
-            told[step] = values
+            seen[step] = values
 
     toy_loop({"ema": EMA(), "sink": Sink()}).run()
-    assert 0 < told[20]["ema/distance"] < 1
+    assert 0 < seen[20]["ema/distance"] < 1
 
 
 def test_the_average_of_another_model_is_refused():
@@ -547,16 +547,16 @@ def test_a_resumed_run_does_not_report_it_again(caplog):
 
 
 def test_each_average_is_logged():
-    told = {}
+    seen = {}
 
     class Sink:
         @hookimpl
         def on_log(self, step, values):
-            told[step] = values
+            seen[step] = values
 
     toy_loop({"ema": EMA(decay=0.9, std=[0.1]), "sink": Sink()}).run()
-    assert {"ema/decay", "ema/distance", "ema/still", "ema/std=0.1/decay", "ema/std=0.1/distance"} <= told[20].keys()
-    assert told[20]["ema/std=0.1/decay"] == pytest.approx((1 - 1 / 20) ** (gamma_of(0.1) + 1), rel=1e-6)
+    assert {"ema/decay", "ema/distance", "ema/still", "ema/std=0.1/decay", "ema/std=0.1/distance"} <= seen[20].keys()
+    assert seen[20]["ema/std=0.1/decay"] == pytest.approx((1 - 1 / 20) ** (gamma_of(0.1) + 1), rel=1e-6)
 
 
 def test_a_resumed_run_logs_for_how_long_they_stood_still():
@@ -564,7 +564,7 @@ def test_a_resumed_run_logs_for_how_long_they_stood_still():
         """Notes what is logged, and goes on from the state of another run."""
 
         def __init__(self, state=None):
-            self.state, self.told = state or {}, []
+            self.state, self.seen = state or {}, []
 
         @hookimpl
         def restore(self):
@@ -572,7 +572,7 @@ def test_a_resumed_run_logs_for_how_long_they_stood_still():
 
         @hookimpl
         def on_log(self, step, values):
-            self.told.append((step, values["ema/still"]))
+            self.seen.append((step, values["ema/still"]))
 
         @hookimpl
         def on_stop(self, loop):
@@ -581,11 +581,11 @@ def test_a_resumed_run_logs_for_how_long_they_stood_still():
 
     def run(steps, state=None):
         ema = EMA(decay=[0.9, 0.99], std=[0.1])
-        toy_loop({"freeze": Freeze(), "ema": ema, "run": (told := Run(state))}, steps=steps, log_every=5).run()
-        return told
+        toy_loop({"freeze": Freeze(), "ema": ema, "run": (seen := Run(state))}, steps=steps, log_every=5).run()
+        return seen
 
     first = run(12)
-    assert first.told + run(30, first.state).told == run(30).told == [(step, step - 5) for step in range(5, 31, 5)]
+    assert first.seen + run(30, first.state).seen == run(30).seen == [(step, step - 5) for step in range(5, 31, 5)]
 
 
 def loaded(saved, **options):

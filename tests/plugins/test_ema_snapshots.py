@@ -214,9 +214,9 @@ def test_what_the_snapshots_do_not_carry_is_refused_with_the_range(run, std, ste
 
 def test_the_range_that_is_told_is_the_range(run):
     snapshots = find_snapshots(run[0])
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         plan(snapshots, 0.28)
-    low, high = (float(word) for word in str(told.value).rpartition(": ")[2].split(" to "))
+    low, high = (float(word) for word in str(caught.value).rpartition(": ")[2].split(" to "))
     assert low < 0.05 < 0.1 < high
     for std in (low + 0.002, 0.075, high - 0.002):
         assert plan(snapshots, std).error <= 0.1
@@ -235,9 +235,9 @@ def test_rounded_snapshots_do_not_carry_what_needs_them_exactly(tmp_path):
     stds = []
     for dtype in ("float32", "float16"):
         trained(tmp_path / dtype, steps=128, snapshot_every=2, snapshot_dtype=dtype)
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as caught:
             plan(find_snapshots(tmp_path / dtype), 0.002)
-        stds.append(float(str(told.value).rpartition(": ")[2].split(" to ")[0]))
+        stds.append(float(str(caught.value).rpartition(": ")[2].split(" to ")[0]))
     assert stds[0] < 0.9 * stds[1]
 
 

@@ -16,7 +16,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-class Told:
+class Seen:
     """Keeps what is logged, and holds 64 MiB more from `step` on."""
 
     def __init__(self, step=None):
@@ -39,13 +39,13 @@ def resident():
 
 @LINUX
 def test_it_logs_what_the_process_takes_in_mib():
-    told = Told(step=7)
-    toy_loop({"memory": Memory(), "told": told}).run()
-    assert list(told.values) == [5, 10, 15, 20]
-    before, after = (told.values[step]["memory/allocated"] for step in (5, 10))
+    sink = Seen(step=7)
+    toy_loop({"memory": Memory(), "sink": sink}).run()
+    assert list(sink.values) == [5, 10, 15, 20]
+    before, after = (sink.values[step]["memory/allocated"] for step in (5, 10))
     assert after - before == pytest.approx(64, abs=2)
-    assert told.values[20]["memory/allocated"] == pytest.approx(resident(), rel=0.05)
-    peaks = [values["memory/peak"] for values in told.values.values()]
+    assert sink.values[20]["memory/allocated"] == pytest.approx(resident(), rel=0.05)
+    peaks = [values["memory/peak"] for values in sink.values.values()]
     assert peaks == sorted(peaks)
     assert peaks[-1] >= after
 
@@ -64,13 +64,13 @@ def test_nobody_waits_for_the_device():
 
 
 def test_short_memory_is_reported_once(caplog):
-    told = Told()
-    toy_loop({"memory": Memory(warn_above=1e-6), "told": told}).run()
+    sink = Seen()
+    toy_loop({"memory": Memory(warn_above=1e-6), "sink": sink}).run()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     what, why, remedy = record.getMessage().splitlines()
     assert what.startswith("step 5: ")
-    assert f" {told.values[5]['memory/peak']:.0f} of " in what
+    assert f" {sink.values[5]['memory/peak']:.0f} of " in what
     assert "cpu" in why
     assert "run.micro_batch" in remedy
 
