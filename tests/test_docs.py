@@ -1,4 +1,4 @@
-"""README and docs/: their code runs, and their tables are those of the source."""
+"""README and docs/: their code runs, and they name every hook, plugin and command."""
 
 import inspect
 import re
@@ -14,34 +14,13 @@ import pytest
 import tomli
 import tomli_w
 
-import hookdiff_clip
-import hookdiff_ema
-import hookdiff_lr
-from hookdiff import Feed
-from hookdiff.builtin.start import Start
-from hookdiff.choices import Choice
 from hookdiff.cli import COMMANDS, main
-from hookdiff.data import Store, Transforms
-from hookdiff.diffusion import (
-    Diffusion,
-    Sampling,
-)
-from hookdiff.experiment.config import MODELS, OPTIMIZERS, SOURCES, RunConfig, load_config
-from hookdiff.experiment.discovery import import_object, installed
-from hookdiff.experiment.optimizers import Groups, muon
-from hookdiff.experiment.structure import described, parameters, resolved
+from hookdiff.experiment.config import load_config
+from hookdiff.experiment.discovery import installed
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
-from hookdiff.models import DiT, UNet
-from hookdiff.models.init import Initialisation
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-PARTS: dict[str, list[type[Choice]]] = {
-    "plugins.clip": [hookdiff_clip.Rule],
-    "plugins.ema": [hookdiff_ema.Warmup],
-    "plugins.lr": [hookdiff_lr.LRSchedule],
-}
-KINDS: dict[str, type[Choice]] = {f"{table}: {kind.kind}": kind for table, kinds in PARTS.items() for kind in kinds}
 OURS = [n for n, (entry, *_) in installed().items() if entry.dist and entry.dist.name == "hookdiff"]
 SHORT = [
     *("--set", "run.steps=4", "--set", "run.batch_size=16", "--set", "run.log_every=2", "--set", "sampling.steps=2"),
@@ -135,97 +114,6 @@ def test_toml_is_understood(page: str, tmp_path: Path) -> None:
         path = tmp_path / "config.toml"
         path.write_text(tomli_w.dumps(table))
         load_config(path)
-
-
-def together(*kinds: Any) -> Any:
-    """Return a function that takes the keys of all of `kinds`; a mapping is keys as they are."""
-    keys = {
-        key: value for kind in kinds for key, value in (kind if isinstance(kind, dict) else parameters(kind)).items()
-    }
-    only = inspect.Parameter.KEYWORD_ONLY
-    keys = {key: value.replace(annotation=type(value.default), kind=only) for key, value in keys.items()}
-    shared: Any = type("Shared", (), {})
-    shared.__signature__ = inspect.Signature([*keys.values()])
-    return shared
-
-
-def shared_data_keys() -> Any:
-    """Return a function that takes the keys of [data] that are no source's own."""
-    feed = parameters(Feed)
-    source = inspect.Parameter("source", inspect.Parameter.KEYWORD_ONLY)
-    return together({"source": source}, Transforms, Store, {key: feed[key] for key in described(Feed)})
-
-
-def tables() -> dict[str, Any]:
-    """Return what each section of docs/config.md is about."""
-    core = {
-        "run": RunConfig,
-        "data": shared_data_keys(),
-        "model": together(Start, Initialisation),
-        "diffusion": Diffusion,
-        "sampling": Sampling,
-    }
-    core |= {'model: use = "unet"': UNet, 'model: use = "dit"': DiT}
-    core |= {"optimizer": Groups, 'optimizer: use = "muon"': muon}
-    ours = {name: path for name, path in SOURCES.items() if path.startswith("hookdiff.")}
-    core |= {f'data: source = "{name}"': import_object(path, name) for name, path in ours.items()}
-    return {**core, **{f"plugins.{name}": installed()[name][0].load() for name in OURS}}
-
-
-def sections() -> dict[str, str]:
-    """Return the text under each heading; those of the third level are named after their table too."""
-    found, table = {}, ""
-    _, *parts = re.split(r"^##(#?) (.+)$", (ROOT / "docs" / "config.md").read_text("utf-8"), flags=re.M)
-    for inner, title, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-        table = table if inner else title.strip("[]")
-        found[f"{table}: {title}" if inner else table] = text
-    return found
-
-
-def test_the_config_reference_has_every_table() -> None:
-    assert sections().keys() - KINDS.keys() == tables().keys() | {'model: use = "diffusers:UNet2DModel"'}
-    assert all(f'model: use = "{name}"' in sections() for name in MODELS)
-    assert all(f'"{name}"' in sections()["optimizer"] for name in OPTIMIZERS)
-
-
-@pytest.mark.parametrize("name", tables())
-def test_the_config_reference_has_every_key_with_its_default(name: str) -> None:
-    target = tables()[name]
-    keys, _, _ = sections()[name].partition("| use |")  # a table of parts comes after it
-    rows = re.findall(r"^\| `(\w+)` \|(.*?)\| .+ \|$", keys, re.M)
-    said = {key: default.strip() for key, default in rows}
-    assert list(said) == list(parameters(target))
-    for key, default in said.items():
-        if default not in ("from the data", "the file's name"):
-            assert default == default_of(target, key), key
-
-
-def default_of(target: Any, key: str) -> str:
-    """Return the default of `key` as the tables say it."""
-    known = resolved(target, {})
-    if key not in known:
-        return ""
-    value = known[key]["use"] if isinstance(known[key], dict) else known[key]
-    said = re.sub(r"\s+", " ", tomli_w.dumps({"x": value}, multiline_strings=False)[4:].strip())
-    return f"`{said.replace('[ ', '[').replace(', ]', ']')}`"
-
-
-def section_of(name: str) -> str:
-    """Return the text of a kind of parts: under a heading of its own, or below the keys of its table."""
-    if name in sections():
-        return sections()[name]
-    table, _, kind = name.partition(": ")
-    return sections()[table].partition(f"\n`{kind}` is one of these")[2].partition(" is one of these")[0]
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_config_reference_has_every_part_with_its_options(name: str) -> None:
-    rows = re.findall(r"^\| (.*?)\| (.*?)\| (.*?)\| .+ \|$", section_of(name), re.M)
-    said = [tuple(cell.strip() for cell in row) for row in rows if row[0].strip() not in ("use", "---")]
-    expected = []
-    for use, part in KINDS[name].known.items():
-        expected += [(f"`{use}`", "", ""), *(("", f"`{key}`", default_of(part, key)) for key in parameters(part))]
-    assert said == expected
 
 
 @pytest.mark.parametrize("page", ["docs/hooks.md"])

@@ -1,5 +1,6 @@
 """The help of every key, and the tables of the docs that are made from it."""
 
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +55,17 @@ def test_the_tables_of_the_docs_are_those_of_the_classes() -> None:
     for page in sorted(DOCS.glob("*.md")):
         text = page.read_text("utf-8")
         assert text == SCRIPT["refresh"](text), f"{page.name} is out of date: run `python docs/refresh.py`"
+
+
+def test_the_config_reference_has_every_table_and_every_name() -> None:
+    page = (DOCS / "config.md").read_text("utf-8")
+    made = [import_object(path, path) for path in re.findall(r"^<!-- keys of (\S+)", page, re.M)]
+    assert [name for name, target in configured().items() if keys(target) and target not in made] == []
+    headings = re.findall(r"^##+ (.+)$", page, re.M)
+    assert {"[run]", "[data]", "[model]", "[diffusion]", "[optimizer]", "[sampling]", "[plugins.progress]"} <= {
+        *headings
+    }
+    assert [name for name in (*MODELS, *SOURCES, *OPTIMIZERS) if f'"{name}"' not in page] == []
 
 
 class Shape(Choice):
