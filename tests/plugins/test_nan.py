@@ -208,8 +208,8 @@ def test_golden_lines_of_the_report(tmp_path, caplog):
         f"epoch: 0, {8 * BAD} samples into it",
         f"updates 1 to {BAD}: losses {' '.join(Steps.losses)}",
         "first output not finite: 1 (Odd), in float32",
-        "made float32 8 x 8: 64 NaN",
-        "the network returned: float32 8 x 4: 32 NaN",
+        "output float32 8 x 8: 64 NaN",
+        "outputs of the network: float32 8 x 4: 32 NaN",
     ):
         assert line in caplog.text, line
     (folder,) = (tmp_path / "nan").iterdir()

@@ -223,7 +223,7 @@ def test_all_plugins_together_resume_exactly(folder: Path) -> None:
     result = selftest(config(folder, *ALL, "resume_user:Saved", workers=2))
     assert result.exit_code == 0, result.output
     verdict, compared, *more = result.stdout.splitlines()
-    assert verdict.startswith("the resumed run is the run that was never stopped, bit for bit: saved at step ")
+    assert verdict.startswith("the resumed run equals the run that was never stopped, bit for bit: saved at step ")
     assert verdict.endswith("resumed with 0 workers after 2")
     tensors, values, numbers, files = (int(word) for word in compared.split() if word.isdigit())
     assert tensors > 50
@@ -308,7 +308,7 @@ def test_every_plugin_alone_resumes_exactly(name: str, folder: Path) -> None:
     result = selftest(config(folder, *names, source="digits"))
     assert result.exit_code == 0, result.output
     if name == "aim":
-        assert "not the same, but texts, which may be names or times: plugins/aim/run in the state" in result.stdout
+        assert "texts that differ, as names or times may: plugins/aim/run in the state" in result.stdout
 
 
 def test_a_run_without_a_saver_is_refused(folder: Path) -> None:
