@@ -303,8 +303,8 @@ def test_a_number_is_the_first_of_the_averages():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decay": 0.9, "half_life": 10.0}, "decay and half_life both say how long one average is"),
-        ({"decay": [0.9, 0.9]}, "decay=0.9 is there twice"),
+        ({"decay": 0.9, "half_life": 10.0}, "decay and half_life both set the length of one average"),
+        ({"decay": [0.9, 0.9]}, "decay=0.9 is given twice"),
         ({"std": []}, "std is an empty list"),
         ({"std": [0.05, 0.3]}, "'std' must be <= 0.288"),
         ({"std": 0.0}, "'std' must be > 0"),

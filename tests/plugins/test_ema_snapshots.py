@@ -261,12 +261,12 @@ def test_files_that_are_no_snapshots_are_told(tmp_path):
     path = tmp_path / "ema" / "step-00000032-std=0.05.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:100])
-    with pytest.raises(UserError, match=r"std=0\.05\.safetensors: cut short, or no safetensors file: "):
+    with pytest.raises(UserError, match=r"std=0\.05\.safetensors: cut short, or not a safetensors file: "):
         find_snapshots(tmp_path)
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(UserError, match=r"no snapshot of an average: its header lacks 'std'"):
+    with pytest.raises(UserError, match=r"not a snapshot of an average: its header lacks 'std'"):
         find_snapshots(tmp_path)
     path.unlink()
     (tmp_path / "ema" / "step-notes.txt").write_text("mine")

@@ -396,7 +396,7 @@ def test_a_net_that_learns_its_samples_by_heart_is_reported(caplog: pytest.LogCa
     options: dict[str, Any] = {"objective": Diffusion(Flow()), "data": InMemory(digits().images[:40])}
     loop, heard = make(Loss(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
     loop.run()
-    assert any("overfits since step" in text for text in warnings(caplog))
+    assert any("overfitted since step" in text for text in warnings(caplog))
     assert heard.values[800]["loss/held_out_gap"] > 0.5
 
 
