@@ -44,7 +44,7 @@ class Limits:
         default=1e-5,
         validator=[gt(0), lt(1)],
         metadata=about(
-            "report vanishing gradients below this ratio of the same norms, or of those of the first to the last tensors"
+            "report vanishing gradients below this ratio of the same norms, or of the first to the last tensors"
         ),
     )
     max_update: float = field(
