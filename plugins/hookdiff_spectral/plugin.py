@@ -90,7 +90,7 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
             raise ConfigError(f"{KEY}: the weight of {name} is parametrised already")
         names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
         if len(names) > 1:
-            raise ConfigError(f"{KEY}: {' and '.join(names)} share one weight, and shared weights are not supported")
+            raise ConfigError(f"{KEY}: {' and '.join(names)} are one weight, and shared weights are not supported")
     for layer in layers.values():
         divided = DividedBySigma(layer.weight, isinstance(layer, _ConvTransposeNd), generator)
         parametrize.register_parametrization(layer, "weight", divided)
