@@ -58,7 +58,7 @@ def unet(channels: int) -> nn.Module:
 
 
 def unet_of(megabytes: float) -> nn.Module:
-    """Return the U-Net of which four copies in float32 are nearest to so many megabytes."""
+    """Return the U-Net of which four copies in float32 are nearest to `megabytes`."""
 
     def size(channels: int) -> float:
         with torch.device("meta"):
@@ -79,7 +79,7 @@ class Completed:
 
 
 class Training:
-    """The run whose state all save."""
+    """The run that is saved in all ways."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         self.folder, self.completed, self.count = folder, Completed(), 0
@@ -130,10 +130,10 @@ class Way:
         self.path = Path()  # of the newest
 
     def prepare(self) -> None:
-        """Do what is not to be timed."""
+        """Do the work that is not timed."""
 
     def save(self) -> None:
-        """Save, or begin to."""
+        """Save, or begin a save."""
         raise NotImplementedError
 
     def is_done(self) -> bool:

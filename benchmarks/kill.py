@@ -274,7 +274,7 @@ def wait(process: int, limit: float | None, run_dir: Path | None = None, delay: 
 
 
 def whole(run_dir: Path) -> Iterator[Path]:
-    """Yield the checkpoints that have their name."""
+    """Yield the complete checkpoints, which have their final name."""
     return (path.parent for path in sorted((run_dir / "checkpoints").glob(f"step-*/{MANIFEST}")))
 
 

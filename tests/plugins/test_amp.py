@@ -85,7 +85,7 @@ def test_an_overflow_is_a_void_step_and_not_a_nan():
 
 
 class Normed(nn.Module):
-    """A toy net whose batch norm gets, in a first step, what float16 cannot hold."""
+    """A toy net with a batch norm that gets values beyond float16 in the first step."""
 
     def __init__(self):
         super().__init__()

@@ -273,7 +273,7 @@ def config(write_config, tmp_path, monkeypatch):
 
 
 class TestCommandLine:
-    """The same, as it is met: the fixture `hookdiff` sees to it that there is no traceback."""
+    """The same at the command line; the fixture `hookdiff` asserts that there is no traceback."""
 
     def test_a_full_disk(self, disk, config, hookdiff):
         code, _, err = hookdiff("run", config("full", disk, 3), "--out", disk / "run")

@@ -136,7 +136,7 @@ def test_without_bounds_a_threshold_that_follows_is_scale_free(kind: Any, scale:
 
 
 def run(norms: list[float], rule: Rule, clip: Clip | None = None) -> list[float]:
-    """The thresholds before each step and after the last, of a run whose gradients have `norms`; inf for none."""
+    """Return the thresholds before each step and after the last, for gradients with `norms`; inf for none."""
     listen, norms = Listen(), [*norms, 1.0]
     plugins = {"push": Push(norms), "clip": clip or Clip(rule), "listen": listen}
     toy_loop(plugins, optimizers=still, steps=len(norms), log_every=1).run()

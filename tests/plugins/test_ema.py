@@ -231,7 +231,7 @@ def test_the_power_warm_up_is_used():
 
 @define(frozen=True)
 class Late(Warmup):
-    """A stranger's warm-up, which copies the weights until some update."""
+    """A user-defined warm-up that copies the weights until some update."""
 
     begin: int
 

@@ -21,7 +21,7 @@ from hookdiff_fid import FID, Moments, frechet_distance, train_digits
 from hookdiff_fid.digits import WEIGHTS, DigitsNet, load_digits_net
 from tests.conftest import Logged, check_facts, refused
 
-# The features
+# The features of the digits
 
 
 @pytest.fixture(scope="module")

@@ -311,7 +311,7 @@ distributed.destroy_process_group()
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 @pytest.mark.parametrize("micro_batch", [0, 5])
 def test_ranks_are_parts_of_the_batch(micro_batch: int, tmp_path: Path) -> None:
-    # Without no_sync, so that also the first micro-batch is averaged over ranks before anyone can look.
+    # Without no_sync the gradients of the first micro-batch, too, are averaged over ranks after the backward pass.
     arguments = [str(tmp_path / "store"), str(Path(__file__).parent), str(micro_batch)]
     started = [
         subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=subprocess.PIPE, text=True)

@@ -362,7 +362,7 @@ CONFIG = {
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, hookdiff):
-    """Return a function that runs a command in a folder with `mine.toml`, whose tables it takes."""
+    """Return a function that writes tables to `mine.toml` and runs a command in its folder."""
     monkeypatch.chdir(tmp_path)
 
     def called(*words, **tables):

@@ -176,7 +176,7 @@ def test_data_that_changed_is_named(spoilt: Path, folder: Path, hookdiff: Comman
         (lambda step: Path("nets.py").unlink(), ["nets"]),
     ],
 )
-def test_a_step_that_cannot_be_replayed_is_one_message(
+def test_a_step_that_cannot_be_replayed_gives_one_message(
     spoil: Any, facts: list[str], spoilt: Path, hookdiff: Command
 ) -> None:
     spoil(spoilt)
