@@ -1,14 +1,14 @@
-"""How long a save keeps training waiting, how long until it is on the disk, and how long a cold load takes.
+"""Measure how long a save blocks training, how long it takes to reach the disk, and how long a cold load takes.
 
     python benchmarks/checkpoint.py [--megabytes 500] [--rounds 7] [--memory-format channels_last] [--folder DIR]
 
 All save the same state of one run: a U-Net, AdamW's moments and an average of the weights, in float32. They take turns
-in an order shuffled for each round. A turn is: a few steps of training; a save during which nobody trains, for how long
-it is until all is on the disk; a second save with training going on, for how much slower the steps are meanwhile; then
-the files are dropped from the system's cache and read again into tensors that are there. Reading ends when the values
-are in them, so that a file which is only mapped is read too. All that is read is compared, once.
+in an order shuffled for each round. A turn has a few steps of training, a save without training (for the time until
+all is on the disk), and a save during training (for the slowdown of the steps). Then the files are dropped from the
+system's cache and read again into existing tensors. Reading ends when the values are in them, so that a file which is
+only mapped is read too. All that is read is compared, once.
 
-hookdiff: the plugin `checkpoint`; what its save blocks is its hook between two steps. Its load verifies SHA-256.
+hookdiff: the plugin `checkpoint`; its save blocks for its hook between two steps. Its load verifies SHA-256.
 torch.save: to a temporary name, synced, renamed; the loop waits for all of it. Read with weights_only, and once more
 with mmap.
 accelerate: save_state and load_state, which sync nothing and verify nothing.
@@ -58,7 +58,7 @@ def unet(channels: int) -> nn.Module:
 
 
 def unet_of(megabytes: float) -> nn.Module:
-    """Return the U-Net of which four copies in float32 are nearest to so many megabytes."""
+    """Return the U-Net of which four copies in float32 are nearest to `megabytes`."""
 
     def size(channels: int) -> float:
         with torch.device("meta"):
@@ -79,7 +79,7 @@ class Completed:
 
 
 class Training:
-    """The run whose state all save."""
+    """The run that is saved in all ways."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         self.folder, self.completed, self.count = folder, Completed(), 0
@@ -130,14 +130,14 @@ class Way:
         self.path = Path()  # of the newest
 
     def prepare(self) -> None:
-        """Do what is not to be timed."""
+        """Do the work that is not timed."""
 
     def save(self) -> None:
-        """Save, or begin to."""
+        """Save, or begin a save."""
         raise NotImplementedError
 
     def is_done(self) -> bool:
-        """Whether what was begun is on the disk."""
+        """Whether the save that was begun is on the disk."""
         return True
 
     def load(self, targets: dict[str, Tensor]) -> None:
@@ -273,9 +273,9 @@ def evict(path: Path) -> None:
 
 @define
 class Times:
-    """Of one way: seconds, and ratios, a number for each round."""
+    """Seconds and ratios of one way to save, a number for each round."""
 
-    first: float = 0.0  # that the first save blocked
+    first: float = 0.0  # seconds for which the first save blocked
     blocked: list[float] = field(factory=list)
     durable: list[float] = field(factory=list)
     slowed: list[float] = field(factory=list)  # steps while it writes, over those before

@@ -1,4 +1,4 @@
-"""Images a second of hookdiff's feed over those of torchvision's ImageFolder and a DataLoader.
+"""Compare the images per second of hookdiff's feed with those of torchvision's ImageFolder and a DataLoader.
 
     python benchmarks/data.py [png jpeg photo] [--rounds N] [--images N] [--workers 0 2]
 

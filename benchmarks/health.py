@@ -1,11 +1,11 @@
-"""Time a step of gradient statistics, clipping and an average of the weights, beside the textbook's code.
+"""Compare the time of gradient statistics, clipping and an average of the weights with that of textbook code.
 
     python benchmarks/health.py [1M 35M] [--rounds N] [--threads 1] [--device cpu]
 
-All work on the same network with the same gradients, which are filled in where a backward pass would leave them; that
-and a tiny update of the weights are taken out of every time, so that what is left is the looking, clipping and
-averaging. hookdiff runs the steps of a real Loop with the plugins `gradients`, `clip` and `ema`: all that the loop does
-around them is counted against it, but for fetching a batch, which the others are spared too. The textbook's code takes
+All work on the same network with the same gradients, which are filled in where a backward pass would leave them. The
+time for this and for a tiny update of the weights is subtracted, so that measuring, clipping and averaging are left.
+hookdiff runs the steps of a real Loop with the plugins `gradients`, `clip` and `ema`, and its time includes all that
+the loop does around them, but not the fetching of a batch, which the others do not have. The textbook code moves
 the numbers of each tensor that the monitor reports (norm, mean, max, min, ...) to the host with `.item()`,
 clips with a norm per tensor, and averages with `mul_` and `add_`. "foreach" is what clipping and averaging cost at
 least, without statistics. They take turns in an order shuffled for each round; the table has the median time of a step
@@ -57,7 +57,7 @@ WORKLOADS = {"1M": Workload(24, 2, 40, 30), "35M": Workload(104, 4, 8, 8)}
 class Stand:
     """Stands in for the passes and the optimizer: gradients that are always the same, and weights that move a little.
 
-    The gradients' norm is twice the threshold, so that everyone has to clip in every step.
+    The gradients' norm is twice the threshold, so that each contestant clips in every step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,7 +68,7 @@ class Stand:
         self.source = torch._foreach_mul(source, 2 * MAX_NORM / norm)
         self.gradients = [torch.empty_like(g) for g in self.source]
         self.weights = [p.detach() for p in self.parameters]
-        self.seconds = 0.0  # spent in here, since anyone set it to 0
+        self.seconds = 0.0  # spent in here since the last reset
 
     def synchronize(self) -> None:
         if self.weights[0].is_cuda:

@@ -2,19 +2,19 @@
 
     python benchmarks/kill.py [--trials 200] [--seed 0] [--jobs 2] [--steps 60]
 
-Each trial is `hookdiff run CONFIG --resume` on a small U-Net, again and again until it is done: the first process is
-killed at a random moment between its start and its expected end, and each one that resumes with a probability of a half
-in the same way. A quarter of the kills wait from there on until the next checkpoint gets its name and strike within
-10 ms, when older ones are removed: too short a time to be met by chance. The config (see CONFIG) has what a run can
-lose: two workers that augment with the randomness of python, numpy and torch, balanced classes, dropout, averages, an
-adaptive clip, sample images, and a checkpoint every five steps that is written in the background, of which two are
-kept. A process is forked from one that has imported everything, which spares it seconds; from there on it is what the
-command line runs, with workers and threads of its own. The run to compare with is a process that was not forked.
+Each trial repeats `hookdiff run CONFIG --resume` on a small U-Net until it is done. The first process is killed at a
+random moment between its start and its expected end; each later one is killed in the same way with a probability of a
+half. A quarter of the kills wait for the next checkpoint to get its name and strike within 10 ms, while older ones are
+removed: a time too short to be met by chance. The config (see CONFIG) has everything that a run can lose: two workers
+that augment with the randomness of python, numpy and torch, balanced classes, dropout, averages, an adaptive clip,
+sample images, and a checkpoint every five steps that is written in the background, of which two are kept. A process is
+forked from one that has imported everything, which saves seconds; from there on it is what the command line runs, with
+workers and threads of its own. The run to compare with is a process that was not forked.
 
-After each kill all that a resume would take for a checkpoint has to be whole. At the end all files have to be those of
-the run that was never stopped, byte for byte: checkpoints (weights, averages, optimizer, all plugins), images, metrics;
-except for the time, the machine and the revision of the code. The exit code is 1, and the folders stay, when
-one is not.
+After each kill every folder that a resume would take for a checkpoint must be intact. At the end all files must equal
+those of the run that was never stopped, byte for byte: checkpoints (weights, averages, optimizer, all plugins), images
+and metrics, except for the time, the machine and the revision of the code. If not, the exit code is 1, and the folders
+stay.
 """
 
 import argparse
@@ -55,7 +55,7 @@ KEPT = 2  # checkpoints
 AGAIN = 0.5  # probability that a process which resumes is killed, too
 AIMED, SOON = 0.25, 0.01  # probability that a kill waits for the next checkpoint to get its name; seconds after it
 PLUGINS = ["lr", "amp", "ema", "clip", "loss", "gradients", "nan", "samples", "checkpoint"]
-# What a process imports late, so that those that are forked have it.
+# Modules that a process imports late; forked processes have them already.
 LATE = ["hookdiff.cli.run", "hookdiff.cli.summary", "hookdiff.experiment", "hookdiff.builtin.changes"]
 LATE += ["sklearn.datasets", "torchvision.utils", "PIL.PngImagePlugin", "torch._dynamo", "concurrent.futures.thread"]
 CONFIG = """
@@ -107,7 +107,7 @@ keep_last = {kept}
 
 
 class Pictures:
-    """A map-style set that augments with all the randomness there is."""
+    """A map-style set that augments with the randomness of python, numpy and torch."""
 
     def __init__(self) -> None:
         whole = digits()
@@ -127,7 +127,7 @@ class Pictures:
 class Kill:
     """One process that was killed."""
 
-    resumed: bool  # it had something to go on from, or began anew after a kill
+    resumed: bool  # it was not the first process of its trial
     after: float  # seconds since its start
     when: str  # its activity, as far as its files show
 
@@ -145,7 +145,7 @@ class Trial:
 
 @define
 class Bench:
-    """Where the runs are, and what the one that was never stopped took."""
+    """The folder of the runs, and the seconds of the one that was never stopped."""
 
     folder: Path
     steps: int
@@ -159,7 +159,7 @@ class Bench:
         return ["run", str(self.config), "--out", str(run_dir), "--resume"]
 
     def prepare(self) -> None:
-        """Train without a stop: in a process of its own, and forked for the time it takes and to compare the two."""
+        """Train without a stop in a process of its own, then in a forked one for its time, and compare the two."""
         self.config.write_text(CONFIG.format(steps=self.steps, kept=KEPT, plugins=PLUGINS))
         command = [sys.executable, "-c", "from hookdiff.cli import main; main()", *self.words(self.folder / "whole")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
@@ -222,7 +222,7 @@ class Bench:
         return trial
 
     def moment(self, run_dir: Path, before: list[Path], began: float) -> str:
-        """Return what the process was at that began at `began` with the checkpoints `before`."""
+        """Return the activity of the process that began at `began` with the checkpoints `before`."""
         if not (run_dir / "config.toml").exists():
             return "before the run had a directory"
         folders = list((run_dir / "checkpoints").glob("*step-*"))
@@ -267,19 +267,19 @@ def wait(process: int, limit: float | None, run_dir: Path | None = None, delay: 
                 while set(whole(run_dir)) <= before and not over(0.0003):
                     pass
                 over(delay)
-            os.kill(process, signal.SIGKILL)  # one that is over is there until it is waited for
+            os.kill(process, signal.SIGKILL)  # a process that has ended keeps its id until it is waited for
     finally:
         os.close(descriptor)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def whole(run_dir: Path) -> Iterator[Path]:
-    """Yield the checkpoints that have their name."""
+    """Yield the complete checkpoints, which have their final name."""
     return (path.parent for path in sorted((run_dir / "checkpoints").glob(f"step-*/{MANIFEST}")))
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:
-    """Yield what is not the same in the two run directories, in words."""
+    """Yield a line for each file that differs between the two run directories."""
     left, right = (
         {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
         for root in (one, other)

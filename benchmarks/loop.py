@@ -1,12 +1,12 @@
-"""Time per step of hookdiff's loop over that of the best loop one writes by hand, and of other trainers.
+"""Compare the time per step of hookdiff's loop with that of the best hand-written loop and of other trainers.
 
     python benchmarks/loop.py [tiny unet] [--rounds N] [--threads 1]
 
 All train the same network on the same digits with the same features: AdamW (fused), clipping by norm, an average
 of the weights, a learning rate schedule, a line of mean loss and norm every 50 steps. They take turns: in each round
-every one of them makes a block of steps, in an order that is shuffled for each, so that whatever else the machine does
-falls on all alike. The table has the median time of a step, and the median over the rounds of its ratio to
-the hand-written loop of the same round. Lightning, accelerate and ignite take part when they are installed.
+every one of them makes a block of steps, in a shuffled order, so that other load on the machine affects all alike. The
+table has the median time of a step, and the median over the rounds of its ratio to the hand-written loop of the same
+round. Lightning, accelerate and ignite take part when they are installed.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from hookdiff_ema import EMA
 from hookdiff_lr import LR
 
 RATE, DECAY, LOG_EVERY, WARMUP = 1e-3, 0.999, 50, 100
-STEPS = 1_000_000  # of the schedule; nobody gets there
+STEPS = 1_000_000  # of the schedule; no run gets there
 
 
 class Denoiser(nn.Module):
-    """A step of about half a millisecond: what a loop costs shows most on it."""
+    """A network with steps of about half a millisecond, on which the cost of a loop shows most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Turn:
     def __init__(
         self, train: Callable[[Workload, Path, Callable[[], None]], None], work: Workload, folder: Path
     ) -> None:
-        self.work, self.left = work, 1  # the first step waits for the first turn; nobody asks how long it took
+        self.work, self.left = work, 1  # the first step waits for the first turn; it is not timed
         self.began = time.perf_counter()
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         threads = torch.get_num_threads()
@@ -102,7 +102,7 @@ class Turn:
 
 
 class Parts:
-    """What the others are written with: the same data, loss, schedule and average as ours, in plain torch."""
+    """The parts of the other loops: the same data, loss, schedule and average as hookdiff's, in plain torch."""
 
     def __init__(self, work: Workload, file: IO[str]) -> None:
         torch.manual_seed(0)
@@ -132,7 +132,7 @@ class Parts:
 
     @torch.no_grad()
     def count(self, loss: Tensor, norm: Tensor) -> None:
-        """Do what follows a step: the average, and the line when it is due. Nothing is read from the device before."""
+        """Update the average after a step, and log the line when it is due; only the line needs a transfer."""
         torch._foreach_lerp_(self.average, self.parameters, 1 - min(DECAY, (1 + self.done) / (10 + self.done)))
         self.done += 1
         self.losses.append(loss.detach())
@@ -146,7 +146,7 @@ class Parts:
 
 
 def batches(work: Workload) -> Iterator[Tensor]:
-    """Yield batches for ever, from memory, as a careful person would: indexed, not collated."""
+    """Yield batches for ever from memory, in the fastest way: indexed, not collated."""
     images = digits().images.float().div_(127.5).sub_(1)
     while True:
         for rows in torch.randperm(len(images)).split(work.batch_size)[:-1]:

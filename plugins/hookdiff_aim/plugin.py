@@ -34,7 +34,7 @@ class Aim(Sink):
     experiment: str | None = field(default=None, metadata=about('experiment in Aim; without it "default"'))
     name: str | None = field(default=None, metadata=about("name of the run in Aim; without it the run directory's"))
     _run: Any = field(init=False, default=None)
-    _hash: str | None = field(init=False, default=None)  # name that Aim has given to the run
+    _hash: str | None = field(init=False, default=None)  # Aim's identifier of the run
 
     def check(self) -> None:
         try:

@@ -26,8 +26,8 @@ class AMP:
     """Computes the loss in bf16 or fp16, and scales it in fp16 so that small gradients survive.
 
     If the gradients of a step overflow under a finite loss, the step is void: it is not counted, the scale is halved,
-    the buffers get back their values from before it, and no later hook of it is called. At the lowest scale the step
-    counts as not finite: `on_nan` is called, and the report says how the scale fell.
+    the buffers get back their earlier values, and no later hook of the step is called. At the lowest scale the step
+    counts as not finite: `on_nan` is called, and the report lists how the scale fell.
     """
 
     precision: Literal["auto", "bf16", "fp16", "off"] = field(
@@ -40,13 +40,13 @@ class AMP:
         default=2000, validator=ge(1), metadata=about("with fp16, steps without an overflow before the scale doubles")
     )
     min_scale: float = field(
-        default=1.0, validator=gt(0), metadata=about("with fp16, lowest scale; an overflow at it is a failure")
+        default=1.0, validator=gt(0), metadata=about("with fp16, lowest scale; an overflow there fails the step")
     )
     scaler: GradScaler | None = field(default=None, init=False)
     num_void: int = field(default=0, init=False)
     _fell: list[list[float]] = field(factory=list, init=False)  # [position, scale before it] of the last void steps
     _dtype: torch.dtype | None = field(default=None, init=False)
-    _buffers: Buffers = field(init=False)  # from before the step: those of batch norm may hold an overflow after it
+    _buffers: Buffers = field(init=False)  # from before the step: batch norm's may hold an overflow after it
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -91,7 +91,7 @@ class AMP:
             return None
         for optimizer in loop.optimizers:
             self.scaler.unscale_(optimizer)
-        # The loop reads the same transfer later, so this one costs nothing more.
+        # The loop needs the same transfer later, so it costs nothing here.
         if loop.gradients.finite or not math.isfinite(loop.gradients.loss):
             return True
         scale = self.scaler.get_scale()

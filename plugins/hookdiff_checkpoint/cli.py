@@ -17,7 +17,7 @@ _HOOKS = ("prepare_model", "restore", "sample", "offer_weights")
     type=click.Choice(["safetensors", "diffusers"]),
     help="safetensors: FILE with the keys of the model. diffusers: DIR with model, scheduler and pipeline.",
 )
-@click.option("--weights", help="An average by its name, model, or a safetensors file; by default an average if any.")
+@click.option("--weights", help="Name of an average, 'model', or a safetensors file; by default an average if any.")
 @click.option(
     "--set",
     "settings",
@@ -27,10 +27,10 @@ _HOOKS = ("prepare_model", "restore", "sample", "offer_weights")
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export.")
 def command(run: Path, out: Path, to: str, weights: str | None, settings: tuple[str, ...], overwrite: bool) -> None:
-    """Write the weights of RUN, those of its newest checkpoint, or of one CHECKPOINT in it, to FILE or DIR.
+    """Write the weights of the newest checkpoint of RUN, or of one CHECKPOINT in it, to FILE or DIR.
 
-    They are equal to the weights with which `hookdiff sample RUN --weights NAME` samples, bit for bit. For diffusers
-    the scheduler makes the steps of the run's sampler; a sampler that diffusers does not have is refused.
+    They equal the weights with which `hookdiff sample RUN --weights NAME` samples, bit for bit. For diffusers the
+    scheduler makes the steps of the run's sampler; a sampler that diffusers does not have is refused.
     """
     from hookdiff import UnknownWeights, UserError, build_loop, evaluating, load_config
     from hookdiff.disk import run_of

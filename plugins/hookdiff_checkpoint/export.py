@@ -24,7 +24,7 @@ def check_place(out: Path, to: str, overwrite: bool) -> None:
         raise UserError(f"{out} exists already; choose another name, or --overwrite to replace it")
     earlier = out.is_file() if to == "safetensors" else (out / "scheduler" / "scheduler_config.json").is_file()
     if not earlier:
-        raise UserError(f"{out} is no earlier export to {to}, so --overwrite does not replace it; choose another name")
+        raise UserError(f"{out} is not an export to {to}, so --overwrite does not replace it; choose another name")
 
 
 def write_weights(out: Path, net: nn.Module, about: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """A checkpoint on disk: a folder of safetensors files and a manifest. There is no pickle anywhere.
 
-The manifest is written last, and has digests of all files and of itself. A folder with a whole manifest is a whole
-checkpoint, whatever its name; a folder without one is no checkpoint.
+The manifest is written last, and has digests of all files and of itself. A folder with an intact manifest is a complete
+checkpoint, whatever its name; a folder without one is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Parts = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]]  # tensors 
 
 
 class NewerFormat(UserError):
-    """A checkpoint of a later hookdiff. To resume from an earlier checkpoint would undo the work of that version."""
+    """A checkpoint of a later hookdiff. Resuming from an older checkpoint would undo the work of that version."""
 
 
 @define(frozen=True)
 class Found:
-    """A checkpoint with a whole manifest; its files have not been verified."""
+    """A checkpoint with an intact manifest; its files have not been verified."""
 
     path: Path
     place: tuple[int, int]  # position and epoch; the newest checkpoint of a run has the largest
@@ -69,10 +69,10 @@ def file_of(part: str) -> str:
 
 
 def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> Found:
-    """Write the folder `path`, which appears whole or not at all.
+    """Write the folder `path`, which appears completely or not at all.
 
     Each part with tensors has a file of its own, and each plugin is a part: `model.safetensors` and `ema.safetensors`
-    have the keys of the model. The manifest has the numbers and strings, and the `facts`.
+    have the keys of the model. The manifest has the numbers, the strings and the `facts`.
     """
     manifest: dict[str, Any] = {"format": FORMAT, **facts, "files": {}, "parts": {}}
     with new_folder(path) as folder:
@@ -84,7 +84,7 @@ def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> Foun
             manifest["parts"][part] = {"file": name, "values": values}
         text = json.dumps(manifest, indent=1).encode().removeprefix(b"{\n")
         stamp = b'{"sha256": "%s",\n' % hashlib.sha256(text).hexdigest().encode()
-        with new_file(folder / MANIFEST) as unnamed:  # a manifest that exists is whole
+        with new_file(folder / MANIFEST) as unnamed:  # a manifest that exists is complete
             write_file(unnamed, stamp + text)
     return Found.of(path, manifest)
 
@@ -102,7 +102,7 @@ def find_checkpoints(run_dir: Path) -> tuple[list[Found], list[UserError]]:
             raise
         except UserError as error:
             problems.append(error)
-    # The names decide between two at the same place.
+    # The names decide between two checkpoints of the same place and number.
     return sorted(found, key=lambda one: (one.place, one.number, one.path.name), reverse=True), problems
 
 
@@ -162,7 +162,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             if not _NAME.fullmatch(name) or (path / name).is_symlink():
                 raise UserError(f"{path}: {MANIFEST} names a file outside of the checkpoint: {name!r}")
             if (path / name).exists() and not (path / name).is_file():
-                raise UserError(f"{path}: {name} is no file")
+                raise UserError(f"{path}: {name} is not a file")
         with ThreadPoolExecutor() as pool:  # hashing takes longer than reading, and releases the GIL
             list(pool.map(lambda name: _verify(path / name, *files[name]), files))
         tensors: dict[str | None, dict[str, Tensor]] = {None: {}, **{name: _tensors(path / name) for name in files}}
@@ -174,7 +174,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _foreign(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path}: {MANIFEST} is not of hookdiff: {type(error).__name__}: {error}")
+    return UserError(f"{path}: {MANIFEST} was not written by hookdiff: {type(error).__name__}: {error}")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
@@ -198,4 +198,4 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError, RuntimeError, LookupError, ValueError) as error:
-        raise UserError(f"{path.parent}: {path.name} is no safetensors file: {error}") from None
+        raise UserError(f"{path.parent}: {path.name} is not a safetensors file: {error}") from None

@@ -58,7 +58,7 @@ class Logged:
         return {name: value for name, value in self._values.items() if math.isfinite(value)}
 
     def problem(self, is_over: bool) -> Finding | None:
-        """Return why no checkpoint is the best; before the run `is_over`, only if that is likely to stay so."""
+        """Return why no saved step has the value `best`; before the run `is_over`, only if that will hardly change."""
         if self.best is None or self.is_found:
             return None
         near, so_far = nearest(self.best, self._names), "" if is_over else "so far "
@@ -74,7 +74,7 @@ class Logged:
 
 
 def settle(folder: Path) -> None:
-    """Complete the saves and removals in `folder` that a killed process has begun."""
+    """Complete the saves and removals that a killed process has begun in `folder`."""
     for path in sorted(folder.iterdir()):  # .partial before .replaced
         left = _LEFT.fullmatch(path.name)
         if not left or path.is_symlink() or not path.is_dir():
@@ -97,7 +97,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, beginning with its name, so that no partly removed checkpoint has a valid name.
+    """Remove a checkpoint; rename it first, so that no partly removed checkpoint has a valid name.
 
     Raises OSError if it cannot be renamed.
     """

@@ -28,8 +28,8 @@ class Checkpoint:
     """Saves the whole run, and restores it on --resume.
 
     Training waits for a copy of the state in memory, which a thread then writes. A save is complete or absent, and
-    earlier ones are removed only after it. The end of a run is always saved, except after an error: the state may then
-    be half a step old.
+    earlier ones are removed only after it. The end of a run is always saved, except after an error, when the state may
+    be that of an unfinished step.
     """
 
     every: Every = field(
@@ -43,7 +43,7 @@ class Checkpoint:
     best: Literal["lowest", "highest"] = field(default="lowest", metadata=about('best value: "lowest" or "highest"'))
     disk_full: Literal["continue", "stop"] = field(
         default="continue",
-        metadata=about('on a full disk: "continue" with a warning, and try at each save; "stop" with exit code 1'),
+        metadata=about('on a full disk: "continue" with a warning and retry at each save; "stop" with exit code 1'),
     )
     _due: Due = field(init=False)
     _logged: Logged = field(init=False)
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @hookimpl
     def prepare_model(self) -> None:
-        """Begin a new run: a script may use one plugin for several."""
+        """Reset the state: a script may use one plugin for several runs."""
         self._logged, self._alarms, self._passed_over = Logged(self.keep_best), Alarms(), set()
         self._saved, self._number, self._wanted, self._problem = None, 0, False, None
         self._is_open, self._is_storable, self._writer = False, False, None
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @hookimpl(tryfirst=True)
     def on_nan(self, loop: Loop) -> None:
-        """Wait for the current save, so that its speed does not decide where a rollback goes to."""
+        """Wait for the current save, so that the target of a rollback does not depend on its speed."""
         if self._writer and self._writer.job:
             self._finish(loop, self._writer)
 
@@ -101,7 +101,7 @@ class Checkpoint:
     @hookimpl(trylast=True)
     def between_steps(self, loop: Loop) -> None:
         if not self._is_storable and loop.progress.step > loop.first_step:
-            # Optimizers make their state in a step; refuse it after the first one, when little can be lost.
+            # Optimizers make their state in the first step. If it cannot be saved, refuse it then: little is lost.
             split(loop.state_dict())
             self._is_storable = True
         if self._writer and self._writer.job and self._writer.job.done():
@@ -197,7 +197,7 @@ class Checkpoint:
                 raise StorageError(f"{self._problem}\n  {writer.last_good()}") from error
             if before is None:
                 where = writer.last_good()
-                log.warning("%s\n  %s; the run goes on, and tries at each save", self._problem, where)
+                log.warning("%s\n  %s; the run goes on, and tries again at each save", self._problem, where)
             return False
         if self._problem:
             log.info("%s can be written again", path.parent)
@@ -218,7 +218,7 @@ class Checkpoint:
         return loop.run_dir / FOLDER
 
     def _newest(self, source: Path) -> dict[str, Any] | None:
-        """Return the state of the newest checkpoint that is whole, with a warning for each damaged one."""
+        """Return the state of the newest intact checkpoint, with a warning for each damaged one."""
         found, problems = find_checkpoints(source)
         for one in found:
             try:
@@ -230,7 +230,7 @@ class Checkpoint:
                 self._passed_over.add(one.path.resolve())
                 continue
             for problem in problems:
-                log.warning("passed over a checkpoint: %s", problem)
+                log.warning("skipped a checkpoint: %s", problem)
             log.info("resuming from %s", one.path)
             self._saved, self._number = _place(state["progress"]), one.number
             return state

@@ -42,9 +42,7 @@ def equivalent_of(loop: Loop) -> Equivalent:
     for key, neutral in (("data_mean", 0), ("data_std", 1)):
         given = getattr(objective, key)
         if any(value != neutral for value in given):
-            raise _refusal(
-                f"diffusion.{key}", given, "its pipelines would show images as the network sees them", _OTHERWISE
-            )
+            raise _refusal(f"diffusion.{key}", given, "its pipelines would not undo the standardisation", _OTHERWISE)
     _check("diffusion.process", objective.process, (parts.VP, parts.Flow, parts.EDM))
     kinds: dict[type, Callable[[Any, Any], Equivalent]] = {
         parts.VP: _with_timesteps,
@@ -106,7 +104,7 @@ def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:
     _check("sampling.sampler", sampler, (parts.DDIM, parts.DDPM, parts.Euler, parts.DPMSolver2M))
     _check_noise(sampler, "churn")
     if type(sampler) in (parts.DDIM, parts.Euler):
-        # By default it continues with a noise that does not belong to the clipped image.
+        # By default the scheduler goes on with noise that does not match the clipped image.
         step = {"eta": getattr(sampler, "eta", 0.0), "use_clipped_model_output": type(clipping) is not parts.NoClipping}
         return Equivalent("DDIMScheduler", {**options, **clamps, "set_alpha_to_one": True}, times, step, "DDIMPipeline")
     if type(sampler) is parts.DDPM:
@@ -170,11 +168,11 @@ def _check_noise(sampler: Any, *options: str) -> None:
 
 
 def _check(key: str, part: Choice, known: tuple[type[Choice], ...]) -> None:
-    """Refuse a part that has none of the classes `known`; a derived class may compute something else."""
+    """Refuse a part of another class than those `known`; a derived class may compute something else."""
     if type(part) not in known:
         names = [name_of(kind) for kind in known]
         way_out = f"--set {key}={names[0]}" if key.startswith("sampling.") else _OTHERWISE
-        raise _refusal(key, part.use, f"with the other options its schedulers know only {', '.join(names)}", way_out)
+        raise _refusal(key, part.use, f"with the other options its schedulers have only {', '.join(names)}", way_out)
 
 
 def _refusal(key: str, value: object, why: str, way_out: str) -> UserError:

@@ -122,7 +122,7 @@ class Writer:
         try:
             self._write_once(path, parts, facts)
         except FileNotFoundError:
-            log.warning("%s was gone, and is made again", self.folder)
+            log.warning("%s was missing, and is created again", self.folder)
             make_folder(self.folder)
             self._write_once(path, parts, facts)
         self.prune()
@@ -143,7 +143,7 @@ class Writer:
             if one not in kept:
                 try:
                     remove(one.path)
-                except OSError as error:  # the new checkpoint is good all the same
+                except OSError as error:  # the new checkpoint is complete nevertheless
                     log.warning("%s cannot be removed: %s", one.path, error.strerror or error)
 
     def _newest_first(self) -> list[Found]:

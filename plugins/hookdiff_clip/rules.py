@@ -21,8 +21,7 @@ from hookdiff_clip.units import Units
 class Rule(Choice, ABC):
     """A way to clip gradients.
 
-    A rule is an attrs class: its init fields are the options, and all other fields are the state of a run, which makes
-    a copy of its own.
+    A rule is an attrs class: its init fields are the options, all other fields are the state. Each run makes a copy.
     """
 
     kind = "clip_rule"
@@ -116,7 +115,7 @@ class Adaptive(Following):
     """As "norm", with a threshold that follows the running mean of the norms."""
 
     factor: float = field(
-        default=2.0, validator=gt(0), metadata=about("threshold over mean; at 1 or less it can only fall")
+        default=2.0, validator=gt(0), metadata=about("threshold over mean; at 1 or less the threshold only falls")
     )
     decay: float = field(default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the mean per update"))
 

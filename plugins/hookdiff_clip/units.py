@@ -17,7 +17,7 @@ class _Parameter:
     def __init__(self, parameter: nn.Parameter, groups: int) -> None:
         self._parameter, self._groups = parameter, groups
         self.weights = self._view(parameter.detach())  # parameters keep their addresses
-        self.inner = tuple(range(2 if groups else 1, self.weights.ndim))  # dimensions within a unit; () of a vector
+        self.inner = tuple(range(2 if groups else 1, self.weights.ndim))  # dimensions within a unit; () for a vector
 
     @property
     def gradient(self) -> Tensor | None:
@@ -79,7 +79,7 @@ class Units:
         inner = [each.inner for each, _ in found]
         allowed = self._norms([each.weights for each, _ in found], inner)
         norms = self._norms(gradients, inner)
-        # A gradient of zero gives infinity, which becomes 1.
+        # A gradient of zero gives infinity, which is clamped to 1.
         scale = torch.cat(allowed).clamp_(min=floor).mul_(factor).div_(torch.cat(norms)).clamp_(max=1)
         parts = torch.split(scale, [len(part) for part in norms])
         torch._foreach_mul_(gradients, [each.spread(part) for (each, _), part in zip(found, parts, strict=True)])

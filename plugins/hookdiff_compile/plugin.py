@@ -31,10 +31,10 @@ class Compile:
     )
     dynamic: bool | None = field(
         default=None,
-        metadata=about("true: compile for any batch size; false: for each size; without it, for any at the second"),
+        metadata=about("true: compile once for all batch sizes; false: for each; without it, for all at the second"),
     )
     backend: str = field(
-        default="inductor", validator=min_len(1), metadata=about('of torch.compile; "eager" compiles nothing')
+        default="inductor", validator=min_len(1), metadata=about('backend of torch.compile; "eager" compiles nothing')
     )
 
     def __attrs_post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Compile:
         if self.backend not in known:
             raise UserError(f"plugins.compile.backend: torch has no {self.backend!r}{nearest(self.backend, known)}")
         options: dict[str, Any] = {"mode": self.mode, "dynamic": self.dynamic, "backend": self.backend}
-        with self._one_message():  # the model itself is compiled at its first call, too late to find no compiler
+        with self._one_message():  # the model is compiled at its first call, too late to report a missing compiler
             torch.compile(_probe, **options)(torch.zeros(8, device=loop.device))
         loop.model.compile(**options)
         log.info("compile: the first step takes longer, a minute or more for a large model")

@@ -16,10 +16,10 @@ from hookdiff.cli.options import override_options
     default=50,
     show_default=True,
     type=click.IntRange(2),
-    help="Updates of the trial. Where the learning rate of a CONFIG still rises then, more follow: through the"
-    " warm-up in growing strides, and 25 at the whole rate.",
+    help="Updates of the trial. If the learning rate of a CONFIG is still rising then, more follow: through the"
+    " warm-up in growing strides, and 25 at the full rate.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Path of the picture, NAME-doctor.png unless given.")
+@click.option("--out", type=click.Path(path_type=Path), help="Path of the picture, by default NAME-doctor.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and draw only with --out.")
 def command(
     path: Path,
@@ -29,11 +29,11 @@ def command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Check CONFIG, the newest checkpoint of RUN, a run directory, or one CHECKPOINT in it.
+    """Check CONFIG, or the newest checkpoint of the run directory RUN, or one CHECKPOINT in it.
 
     Trains for some steps in a temporary directory, half a minute at most, and checks data, network and optimisation.
-    The first line names the cause when there is an error; then comes each check: ok, warning (it is unusual, and may be
-    meant) or error. The picture shows four images with more and more noise and, below, the network's predictions of
+    The first line names the cause when there is an error; then comes each check: ok, warning (unusual, but perhaps
+    intended) or error. The picture shows four images with more and more noise and, below, the network's predictions of
     them. Exit code 1 when there is an error.
     """
     import json

@@ -28,10 +28,10 @@ _IN_A_STEP = (
 _IN_SAMPLING = ("prepare_model", "restore", "sample", "offer_weights")
 _PARTS = {"compute_loss": "forward", "backward": "backward", "optimizer_step": "optimizer"}  # of a step, by hook
 _LOOP = ("defaults", "metrics", "run_dir", "start")  # plugins that count as the loop
-_TRAINED = 500  # updates, after which a network has to know something
-_IMAGES = 64  # for which the network is called
-_DRAWN = 4  # of them in the strip
-_MADE = 8  # samples
+_TRAINED = 500  # updates after which a network must have learned something
+_IMAGES = 64  # images on which the network is measured
+_DRAWN = 4  # images in the strip
+_MADE = 8  # generated samples
 _SAMPLER_STEPS = 30  # at most
 
 
@@ -58,14 +58,14 @@ class _Portrait:
 
 
 def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: Path | None) -> Report:
-    """Examine `config`, or its `run` as a checkpoint left it, with a trial of `steps` updates in `folder`.
+    """Examine `config`, or a checkpoint of its `run`, with a trial of `steps` updates in `folder`.
 
-    Pictures go to `strip`, if it is given. Raises UserError when it cannot be built, or the run has no checkpoint.
+    Pictures go to `strip`, if given. Raises UserError if the config cannot be built, or the run has no checkpoint.
     """
     # The checks of the plugin debug are those of the doctor.
     tried = evolve(config, plugins={name: part for name, part in config.plugins.items() if name != "debug"})
     with _listening() as logged, ExitStack() as stack:
-        # Both act before the first step alone; the weights of a run are its checkpoint's, and the file may be gone.
+        # Both act only before the first step. A run has the weights of its checkpoint; the file of `start` may be gone.
         keep = ("micro_batch",) if run else ("micro_batch", "start")
         loop = build_loop(tried, folder / "run", hooks=_IN_A_STEP, keep=keep)
         before, portrait = 0, None
@@ -98,7 +98,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         findings["memory"] = checks.check_memory(trial.peak_memory, available)
     findings |= {f"logged {number}": Finding("warning", text) for number, text in enumerate(logged, 1)}
     passive = [name for name in tried.plugins if type(loop.plugins[name]) is object]
-    left_out = [f"{', '.join(passive)}: no part in the computation of a step, or in sampling"] if passive else []
+    left_out = [f"{', '.join(passive)}: they take no part in a training step or in sampling"] if passive else []
     left_out += ["debug: these are its checks"] if "debug" in config.plugins else []
     if left_out:
         findings["left out"] = Finding("ok", "; ".join(left_out))
@@ -185,7 +185,7 @@ def _portray(loop: Loop) -> _Portrait:
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """Keep log and stderr of the `with` from the terminal; give the list of its warnings, each once."""
+    """Hide log and stderr from the terminal; yield the list of the logged warnings, each once."""
     warnings: list[str] = []
 
     def keep(record: logging.LogRecord) -> bool:

@@ -29,7 +29,7 @@ class Inputs:
     scaled_std: float
     nonfinite: float  # share of the values
     constant: float  # share of the images that have one value in all pixels
-    same: float  # share of the images that are the first one again
+    same: float  # share of the other images that equal the first
 
     def __str__(self) -> str:
         return f"values from {self.low:.3g} to {self.high:.3g}, mean {self.mean:.2g}, std {self.std:.2g}"
@@ -43,9 +43,9 @@ class Outputs:
     std: float
     largest: float  # absolute value
     nonfinite: float  # share of the values
-    by_image: float  # change when each gets the noisy image of another, over the size of the output (both RMS)
-    by_time: float  # when each gets the time of another
-    by_label: float  # when each loses its label
+    by_image: float  # change when the noisy images of samples are exchanged, over the size of the output (both RMS)
+    by_time: float  # the same when their times are exchanged
+    by_label: float  # the same without labels
 
     def __str__(self) -> str:
         return f"mean {self.mean:.2g}, std {self.std:.2g}"
@@ -93,7 +93,7 @@ def untouched(loop: Loop) -> Iterator[None]:
 
 
 def eager(model: nn.Module) -> AbstractContextManager[object]:
-    """Let `model` run without the compiler, which would compile it once more for a look."""
+    """Return a context in which `model` runs uncompiled: a measurement must not start the compiler."""
     compiled = any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
@@ -140,12 +140,12 @@ class _Recorder:
 
 
 def measure_outputs(loop: Loop, batch: Batch) -> Outputs | None:
-    """Measure the output of the network for `batch`, and for the same with parts exchanged; one transfer.
+    """Measure the output of the network for `batch`, and for `batch` with one input exchanged; one transfer.
 
     None when the objective gives the network no tensor, or gets none. Call it in `untouched`.
     """
     recorder = _Recorder(loop.model)
-    loop.objective(recorder, batch)  # type: ignore[arg-type]  # it is called, and asked for attributes
+    loop.objective(recorder, batch)  # type: ignore[arg-type]
     if recorder.first is None or not isinstance(recorder.first[2], Tensor):
         return None
     args, kwargs, first = recorder.first
@@ -224,7 +224,7 @@ def draw_strip(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) 
 
 
 def merged(looks: Sequence[Mapping[str, Layer]]) -> dict[str, Layer]:
-    """Return for each layer the look at which its gradient was largest."""
+    """Return each layer from the measurement in which its gradient was largest."""
     found: dict[str, list[Layer]] = {}
     for look in looks:
         for name, layer in look.items():

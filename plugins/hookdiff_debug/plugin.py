@@ -12,9 +12,9 @@ from hookdiff.options import about
 from hookdiff_debug.checks import check_gradients, check_inputs, check_outputs, check_response
 from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
 
-_EARLY = 64  # the last update of those that are looked at in any case: most mistakes show at once
+_EARLY = 64  # last of the early updates that are always measured: most mistakes show at once
 _SETTLED = 4  # updates, after which a network whose layers start as zero has a gradient everywhere
-_SILENT = 2  # looks in a row in which a layer has no gradient
+_SILENT = 2  # measurements in a row in which a layer has no gradient
 
 
 @define(eq=False)
@@ -22,22 +22,22 @@ class Debug:
     """Warns of data out of range, dead layers, and a network that ignores its inputs.
 
     It measures the batch, the gradients, and how the output of the network changes when images and times are exchanged.
-    It reports each finding once, and again when it comes back. A look costs four calls of the network without gradients
-    and three transfers from the device; the steps between cost nothing.
+    It reports each finding once, and again when it comes back. A measurement costs four calls of the network without
+    gradients and three transfers from the device; the steps between cost nothing.
     """
 
     every: Every = field(
         default=Every(500),
         converter=parse_every,
-        metadata=about("how often it looks, beside updates 1, 2, 4 and so on to 64; 0: at these only"),
+        metadata=about("how often to measure, besides updates 1, 2, 4 and so on to 64; 0: only at these"),
     )
-    num: int = field(default=32, validator=ge(2), metadata=about("images of a batch for which it calls the network"))
+    num: int = field(default=32, validator=ge(2), metadata=about("images of a batch on which to measure the network"))
     _due: Due = field(init=False)
     _alarms: Alarms = field(init=False, factory=Alarms)  # by the name of the check
-    _silent: dict[str, int] = field(init=False, factory=dict)  # looks without a gradient, by layer
-    _batch: Batch | None = field(init=False, default=None)  # of the step under way, if it is looked at
-    _numbers: dict[str, float] = field(init=False, factory=dict)  # of the look under way
-    _inputs: Finding = field(init=False)  # about the batch of the last look
+    _silent: dict[str, int] = field(init=False, factory=dict)  # measurements without a gradient, by layer
+    _batch: Batch | None = field(init=False, default=None)  # of the current step, if it is measured
+    _numbers: dict[str, float] = field(init=False, factory=dict)  # of the current measurement
+    _inputs: Finding = field(init=False)  # about the batch that was measured last
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -93,7 +93,7 @@ class Debug:
         step, progress = loop.progress.step + 1, loop.progress
         early = step <= _EARLY and step & (step - 1) == 0
         epoch_began = progress.samples == 0 and self.every.after_epoch(progress.epoch)
-        # First, so that it is always called: a clock starts over when it is due.
+        # `after_step` comes first, so that it is always called: a clock starts over when it is due.
         return self._due.after_step(step) or early or epoch_began
 
     def _look_at_inputs(self, loop: Loop, batch: Batch) -> None:

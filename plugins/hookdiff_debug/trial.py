@@ -28,15 +28,15 @@ class Trial:
     asked: int  # updates
     inputs: Inputs  # of the first batch, or of the first that is not finite
     losses: list[float] = field(factory=list)  # of each step, also of one that made no update
-    outcome: str = "updated"  # of the last step, as `Step` has it
+    outcome: str = "updated"  # `Step.outcome` of the last step
     rates: list[float] = field(factory=list)  # learning rate of each update, of the first group
     changes: list[float] = field(factory=list)  # RMS of an update over RMS of the weights, median over matrices
     layers: dict[str, Layer] = field(factory=dict)  # largest gradient of each after SETTLED updates
     steps_timed: int = 0
     seconds: float = 0.0  # of the steps that were timed
-    parts: Mapping[tuple[str, str], float] = field(factory=dict)  # seconds of a plugin in a hook, without what it calls
+    parts: Mapping[tuple[str, str], float] = field(factory=dict)  # seconds by plugin and hook, without nested calls
     peak_memory: int | None = None  # bytes of a step; None where the trial is too short
-    spoiled: list[str] = field(factory=list)  # samples of `inputs` that are not finite, where they made the loss so
+    spoiled: list[str] = field(factory=list)  # samples of `inputs` that are not finite and made the loss so
 
     @property
     def first_bad(self) -> int | None:
@@ -84,8 +84,8 @@ class Clock:
 def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
     """Make `steps` updates with `loop`, which has been entered, or as many as fit in half a minute.
 
-    `whole_rate`: where the learning rate still rises then, go through its warm-up in strides that grow, and make some
-    more updates at the configured rate: `progress.step` runs ahead of the updates.
+    With `whole_rate`, if the learning rate is still rising then, `progress.step` runs ahead of the updates: it goes
+    through the warm-up in growing strides, and some more updates follow at the configured rate.
     """
     clock, looks = Clock(loop.device), list[dict[str, Layer]]()
     trial: Trial | None = None
@@ -100,7 +100,7 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
             trial.steps_timed, trial.seconds = 0, 0.0
         before = _matrices(loop) if number >= SETTLED else None
         start = time.perf_counter()
-        # Once the optimizers have their state, and before there are copies of weights and anything is timed.
+        # Memory is measured once the optimizers have state, but before weights are copied and steps are timed.
         with clock("loop", "run_step"), _peak(loop, batch, trial) if number == 1 < settled else nullcontext():
             step = loop.run_step(batch)
         with clock("loop", "log"):
@@ -135,7 +135,7 @@ def train(loop: Loop, steps: int, whole_rate: bool = False) -> Trial:
 
 @contextmanager
 def _peak(loop: Loop, batch: Batch, trial: Trial) -> Iterator[None]:
-    """Set the peak memory of `trial` to the most bytes that the `with` holds at one time.
+    """Set the peak memory of `trial` to the most bytes held at one time in the `with` block.
 
     On a GPU its allocator counts them. Elsewhere a process holds much that is no tensor, so the bytes of the tensors
     are counted: weights, state of optimizers and plugins, and all results of operations until they are freed.

@@ -45,7 +45,7 @@ class Average:
     def distance(self, weights: list[Tensor]) -> Tensor:
         """Return |weights - shadow| / |weights|, L2 over all parameters: scalar, on the device.
 
-        A value that stays at 0 means that the average never moved; near 1, that it has lost the weights.
+        At 0 the average equals the weights; near 1 it no longer follows them.
         """
         apart = torch._foreach_norm(torch._foreach_sub(weights, self._values))
         distance: Tensor = _total(apart) / _total(torch._foreach_norm(weights))
@@ -102,13 +102,13 @@ def make_averages(name: str, decay: Length, half_life: Length, std: Length, warm
     given = {key: value for key, value in lengths.items() if value is not None} or {"decay": _DECAY}
     numbers = [key for key, value in given.items() if not isinstance(value, (list, tuple))]
     if len(numbers) > 1:
-        raise ValueError(f"{' and '.join(numbers)} both say how long one average is; set one, or lists for several")
+        raise ValueError(f"{' and '.join(numbers)} both set the length of one average; set one, or lists for several")
     averages: dict[str, Average] = {}
     for key in sorted(given, key=lambda key: key not in numbers):
         for value in _listed(given[key]):
             label = f"{key}={value}".removesuffix(".0")
             if label in averages:
-                raise ValueError(f"{label} is there twice")
+                raise ValueError(f"{label} is given twice")
             prefix = f"{name}/{label}" if averages else name
             averages[label] = Average(label, prefix, _decay(key, value, warmup), value if key == "std" else None)
     return list(averages.values())

@@ -25,8 +25,8 @@ NAME = "ema"  # of the first average, in a SampleRequest
 NUM_UPDATES, LABELS, FURTHER = "ema.num_updates", "ema.labels", "ema.averages"
 LOOKS, ALARMS = "ema.looks", "ema.alarms"
 STILL = "ema/still"  # logged: number of updates since an average last changed, the largest of all averages
-MANY = 200  # updates without a change that are reported
-BACK = 0.8  # share of max_distance below which the average has found the weights again
+MANY = 200  # updates without a change after which to warn
+BACK = 0.8  # share of max_distance below which the average follows the weights again
 
 log = logging.getLogger("hookdiff")
 
@@ -39,8 +39,8 @@ class EMA:
     least float32, holds tied weights once, and does not change in void or skipped steps.
 
     The length of an average is a decay, a half-life, or the width of a power function that grows with the training
-    (Karras et al. 2024, arXiv 2312.02696, eq. 2). A number is the first average; lists are further ones, in this order:
-    decay, half_life, std. From snapshots of two widths, `hookdiff ema` makes averages of other widths after training.
+    (Karras et al. 2024, arXiv 2312.02696, eq. 2). A number gives the first average, lists give further ones in this
+    order: decay, half_life, std. From snapshots of two widths `hookdiff ema` makes averages of other widths later.
     """
 
     decay: Length = field(
@@ -50,7 +50,7 @@ class EMA:
         default=None, validator=each(gt(0), lt(math.inf)), metadata=about("half-life, in place of a decay", "updates")
     )
     std: Length = field(
-        default=None, validator=each(gt(0), le(MAX_STD)), metadata=about("width over the training time, at most 0.2886")
+        default=None, validator=each(gt(0), le(MAX_STD)), metadata=about("width as a share of training, at most 0.2886")
     )
     warmup: Warmup = field(
         default=Ratio(), converter=to_warmup, metadata=about("how `decay` or `half_life` rises; `std` needs no warm-up")
@@ -75,7 +75,7 @@ class EMA:
     _averages: list[Average] = field(init=False)
     _weights: Weights = field(init=False)
     _taken: list[Tensor] = field(init=False)  # values of the weights, with the device and dtype of the averages
-    _pending: bool = field(default=False, init=False)  # weights were fetched that are in no average yet
+    _pending: bool = field(default=False, init=False)  # the averages lack the weights that were fetched last
     _due: Due = field(init=False)
     _folder: Path = field(init=False)  # of the snapshots
     _snapped: int | None = field(default=None, init=False)  # step of the newest snapshot
@@ -142,7 +142,7 @@ class EMA:
         for average in self._averages:
             distance = values[f"{average.prefix}/distance"]
             is_lost, over = distance > self.max_distance, distance < BACK * self.max_distance
-            what = f"ema: the average {average.label} has lost the weights"
+            what = f"ema: the average {average.label} no longer follows the weights"
             far = judge(
                 f"distance {distance:.2g}", warning(is_lost, what, "a shorter average or a warmup, if the loss is fine")
             )
@@ -226,7 +226,7 @@ class EMA:
         others = [state[FURTHER][label] for label in saved[1:]]
         for average, values, looks in zip(self._averages, [first, *others], state[LOOKS], strict=True):
             if differing := values.keys() ^ self._weights.in_model_keys(average.shadow).keys():
-                raise UserError(f"the saved average is of another model; only one of them has {min(differing)!r}")
+                raise UserError(f"the saved average is of another model: only one of the two has {min(differing)!r}")
             for name, value in average.shadow.items():
                 value.copy_(values[name])
             average.looks = looks

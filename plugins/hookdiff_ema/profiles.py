@@ -93,7 +93,7 @@ def gamma_of(std: float) -> float:
 
 
 def overlap(steps: Floats, gammas: Floats, other_steps: Floats, other_gammas: Floats) -> Floats:
-    """Return the inner products of power functions that end at `steps` with others; the arguments are broadcast.
+    """Return the inner products of power functions that end at `steps` and `other_steps`; arguments are broadcast.
 
     It is the integral over time of (a+1) t^a / s^(a+1) times the same of the other, up to the earlier end.
     """

@@ -1,4 +1,4 @@
-"""Snapshots of power-function averages on disk, and averages of other widths that are made of them."""
+"""Snapshots of power-function averages on disk, and averages of other widths that are made from them."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def find_snapshots(run: Path) -> list[Snapshot]:
                     about = _about(file)
                 found.append(Snapshot(path, about["std"], about["step"], about["start"], about["dtype"]))
             except (KeyError, ValueError) as error:
-                raise UserError(f"{path}: no snapshot of an average: its header lacks {error}") from None
+                raise UserError(f"{path}: not a snapshot of an average: its header lacks {error}") from None
     if not found and not run.is_dir():
         raise UserError(f"{run}: " + ("expected a run directory, got a file" if run.exists() else "no such directory"))
     if not found:
@@ -166,6 +166,6 @@ def _opened(path: Path) -> Iterator[Any]:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file
     except safetensors.SafetensorError as error:
-        raise UserError(f"{path}: cut short, or no safetensors file: {error}; remove it to do without") from None
+        raise UserError(f"{path}: cut short, or not a safetensors file: {error}; remove it to skip it") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None

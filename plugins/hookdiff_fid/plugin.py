@@ -34,7 +34,7 @@ class FID:
     features: str = field(default="digits", validator=in_(tuple(FEATURES)), metadata=about("network for the features"))
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
     weights: str | None = field(
-        default=None, metadata=about('"model" or the name of an average to sample with; without it an average if any')
+        default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
     )
     batch_size: int = field(default=256, validator=ge(1), metadata=about("images generated and measured at a time"))
     net: DigitsNet = field(init=False)

@@ -26,7 +26,7 @@ SATURATED = "a lower learning rate, or activations that do not saturate; a loss 
 IN_BACKWARD = "no root, logarithm or division at zero, and no half precision"
 
 EARLY = 20  # steps at the start, with unusual gradients
-RISING = 1.2  # recent over usual: a number that rises more is getting better by itself
+RISING = 1.2  # recent over usual: a ratio above this means that the number recovers by itself
 
 
 @define(eq=False, kw_only=True)
@@ -44,7 +44,7 @@ class Limits:
         default=1e-5,
         validator=[gt(0), lt(1)],
         metadata=about(
-            "report vanishing gradients below this ratio of the same norms, or of the first tensors to the last"
+            "report vanishing gradients below this ratio of the same norms, or of the first to the last tensors"
         ),
     )
     max_update: float = field(
@@ -71,7 +71,7 @@ class Numbers:
     depth: float  # norm of the first third of the tensors over that of the last third; median as in recent
     usual_depth: float  # the same, median as in usual
     update: float  # |change| / |weights| of one update, L2 over all
-    growth: float  # |weights| over what they were at most a window before; the largest since the last diagnosis
+    growth: float  # largest ratio of |weights| to |weights| at most a window before, since the last diagnosis
     dead: int = 0  # tensors whose gradient was exactly zero in each step of a full window
 
 
@@ -86,7 +86,7 @@ def diagnose(numbers: Numbers, limits: Limits) -> dict[Cause, Finding]:
     grows = numbers.growth > limits.max_growth
     jumps = settled and numbers.update > limits.max_update
     explodes = settled and recent > limits.explode * usual > 0
-    # Before an output layer that starts at zero gradients are tiny at first, but they grow from step to step.
+    # In front of an output layer that starts at zero, gradients are tiny at first but grow from step to step.
     vanishes = settled and 0 < depth < min(limits.vanish, RISING * numbers.usual_depth)
     fades = settled and 0 < recent < limits.vanish * usual
     changed = f"one update changed the weights by {numbers.update:.2g} of their norm"

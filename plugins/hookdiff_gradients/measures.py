@@ -1,4 +1,4 @@
-"""Measurements beyond norms, on steps that are logged; all results stay on the device."""
+"""Further measurements of gradients, for the steps that are logged; all results stay on the device."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

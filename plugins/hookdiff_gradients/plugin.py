@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hookdiff")
 
 TINY = torch.finfo(torch.float32).tiny
-MIN_RMS = 0.01  # smaller weights count as this
-NAMED, NAMED_DEAD = 3, 5  # tensors that a message names; dead tensors that it names
+MIN_RMS = 0.01  # weights of a smaller RMS count as if they had this one
+NAMED, NAMED_DEAD = 3, 5  # number of tensors, and of dead tensors, that a message names
 SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # also in lines for people; the others are details
 
 
@@ -219,7 +219,7 @@ class GradientMonitor(Limits):
         norms = torch.linalg.vector_norm(self._rows(), dim=1).tolist()
         bad, known = len(report.parameters), len(self._names)
         loop.log({"gradients/nonfinite_share": bad / max(1, known)}, detail=True)
-        # In the backward pass it spreads from the output: the last in the model's order was first.
+        # A NaN spreads backward from the output, so the last bad tensor in the model's order had it first.
         nearest = f"; nearest to the output {report.parameters[-1]}" if bad else ""
         found = diagnose_nan(norms, report.loss, bad, known, self)
         report.notes["gradients"] = str(evolve(found, why=found.why + nearest))

@@ -20,11 +20,11 @@ from hookdiff.findings import rate_too_high
 Kind = Literal["spike", "drop", "divergence", "recovery", "oscillation", "plateau"]
 
 GROUP = 10  # updates of the short levels; an event that lasts twice as long is a new level
-LEAST = math.log(1.5)  # of a spike or a drop that is reported
-RISE = math.log(1.25)  # of a level
+LEAST = math.log(1.5)  # smallest spike or drop that is reported
+RISE = math.log(1.25)  # smallest rise of a level that counts
 NARROWEST = 0.01  # deviation of a curve without noise: a percent
 IN_A_ROW = 3  # levels above their limit before it is a divergence
-START = math.log(1.2)  # above the first loss of all
+START = math.log(1.2)  # smallest rise above the first loss of the run that counts
 STARTING = 30  # short levels for which the first loss is remembered
 MUCH_WORSE = 4.0  # times the level of a divergence that was reported: it is reported again
 MARGIN = 4.0  # deviations of a level, beyond the distance of the lowest of many from their mean
@@ -117,7 +117,7 @@ class Diagnosis:
     def observe(self, step: int, loss: float, worse_than_nothing: bool = False) -> Findings:
         """Add the loss of update `step`; return the findings that are news.
 
-        `worse_than_nothing`: the error is larger than that of predicting nothing at all.
+        `worse_than_nothing`: the error is larger than that of a constant prediction.
         """
         self._ended = self._ended or loss <= 0
         if self._ended:
@@ -178,7 +178,7 @@ class Diagnosis:
         # The spike is part of the window now: another that is no higher is not reported.
         self._recent = [*self._recent, *event][-self.window :]
         if event[0] < self._level:
-            return {}  # a batch that was easy
+            return {}  # an easy batch
         self.num_spikes += 1
         if self.num_spikes & (self.num_spikes - 1):
             return {}  # a run may have hundreds: only the first, second, fourth, eighth are reported
@@ -202,13 +202,13 @@ class Diagnosis:
         if event[0] - before > 0.7 * (now - before):
             return {}  # it did not fall at once: the network learns fast
         what = f"the loss drops at step {self._event_from} and stays"
-        why = f"{math.exp(now):.3g}, {math.exp(before):.3g} before; that is seldom learning"
+        why = f"{math.exp(now):.3g}, {math.exp(before):.3g} before; learning is seldom so abrupt"
         return {"drop": Finding("warning", what, why, "a look at the data from that step on: repeated, or blank?")}
 
     # Levels
 
     def _noise(self) -> float:
-        # By differences, on which a trend has no effect.
+        # From differences, on which a trend has no effect.
         if len(self._recent) < 2:
             return math.inf
         return max(NARROWEST, OF_DIFFERENCE * median([abs(b - a) for a, b in pairwise(self._recent)]))
@@ -258,7 +258,7 @@ class Diagnosis:
         may_rest = self.plateau and "divergence" not in self.alarms and len(levels) >= num
         change, spread = trend(levels[-num:]) if may_rest else (math.inf, 0.0)
         level, over = median(levels[-num:]), levels[-1] < self._flat - FLAT
-        what = f"the loss is flat since step {step - num * self.window}"
+        what = f"the loss has been flat since step {step - num * self.window}"
         why = f"{math.exp(level):.3g}, {change:+.1%} ± {2 * spread:.1%} in all: converged at this learning rate"
         finding = Finding("info", what, why, "to judge by samples or a distance, which get better long after")
         is_flat = abs(change) + 2 * spread <= FLAT
@@ -271,7 +271,7 @@ class Diagnosis:
         found = period(group)
         updates, swing = found or (0, 0.0)
         why = f"by ±{swing:.0%}, once in {updates} updates: at the edge of stability, or data that repeats"
-        what = f"the loss oscillates since step {step - len(group)}"
+        what = f"the loss has oscillated since step {step - len(group)}"
         finding = Finding("warning", what, why, "a third of the learning rate")
         return {"oscillation": finding} if self.alarms.news(step, "oscillation", finding if found else None) else {}
 
@@ -290,7 +290,7 @@ class Diagnosis:
 
 
 def trend(values: Sequence[float]) -> tuple[float, float]:
-    """Return how far the straight line of least squares goes over at least three `values`, and its standard error."""
+    """Return the change of the least-squares line over at least three `values`, and its standard error."""
     num = len(values)
     places = [index - (num - 1) / 2 for index in range(num)]
     squares = sum(place * place for place in places)

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from hookdiff import Alarms, Finding, Loop, evaluating
 from hookdiff.randomness import derive_seed
 
-RISE = 1.03  # over the lowest held-out loss
+RISE = 1.03  # ratio to the lowest held-out loss
 IN_A_ROW = 3  # measurements
 MUCH_WORSE = 1.25  # times the held-out loss that was reported: it is reported again
 
@@ -61,7 +61,7 @@ class Overfitting:
         self._worse = self._worse + 1 if worse else 0
         finding = Finding(
             "warning",
-            f"the network overfits since step {self._step}",
+            f"the network has overfitted since step {self._step}",
             f"the held-out loss rose from {self._best:.4g} to {held_out:.4g}, that of trained samples fell from "
             f"{self._trained:.4g} to {trained_on:.4g}",
             "to stop there, more data, augmentation, dropout, or a smaller network",

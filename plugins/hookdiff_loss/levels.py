@@ -10,8 +10,8 @@ from torch import Tensor
 
 MOST = 1 << 14  # samples that are kept before they are summed
 MEASURED = 100  # batches over which the variance of the data is measured
-LEARNED = 0.5  # of the variance that mean and variance of the data explain: a network that learned explains more
-TOLERANCE = 0.02  # share of the target's variance, where mean and variance explain almost nothing
+LEARNED = 0.5  # a network that has learned explains at least this share of (variance of the target - floor)
+TOLERANCE = 0.02  # allowed beyond that, as a share of the target's variance: some levels have almost nothing to explain
 ROWS = 4  # of the sums: samples, error, floor, variance of the target
 
 
@@ -23,11 +23,11 @@ class NoiseLevels:
     """
 
     objective: Any  # with or without `floor` and `target_variance`
-    edges: Sequence[float]  # of the log-SNR, rising: inner ones, the outer bins have no end
+    edges: Sequence[float]  # inner edges of the log-SNR bins, rising; the two outer bins are open
     device: torch.device
     patience: int  # updates
     sums: Tensor = field(init=False)  # ROWS bins, float32
-    streak: Tensor = field(init=False)  # bins, int64: updates for which the error there was near that of no network
+    streak: Tensor = field(init=False)  # bins, int64: updates for which the bin has not been learned
     moments: Tensor = field(init=False)  # sums of mean and mean square of the data, over batches
     num_measured: int = field(init=False, default=0)  # batches in them
     _bounds: Tensor = field(init=False)
@@ -45,7 +45,7 @@ class NoiseLevels:
 
     @property
     def has_floor(self) -> bool:
-        """Whether the objective knows the error of the best prediction from mean and variance: of a squared error."""
+        """Whether the objective has the error of the best prediction from mean and variance, for a squared error."""
         loss = getattr(self.objective, "loss", None)
         return hasattr(self.objective, "floor") and getattr(loss, "use", "mse") == "mse"
 
@@ -56,7 +56,7 @@ class NoiseLevels:
         return [f"{k:02d}:{low}..{high}" for k, (low, high) in enumerate(pairwise(ends))]
 
     def measure(self, inputs: Tensor) -> None:
-        """Add the images of a step, n c h w, to the moments of the data, which the first batches determine."""
+        """Add the images of a step, n c h w, to the moments of the data, if it is one of the first `MEASURED`."""
         if self.has_floor and self.num_measured < MEASURED:
             x0 = self.objective.normalize(inputs)
             self.moments += torch.stack((x0.mean(), x0.square().mean()))

@@ -15,7 +15,7 @@ from hookdiff_loss.held_out import Overfitting, fixed_loss, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
 from hookdiff_loss.smoothing import Smoothed
 
-WORSE = 1.1  # error over the target's variance, which is the error of predicting nothing
+WORSE = 1.1  # error over the target's variance, which is the error of a constant prediction
 
 
 @define(eq=False)
@@ -30,7 +30,7 @@ class Loss:
         default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the smoothed loss, per update")
     )
     window: int = field(
-        default=100, validator=ge(20), metadata=about("number of past losses with which a loss is compared")
+        default=100, validator=ge(20), metadata=about("number of past losses to which a loss is compared")
     )
     spike: float = field(
         default=10.0,
@@ -40,13 +40,13 @@ class Loss:
     plateau: int = field(
         default=2000,
         validator=ge(0),
-        metadata=about("report a loss that stays within 5 percent so long, at least 10 windows; 0: never", "updates"),
+        metadata=about("report a loss within 5 percent for this long, at least 10 windows; 0: never", "updates"),
     )
     bins: int = field(
         default=12, validator=ge(3), metadata=about("number of bins of the log-SNR, equally wide but for the outer two")
     )
     patience: int = field(
-        default=1000, validator=ge(1), metadata=about("report a noise level that is not learned for so long", "updates")
+        default=1000, validator=ge(1), metadata=about("report a noise level not learned for this long", "updates")
     )
     every: Every = field(
         default=Every(1, "epochs"),
@@ -133,7 +133,7 @@ class Loss:
             report(step, self._overfitting.observe(step, values["loss/held_out"], values["loss/trained_on"]))
         self._unexplained = values.get("loss/unexplained", self._unexplained)
         if values.get("loss/unlearnt", self._unlearned) != self._unlearned:
-            unlearned = self._levels.unlearned()  # a second look at the device
+            unlearned = self._levels.unlearned()  # a second transfer
             self._unlearned = len(unlearned)
             why = (
                 f"for {self.patience} updates it explains less than half as much as mean and variance of the data alone"
@@ -146,7 +146,7 @@ class Loss:
         for kind, finding in findings.items():
             why = f"{finding.why}; learning rate {float(loop.optimizers[0].param_groups[0]['lr']):.3g}"
             if kind == "divergence" and self._unexplained > WORSE:
-                why += "; the error is larger than that of predicting nothing at all"
+                why += "; the error is larger than that of a constant prediction"
             report(loop.progress.step, evolve(finding, why=why))
 
     @property

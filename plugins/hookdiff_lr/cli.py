@@ -37,7 +37,7 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], o
     if not isinstance(plugin, LR):
         raise UserError(f"the plugin 'lr' of this config is a {type(plugin).__name__}; only LR of hookdiff_lr is drawn")
     steps = _steps(checked)
-    curve, last = plugin.curve(steps), steps - 1  # a restart after the last step must not show
+    curve, last = plugin.curve(steps), steps - 1  # a restart after the last step must not be drawn
     rates = {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(checked)).items()}
     remarks = list(plugin.remarks(steps))
     rows = [

@@ -50,14 +50,14 @@ class LR:
     """
 
     schedule: LRSchedule = field(
-        default=CosineLR(), converter=to_schedule, metadata=about("the rate after the warm-up")
+        default=CosineLR(), converter=to_schedule, metadata=about("schedule of the rate after the warm-up")
     )
     warmup: int = field(default=0, validator=ge(0), metadata=about("linear rise to the highest rate", "steps"))
     start_factor: float = field(
         default=0.0, validator=between(0, 1), metadata=about("share of the rate at step 0 of a warm-up")
     )
     total: int | None = field(
-        default=None, validator=optional(ge(1)), metadata=about("last step of the fall; without it that of the run")
+        default=None, validator=optional(ge(1)), metadata=about("step at which the fall ends; without it the last step")
     )
     moved_keys: ClassVar[Mapping[str, str]] = {
         "min_ratio": "schedule = { use = 'cosine', min_ratio = 0.1 }",
@@ -86,7 +86,7 @@ class LR:
         """
         total = (self.total or steps or 0) if self.schedule.needs_end else 0
         if self.schedule.needs_end and not total:
-            raise UserError("plugins.lr: the run has no end at which the fall could end; set plugins.lr.total")
+            raise UserError("plugins.lr: the schedule ends with the run, but the run has no end; set plugins.lr.total")
         first = self.schedule.first_fall(total)
         warmup = self.warmup if self.warmup <= first else max(0, int(first))
         return Curve(self.schedule, warmup, self.start_factor, total)

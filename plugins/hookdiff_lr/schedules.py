@@ -19,7 +19,7 @@ class LRSchedule(Choice, ABC):
 
     kind = "lr_schedule"
     default = "cosine"
-    repeats: ClassVar[bool] = False  # whether there are landmarks without an end, so that no run has them all
+    repeats: ClassVar[bool] = False  # whether the landmarks never end, so that no run reaches all of them
 
     @property
     def needs_end(self) -> bool:
@@ -92,7 +92,7 @@ class CosineRestartsLR(Falling):
     """Cycles of half a cosine, without an end (Loshchilov & Hutter 2017, arXiv 1608.03983)."""
 
     period: int = field(validator=ge(1), metadata=about("length of the first cycle", "steps"))
-    mult: float = field(default=1.0, validator=ge(1), metadata=about("length of a cycle over that of the last"))
+    mult: float = field(default=1.0, validator=ge(1), metadata=about("length of a cycle over that of the one before"))
     repeats: ClassVar[bool] = True
 
     @property
@@ -110,7 +110,7 @@ class CosineRestartsLR(Falling):
 
     def landmarks(self, warmup: int, total: int) -> Iterator[tuple[str, int]]:
         step, length = float(warmup), float(self.period)
-        for number in range(1, 7):  # the first six of an endless row
+        for number in range(1, 7):  # the first six of infinitely many
             step += length
             length *= self.mult
             yield f"restart {number}", math.ceil(step)

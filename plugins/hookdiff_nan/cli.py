@@ -1,4 +1,4 @@
-"""`hookdiff replay`: run the step that stopped a run at a NaN again, to the bit or with a cure."""
+"""`hookdiff replay`: run the step that met a NaN again, exactly as it was or with changed options."""
 
 import sys
 from pathlib import Path
@@ -20,16 +20,16 @@ from hookdiff.cli.options import override_options
 @click.option(
     "--anomaly",
     is_flag=True,
-    help="Name the operation of the forward whose derivative is a NaN, with its line (torch's anomaly mode).",
+    help="Name the forward operation whose derivative is NaN, with its line of code (torch's anomaly mode).",
 )
 def command(
     folder: Path, plugins: tuple[str, ...], settings: tuple[str, ...], no_amp: bool, lr: float | None, anomaly: bool
 ) -> None:
-    """Run the step kept in DIR, such as RUN/nan/step-00000123-position-00000123, again.
+    """Run again the step kept in DIR, such as RUN/nan/step-00000123-position-00000123.
 
-    Exit code 0 if all its values are the same to the bit, 1 if not. With --plugins, --set, --no-amp or --lr, which
-    change the step: 0 if it is finite then, 1 if not. With --anomaly: 0 if an operation of the backward is found and
-    named, 1 if none made a NaN. 2 when DIR cannot be used. The run directory is only read.
+    Exit code 0 if all its values are the same to the bit, 1 if not. The options --plugins, --set, --no-amp and --lr
+    change the step: then 0 if it is finite, 1 if not. With --anomaly: 0 if an operation of the backward pass that made
+    a NaN is named, 1 if there is none. 2 when DIR cannot be used. The run directory is only read.
     """
     import logging
 

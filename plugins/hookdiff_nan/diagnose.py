@@ -18,20 +18,20 @@ from hookdiff_nan.watch import Backward, Forward, Watch, describe, is_bad, name_
 Cause = Literal["weight", "data", "draw", "overflow", "forward", "loss", "backward", "unclear"]
 
 ADVICE: dict[Cause, str] = {
-    "weight": "an update did it: go back to an earlier checkpoint, with a lower rate (hookdiff replay --lr tries one)",
-    "data": "mend or remove these samples; policy = 'skip' leaves the batch out",
-    "draw": "look at what the objective draws",
-    "overflow": "bf16 has the range of float32; else keep that module out of autocast, or its values small",
-    "forward": "look there for a root, a logarithm, a division, an exponential of something large",
-    "loss": "look in the objective for a root, a logarithm, a division, a weight that is infinite",
-    "backward": "roots and norms have no derivative at 0: hookdiff replay --anomaly names the operation",
-    "unclear": "hookdiff replay says whether the step as it was, compiled if it was, comes out the same",
+    "weight": "an update broke it: resume from an earlier checkpoint at a lower rate (hookdiff replay --lr tries one)",
+    "data": "repair or remove these samples; policy = 'skip' leaves the batch out",
+    "draw": "check the noise and the times that the objective draws",
+    "overflow": "use bf16, which has the range of float32, run that module without autocast, or keep its values small",
+    "forward": "look there for a square root, a logarithm, a division, or the exponential of a large number",
+    "loss": "look in the objective for a square root, a logarithm, a division, or an infinite weight",
+    "backward": "square roots and norms have no finite derivative at 0: hookdiff replay --anomaly names the operation",
+    "unclear": "hookdiff replay reports whether the step gives the same values again, compiled if the run was compiled",
 }
 
 # Hooks in which a plugin can take part in a step before on_nan.
 STEP_HOOKS = ("prepare_model", "wrap_net", "before_step", "micro_step", "compute_loss", "backward", "unscale")
 _RERUN = ("micro_step", "compute_loss", "backward")
-_SHOWN = 8  # samples, names
+_SHOWN = 8  # samples that a report names
 
 
 @define(frozen=True)
@@ -42,7 +42,7 @@ class Diagnosis:
     text: str  # one line
     details: dict[str, str] = field(factory=dict)  # text by title
     samples: list[dict[str, Any]] = field(factory=list)  # row, index, name, time and log-SNR of each bad sample
-    module: str | None = None  # the first with a bad value
+    module: str | None = None  # the first module with a bad value
     parameter: str | None = None
 
     def __str__(self) -> str:
@@ -50,15 +50,15 @@ class Diagnosis:
 
 
 def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Diagnosis:
-    """Return the cause of the step of `report`; `loop` stays as it is.
+    """Return why the step of `report` is not finite; `loop` stays as it is.
 
-    `put_back` gives the buffers the values that they had before the step. Costs a forward and backward or two.
+    `put_back` gives the buffers the values that they had before the step. Costs one or two forward and backward passes.
     """
     put_back()  # batch norm's statistics hold the NaN of its inputs by now
     weights = _bad_weights(loop)
     inputs = _bad_rows(report.batch.inputs)
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
-    missed = "run again, the step is finite: its computation does not repeat itself"
+    missed = "the step is finite when it runs again: its computation is not deterministic"
     try:
         watch, bad_loss = _run_again(loop, report.batch, put_back)
         helped = (bad_loss or watch.backward) and _is_finite_without_autocast(loop, report.batch, watch, put_back)
@@ -70,7 +70,7 @@ def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Dia
     details = _details(report, watch, samples if len(rows) < len(report.batch) else [])
     found = partial(Diagnosis, details=details, samples=samples)
 
-    # A module may put out infinities on purpose, such as a mask: the output of the model counts.
+    # A module may return infinities on purpose, as a mask does, so only the output of the model counts.
     forward = None if watch.returned_finite else watch.forward
     module = forward.place.name if forward else None
     if weights:
@@ -89,11 +89,11 @@ def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Dia
         text = f"values too large for {watch.autocast and name_of(watch.autocast)}, {place}"
         return found("overflow", f"{text}; the same step without autocast is finite", module=module)
     if not watch.given_finite:
-        return found("loss", "data and draws are finite, the inputs that the objective made of them are not")
+        return found("loss", "data and draws are finite, but the inputs that the objective made from them are not")
     if forward:
         return found("forward", _of_forward(forward), module=module)
     if bad_loss:
-        return found("loss", "the output of the network is finite, the loss of it is not")
+        return found("loss", "the output of the network is finite, but its loss is not")
     if backward := watch.backward:
         module = backward.takers[-1].name if backward.takers else None
         return found("backward", _of_backward(backward), module=module, parameter=backward.parameter)
@@ -113,12 +113,12 @@ def _of_backward(backward: Backward) -> str:
     if backward.parameter:
         return f"the gradient of {backward.parameter}, though the loss and all gradients before it are finite"
     if backward.takers:
-        return f"the derivative of {' or '.join(map(str, backward.takers))} is not finite, the loss is"
-    return f"the derivative of the modules after {backward.maker} is not finite, the loss is"
+        return f"the loss is finite, but the derivative of {' or '.join(map(str, backward.takers))} is not"
+    return f"the loss is finite, but the derivative of the modules after {backward.maker} is not"
 
 
 def _run_again(loop: Loop, batch: Batch, put_back: Callable[[], None]) -> tuple[Watch, bool]:
-    """Run one micro-batch after another until one is not finite; return its watch, and whether its loss was bad."""
+    """Run micro-batches until one is not finite; return its watch, and whether its loss is not finite."""
     watch = Watch(loop.model)
     with no_trace(loop, put_back), eagerly():
         for index, part, count in parts_of(loop, batch):
@@ -154,7 +154,7 @@ def parts_of(loop: Loop, batch: Batch) -> Iterator[tuple[int, Batch, int]]:
 def no_trace(loop: Loop, put_back: Callable[[], None]) -> Iterator[None]:
     """Restore gradients, buffers, generators and the state of plugins afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in loop.model.parameters()]
-    # With several ranks those that find nothing would wait for those that stop early.
+    # With several ranks, a rank that finds nothing would wait for one that stops early.
     net = loop.net if loop.num_ranks == 1 else loop.model
     took_part: list[Any] = [p for p in loop.plugins.values() if any(hasattr(p, hook) for hook in _RERUN)]
     states = [(plugin, copied(plugin.state_dict())) for plugin in took_part if hasattr(plugin, "state_dict")]
@@ -182,7 +182,7 @@ def eagerly() -> AbstractContextManager[Any]:
 
 
 def may_be_compiled() -> bool:
-    """Whether a module may be compiled. It cannot where the compiler, which takes seconds to import, is not loaded."""
+    """Whether a module may be compiled: not if the compiler, which takes seconds to import, is not imported yet."""
     return "torch._dynamo" in sys.modules
 
 
@@ -207,7 +207,7 @@ def _without_autocast(loop: Loop) -> Iterator[None]:
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` with tensors of its own."""
+    """Return a copy of `state`, tensors included."""
     values, tree = flatten(state)
     return unflatten({name: value.detach().clone() for name, value in values.items()}, tree)
 
@@ -244,8 +244,8 @@ def _details(report: NonFinite, watch: Watch, samples: list[dict[str, Any]]) -> 
     if (forward := watch.forward) and not watch.returned_finite:
         details["first output not finite"] = [
             f"{forward.place}, in {name_of(forward.dtype)}",
-            *(f"took {one}" for one in forward.inputs),
-            *(f"made {one}" for one in forward.outputs),
+            *(f"input {one}" for one in forward.inputs),
+            *(f"output {one}" for one in forward.outputs),
         ]
     elif backward := watch.backward:
         maker = f"output of {backward.maker or 'the objective'}"
@@ -253,8 +253,8 @@ def _details(report: NonFinite, watch: Watch, samples: list[dict[str, Any]]) -> 
         details["first gradient not finite"] = [f"of the {place}", backward.gradient]
     details["bad samples"] = [_line(sample) for sample in samples]
     details["inputs"] = [describe(report.batch.inputs)]
-    details["the network took"] = watch.given
-    details["the network returned"] = watch.returned
+    details["inputs of the network"] = watch.given
+    details["outputs of the network"] = watch.returned
     return {title: "\n".join(lines) for title, lines in details.items() if lines}
 
 

@@ -28,10 +28,10 @@ class NaN:
 
     policy: Literal["stop", "skip", "rollback"] = field(
         default="stop",
-        metadata=about('what to do: "stop", "skip" the batch, or "rollback" to the last checkpoint and later batches'),
+        metadata=about('"stop", "skip" the batch, or "rollback" to the last checkpoint and train on the next batches'),
     )
     max_skips: int = field(
-        default=3, validator=ge(1), metadata=about("stop when more steps are left out without a new update between")
+        default=3, validator=ge(1), metadata=about("stop after more skips or rollbacks than this without a new update")
     )
     folder: str = field(
         default="nan", validator=min_len(1), metadata=about("folder of the kept steps, in the run directory")
@@ -39,13 +39,13 @@ class NaN:
     keep: int = field(
         default=3,
         validator=ge(0),
-        metadata=about("first steps kept for `hookdiff replay`, each as large as the weights"),
+        metadata=about("how many steps to keep for `hookdiff replay`, the first ones; each is as large as the weights"),
     )
     diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last step that was not finite
     num_begun: int = field(default=0, init=False)  # steps in this process
     can_roll_back: bool = field(default=False, init=False)  # there is a checkpoint to go back to
-    _in_a_row: int = field(default=0, init=False)  # left out since the last update that was new
-    _furthest: int = field(default=0, init=False)  # step at which one was left out
+    _in_a_row: int = field(default=0, init=False)  # steps left out since the last new update
+    _furthest: int = field(default=0, init=False)  # largest step at which one was left out
     _last: list[list[float]] = field(factory=list, init=False)  # [step, loss, gradient norm] of the last updates
     buffers: Buffers = field(init=False)  # as they were before the step
 
@@ -104,9 +104,9 @@ class NaN:
         self._in_a_row += 1
         self._furthest = max(self._furthest, loop.progress.step)
         rules = (
-            (self.policy == "skip" and found.cause == "weight", "skipping cannot mend a weight"),
+            (self.policy == "skip" and found.cause == "weight", "skipping cannot repair a weight"),
             (self.policy == "rollback" and not self.can_roll_back, "there is no checkpoint yet to go back to"),
-            (self.policy != "stop" and self._in_a_row > self.max_skips, f"{self.max_skips} in a row is max_skips"),
+            (self.policy != "stop" and self._in_a_row > self.max_skips, f"max_skips is {self.max_skips} in a row"),
         )
         for holds, why in rules:
             if holds:

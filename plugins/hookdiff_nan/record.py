@@ -1,12 +1,12 @@
 """The folder of one step: all that is needed to run it again, and its outcome.
 
-It holds no pickle, and has its name only when everything is in it:
+It holds no pickle, and gets its name only once it is complete:
 
-    report.txt, report.json                   for people, for programs
-    config.toml                               of the run, resolved
-    model.safetensors                         the weights as the step found them, with the model's own keys
+    report.txt, report.json                   the report as text and as JSON
+    config.toml                               the resolved config of the run
+    model.safetensors                         the weights before the step, with the model's own keys
     plugins.safetensors, buffers.safetensors  the state of plugins that take part in a step; all buffers
-    step.json                                 place, machine, versions, digests of inputs and results
+    step.json                                 progress, machine, versions, digests of inputs and results
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _FACTS = ("progress", "machine", "versions", "outcome", "inputs", "indices", "ru
 
 @define(frozen=True)
 class Record:
-    """A step as its folder holds it."""
+    """A step, read from its folder."""
 
     path: Path
     facts: dict[str, Any]  # of step.json
@@ -57,10 +57,10 @@ def write_record(
     parts: Mapping[str, Mapping[str, Any]],
     more: Mapping[str, bool],
 ) -> None:
-    """Write the step of `report`, of which no weight has moved, to the folder `path`, whole or not at all.
+    """Write the step of `report`, which has not changed the weights, to the folder `path`, completely or not at all.
 
-    `more` has the facts "is_first", of its process (compiled code may compute other bits for sizes that it has met
-    before), and "can_roll_back" (a replay has no checkpoints). Raises OSError when it cannot be written.
+    `more` holds "is_first", true for the first step of a process (compiled code may give other bits once it has met
+    other sizes), and "can_roll_back" (a replay has no checkpoints). Raises OSError if `path` cannot be written.
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
@@ -89,7 +89,7 @@ def write_record(
     texts = {"report.txt": f"{report}\n"}
     if loop.hparams:
         texts[CONFIG] = tomli_w.dumps(loop.hparams)
-    with new_folder(path) as folder:  # that of a run which was resumed, and met the step again, is replaced
+    with new_folder(path) as folder:  # replaces the folder of the same step before a resume
         for name, content in {"model": loop.model.state_dict(), **parts}.items():
             tensors, facts["values"][name] = flatten(content, name)
             file = f"{name}.safetensors"
@@ -103,16 +103,16 @@ def write_record(
 def read_record(path: Path) -> Record:
     """Read the folder `path`.
 
-    Raises UserError when it is none, when a file is missing or damaged, or when a later version wrote it.
+    Raises UserError if it is not a kept step, if a file is missing or damaged, or if a later version wrote it.
     """
     if not path.is_dir():
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        wrong = "is no folder" if path.exists() else f"no such folder{nearest(path.name, beside)}"
+        wrong = "is not a folder" if path.exists() else f"no such folder{nearest(path.name, beside)}"
         raise UserError(f"{path}: {wrong}; expected one such as RUN/nan/step-00000123-position-00000123")
     if not (path / STEP).is_file():
         near = sorted(kept_in(path) or kept_in(path / "nan"))
         others = f"; it holds {', '.join(near)}" if near else ""
-        raise UserError(f"{path} is no step that was kept for replay: it has no {STEP}{others}")
+        raise UserError(f"{path} is not a step kept for replay: it has no {STEP}{others}")
     try:
         facts = json.loads((path / STEP).read_bytes())
         if facts["format"] != FORMAT:
@@ -129,7 +129,7 @@ def read_record(path: Path) -> Record:
 
 def _damage(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"it is no JSON from line {error.lineno}, column {error.colno} on"
+        return f"it is not valid JSON from line {error.lineno}, column {error.colno} on"
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 at byte {error.start}"
     return f"it lacks {error}" if isinstance(error, KeyError) else "its content is not as it was written"
@@ -146,7 +146,7 @@ def _read(path: Path, digest: str) -> bytes:
 
 
 def surroundings(loop: Loop) -> dict[str, Any]:
-    """Return the versions and the machine, which may change the bits of a step as its config may."""
+    """Return the versions and the machine, because both can change the bits of a step."""
     plugins = [e for e in entry_points(group="hookdiff.plugins") if e.name in loop.plugins and e.dist]
     versions = {e.dist.name: e.dist.version for e in plugins if e.dist}
     ours = {"python": platform.python_version(), "torch": str(torch.__version__), "hookdiff": version("hookdiff")}
@@ -167,7 +167,7 @@ def surroundings(loop: Loop) -> dict[str, Any]:
 
 
 def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
-    """Return digests of inputs and results of the step under way."""
+    """Return digests of inputs and results of the current step."""
     per_sample = loop.output.per_sample
     return {
         "inputs": digest(batch.inputs),
@@ -189,7 +189,7 @@ def digest(values: Tensor) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """Return `node` for JSON, which has no NaN: as text."""
+    """Return `node` for JSON, which has no NaN and no infinities: they become text."""
     if isinstance(node, dict):
         return {key: _plain(value) for key, value in node.items()}
     if isinstance(node, list):

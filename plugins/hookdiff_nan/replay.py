@@ -22,7 +22,7 @@ _TRAIN_HOOKS = (*STEP_HOOKS, "restore", "after_backward", "optimizer_step", "on_
 
 @define(eq=False)
 class Replay:
-    """Restores the state before a kept step: counts, weights, buffers, and the plugins that take part in a step."""
+    """Restores the state before a kept step: progress, weights, buffers, and the plugins that take part in a step."""
 
     path: str = ""
     _record: Record = field(init=False)
@@ -54,14 +54,14 @@ class Replay:
 def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly: bool, say: Say) -> bool:
     """Run the step in the folder `path` again and `say` the outcome.
 
-    Returns whether all its values are the same to the bit; under a config that `plugins` and `settings` change, whether
-    the step is finite now; with `anomaly`, whether torch named an operation. Raises UserError when it cannot be run.
+    Returns whether all its values are the same to the bit. If `plugins` or `settings` change the config: whether
+    the step is now finite; with `anomaly`, whether torch named an operation. Raises UserError if it cannot run.
     """
     record = read_record(path)
-    # One batch is not worth processes that load it; its pixels are the same.
+    # Loading one batch is not worth worker processes; its pixels are the same without them.
     config = _config(record, [*plugins, f"{__name__}:Replay"], [*settings, "data.workers=0"])
     parts = {name: part for name, part in config.plugins.items() if not _is_sink(part.target)}
-    # No other plugin than Replay is kept whole: those that write files or make pictures have no part in a step.
+    # Only Replay keeps all its hooks: the other plugins must not write files or make pictures.
     keep = [name for name, part in parts.items() if part.target is Replay]
     parts |= {name: parts[name].given(path=str(path)) for name in keep}
     fresh = [name for name in parts if name not in record.parts["plugins"]]
@@ -76,15 +76,15 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
             batch = next(loop.feed.batches(loop.progress.epoch, loop.progress.samples), None)
             if batch is None:
                 raise UserError(
-                    f"the data has no batch there: it has {len(loop.feed.training)} samples to train on now"
+                    f"the data has no batch at this position: it now has {len(loop.feed.training)} training samples"
                 )
             if digest(batch.inputs) != record.facts["inputs"]:
                 indices = None if batch.indices is None else batch.indices.tolist()
-                others = "other samples come" if indices != record.facts["indices"] else "samples have other values"
+                others = "the batch has other samples" if indices != record.facts["indices"] else "its values differ"
                 say(f"differs: the data has changed: {others}")
             if anomaly:
                 if isinstance(record.facts["outcome"]["loss"][0], str):
-                    say("the loss itself is not finite: the cause is not in the backward")
+                    say("the loss itself is not finite: the cause is not in the backward pass")
                 return _find_operation(loop, batch, say)
             if may_be_compiled() and not record.facts["is_first"]:
                 _warm_up(loop, batch)
@@ -104,12 +104,12 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
 def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[str], say: Say) -> bool:
     """Train up to the step in `path` from the checkpoint before it, at learning rate `rate`, and `say` the outcome.
 
-    Returns whether that step is finite then. The directory of the run is only read.
+    Returns whether that step is now finite. The directory of the run is only read.
     """
     record = read_record(path)
     place, run_dir = record.facts["progress"], path / record.facts["run_dir"]
     if place["step"] == 0:
-        raise UserError("--lr: the weights of the first step were made by no update, so no rate would change it")
+        raise UserError("--lr: no update came before the first step, so a learning rate cannot change it")
     config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"])
     config = evolve(config, plugins={name: part for name, part in config.plugins.items() if _trains(part.target)})
     _compute_as_then(record)
@@ -125,7 +125,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
                     say(_summary(step) if good else f"{_summary(step)}\n{_finder(loop).diagnosis}")
                     return good
                 position = loop.progress.position
-    say(f"the run ended at batch {position}, before it came to batch {place['position']}: {loop.reason}")
+    say(f"the run ended at batch {position}, before batch {place['position']}: {loop.reason}")
     return False
 
 
@@ -138,7 +138,7 @@ def _compute_as_then(record: Record) -> None:
 
 def _config(record: Record, plugins: Sequence[str], settings: Sequence[str]) -> Config:
     if not (record.path / CONFIG).is_file():
-        raise UserError(f"{record.path} has no {CONFIG}: a script made the run, and only it can make it again")
+        raise UserError(f"{record.path} has no {CONFIG}: a script made the run, and only that script can repeat it")
     return load_config(record.path / CONFIG, plugins, settings)
 
 
@@ -151,7 +151,7 @@ def _finder(loop: Loop) -> NaN:
     for plugin in loop.plugins.values():
         if isinstance(plugin, NaN):
             return plugin
-    raise UserError("--plugins: replay needs the plugin that kept the step, so it cannot be taken away")
+    raise UserError("--plugins: replay needs the plugin that kept the step, so it cannot be removed")
 
 
 def _is_sink(kind: Any) -> bool:
@@ -165,7 +165,7 @@ def _trains(kind: Any) -> bool:
 
 @contextmanager
 def _quietly(level: int = logging.ERROR) -> Iterator[None]:
-    """Drop records of the log from `level` on: the command reports the step in its own words."""
+    """Drop log records of `level` and above: the command prints its own report of the step."""
     log = logging.getLogger("hookdiff")
 
     def below(record: logging.LogRecord) -> bool:
@@ -184,7 +184,7 @@ def _summary(step: Step) -> str:
 
 
 def _differences(record: Record, now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line about each version and each property of the machine that changed, and so may change bits."""
+    """Yield a line about each version and machine property that changed, because it may change bits."""
     for group in ("versions", "machine"):
         before = record.facts[group]
         for name in before.keys() & now[group].keys():
@@ -193,7 +193,7 @@ def _differences(record: Record, now: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _compare(record: Record, again: Record, say: Say) -> bool:
-    """Say whether two runs of a step have the same values to the bit, or the first difference; return whether."""
+    """Return whether two runs of a step have the same values to the bit; `say` so, or `say` the first difference."""
     if again.facts["inputs"] != record.facts["inputs"]:
         say("not reproduced: the inputs differ")
         return False
@@ -218,7 +218,7 @@ def _first_difference(before: Any, now: Any) -> str | None:
 
 
 def _warm_up(loop: Loop, batch: Batch) -> None:
-    """Let the compiler meet the sizes of a step: a second size changes its code for the first one too."""
+    """Compile for all batch sizes of the step: a second size changes the code for the first one too."""
     batch = loop.objective.draw(batch, loop.random.generator("noise", loop.progress.position, loop.device))
     nan = _finder(loop)
     nan.before_step()
@@ -240,7 +240,7 @@ def _find_operation(loop: Loop, batch: Batch, say: Say) -> bool:
             traces = [text for one in caught if "Traceback of forward call" in (text := str(one.message))]
             say("\n".join([str(error), *map(_of_the_model, traces)]))
             return True
-    say("no operation of the backward made a NaN: look at the forward, and for infinities, which are not found here")
+    say("no operation of the backward pass made a NaN: check the forward pass, and for infinities, not found here")
     return False
 
 
@@ -252,7 +252,7 @@ def _of_the_model(traceback: str) -> str:
 
 
 def _link_checkpoint(config: Config, run_dir: Path, folder: Path, place: Mapping[str, int]) -> str:
-    """Link the newest checkpoint from before the step at `place` into `folder`; return its name, or a phrase."""
+    """Link the newest checkpoint before the step at `place` into `folder`; return its name, or a text for none."""
     candidates = sorted(path for path in run_dir.glob("*/*") if path.is_dir() and path.name not in kept_in(path.parent))
     # Only the plugin that wrote a folder knows its content.
     loop = build_loop(config, folder, resume=True, hooks=("restore",))
@@ -261,7 +261,7 @@ def _link_checkpoint(config: Config, run_dir: Path, folder: Path, place: Mapping
         inside.parent.mkdir(parents=True, exist_ok=True)
         inside.symlink_to(path.resolve(), target_is_directory=True)
         state = None
-        with _quietly(logging.INFO), suppress(UserError):  # a damaged one may have whole ones before it
+        with _quietly(logging.INFO), suppress(UserError):  # an intact checkpoint may come before a damaged one
             state = loop.hook.restore(loop=loop)
         if state and state["progress"]["step"] < place["step"] and state["progress"]["position"] <= place["position"]:
             return str(path.relative_to(run_dir))

@@ -1,4 +1,4 @@
-"""Looks for the first value that is not finite in a forward and a backward, from hooks on every module."""
+"""Finds the first value of a forward and backward pass that is not finite, with hooks on every module."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def describe(values: Tensor) -> str:
         low, high = finite.min().item(), finite.max().item()
         text = f"{low:.4g} to {high:.4g}, mean {finite.mean().item():.4g}, largest {max(abs(low), abs(high)):.4g}"
         text = f"{bad}, the rest {text}" if bad else text
-    sides = " x ".join(map(str, values.shape)) or "a number"
+    sides = " x ".join(map(str, values.shape)) or "scalar"
     return f"{name_of(values.dtype)} {sides}: {text}"
 
 
@@ -56,7 +56,7 @@ class Place:
         return f"{self.name or 'the model'} ({self.kind})"
 
     def is_inside(self, outer: Place) -> bool:
-        """Whether `outer` is another module, of which this one is a part."""
+        """Whether this module is a part of `outer`, but not `outer` itself."""
         return self.name != outer.name and (not outer.name or self.name.startswith(f"{outer.name}."))
 
 
@@ -65,10 +65,10 @@ class Forward:
     """The first module whose output is not finite."""
 
     place: Place
-    inputs: list[str]  # as `describe` has them
+    inputs: list[str]  # texts of `describe`
     outputs: list[str]
     inputs_finite: bool
-    has_nan: bool  # some output holds a NaN, not infinities alone
+    has_nan: bool  # an output holds a NaN, not only infinities
     last_finite: Place | None  # the module that finished before it
     dtype: torch.dtype  # of the first output that is not finite
 
@@ -77,26 +77,26 @@ class Forward:
 class Backward:
     """The first gradient that is not finite, in the order of the backward pass."""
 
-    takers: list[Place]  # the innermost modules that took the tensor in: the gradient came out of one of them
-    maker: Place | None  # the innermost module that put the tensor out
-    parameter: str | None  # when it is the gradient of a parameter
-    gradient: str  # as `describe` has it
+    takers: list[Place]  # the innermost modules with the tensor as an input: the gradient came from one of them
+    maker: Place | None  # the innermost module with the tensor as an output
+    parameter: str | None  # its name, if it is the gradient of a parameter
+    gradient: str  # text of `describe`
 
 
 @define(eq=False)
 class Watch:
-    """In its `with`, observes the values of the modules of `model`. Each look waits for the device."""
+    """Records the first bad output and the first bad gradient in a `with` block. Each check waits for the device."""
 
     model: nn.Module
     forward: Forward | None = field(default=None, init=False)
     backward: Backward | None = field(default=None, init=False)
     given: list[str] = field(factory=list, init=False)  # the last arguments of the model
     returned: list[str] = field(factory=list, init=False)  # its last outputs
-    given_finite: bool = field(default=True, init=False)  # all arguments of the model were
-    returned_finite: bool = field(default=False, init=False)  # all its outputs were, if it was called as a whole
+    given_finite: bool = field(default=True, init=False)  # all arguments of the model were finite
+    returned_finite: bool = field(default=False, init=False)  # the model was called, and all its outputs were finite
     autocast: torch.dtype | None = field(default=None, init=False)  # of the model's forward, if autocast was on
     _last: Place | None = field(default=None, init=False)
-    # By node of the graph and output of it: the tensors themselves would keep all activations alive.
+    # Keys are a graph node and its output number: keys that hold tensors would keep all activations alive.
     _takers: dict[tuple[Any, int], list[Place]] = field(factory=dict, init=False)
     _makers: dict[tuple[Any, int], Place] = field(factory=dict, init=False)
     _handles: list[Any] = field(factory=list, init=False)
@@ -134,7 +134,7 @@ class Watch:
         made = tensors(output)
         for value in made:
             if (key := self._listen(value)) is not None:
-                self._makers.setdefault(key, place)  # the innermost ends first
+                self._makers.setdefault(key, place)  # the innermost module returns first
         bad = [value for value in made if is_bad(value)]
         if not place.name:
             self.returned_finite = not bad and (self.returned_finite or not self.returned)
@@ -150,7 +150,7 @@ class Watch:
         self._last = place
 
     def _listen(self, value: Tensor) -> tuple[Any, int] | None:
-        """Have the gradient of `value` looked at, once; return the key of `value`."""
+        """Check the gradient of `value` once it is computed; return the key of `value`."""
         if value.grad_fn is None:
             return None
         key = value.grad_fn, value.output_nr
@@ -162,6 +162,6 @@ class Watch:
     def _look(self, parameter: str | None, key: tuple[Any, int] | None, gradient: Tensor) -> None:
         if self.backward is None and is_bad(gradient):
             takers, maker = (self._takers.get(key, []), self._makers.get(key)) if key else ([], None)
-            # A container takes in the input of its first module: the innermost is reported.
+            # A container has the same input as its first module, so only the innermost is reported.
             inner = [one for one in takers if not any(other.is_inside(one) for other in takers)]
             self.backward = Backward(inner, maker, parameter, describe(gradient))

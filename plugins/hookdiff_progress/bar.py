@@ -17,7 +17,7 @@ PAUSE = 0.25  # seconds between two pictures
 class Bar:
     """Keeps the picture that `draw` returns at the bottom of the terminal, below all printed and logged lines.
 
-    `tick` redraws it, not a thread of its own, which would interrupt the training at random moments.
+    `tick` redraws it: a thread of its own would interrupt the training at random moments.
     """
 
     def __init__(self, draw: Callable[[], Group]) -> None:
@@ -37,7 +37,7 @@ class Bar:
         """Show the bar. From now on, all that is printed or logged to the terminal appears above it."""
         before = (sys.stderr, sys.stdout)
         self._live.start(refresh=True)
-        # A log handler keeps the stream that it was made with, and so would write across the bar.
+        # A log handler keeps the stream that it was made with, and would write into the bar.
         logger: logging.Logger | None = logging.getLogger("hookdiff")
         while logger is not None:
             for handler in logger.handlers:

@@ -57,7 +57,7 @@ class ProgressBar:
         if self._pace is None or not shown:
             return
         if "loss" not in shown and loop.progress.position != self._began:
-            shown["loss"] = loop.gradients.loss  # of the step: there is no mean between two regular logs
+            shown["loss"] = loop.gradients.loss  # of this step: the mean is only known at regular logs
         self._values |= shown
         self._times.update(shown.keys())
         if self._bar is None:

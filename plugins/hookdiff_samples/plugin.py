@@ -15,7 +15,7 @@ log = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class SampleGrid:
-    """Generates images from the same noise again and again, so that one can see the model learn.
+    """Generates images from the same noise at regular intervals, so that one can see the model learn.
 
     A grid of them is saved as `samples/step-00001000.png` in the run directory, if there is one, and sent to the sinks.
     When the run is done, there is a last grid, of its final step.
@@ -33,7 +33,7 @@ class SampleGrid:
         default=None, validator=optional(ge(1)), metadata=about("factor of enlargement; without it, to about 64 pixels")
     )
     weights: str | None = field(
-        default=None, metadata=about('"model" or the name of an average to sample with; without it an average if any')
+        default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
     )
     _due: Due = field(init=False)
     _made_at: int | None = field(init=False, default=None)  # step of the last grid

@@ -16,14 +16,13 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--prediction-type", "names", multiple=True, help="Only this one; may be given several times.")
+@click.option("--prediction-type", "names", multiple=True, help="Test only this type; may be given several times.")
 def gaussian(names: tuple[str, ...]) -> None:
     """Train and sample where the optimum is known in closed form.
 
-    The data is N(1, 0.5²) in every pixel. Each prediction type is trained with each loss weighting. Printed beside
-    their exact values, which come from formulas written a second time: the loss, the learned mean and deviation (std),
-    and the deviation of samples that each sampler makes in few steps. Takes about half a minute; exit code 1 if a
-    number is off.
+    The data is N(1, 0.5²) in every pixel. Each prediction type is trained with each loss weighting. The command prints
+    the loss, the learned mean and standard deviation (std), and the std of the samples of each sampler in few steps,
+    beside exact values from independent formulas. Takes about half a minute; exit code 1 if a number is off.
     """
     from hookdiff import UserError, nearest
     from hookdiff_selftest.gaussian import CASES, SAMPLERS, STEPS, TOLERANCE, WEIGHTINGS, check
@@ -51,28 +50,28 @@ def gaussian(names: tuple[str, ...]) -> None:
     if failed:
         click.echo("\n".join(f"FAILED  {each}" for each in failed))
         sys.exit(1)
-    click.echo(f"all within {TOLERANCE:.0%} of the exact value (means: of the deviation)")
+    click.echo(f"all within {TOLERANCE:.0%} of the exact value (means: of the standard deviation)")
 
 
 @command.command()
 @config_argument
 @override_options
-@click.option("--steps", default=40, show_default=True, type=click.IntRange(8), metavar="N", help="Of each run.")
+@click.option("--steps", default=40, show_default=True, type=click.IntRange(8), metavar="N", help="Steps of each run.")
 @click.option(
     "--workers",
     default=0,
     show_default=True,
     type=click.IntRange(0),
     metavar="N",
-    help="Workers of the data after the resume; before it, as in CONFIG.",
+    help="Data workers after the resume; before it, as in CONFIG.",
 )
 def resume(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int, workers: int) -> None:
     """Kill a run of CONFIG, resume it, and compare it with one that was never stopped.
 
     All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit. A
     difference is reported with the plugin that it belongs to, and the exit code is 1. This is for authors of plugins,
-    models and data. The runs are in a temporary folder and end early; the plugin that saves does so in their middle, at
-    least every sixth step is logged, and all else is as in CONFIG.
+    models and data. The runs are in a temporary folder and end early; the plugin that saves does so in the middle,
+    numbers are logged at least six times, and all else is as in CONFIG.
     """
     from hookdiff import load_config
     from hookdiff.experiment import try_config

@@ -10,13 +10,13 @@ from attrs import define
 
 from hookdiff.log import MACHINE
 
-FILE, STATE = "the file ", " in the state"  # of names
-DIGEST = "tensor "  # a text that stands for a tensor begins so
+FILE, STATE = "the file ", " in the state"  # start and end of the names of items
+DIGEST = "tensor "  # start of a text that stands for a tensor
 # Parts of a state that are not compared: the proof changes the config, and the metrics file has times in it.
 _DIFFERENT = ("config/", "plugins/metrics/")
 _WIDTH = 100  # characters of a value that are shown
-_BEFORE = 20  # of them, those that are the same in both
-_SHORT = 64  # characters of both values beside a name
+_BEFORE = 20  # of them, before the first difference
+_SHORT = 64  # values are shown beside a name if they have fewer characters than this
 
 Owner = Callable[[str], str]  # from the name of a number or file to the plugin that logged or wrote it; "" for the core
 
@@ -122,7 +122,7 @@ def compare(one: Mapping[str, Item], other: Mapping[str, Item]) -> Iterator[Diff
 
 
 def _first_difference(here: Any, there: Any) -> tuple[str, tuple[str, str]]:
-    """Return where two values differ first, as ", at 3/1" in lists, and both as text."""
+    """Return the place of the first difference, such as ", at 3/1" in nested lists, and both values there as text."""
     place: list[str] = []
     while isinstance(here, list) and isinstance(there, list):
         index = next((k for k, (a, b) in enumerate(zip(here, there, strict=False)) if repr(a) != repr(b)), None)

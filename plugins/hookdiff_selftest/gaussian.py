@@ -1,8 +1,7 @@
 """Trains and samples where the optimum is known: images whose pixels are independent draws of N(MEAN, STD²).
 
 The best prediction at every noise level, its loss under every weighting, and the mean and the deviation of samples
-made with it have closed forms. They are derived here a second time and call nothing of `hookdiff.diffusion`, which they
-check.
+made with it have closed forms. The formulas here are independent: they call nothing of `hookdiff.diffusion`.
 """
 
 import logging
@@ -99,7 +98,7 @@ def check(case: Case, weighting: str) -> dict[str, Check]:
 
 
 class GaussianNet(nn.Module):
-    """The best network for normal data; it has to learn their mean and deviation alone."""
+    """The best network for Gaussian data; it only has to learn the mean and the standard deviation."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -237,13 +236,13 @@ def parts_of_output(prediction_type: str, alpha: Any, sigma: Any) -> tuple[Any, 
 
 
 def exact_loss(case: Case, weighting: str) -> float:
-    """Return the least loss that any network can have."""
+    """Return the smallest loss that a network can reach."""
     alpha, sigma = training_levels(case)
     error = STD**2 * sigma**2 / (alpha**2 * STD**2 + sigma**2)  # of x0, squared: the variance of x0 given x_t
     snr = (alpha / sigma) ** 2
     if weighting == "uniform":
         of_x0, of_noise = parts_of_output(case.prediction_type, alpha, sigma)
-        on_x0 = (of_x0 - of_noise * alpha / sigma) ** 2  # an error of x0 is one of the noise too: x_t is given
+        on_x0 = (of_x0 - of_noise * alpha / sigma) ** 2  # x_t is given, so an error of x0 is also one of the noise
     else:
         on_x0 = {
             "min_snr": snr.clamp(max=5),
@@ -255,7 +254,7 @@ def exact_loss(case: Case, weighting: str) -> float:
 
 
 def sampling_levels(case: Case) -> list[Level]:
-    """Return alpha and sigma at the moments that a sampler visits, the image last."""
+    """Return alpha and sigma at the times that a sampler visits, the image last."""
     i = torch.arange(STEPS, dtype=torch.float64)
     high, low = 80 ** (1 / 7), 0.002 ** (1 / 7)
     where = {
@@ -279,7 +278,7 @@ def exact_samples(case: Case, sampler: str) -> tuple[float, float]:
     for now, after in pairwise(sampling_levels(case)):
         moved, added = _STEPS[sampler](case, x, now, after, before)
         variance = variance * float((moved[1] - moved[0]) / (x[1] - x[0])) ** 2 + added
-        before, x = (now, x), moved[0] + unit if added else moved  # from pure noise the points may fall together
+        before, x = (now, x), moved[0] + unit if added else moved  # a step from pure noise may map both points to one
     return float(x[0]), math.sqrt(variance)
 
 
@@ -295,7 +294,7 @@ def _ancestral(case: Case, x: Tensor, now: Level, after: Level, before: Any, lar
 
 
 def _straight(case: Case, x: Tensor, now: Level, after: Level, before: Any) -> Any:
-    """Make a step of DDIM: Euler's step of x / alpha by sigma / alpha, and in the flow of x by t."""
+    """Make a step of DDIM: an Euler step of x / alpha in sigma / alpha, or for the flow of x in t."""
     (a, s), (a_next, s_next) = now, after
     slope = (a * a_next * STD**2 + s * s_next) / (a**2 * STD**2 + s**2)
     return a_next * MEAN + slope * (x - a * MEAN), 0.0

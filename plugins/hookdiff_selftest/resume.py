@@ -1,4 +1,4 @@
-"""Tries with real processes whether a run that is killed and resumed ends like a run that was never stopped.
+"""Tests with real processes whether a run that is killed and resumed ends like a run that was never stopped.
 
 In a temporary folder one run is never stopped, and another of the same config is killed some steps after a checkpoint
 in its middle and resumed. Up to the kill both must be the same, or nothing can be proved; at the end all is compared.
@@ -31,7 +31,7 @@ from hookdiff_selftest.witness import END, RESUMED, SAVED, Witness
 
 METRICS = "metrics.jsonl"
 _TAIL = 30  # lines of a run that failed
-_MOST = 5  # things of one kind that are named
+_MOST = 5  # names in a list
 _NETWORK = ("micro_step", "backward")  # the hooks in which the network is called
 _KILLED = signal.SIGTERM if os.name == "nt" else -signal.SIGKILL  # the exit code of a process that the witness killed
 _GPU = "on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)"
@@ -44,7 +44,7 @@ _LOOK = (
     "loop.progress"
 )
 
-Note = dict[str, Any]  # what the witness wrote at one moment; empty where the run never came to it
+Note = dict[str, Any]  # the notes of the witness at one moment; empty if the run never reached it
 
 
 @define(frozen=True)
@@ -56,7 +56,7 @@ class Plan:
     log_every: int  # steps
     num_batches: int  # of an epoch
     savers: tuple[str, ...]  # the plugins that save; their `every` becomes save_at
-    untried: tuple[str, ...]  # what would be due after the end only, as "plugins.fid.every = 1000"
+    untried: tuple[str, ...]  # options that are due only after the end, such as "plugins.fid.every = 1000"
     workers: tuple[int, int]  # before the kill, and on the resume
 
     def __str__(self) -> str:
@@ -69,8 +69,8 @@ def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]
     """Train, kill, resume and compare; `say` is called with each stage.
 
     Returns the lines of the result, the first with the verdict and the plugin to blame, and whether the test passed.
-    steps: of each run, at least 8. workers: of the data, on the resume. Raises UserError for a config without a plugin
-    that saves, or whose runs fail before anything is resumed.
+    `steps` are those of each run, at least 8; `workers` load the data after the resume. Raises UserError for a config
+    without a plugin that saves, and if a run fails before the resume.
     """
     plan = make_plan(config, steps, workers)
     with tempfile.TemporaryDirectory(prefix="hookdiff-selftest-") as folder:
@@ -169,13 +169,13 @@ class Run:
         return table
 
     def note(self, moment: str) -> Note:
-        """Return what the witness wrote at that moment."""
+        """Return the notes of the witness at `moment`."""
         path = self.notes / f"{moment}.json"
         return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def _differences_before(whole: Run, cut: Run) -> list[Difference]:
-    """Return how the runs differ up to the kill, when neither of them had been stopped."""
+    """Return how the runs differ up to the kill, that is, before either was stopped."""
     evidence = Evidence.of(whole, cut)
     one, other = (numbers(run.run_dir / METRICS, evidence.owner) for run in (whole, cut))
     last = max((item.step for item in other.values()), default=0)  # some of its lines may not be there yet
@@ -186,12 +186,12 @@ def _differences_before(whole: Run, cut: Run) -> list[Difference]:
 
 @define
 class Evidence:
-    """The notes of the witnesses of both runs, and the plugin to which they point."""
+    """The notes of the witnesses of both runs; they show which plugin is to blame."""
 
     plugins: Mapping[str, Part]
     saved: Note  # of the whole run, at the step of the save
     again: Note  # of the other run at that step
-    resumed: Note  # and once it was resumed from there
+    resumed: Note  # of the other run, right after its resume
     whole: Note  # of the whole run, at its end
     cut: Note  # of the other run, at its end
 
@@ -212,11 +212,11 @@ class Evidence:
     def culprit(self, found: Sequence[Difference]) -> str | None:
         """Return the plugin that most likely made the resumed run different, or None.
 
-        It is the plugin that was called when the weights, gradients or rates first differed. The result of a pass
-        through the network also depends on values that are not traced. There, and where the weights never differed, it
-        is a plugin that owns something `found` and was loaded with other values, forgot a field, or draws from a global
-        generator. The owner of the first difference counts only if the weights stayed the same, because changed weights
-        show in what every plugin logs.
+        It is the plugin whose call first gave other weights, gradients or rates. But a call of the network also depends
+        on values that are not traced. If that call is the first difference, or if the weights never differ, it is a
+        plugin that owns an item of `found` and restored other values, lost a field, or draws from a global generator.
+        The owner of the first difference counts only if the weights stayed the same, because changed weights show in
+        the logged numbers of every plugin.
         """
         hook, first = self._first_change()
         changed, drew = self.changed(), self.whole["drew"]
@@ -237,14 +237,14 @@ class Evidence:
         """Return the hook and the plugin in which weights, gradients or rates first differed; "" for none."""
         traces = self.whole["trace"], self.cut["trace"]
         begin = min((position for position, *_ in traces[1]), default=0)
-        # From the first step of the resumed process on: of the one before, the other has what came after it, too.
+        # Start at the first step of the resumed process: the other trace also has the hooks just before it.
         both = [dropwhile(lambda call: call[0] < begin or call[1] != "before_step", trace) for trace in traces]
         return next(((call[1], call[2]) for expected, call in zip(*both, strict=False) if expected != call), ("", ""))
 
     def _is_lost(self, field: Difference) -> bool:
         """Whether a plugin that saves nothing lost the number or generator in `field`."""
         kinds = {type(field.here.value), type(field.there.value)}
-        # Values of other types mark most likely that something was done once.
+        # A value whose type changes is most likely a mark that something was done once.
         return not hasattr(self.plugins[field.owner].target, "state_dict") and len(kinds) == 1 and bool not in kinds
 
     def changed(self) -> list[Difference]:
@@ -253,7 +253,7 @@ class Evidence:
             return []
         notes = (self.saved, self.again, self.resumed)
         saved, again, resumed = (state(note["state"]) | fields(note["fields"]) for note in notes)
-        # Items that were not the same twice at the save are times, or follow from one.
+        # Items that differ between the two runs at the save are times, or depend on one.
         unstable = {difference.name for difference in compare(saved, again)}
         found = [each for each in compare(saved, resumed) if each.owner in self.plugins]
         return [each for each in found if each.name not in unstable]
@@ -268,7 +268,7 @@ class Evidence:
 
 
 def _judge(whole: Run, cut: Run, names: Sequence[str]) -> tuple[list[str], bool]:
-    """Compare the ends; `names` are texts in the state that no two runs have in common."""
+    """Compare the ends of both runs; `names` are texts in the state that differ between any two runs."""
     evidence, plan = Evidence.of(whole, cut), whole.plan
     # The last checkpoint may be complete after the witness has had its turn, so those of either run count.
     skipped = {*evidence.whole["checkpoints"], *evidence.cut["checkpoints"], CONFIG, METRICS}
@@ -283,13 +283,13 @@ def _judge(whole: Run, cut: Run, names: Sequence[str]) -> tuple[list[str], bool]
     before, after = plan.workers
     num_tensors = sum(str(item.value).startswith(DIGEST) for item in states[0].values())
     lines = [
-        f"the resumed run is the run that was never stopped, bit for bit: saved at {plan}; killed later"
+        f"the resumed run equals the run that was never stopped, bit for bit: saved at {plan}; killed later"
         + (f"; resumed with {after} workers after {before}" if before != after else ""),
         f"compared: {num_tensors} tensors, {len(states[0]) - num_tensors} other values of the state, "
         f"{len(logged[0])} logged numbers, {len(written[0])} files",
     ]
     if names or texts:
-        lines.append(f"not the same, but texts, which may be names or times: {listed([*names, *texts], _MOST)}")
+        lines.append(f"texts that differ, as names or times may: {listed([*names, *texts], _MOST)}")
     if plan.untried:
         late = listed(plan.untried, _MOST)
         lines.append(f"not tried: {late}, not due within {plan.steps} steps; lower it with --set, or give more --steps")

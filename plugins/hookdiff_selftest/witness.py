@@ -27,18 +27,18 @@ from hookdiff_selftest.compare import DIGEST
 
 SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the files about them
 _NOTHING: Any = object()
-# The hooks in which weights, gradients and hyper-parameters may change, or do although they must not.
+# Hooks after which weights, gradients and hyper-parameters are traced; some of them must not change any.
 _CHANGING = (
     *("before_step", "micro_step", "backward", "unscale", "after_backward", "optimizer_step", "after_optimizer_step"),
     *("on_epoch_end", "between_steps"),
 )
-_MOST = 10_000  # entries of a list, and characters of a string, that are looked at
+_MOST = 10_000  # larger mappings and lists, and longer strings, are not compared
 _DEPTH = 4
 
 
 @define
 class _Call:
-    """A plugin's part of a hook, while it runs."""
+    """A call of one plugin's hook, while it runs."""
 
     plugin: str
     generators: tuple[Any, ...]  # the last states of the global generators
@@ -61,10 +61,10 @@ class Witness:
     _complete: int | None = field(default=None, init=False)  # the step at which `on_checkpoint` fired
     _waited: int = field(default=0, init=False)  # times
     _folders: set[str] = field(factory=set, init=False)  # of checkpoints, in the run directory
-    _owners: dict[str, str] = field(factory=dict, init=False)  # plugin by name of what is logged
+    _owners: dict[str, str] = field(factory=dict, init=False)  # plugin by name of a logged number
     _drew: dict[str, set[str]] = field(factory=dict, init=False)  # by plugin: hooks in which it drew
     _trace: list[tuple[int, str, str, int]] = field(factory=list, init=False)  # position, hook, plugin, fingerprint
-    _calls: list[_Call] = field(factory=list, init=False)  # under way: hooks call hooks
+    _calls: list[_Call] = field(factory=list, init=False)  # running calls, the innermost last
     _batch: Batch | None = field(default=None, init=False)  # during before_step
 
     @hookimpl
@@ -78,7 +78,7 @@ class Witness:
             finally:
                 generators = self._look(loop)
                 call = self._calls.pop()
-                if call.drew and generators != begun:  # a plugin that puts them back has drawn for itself
+                if call.drew and generators != begun:  # a plugin may draw if it restores the generators
                     self._drew.setdefault(plugin, set()).add(hook)
                 if hook in _CHANGING and loop.progress.step >= self.at:
                     self._trace.append((loop.progress.position, hook, plugin, _fingerprint(loop, hook, self._batch)))
@@ -89,7 +89,7 @@ class Witness:
         loop.plugins.instrument(watch)
 
     def _look(self, loop: Loop) -> tuple[Any, ...]:
-        """Note the numbers and draws of the call under way since the last look; return the generators' states."""
+        """Note what the current call logged and drew since the last look; return the states of the generators."""
         call, generators = self._calls[-1] if self._calls else None, _global_generators(loop.device)
         for name in loop.log.names:
             self._owners.setdefault(name, call.plugin if call else "")
@@ -115,10 +115,10 @@ class Witness:
         if not self.kill or not self.at <= step < self.stop:
             return
         if self._complete is None:
-            time.sleep(min(5.0, 0.05 * 2**self._waited))  # a large one takes time, and the run must not end before it
+            time.sleep(min(5.0, 0.05 * 2**self._waited))  # the run must not end before a large checkpoint is complete
             self._waited += 1
         elif step > self._complete and (loop.log.due or step + 1 == self.stop):
-            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has only the latter, as hard
+            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows SIGTERM kills as hard
 
     @hookimpl
     def on_checkpoint(self, loop: Loop, path: Path) -> None:

@@ -51,7 +51,7 @@ class Spectral:
         if loop.progress.position == 0:  # weights that a run starts from may come without vectors
             self._follow(SETTLING)
 
-    # Last, so that a plugin that saves the state before a step saves the vectors of that time.
+    # Last: a plugin that saves the state before a step must save the vectors from before the step.
     @hookimpl(trylast=True)
     def before_step(self) -> None:
         self._follow(1)
@@ -83,14 +83,14 @@ def normalise(model: nn.Module, patterns: Iterable[str], output: str | None, gen
     layers = {name: layer for name, layer in chosen.items() if name != output and name not in at_zero}
     if not layers:
         raise ConfigError(
-            f"{KEY}: no layer is left of {', '.join(chosen)}: the output layer and layers that start at zero stay free"
+            f"{KEY}: no layer is left of {', '.join(chosen)}: the output layer and layers at zero are never normalised"
         )
     for name, layer in layers.items():
         if parametrize.is_parametrized(layer, "weight"):
             raise ConfigError(f"{KEY}: the weight of {name} is parametrised already")
         names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
         if len(names) > 1:
-            raise ConfigError(f"{KEY}: {' and '.join(names)} are one weight, which cannot be divided for one of them")
+            raise ConfigError(f"{KEY}: {' and '.join(names)} are one weight, and shared weights are not supported")
     for layer in layers.values():
         divided = DividedBySigma(layer.weight, isinstance(layer, _ConvTransposeNd), generator)
         parametrize.register_parametrization(layer, "weight", divided)

@@ -25,7 +25,7 @@ needs_aim = pytest.mark.skipif(not HAS_AIM, reason="aim is not installed; it has
 
 
 class Extras:
-    """Logs what a run might: a number that is no number, and pictures."""
+    """Logs a NaN and pictures."""
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -87,7 +87,7 @@ def locks(folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Making a repository takes Aim two seconds: the tests share one."""
+    """A repository that the tests share, because Aim takes two seconds to make one."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -149,7 +149,7 @@ def test_a_branch_has_an_aim_run_of_its_own(runs_dir: Path) -> None:
 
 
 @needs_aim
-def test_a_lost_aim_run_is_begun_anew(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_aim_run_is_replaced_by_a_new_one(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = Aim()
     sink.load_state_dict({"run": "0123456789abcdef01234567"})
     make_loop({"aim": sink}, runs_dir / "lost", steps=1).run()
@@ -159,7 +159,7 @@ def test_a_lost_aim_run_is_begun_anew(runs_dir: Path, caplog: pytest.LogCaptureF
 
 
 @needs_aim
-def test_a_run_made_just_now_is_not_lost(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_was_just_created_is_found(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = Aim()
     make_loop({"aim": sink}, runs_dir / "just-now", steps=1).run()
     resumed = Aim()
@@ -175,7 +175,7 @@ def test_a_run_made_just_now_is_not_lost(runs_dir: Path, caplog: pytest.LogCaptu
 
 
 @needs_aim
-def test_the_lock_of_a_killed_machine_does_not_stay(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_a_killed_process_is_ignored(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = Aim()
     loop = make_loop({"aim": sink}, runs_dir / "killed", steps=1)
     loop.run()

@@ -65,7 +65,7 @@ def test_fp16_trains_nearly_as_float32_does_and_clippers_see_true_norms():
     assert half.norms == pytest.approx(plain.norms, rel=0.02)
 
 
-def test_an_overflow_is_a_void_step_and_no_nan():
+def test_an_overflow_is_a_void_step_and_not_a_nan():
     amp, recorder = AMP("fp16", init_scale=2.0**40), Recorder()
     loop = toy_loop({"amp": amp, "recorder": recorder}, steps=5)
     before, outcomes = weights(loop), []
@@ -85,7 +85,7 @@ def test_an_overflow_is_a_void_step_and_no_nan():
 
 
 class Normed(nn.Module):
-    """A toy net whose batch norm gets, in a first step, what float16 cannot hold."""
+    """A toy net with a batch norm that gets values beyond float16 in the first step."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ class Broken(ToyObjective):
         return output.loss + (weight - weight).sqrt().sum() * 0  # a NaN gradient under a finite loss
 
 
-def test_a_nan_in_the_loss_is_no_overflow():
+def test_a_nan_in_the_loss_is_not_an_overflow():
     class NaNLoss(ToyObjective):
         def __call__(self, net, batch):
             return super().__call__(net, batch).loss * math.nan
@@ -143,7 +143,7 @@ def test_at_the_lowest_scale_an_overflow_is_a_failure():
     assert_same(weights(loop), before)
 
 
-def test_a_nan_gradient_without_a_scaler_is_met_at_once():
+def test_a_nan_gradient_without_a_scaler_is_reported_at_once():
     recorder = Recorder()
     loop = toy_loop({"amp": AMP("bf16"), "recorder": recorder}, objective=Broken())
     assert loop.run() == "on_nan"

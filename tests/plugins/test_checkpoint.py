@@ -66,7 +66,7 @@ def test_only_the_last_are_kept_and_nothing_partial_stays(tmp_path):
     ]
 
 
-def test_a_run_that_was_killed_in_its_last_save_is_tidied_though_no_step_is_left(tmp_path):
+def test_a_run_killed_in_its_last_save_is_cleaned_up_though_no_step_is_left(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     train(tmp_path / "run", 20, every=4, keep_last=3)
     shutil.copytree(folder / "step-00000012", folder / ".step-00000008.removed")
@@ -86,7 +86,7 @@ def test_its_files_have_the_models_own_keys(tmp_path):
     toy_model().load_state_dict(load_file(folder / "ema.safetensors"))
 
 
-def test_resume_passes_over_a_damaged_checkpoint(tmp_path, caplog):
+def test_resume_skips_a_damaged_checkpoint(tmp_path, caplog):
     train(tmp_path / "run", 8, every=4)
     (tmp_path / "run" / "checkpoints" / "step-00000008" / "model.safetensors").write_bytes(b"gone")
     again = train(tmp_path / "run", 20, resume=True)
@@ -157,14 +157,14 @@ class Score:
         ({"keep_best": "nan"}, [10, 12]),
     ],
 )
-def test_the_last_every_so_many_th_and_the_best_are_kept(options, kept, tmp_path):
+def test_keep_last_keep_every_and_keep_best(options, kept, tmp_path):
     scores = Score({2: 5.0, 4: 1.0, 5: 0.0, 6: 7.0, 8: 1.5, 10: math.nan})
     extra = {"score": scores, "other": Score({2: math.nan}, "nan")}
     plain(tmp_path, extra=extra, **{"keep_last": 2, **options})
     assert folders(tmp_path) == names(*kept)
 
 
-def test_the_best_is_the_best_of_the_whole_run_across_a_resume(tmp_path):
+def test_the_best_checkpoint_is_that_of_the_whole_run_across_a_resume(tmp_path):
     options = {"keep_last": 1, "keep_every": 3, "keep_best": "score"}
     plain(tmp_path, 8, extra={"score": Score({4: 1.0, 8: 2.0})}, **options)
     assert folders(tmp_path) == names(4, 6, 8)
@@ -172,7 +172,7 @@ def test_the_best_is_the_best_of_the_whole_run_across_a_resume(tmp_path):
     assert folders(tmp_path) == names(6, 12, 14, 16)  # the third and the sixth save, the best, the last
 
 
-def test_of_equal_ones_the_newest_is_the_best(tmp_path):
+def test_the_newest_of_equally_good_checkpoints_is_the_best(tmp_path):
     plain(tmp_path, extra={"score": Score(dict.fromkeys((2, 4, 6), 1.0))}, keep_last=1, keep_best="score")
     assert folders(tmp_path) == names(6, 12)
 
@@ -186,19 +186,19 @@ def test_of_equal_ones_the_newest_is_the_best(tmp_path):
     ],
 )
 @pytest.mark.parametrize("steps", [8, 40])
-def test_a_best_that_cannot_be_is_warned_of_once(extra, facts, steps, tmp_path, caplog):
+def test_a_keep_best_without_a_saved_value_is_warned_of_once(extra, facts, steps, tmp_path, caplog):
     plain(tmp_path, steps, extra=extra, keep_last=3, keep_best="score")
     (warning,) = warnings(caplog)
     check_facts(warning, "keep_best", *facts)
 
 
-def test_a_best_that_was_late_is_warned_of_once(tmp_path, caplog):
+def test_a_keep_best_that_is_logged_late_is_warned_of_once(tmp_path, caplog):
     plain(tmp_path, 20, extra={"score": Score({5: 1.0, 18: 2.0})}, keep_last=3, keep_best="score")
     (warning,) = warnings(caplog)
     check_facts(warning, "keep_best", "score", 5)
 
 
-def test_a_best_that_is_logged_where_it_is_saved_brings_no_warning(tmp_path, caplog):
+def test_a_keep_best_that_is_logged_at_saved_steps_causes_no_warning(tmp_path, caplog):
     plain(tmp_path, extra={"score": Score({4: math.nan})}, keep_last=2, keep_best="score")
     plain(tmp_path, 30, resume=True, extra={"score": Score({18: 1.0})}, keep_last=2, keep_best="score")
     assert not warnings(caplog)
@@ -222,7 +222,7 @@ def test_a_run_removes_only_its_own_checkpoints(tmp_path):
     assert (elsewhere / "manifest.json").exists()
 
 
-def test_one_that_was_passed_over_does_not_push_out_good_ones(tmp_path):
+def test_a_damaged_checkpoint_does_not_displace_good_ones(tmp_path):
     plain(tmp_path, 12)
     broken = tmp_path / "checkpoints" / names(10)[0]
     (broken / "model.safetensors").write_bytes(b"gone")
@@ -233,7 +233,7 @@ def test_one_that_was_passed_over_does_not_push_out_good_ones(tmp_path):
 
 
 def left_behind(saved, state):
-    """Bring the newest two of steps 2, 4 and 6 into a state in which a killed process may have left them."""
+    """Bring the newest two of steps 2, 4 and 6 into a state in which a killed process may leave them."""
     final = saved / names(6)[0]
     partial, replaced = (saved / f".{final.name}.{kind}" for kind in ("partial", "replaced"))
     if state == "nothing written":
@@ -326,7 +326,7 @@ toy_loop({"checkpoint": plugin}, run_dir=Path(sys.argv[1]), resume=True, steps=1
 
 
 @pytest.mark.slow
-def test_a_process_may_be_killed_at_any_change_of_a_name(whole_run, tmp_path):
+def test_a_process_may_be_killed_at_any_rename(whole_run, tmp_path):
     moment, run = 0, tmp_path / "run"
     run.mkdir()
     deaths, newest = 0, 0
@@ -360,7 +360,7 @@ def test_the_end_of_an_epoch_is_saved_after_its_last_step(tmp_path):
     plain(tmp_path / "epochs", 8, extra={"look": Look()}, every="1 epochs")
     assert seen == [(names(4)[0], 4, 1), (names(8)[0], 8, 2)]
     seen.clear()
-    # The step's save is of before the epoch's end, which the end of the run saves in its place.
+    # The save after the step lacks the end of the epoch; the save at the end of the run replaces it.
     plain(tmp_path / "steps", 4, extra={"look": Look()}, every=4)
     assert seen == [(names(4)[0], 4, 0), (names(4)[0], 4, 1)]
     assert folders(tmp_path / "steps") == names(4)
@@ -389,7 +389,7 @@ def test_a_save_knows_whether_the_epoch_has_ended(every, tmp_path):
         assert ends == ([2] if place in ("4-1", "8-1") else [1, 2] if place == "4-0" else [])
 
 
-def test_a_time_is_kept(tmp_path, monkeypatch):
+def test_every_may_be_a_time(tmp_path, monkeypatch):
     clock = Clock(monkeypatch)
     plain(tmp_path / "often", 11, extra={"clock": clock}, every="25 s")
     assert folders(tmp_path / "often") == names(3, 6, 9, 11)
@@ -397,7 +397,7 @@ def test_a_time_is_kept(tmp_path, monkeypatch):
     assert folders(tmp_path / "seldom") == names(12)
 
 
-def test_never_is_at_the_end_alone(tmp_path):
+def test_every_0_saves_only_at_the_end(tmp_path):
     plain(tmp_path, every=0)
     assert folders(tmp_path) == names(12)
 
@@ -413,7 +413,7 @@ def test_two_runs_in_one_script_may_use_the_plugin_one_after_the_other(tmp_path)
     assert plain(tmp_path / "one", 9, resume=True, checkpoint=plugin).first_step == 6
 
 
-def test_an_earlier_run_is_refused_as_it_was(tmp_path):
+def test_an_earlier_run_in_the_folder_is_refused_and_left_unchanged(tmp_path):
     plain(tmp_path, extra={"metrics": Metrics()})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
     assert tmp_path / "metrics.jsonl" in before
@@ -435,14 +435,14 @@ def test_a_run_may_branch_off_one_checkpoint(whole_run, tmp_path):
 
 
 class SlowDisk:
-    """Makes each sync last."""
+    """Makes each sync slow."""
 
     def __init__(self, monkeypatch):
         sync = os.fsync
         monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
 
 
-def test_a_rollback_waits_for_the_save_under_way(tmp_path, monkeypatch):
+def test_a_rollback_waits_for_the_current_save(tmp_path, monkeypatch):
     SlowDisk(monkeypatch)
     where = []
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are torn, damaged or forged: a clear message or the newest whole one, never a wrong value."""
+"""Incomplete, damaged or forged checkpoints: a clear message or the newest intact one, never a wrong value."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ def name(step):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run that saved at steps 2, 4 and 6, and what is in each: name, tensors, the rest."""
+    """A run that saved at steps 2, 4 and 6, and the content of each save: name, tensors, the rest."""
     run = tmp_path_factory.mktemp("saved") / "run"
     run.mkdir()
     build(run, 6, resume=False).run()
@@ -51,7 +51,7 @@ def broken(saved, tmp_path):
 
 
 def is_what_was_saved(loop, states):
-    """Whether the loop, which has not made a step, is at a state that was saved, to the last bit."""
+    """Whether the loop, which has not made a step, has exactly one of the saved states."""
     tensors, tree = states[loop.progress.step]
     now, now_tree = flatten(loop.state_dict())
     assert_same(now, tensors)
@@ -101,7 +101,7 @@ damages = st.tuples(
 
 
 @given(done=st.lists(damages, min_size=1, max_size=4))
-def test_damage_leads_to_a_message_or_to_the_newest_whole_one(done, saved, tmp_path_factory):
+def test_damage_leads_to_a_message_or_to_the_newest_intact_checkpoint(done, saved, tmp_path_factory):
     run = tmp_path_factory.mktemp("run") / "run"
     shutil.copytree(saved[0], run)
     folder = run / "checkpoints"
@@ -120,7 +120,7 @@ def test_damage_leads_to_a_message_or_to_the_newest_whole_one(done, saved, tmp_p
     loop = build(run)
     try:
         with loop:
-            # A swap of two whole folders' files may make a checkpoint whole under another name; no value is ever wrong.
+            # Swapped files of two intact folders may give an intact checkpoint of another name; no value is ever wrong.
             assert is_what_was_saved(loop, saved[1])
             assert loop.progress.step >= max(intact, default=2)
     except UserError as error:
@@ -140,7 +140,7 @@ def test_a_file_that_is_missing_is_named(step, file, broken, caplog):
 
 
 def rewrite(path, change):
-    """Let `change` at the manifest, and give it a digest that is right."""
+    """Apply `change` to the manifest, and give it a valid digest."""
     manifest = json.loads("{" + path.read_text().partition("\n")[2])
     change(manifest)
     text = json.dumps(manifest, indent=1).encode().removeprefix(b"{\n")
@@ -148,14 +148,14 @@ def rewrite(path, change):
 
 
 def forge(folder, file, data):
-    """Put `data` in the place of a file, and its digest into the manifest."""
+    """Replace a file by `data`, and put the digest of `data` into the manifest."""
     (folder / file).write_bytes(data)
     entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     rewrite(folder / "manifest.json", lambda manifest: manifest["files"].update({file: entry}))
 
 
 def refusal(run, step=6):
-    """Return the message about one checkpoint, where there is no other, without the place of the run."""
+    """Return the message about the only checkpoint, without the path of the run."""
     for other in set(SAVED) - {step}:
         shutil.rmtree(run / "checkpoints" / name(other))
     with pytest.raises(UserError) as caught:
@@ -224,7 +224,7 @@ def test_the_damaged_file_is_named(damage, facts, broken):
     check_facts(refusal(broken), "step-00000006", *facts)
 
 
-def test_a_newer_version_is_not_passed_over(broken):
+def test_a_checkpoint_of_a_newer_version_is_not_skipped(broken):
     change("format", 7)(broken / "checkpoints" / name(6))
     change("versions", {"hookdiff": "9.1"})(broken / "checkpoints" / name(6))
     with refused(UserError, broken / "checkpoints" / name(6), "9.1", 7, 2):
@@ -245,7 +245,7 @@ def test_a_pickle_is_not_loaded(broken, tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 8, b"\0" * 100, b"\xff" * 100, b"\x02" + b"\0" * 7 + b"{}"])
-def test_bytes_that_are_no_tensors(data, broken):
+def test_bytes_that_are_not_tensors(data, broken):
     forge(broken / "checkpoints" / name(6), "model.safetensors", data)
     message = refusal(broken)
     assert "model.safetensors" in message or "0.weight" in message  # a file without tensors is of another model
@@ -256,7 +256,7 @@ def test_a_foreign_models_weights(broken, tmp_path):
     save_file(other.state_dict(), tmp_path / "other.safetensors")
     data = (tmp_path / "other.safetensors").read_bytes()
     (broken / "checkpoints" / name(6) / "model.safetensors").write_bytes(data)
-    build(broken, 6).run()  # passed over: not what was written
+    build(broken, 6).run()  # skipped: not as it was written
     forge(broken / "checkpoints" / name(6), "model.safetensors", data)
     check_facts(refusal(broken), "3.weight", "3.bias", "0.weight", (9, 4), (8, 4))
 
@@ -276,7 +276,7 @@ def test_a_path_that_leaves_the_folder(outside, broken):
 
 @pytest.mark.parametrize("count", [-1, 1.5, None, "6", float("inf"), [], {}])
 @pytest.mark.parametrize("key", ["position", "step"])
-def test_a_count_that_is_none(key, count, broken):
+def test_a_count_that_is_not_valid(key, count, broken):
     path = broken / "checkpoints" / name(6) / "manifest.json"
     rewrite(path, lambda manifest: manifest["parts"]["progress"]["values"].update({key: count}))
     check_facts(refusal(broken), "step-00000006", "manifest.json")
@@ -287,7 +287,7 @@ def test_a_checkpoint_without_a_model(broken):
     check_facts(refusal(broken), "'model'", "KeyError")
 
 
-def test_all_that_were_tried_are_named(broken):
+def test_all_checkpoints_that_were_tried_are_named(broken):
     for step, file in zip(SAVED, FILES, strict=False):
         extend(broken / "checkpoints" / name(step) / file, [], 0, 1)
     with refused(UserError, broken) as caught:

@@ -20,7 +20,7 @@ STEPS = 12
 
 
 class At:
-    """Calls each function before the step that it is given for, when no save is under way."""
+    """Calls each function before the step that it is given for, while no save is running."""
 
     def __init__(self, calls):
         self.calls = calls
@@ -61,7 +61,7 @@ def warnings_of_checkpoints(caplog):
 
 
 def quota(monkeypatch):
-    """Let the disk look empty: a quota is not seen before it is met."""
+    """Let the disk look empty, as under a quota, which shows only when a write fails."""
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1 << 40))
 
@@ -109,7 +109,7 @@ def test_golden_message_of_an_end_that_is_not_saved(disk, whole):
     assert steps(disk / "run") == [2, 4, 6, 8, 10, 12]
 
 
-def test_a_disk_that_is_full_from_the_start_leaves_no_last_good_one(disk):
+def test_a_disk_that_is_full_from_the_start_leaves_no_checkpoint(disk):
     (disk / "run").mkdir()
     with refused(StorageError, disk / "run", "No space left on device") as caught:
         run(disk / "run", {2: lambda: fill(disk)}, disk_full="stop")
@@ -138,7 +138,7 @@ def test_a_disk_that_becomes_read_only_ends_the_run(disk_full, own_disk):
     assert steps(own_disk) == [2, 4]
 
 
-def test_one_that_cannot_be_removed_is_warned_of_and_costs_nothing(tmp_path, whole, mount, caplog):
+def test_a_checkpoint_that_cannot_be_removed_causes_only_a_warning(tmp_path, whole, mount, caplog):
     first = tmp_path / "checkpoints" / "step-00000002"
     calls = {4: lambda: mount("--bind", first, first)}  # a folder that is in use so cannot be renamed
     assert_same(weights(run(tmp_path, calls, keep_last=1)), whole)
@@ -147,7 +147,7 @@ def test_one_that_cannot_be_removed_is_warned_of_and_costs_nothing(tmp_path, who
     assert steps(tmp_path) == [2, 12]
 
 
-def test_a_folder_that_is_gone_is_made_again(tmp_path, whole, caplog):
+def test_a_missing_folder_is_created_again(tmp_path, whole, caplog):
     loop = run(tmp_path, {6: lambda: shutil.rmtree(tmp_path / "checkpoints")})
     assert_same(weights(loop), whole)
     assert steps(tmp_path)[-4:] == [6, 8, 10, 12]
@@ -155,7 +155,7 @@ def test_a_folder_that_is_gone_is_made_again(tmp_path, whole, caplog):
     check_facts(warning, tmp_path / "checkpoints")
 
 
-def test_a_folder_that_goes_while_it_is_written_to_is_made_again(tmp_path, monkeypatch, caplog):
+def test_a_folder_that_is_removed_during_a_save_is_created_again(tmp_path, monkeypatch, caplog):
     sync, names = os.fsync, []
 
     def goes(descriptor):
@@ -173,7 +173,7 @@ def test_a_folder_that_goes_while_it_is_written_to_is_made_again(tmp_path, monke
 
 @pytest.mark.parametrize("number", range(1, 7))
 def test_a_sync_that_fails_ends_the_run_at_the_next_step(number, tmp_path, monkeypatch):
-    """Of the two files of tensors, the manifest, their folder (twice), and the folder of that."""
+    """The syncs are of the two files of tensors, the manifest, their folder (twice), and its parent."""
     sync, calls, failed = os.fsync, [], Event()
 
     def fails(descriptor):
@@ -273,7 +273,7 @@ def config(write_config, tmp_path, monkeypatch):
 
 
 class TestCommandLine:
-    """The same, as it is met: the fixture `hookdiff` sees to it that there is no traceback."""
+    """The same at the command line; the fixture `hookdiff` asserts that there is no traceback."""
 
     def test_a_full_disk(self, disk, config, hookdiff):
         code, _, err = hookdiff("run", config("full", disk, 3), "--out", disk / "run")

@@ -1,4 +1,4 @@
-"""Exact resume, bit for bit: a run that is cut, through files, is the run that was never stopped."""
+"""Exact resume, bit for bit: a run that is stopped and resumed from files equals one that was never stopped."""
 
 import random
 
@@ -34,7 +34,7 @@ def train(*arguments, **options):
 
 
 def outcome(loop):
-    """All that a run is, and every line that it logged."""
+    """The whole state of a run, and every line that it logged."""
     tensors, tree = flatten(loop.state_dict())
     del tree["plugins"]["metrics"]  # a length in bytes, of lines with the time of day
     return {name: tensor.clone() for name, tensor in tensors.items()}, tree, records(loop.run_dir)
@@ -47,7 +47,7 @@ def assert_same_runs(one, other):
 
 
 def in_one_and_in_parts(tmp_path, make, cuts=(7,)):
-    """Train by `make()`, keywords of a run that are new each time: at once, and stopped after each of `cuts`."""
+    """Train twice with the keywords that `make()` returns: at once, and stopped after each of `cuts`."""
     whole = train(tmp_path / "whole", **make())
     parts = tmp_path / "parts"
     for index, steps in enumerate((*cuts, STEPS)):
@@ -131,7 +131,7 @@ def test_an_optimizer_that_cannot_be_stored_is_refused_after_its_first_step(make
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_state_that_is_of_no_parameter_is_refused(tmp_path):
+def test_optimizer_state_that_belongs_to_no_parameter_is_refused(tmp_path):
     class Strange(optim.SGD):
         def step(self, closure=None):
             super().step(closure)
@@ -200,7 +200,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("cuts", [(1,), (3,), (5,), (6,), (11,), (2, 3, 9), tuple(range(1, STEPS))])
-def test_a_run_may_be_cut_anywhere_and_again(cuts, whole, tmp_path):
+def test_a_run_may_be_stopped_anywhere_and_more_than_once(cuts, whole, tmp_path):
     for index, steps in enumerate((*cuts, STEPS)):
         again = train(tmp_path, steps, resume=index > 0, plugins=everything(), **images())
     assert_same_runs(again, whole)
@@ -244,7 +244,7 @@ def test_a_crash_loses_only_the_steps_after_the_last_save(whole, tmp_path):
     ],
     ids=["balanced", "last batch", "held out", "micro-batches", "in memory", "bf16", "percentile"],
 )
-def test_so_does_any_other_run(make, tmp_path):
+def test_other_configs_resume_exactly(make, tmp_path):
     in_one_and_in_parts(tmp_path, make, cuts=(3, 8))
 
 

@@ -100,7 +100,7 @@ def test_known_answer() -> None:
     assert look.norm == pytest.approx(1)
 
 
-def test_it_equals_torch_but_for_the_millionth_there() -> None:
+def test_it_equals_torch_except_for_its_added_1e_6() -> None:
     look = clipped(Norm(max_norm=0.05), steps=1)
     parameters = [nn.Parameter(g) for g in look.before[0].values()]
     for parameter, gradient in zip(parameters, look.before[0].values(), strict=True):
@@ -136,7 +136,7 @@ def test_without_bounds_a_threshold_that_follows_is_scale_free(kind: Any, scale:
 
 
 def run(norms: list[float], rule: Rule, clip: Clip | None = None) -> list[float]:
-    """The thresholds before each step and after the last, of a run whose gradients have `norms`; inf for none."""
+    """Return the thresholds before each step and after the last, for gradients with `norms`; inf for none."""
     listen, norms = Listen(), [*norms, 1.0]
     plugins = {"push": Push(norms), "clip": clip or Clip(rule), "listen": listen}
     toy_loop(plugins, optimizers=still, steps=len(norms), log_every=1).run()
@@ -144,36 +144,36 @@ def run(norms: list[float], rule: Rule, clip: Clip | None = None) -> list[float]
 
 
 class TestFollowing:
-    def test_the_mean(self) -> None:
+    def test_the_threshold_follows_the_mean(self) -> None:
         seen = run([1.0, 2.0, 4.0], Adaptive(max_norm=100, factor=1.5, decay=0.9, warmup=3))
         assert seen == pytest.approx([100, 100, 100, 1.5 * (0.81 * 1 + 0.9 * 2 + 4) / 2.71], rel=1e-5)
 
     @pytest.mark.parametrize("percentile", [0, 10, 50, 93.5, 100])
-    def test_the_percentile(self, percentile: float) -> None:
+    def test_the_threshold_follows_the_percentile(self, percentile: float) -> None:
         norms = [3.0, 1.0, 2.0, 8.0, 5.0, 6.0]
         seen = run(norms, Percentile(max_norm=100, warmup=6, window=5, percentile=percentile, factor=1.25))
         expected = 1.25 * torch.quantile(torch.tensor(norms[1:]), percentile / 100).item()
         assert seen[-1] == pytest.approx(expected, rel=1e-5)
 
-    def test_mean_and_deviation(self) -> None:
+    def test_the_threshold_follows_mean_and_deviation(self) -> None:
         norms = [3.0, 1.0, 2.0, 8.0, 5.0]
         seen = run(norms, ZScore(max_norm=100, warmup=5, window=4, deviations=2))
         assert seen[-1] == pytest.approx(statistics.fmean(norms[1:]) + 2 * statistics.pstdev(norms[1:]), rel=1e-5)
 
     @pytest.mark.parametrize("kind", [Adaptive, Percentile, ZScore])
-    def test_a_spike_hardly_raises_it(self, kind: Any) -> None:
+    def test_a_spike_hardly_raises_the_threshold(self, kind: Any) -> None:
         norms = [1.0 + 0.1 * (step % 5) for step in range(40)]
         quiet = run(norms, kind(max_norm=math.inf, warmup=20))[-1]
         norms[30] = 1e6
         assert run(norms, kind(max_norm=math.inf, warmup=20))[-1] == pytest.approx(quiet, rel=0.1)
 
     @pytest.mark.parametrize("kind", [Adaptive, Percentile, ZScore])
-    def test_it_follows_norms_that_stay_higher(self, kind: Any) -> None:
+    def test_the_threshold_follows_norms_that_stay_higher(self, kind: Any) -> None:
         norms = [1.0 + 0.1 * (step % 5) for step in range(40)] + [20.0 + step % 5 for step in range(400)]
         assert 20 < run(norms, kind(max_norm=math.inf, warmup=20))[-1] < math.inf
 
     @pytest.mark.parametrize("kind", [Adaptive, Percentile, ZScore])
-    def test_its_bounds_hold(self, kind: Any) -> None:
+    def test_the_threshold_stays_within_its_bounds(self, kind: Any) -> None:
         seen = run([10.0 ** (step % 7 - 3) for step in range(30)], kind(max_norm=2, min_norm=0.5, warmup=1))
         assert all(0.5 <= threshold <= 2 for threshold in seen)
         assert len(set(seen)) > 2
@@ -300,7 +300,7 @@ class TestAGC:
         for name, before in look.before[0].items():
             assert (look.after[0][name].abs() <= before.abs()).all()
 
-    def test_the_norms_are_those_of_what_is_left(self) -> None:
+    def test_the_loop_reports_the_norms_after_clipping(self) -> None:
         look = clipped(AGC(factor=1e-3), steps=3)
         assert look.norm == pytest.approx(total(look.after[-1]), rel=1e-6)
         assert total(look.after[-1]) < total(look.before[-1])
@@ -325,7 +325,7 @@ class TestAGC:
         assert list(look.after[0]) == ["3.bias"]
         assert total(look.after[0]) < total(look.before[0])
 
-    def test_weights_that_no_optimizer_holds_are_left_alone(self) -> None:
+    def test_weights_without_an_optimizer_are_not_clipped(self) -> None:
         model, listen = toy_model(), Listen()
         loop = toy_loop(
             {"clip": Clip(AGC(factor=1e-6)), "listen": listen},
@@ -369,7 +369,7 @@ def test_the_loss_stays_known_when_the_gradients_change() -> None:
 
 @define
 class Halve(Rule):
-    """A stranger's rule, whose factor falls from step to step."""
+    """A user-defined rule with a factor that falls from step to step."""
 
     factor: float = 0.5
     power: int = 0
@@ -383,7 +383,7 @@ class Halve(Rule):
         return {"power": self.power}
 
 
-def test_a_rule_may_be_ones_own() -> None:
+def test_a_rule_may_be_user_defined() -> None:
     rule, looks = Halve(0.25), (Look(), Look())
     clip = Clip(rule)
     for look in looks:

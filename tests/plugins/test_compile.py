@@ -1,4 +1,4 @@
-"""With torch's "eager" backend, which goes through all of this but the compiler; the slow tests take that too."""
+"""The plugin `compile` with torch's "eager" backend, which does all but compile; the slow tests compile, too."""
 
 import sys
 
@@ -41,7 +41,7 @@ def registered(backend):
 
 
 class Net(nn.Sequential):
-    """The toy net with code of its own: torch's own containers are passed over by the compiler of torch 2.11."""
+    """The toy net as a class of its own: the compiler of torch 2.11 skips torch's own containers."""
 
     def forward(self, x):
         for layer in self:
@@ -59,7 +59,7 @@ def ran(plugins, steps=6, **options):
     return loop
 
 
-def test_it_trains_as_without_it_and_keeps_the_names():
+def test_compiled_training_gives_the_same_weights_and_names():
     counter = Counter()
     compiled, plain = ran({"compile": Compile(backend=registered(counter)), "ema": EMA()}), ran({"ema": EMA()})
     assert counter.graphs >= 2  # the probe, the net; and the net again for the smaller last part
@@ -68,7 +68,7 @@ def test_it_trains_as_without_it_and_keeps_the_names():
     assert type(compiled.model) is Net
 
 
-def test_averages_are_sampled_from_it_and_leave_it_as_it_was():
+def test_sampling_with_an_average_leaves_the_compiled_model_as_it_was():
     loops = [toy_loop({**given, "ema": EMA(decay=0.5)}) for given in ({"compile": Compile(backend="eager")}, {})]
     images = []
     for loop in loops:
@@ -82,7 +82,7 @@ def test_averages_are_sampled_from_it_and_leave_it_as_it_was():
 
 
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
-def test_a_run_may_go_on_with_or_without_it(tmp_path, before, after):
+def test_a_run_may_resume_with_or_without_the_compiler(tmp_path, before, after):
     def plugins(is_compiled):
         return {**({"compile": Compile(backend="eager")} if is_compiled else {}), "checkpoint": Checkpoint(every=3)}
 
@@ -91,7 +91,7 @@ def test_a_run_may_go_on_with_or_without_it(tmp_path, before, after):
     assert_same(weights(resumed), weights(ran({}, model=net(dropout=0.3))))
 
 
-def test_a_backend_that_is_not_there_is_refused_with_the_nearest():
+def test_an_unknown_backend_is_refused_with_the_nearest():
     with (
         refused(UserError, "plugins.compile.backend", "inductr", "inductor"),
         toy_loop({"compile": Compile(backend="inductr")}),
@@ -159,7 +159,7 @@ def test_a_machine_without_a_compiler_is_refused_before_the_run_starts(run, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
-def test_the_compiler_changes_rounding_alone(mode):
+def test_the_compiler_changes_only_rounding(mode):
     compiled, plain = ran({"compile": Compile(mode=mode), "ema": EMA()}, steps=20), ran({"ema": EMA()}, steps=20)
     for name, value in weights(plain).items():
         torch.testing.assert_close(compiled.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
@@ -167,7 +167,7 @@ def test_the_compiler_changes_rounding_alone(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_sizes_may_be_left_open_or_not(dynamic):
+def test_the_batch_size_may_be_dynamic_or_static(dynamic):
     compiled, plain = ran({"compile": Compile(dynamic=dynamic)}), ran({})
     for name, value in weights(plain).items():
         torch.testing.assert_close(compiled.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)

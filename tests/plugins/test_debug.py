@@ -62,7 +62,7 @@ def test_a_nan_does_not_hide_the_other_numbers():
     assert found.std == pytest.approx(float(clean.std(correction=0)), rel=1e-5)
 
 
-def test_constant_channels_and_copies_are_seen():
+def test_constant_channels_and_repeated_images_are_found():
     batch = torch.cat([PICTURES, torch.ones_like(PICTURES)], 1)
     assert measure_inputs(batch).channels == (1,)
     assert measure_inputs(PICTURES[:1].expand(8, -1, -1, -1)).same == 1
@@ -91,7 +91,7 @@ def test_inputs_are_judged(inputs, severity, numbers):
 
 
 @given(scale=st.floats(0.3, 1), shift=st.floats(-0.5, 0.5))
-def test_no_images_that_fill_a_good_part_of_the_range_raise_an_alarm(scale, shift):
+def test_images_that_use_much_of_the_range_cause_no_warning(scale, shift):
     assert judged(PICTURES * scale + shift * (1 - scale)).severity == "ok"
 
 
@@ -146,7 +146,7 @@ class Dead(nn.Module):
         return self.main(x) + self.out(self.side(x).relu())
 
 
-def test_a_dead_layer_is_named_when_it_has_been_silent_for_two_looks(caplog):
+def test_a_dead_layer_is_named_after_two_measurements_without_a_gradient(caplog):
     loop = toy_loop({"debug": Debug()}, model=Dead(), steps=40)
     loop.run()
     (said,) = [text for text in warnings(caplog) if "side" in text]
@@ -185,7 +185,7 @@ def test_a_finding_that_comes_back_is_reported_again(caplog):
     [Diffusion(VP(schedule="cosine")), Diffusion(Flow()), Diffusion(EDM(), EDMPrediction(sigma_data=0.6))],
     ids=["cosine", "flow", "edm"],
 )
-def test_real_networks_that_start_as_zero_raise_no_alarm(net, objective, caplog):
+def test_real_networks_that_start_at_zero_cause_no_warning(net, objective, caplog):
     net.reset_parameters() if isinstance(net, UNet) else None
     values = Values()
     debug = Debug(every=10, num=16)
@@ -206,7 +206,7 @@ def test_real_networks_that_start_as_zero_raise_no_alarm(net, objective, caplog)
 
 
 class Disturbing(nn.Module):
-    """Draws, counts its calls in a buffer and behaves otherwise in training."""
+    """Draws random numbers, counts its calls in a buffer and behaves differently in training."""
 
     def __init__(self):
         super().__init__()
@@ -221,7 +221,7 @@ class Disturbing(nn.Module):
         return self.norm(self.net(x)) + torch.rand(()) * 0
 
 
-def test_a_look_changes_nothing():
+def test_a_measurement_changes_nothing():
     runs = []
     for plugins in ({}, {"debug": Debug(every=1)}):
         torch.manual_seed(3)
@@ -241,7 +241,7 @@ def test_a_compiled_network_is_not_compiled_again():
         made.append(graph)
         return graph.forward
 
-    class Net(nn.Sequential):  # torch's own containers are passed over by the compiler of torch 2.11
+    class Net(nn.Sequential):  # the compiler of torch 2.11 skips torch's own containers
         def forward(self, x):
             for layer in self:
                 x = layer(x)
@@ -256,7 +256,7 @@ def test_a_compiled_network_is_not_compiled_again():
     assert made.index(None) == len(made) - 1 - made.index(None) - 1 > 0  # as many for each
 
 
-def test_there_are_transfers_on_its_own_steps_only():
+def test_only_measured_steps_have_transfers():
     loop, plain = toy_loop({"debug": Debug(every=0)}, log_every=1000), toy_loop(log_every=1000)
     counts = []
     for each in (loop, plain):

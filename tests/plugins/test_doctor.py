@@ -157,7 +157,7 @@ def test_the_cause_is_named(table, name, numbers, doctor):
 
 
 def assert_only(name, findings):
-    """Assert that all else is ok or refers to the cause; how long a step takes is the machine's."""
+    """Assert that all else is ok or refers to the cause; the time of a step depends on the machine."""
     for other, finding in findings.items():
         if other not in (name, "time") and finding["severity"] != "ok":
             assert f"mend {name} first" in finding["remedy"]
@@ -196,7 +196,7 @@ def test_the_cause_is_printed_first():
     assert as_text(findings).splitlines()[0] == "no errors, 1 warning"
 
 
-def test_what_comes_after_the_cause_refers_to_it():
+def test_findings_after_the_cause_refer_to_it():
     severities = {"a": "warning", "b": "error", "c": "ok", "d": "warning", "e": "error"}
     findings = {name: Finding(severity, name, "", "as it is") for name, severity in severities.items()}
 
@@ -271,8 +271,8 @@ def test_the_peak_of_a_step_lies_near_the_estimate(device, folder):
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11 warns always
-def test_what_is_counted_is_what_the_allocator_was_asked_for():
-    """Without a GPU: the count of a step beside that of torch's profiler."""
+def test_the_counted_memory_is_what_the_allocator_gave():
+    """Without a GPU: the bytes of a step beside those of torch's profiler."""
     loop, twin = (toy_loop(batch_size=40, steps=9) for _ in range(2))
     with loop:
         counted = train(loop, 4).peak_memory
@@ -292,7 +292,7 @@ def test_what_is_counted_is_what_the_allocator_was_asked_for():
 
 
 def test_micro_batch_auto_is_found_before_the_trial(folder, monkeypatch):
-    """Where the whole batch does not fit, so that a trial with it would end in an error."""
+    """The whole batch does not fit, so a trial with it would end in an error."""
     seen, forward = [], UNet.forward
 
     def short_of_memory(self, x, *args):
@@ -334,7 +334,7 @@ def test_nothing_is_wrong_with_a_healthy_config(name, doctor, folder):
         assert picture.width > picture.height  # 9 columns of 8 rows
 
 
-def test_a_run_is_looked_at_and_never_touched(doctor, hookdiff, folder):
+def test_a_run_directory_is_read_and_never_changed(doctor, hookdiff, folder):
     run = folder / "run"
     assert hookdiff("run", "small.toml", "--out", run, "--plugins", "checkpoint", *settings(run__steps=12))[0] == 0
 
@@ -433,7 +433,7 @@ def test_updates_as_large_as_the_weights_are_blamed_for_a_loss_that_does_not_fal
     assert checks.check_learning(trial([1 - k / 80 for k in range(40)], changes=[0.2] * 8)).severity == "warning"
 
 
-def test_a_rate_that_is_warmed_up_slowly_is_not_blamed():
+def test_a_slow_warm_up_is_not_blamed():
     flat = trial([1.0] * 40)
     flat.rates = [1e-6 * step for step in range(1, 41)]
     assert (checks.check_learning(flat).severity, checks.check_learning(trial([1.0] * 40)).severity) == (
@@ -459,7 +459,7 @@ def test_errors_by_time_are_judged(ratios, trained, severity):
     assert checks.check_levels(levels, trained).severity == severity
 
 
-def test_a_loss_that_is_nan_at_once_is_not_the_learning_rates_fault():
+def test_a_nan_in_the_first_loss_is_not_blamed_on_the_learning_rate():
     for losses, outcome, expected in (
         ([math.nan], "updated", ("error", "ok")),
         ([1.0, 1.0], "stopped", ("ok", "error")),
@@ -616,7 +616,7 @@ def test_a_clock_counts_time_for_the_inner_call():
     assert sum(clock.seconds.values()) < 0.3
 
 
-def test_a_trial_hurries_through_a_warm_up_to_the_rate_that_is_configured():
+def test_a_trial_skips_through_a_warm_up_to_the_configured_rate():
     loop = toy_loop({"lr": LR("constant", warmup=3000)}, steps=10_000)
     with loop:
         found = train(loop, 20, whole_rate=True)
@@ -626,7 +626,7 @@ def test_a_trial_hurries_through_a_warm_up_to_the_rate_that_is_configured():
     assert len(found.rates) < 90
 
 
-def test_a_trial_is_the_run_itself_and_goes_on_over_epochs():
+def test_a_trial_makes_the_steps_of_the_run_over_several_epochs():
     watched, alone = toy_loop(), toy_loop(steps=12)
     alone.run()
     with watched:

@@ -41,7 +41,7 @@ class Scalar(nn.Module):
 
 
 def averaged(values, start=0.0, dtype=torch.float32, **options):
-    """Return the shadow after weights took on `values` one by one."""
+    """Return the shadow after the weights had each of `values` in turn."""
     ema = EMA(**options)
     loop = toy_loop({"values": Values(values), "ema": ema}, model=Scalar(start, dtype), steps=len(values))
     loop.run()
@@ -231,7 +231,7 @@ def test_the_power_warm_up_is_used():
 
 @define(frozen=True)
 class Late(Warmup):
-    """A stranger's warm-up, which copies the weights until some update."""
+    """A user-defined warm-up that copies the weights until some update."""
 
     begin: int
 
@@ -239,7 +239,7 @@ class Late(Warmup):
         return float(num_updates >= self.begin)
 
 
-def test_a_warm_up_may_be_ones_own():
+def test_a_warm_up_may_be_user_defined():
     assert averaged([3.0, -1.0, 4.0, 1.0], decay=0.5, warmup=Late(3)) == 0.5 * 4.0 + 0.5 * 1.0
 
 
@@ -279,7 +279,7 @@ def test_it_equals_the_averaged_model_of_torch():
     assert_same(ema.shadow, dict(theirs.module.named_parameters()))
 
 
-def test_several_averages_are_the_same_as_each_alone():
+def test_several_averages_equal_each_average_alone():
     several = EMA(decay=[0.9, 0.99], half_life=[20.0], std=[0.05, 0.1])
     toy_loop({"ema": several}).run()
     singles = [{"decay": 0.9}, {"decay": 0.99}, {"half_life": 20.0}, {"std": 0.05}, {"std": 0.1}]
@@ -303,8 +303,8 @@ def test_a_number_is_the_first_of_the_averages():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decay": 0.9, "half_life": 10.0}, "decay and half_life both say how long one average is"),
-        ({"decay": [0.9, 0.9]}, "decay=0.9 is there twice"),
+        ({"decay": 0.9, "half_life": 10.0}, "decay and half_life both set the length of one average"),
+        ({"decay": [0.9, 0.9]}, "decay=0.9 is given twice"),
         ({"std": []}, "std is an empty list"),
         ({"std": [0.05, 0.3]}, "'std' must be <= 0.288"),
         ({"std": 0.0}, "'std' must be > 0"),
@@ -315,12 +315,12 @@ def test_a_number_is_the_first_of_the_averages():
         ({"snapshot_every": 10, "decay": 0.9}, "snapshot_every needs std"),
     ],
 )
-def test_options_that_say_nothing_sensible_are_refused(options, message):
+def test_contradictory_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         EMA(**options)
 
 
-def test_a_config_says_one_or_several():
+def test_a_config_gives_one_or_several_averages():
     problems = Problems()
     given = arguments(EMA, {"decay": 1, "std": [0.05, "x"], "half_life": [5, 6]}, "plugins.ema", problems)
     assert given == {"decay": 1.0, "half_life": [5.0, 6.0]}
@@ -447,7 +447,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("dtype", "first"), [(torch.float32, []), (torch.bfloat16, ["_foreach_copy_"])])
-def test_an_update_is_one_call_an_average(dtype, first):
+def test_an_update_is_one_call_per_average(dtype, first):
     ema = EMA(decay=[0.9], std=[0.05, 0.1])
     loop = toy_loop({"ema": ema}, model=toy_model().to(dtype))
     ema.on_start(loop)
@@ -458,7 +458,7 @@ def test_an_update_is_one_call_an_average(dtype, first):
     assert transfers.count == 0
 
 
-def test_it_looks_at_no_value_while_it_trains():
+def test_training_steps_need_no_transfer():
     ema = EMA(decay=[0.9], std=[0.1])
     counts = {}
     for name, plugins in {"without": {}, "with": {"ema": ema}}.items():
@@ -480,7 +480,7 @@ class Freeze:
         return True
 
 
-def test_it_reports_that_it_does_not_move(caplog):
+def test_an_average_that_does_not_move_is_reported(caplog):
     toy_loop({"freeze": Freeze(), "ema": EMA()}, steps=450, log_every=50).run()
     (text,) = warnings(caplog)
     assert text.startswith("step 250: ema: the average decay=0.999 ")
@@ -488,7 +488,7 @@ def test_it_reports_that_it_does_not_move(caplog):
     assert "learning rate above 0" in text
 
 
-def test_it_reports_which_does_not_move_because_of_its_decay(caplog):
+def test_the_average_that_does_not_move_because_of_its_decay_is_named(caplog):
     values = [1 + n / 1000 for n in range(300)]
     ema = EMA(decay=[0.9, 1 - 1e-12], warmup="none", max_distance=9)
     toy_loop({"values": Values(values), "ema": ema}, model=Scalar(1.0), steps=300).run()
@@ -517,7 +517,7 @@ class Replace:
 
 
 @pytest.mark.parametrize("how", ["parameter", "storage"])
-def test_it_reports_that_parameters_were_replaced(how, caplog):
+def test_replaced_parameters_are_reported(how, caplog):
     toy_loop({"ema": EMA(), "replace": Replace(how)}).run()
     (text,) = warnings(caplog)
     first = text.splitlines()[0]
@@ -525,7 +525,7 @@ def test_it_reports_that_parameters_were_replaced(how, caplog):
     assert first.endswith(": 0.weight")
 
 
-def test_it_reports_that_it_lost_the_weights_once_for_each_time(caplog):
+def test_each_loss_of_the_weights_is_reported_once(caplog):
     far, near = [100.0] * 20, [1.0] * 40
     values = [*near, *far, *near, *far]
     ema = EMA(decay=[0.8], warmup="none", max_distance=0.3)
@@ -559,7 +559,7 @@ def test_each_average_is_logged():
     assert seen[20]["ema/std=0.1/decay"] == pytest.approx((1 - 1 / 20) ** (gamma_of(0.1) + 1), rel=1e-6)
 
 
-def test_a_resumed_run_logs_for_how_long_they_stood_still():
+def test_a_resumed_run_goes_on_counting_updates_without_a_change():
     class Run:
         """Notes what is logged, and goes on from the state of another run."""
 
@@ -589,7 +589,7 @@ def test_a_resumed_run_logs_for_how_long_they_stood_still():
 
 
 def loaded(saved, **options):
-    """Let an average with `options` take up what another saved."""
+    """Load a state that another average saved into one with `options`."""
     ema = EMA(**options)
     with toy_loop({"ema": ema}):
         ema.load_state_dict(saved)
@@ -606,7 +606,7 @@ def test_a_saved_average_of_another_kind_is_refused():
             loaded(saved, **options)
 
 
-def test_a_rollback_takes_the_averages_back():
+def test_a_rollback_restores_the_averages():
     class Back:
         """Saves at step 5, meets a NaN at step 8, and goes back."""
 

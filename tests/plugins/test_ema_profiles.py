@@ -1,4 +1,4 @@
-"""What an average remembers: known answers of EDM2 (arXiv 2312.02696) and of the usual decays and warm-ups."""
+"""Profiles of averages: known answers of EDM2 (arXiv 2312.02696) and of the usual decays and warm-ups."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_half_lives(half_life, decay):
 
 
 @pytest.mark.parametrize(("decay", "updates", "left"), [(0.999, 1000, 0.367695424771), (0.9999, 10000, 0.367861046433)])
-def test_what_a_decay_leaves(decay, updates, left):
+def test_the_weight_that_a_decay_leaves(decay, updates, left):
     assert half_life_decay(math.log(0.5) / math.log(decay)) ** updates == pytest.approx(left, rel=1e-9)
 
 
@@ -76,7 +76,7 @@ def test_exponents_of_widths(std, gamma):
 
 
 @given(std=stds)
-def test_a_width_comes_back(std):
+def test_a_width_survives_the_round_trip_through_gamma(std):
     gamma = gamma_of(std)
     assert math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2) == pytest.approx(std, rel=1e-9)  # EDM2 appendix C
 
@@ -152,7 +152,7 @@ def averaged(values, std, step):
     ("count", "dtype", "error"), [(8, np.float64, 8e-4), (64, np.float64, 1.3e-6), (64, np.float16, 2e-4)]
 )
 def test_a_random_walk_is_reconstructed(count, dtype, error):
-    # Relative errors at std 0.075 that were computed apart from this code.
+    # Relative errors at std 0.075 that were computed without this code.
     values, last = walk(4096), 4096
     steps = np.repeat(np.arange(1, count + 1) * last // count, 2)
     widths = np.tile([0.05, 0.10], count)
@@ -167,21 +167,21 @@ def test_a_random_walk_is_reconstructed(count, dtype, error):
     std=stds,
     step=st.integers(1, 100),
 )
-def test_any_reconstruction_keeps_what_never_moved(kept, std, step):
+def test_a_reconstruction_keeps_constant_weights(kept, std, step):
     found = fit([place for place, _ in kept], [width for _, width in kept], step, [std])
     assert found.weights.sum() == pytest.approx(1, abs=1e-6)
     assert found.errors[0] >= 0
 
 
 @given(place=st.integers(0, 7), count=st.integers(1, 8))
-def test_what_is_there_is_found_again(place, count):
+def test_a_stored_profile_is_reconstructed_exactly(place, count):
     steps, widths = np.repeat(np.arange(1, count + 1) * 100, 2), np.tile([0.05, 0.1], count)
     place %= 2 * count
     found = fit(steps.tolist(), widths.tolist(), steps[place], [widths[place]])
     np.testing.assert_allclose(found.weights[:, 0], np.eye(2 * count)[place], atol=1e-9)
 
 
-def test_more_snapshots_carry_more():
+def test_more_snapshots_reconstruct_more_widths():
     errors = [
         fit([k * 100 // count for k in range(1, count + 1)] * 2, [0.05] * count + [0.1] * count, 100, [0.075]).errors[0]
         for count in (1, 2, 5, 10, 50)

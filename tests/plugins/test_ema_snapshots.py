@@ -1,4 +1,4 @@
-"""Averages that are put together after training, from real files of real runs."""
+"""Averages that are reconstructed after training, from the files of real runs."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_snapshots_have_the_models_own_keys(run):
 
 
 @pytest.mark.parametrize("std", [0.04, 0.05, 0.07, 0.075, 0.1, 0.12])
-def test_an_average_that_nobody_kept_is_found(run, std, tmp_path):
+def test_an_average_that_was_not_kept_is_reconstructed(run, std, tmp_path):
     folder, _ = run
     found = made(folder, std)
     _, kept = trained(tmp_path, std=std, snapshot_every=0)
@@ -93,7 +93,7 @@ def test_an_average_that_nobody_kept_is_found(run, std, tmp_path):
     assert found["norm.num_batches_tracked"] == STEPS
 
 
-def test_at_an_earlier_step_it_is_the_average_of_then(run, tmp_path):
+def test_a_reconstruction_at_an_earlier_step_is_the_average_of_that_step(run, tmp_path):
     folder, _ = run
     found = made(folder, 0.075, 128)
     _, kept = trained(tmp_path, std=0.075, snapshot_every=0, steps=128)
@@ -102,7 +102,7 @@ def test_at_an_earlier_step_it_is_the_average_of_then(run, tmp_path):
 
 
 @given(place=st.integers(0, 15))
-def test_at_a_snapshot_it_is_the_snapshot(run, place):
+def test_a_reconstruction_at_a_snapshot_equals_it(run, place):
     folder, _ = run
     snapshots = find_snapshots(folder)
     planned = plan(snapshots, snapshots[place].std, snapshots[place].step)
@@ -130,7 +130,7 @@ def test_weights_that_never_moved_stay_what_they_are(tmp_path_factory, std, valu
     assert float(made(folder, std)["value"]) == pytest.approx(value, rel=1e-6)
 
 
-def test_half_precision_costs_what_it_says(run, tmp_path):
+def test_half_precision_has_the_documented_error(run, tmp_path):
     folder, _ = run
     trained(tmp_path, snapshot_dtype="float16")
     stored = load_file(tmp_path / "ema" / "step-00000256-std=0.1.safetensors")
@@ -175,13 +175,13 @@ def test_a_resumed_run_writes_the_same_files_again(run, tmp_path):
     assert files(tmp_path) == files(folder)
 
 
-def test_what_lies_ahead_is_of_steps_that_were_undone(tmp_path):
+def test_snapshots_of_later_steps_are_removed(tmp_path):
     trained(tmp_path, steps=96)
     trained(tmp_path, steps=1)  # another run in the same folder
     assert list(files(tmp_path)) == [f"step-00000001-std={std}.safetensors" for std in (0.05, 0.1)]
 
 
-def test_an_average_that_began_anew_is_not_mixed_with_the_one_before(tmp_path):
+def test_an_average_that_starts_again_is_not_mixed_with_the_earlier_one(tmp_path):
     trained(tmp_path, steps=64, plugins={"checkpoint": Checkpoint(64)})
     torch.manual_seed(0)
     ema = EMA(std=[0.05, 0.1], snapshot_every=32)
@@ -207,12 +207,12 @@ def test_an_average_that_began_anew_is_not_mixed_with_the_one_before(tmp_path):
         (0.075, 139, "the snapshots determine no average at step 139; the nearest snapshot is at step 128"),
     ],
 )
-def test_what_the_snapshots_do_not_carry_is_refused_with_the_range(run, std, step, message):
+def test_a_width_outside_of_the_range_is_refused_with_the_range(run, std, step, message):
     with pytest.raises(UserError, match=message):
         plan(find_snapshots(run[0]), std, step)
 
 
-def test_the_range_that_is_told_is_the_range(run):
+def test_the_reported_range_is_the_real_one(run):
     snapshots = find_snapshots(run[0])
     with pytest.raises(UserError) as caught:
         plan(snapshots, 0.28)
@@ -225,13 +225,13 @@ def test_the_range_that_is_told_is_the_range(run):
             plan(snapshots, std)
 
 
-def test_one_profile_at_one_time_carries_little(tmp_path):
+def test_one_snapshot_reconstructs_few_widths(tmp_path):
     trained(tmp_path, std=[0.05, 0.2], steps=32)
     with pytest.raises(UserError, match=r"at step 32: 0\.04\d* to 0\.06\d*, 0\.1\d* to 0\.2\d*$"):
         plan(find_snapshots(tmp_path), 0.1)
 
 
-def test_rounded_snapshots_do_not_carry_what_needs_them_exactly(tmp_path):
+def test_rounded_snapshots_are_refused_where_large_weights_cancel(tmp_path):
     stds = []
     for dtype in ("float32", "float16"):
         trained(tmp_path / dtype, steps=128, snapshot_every=2, snapshot_dtype=dtype)
@@ -241,7 +241,7 @@ def test_rounded_snapshots_do_not_carry_what_needs_them_exactly(tmp_path):
     assert stds[0] < 0.9 * stds[1]
 
 
-def test_snapshots_of_several_models_are_told(tmp_path):
+def test_snapshots_of_several_models_are_refused(tmp_path):
     trained(tmp_path, steps=64)
     lost = tmp_path / "ema" / "step-00000032-std=0.05.safetensors"
     with safe_open(lost, framework="pt") as file:
@@ -256,17 +256,17 @@ def test_snapshots_of_several_models_are_told(tmp_path):
         made(tmp_path, 0.075)
 
 
-def test_files_that_are_no_snapshots_are_told(tmp_path):
+def test_files_that_are_not_snapshots_are_refused(tmp_path):
     trained(tmp_path, steps=64)
     path = tmp_path / "ema" / "step-00000032-std=0.05.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:100])
-    with pytest.raises(UserError, match=r"std=0\.05\.safetensors: cut short, or no safetensors file: "):
+    with pytest.raises(UserError, match=r"std=0\.05\.safetensors: cut short, or not a safetensors file: "):
         find_snapshots(tmp_path)
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(UserError, match=r"no snapshot of an average: its header lacks 'std'"):
+    with pytest.raises(UserError, match=r"not a snapshot of an average: its header lacks 'std'"):
         find_snapshots(tmp_path)
     path.unlink()
     (tmp_path / "ema" / "step-notes.txt").write_text("mine")

@@ -89,7 +89,7 @@ def command(place: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Any) -> Any:
 
 @pytest.fixture
 def trained(place: Path, command: Any) -> Any:
-    """Return a function that gives the run directory of a config, trained when it is asked for first."""
+    """Return a function that returns the run directory of a config, and trains it at the first call."""
 
     def train(name: str, model: str, *settings: str) -> Path:
         config, run = place / f"{name}.toml", place / "runs" / name
@@ -112,7 +112,7 @@ def images(run: Path, num: int, weights: str | None, *settings: str, labels: tup
 
 
 @pytest.mark.parametrize("weights", [None, "model", "ema", "ema/decay=0.1", "half"])
-def test_golden_output_of_a_file_that_has_to_the_bit_the_weights_of_the_samples(
+def test_golden_output_of_a_file_with_exactly_the_weights_that_sample(
     trained: Any, command: Any, tmp_path: Path, weights: str | None
 ) -> None:
     run, file = trained("ours", OURS), tmp_path / "there" / "out.safetensors"
@@ -159,7 +159,7 @@ def test_weights_from_a_file(trained: Any, command: Any, tmp_path: Path) -> None
         assert file.metadata()["weights"] == str(first)
 
 
-def test_spectral_norm_leaves_the_weights_that_it_makes(trained: Any, command: Any, tmp_path: Path) -> None:
+def test_an_export_has_the_spectrally_normalised_weights(trained: Any, command: Any, tmp_path: Path) -> None:
     settings = ("run.plugins=['ema', 'spectral', 'checkpoint']", "plugins.spectral.layers=['down*']")
     run, file = trained("spectral", OURS, *settings), tmp_path / "out.safetensors"
     assert command("export", run, file, "--weights", "ema")[0] == 0
@@ -220,7 +220,7 @@ def test_an_export_that_cannot_be_made_is_refused(trained: Any, command: Any, tm
 
 
 class InDiffusers(nn.Conv2d):
-    """Says that it is of that library, which takes long to import."""
+    """Pretends to be of diffusers, which takes long to import."""
 
     __module__ = "diffusers.models"
 

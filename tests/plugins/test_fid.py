@@ -1,4 +1,4 @@
-"""The digits features see what makes digits bad, and the plugin measures without a trace in the training."""
+"""The digits features tell bad digits from good ones, and the plugin measures without an effect on the training."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from hookdiff_fid import FID, Moments, frechet_distance, train_digits
 from hookdiff_fid.digits import WEIGHTS, DigitsNet, load_digits_net
 from tests.conftest import Logged, check_facts, refused
 
-# The features
+# The features of the digits
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_loading_the_net_draws_no_random_numbers() -> None:
 
 
 class Painter:
-    """Makes images of the net's and the generators' noise, `fill` in place of them where it is given."""
+    """Makes images from the noise of the net and the generators, or of the value `fill` if it is given."""
 
     def __init__(self, fill: float | None = None) -> None:
         self.fill = fill
@@ -250,7 +250,7 @@ def test_logs_at_the_end_of_epochs() -> None:
     assert list(recorder.distances) == [6, 12]
 
 
-def test_a_run_that_is_cut_off_is_not_measured() -> None:
+def test_a_run_that_stops_early_is_not_measured() -> None:
     loop, recorder = make_loop(FID(num_samples=40), steps=25)
     with loop:
         for step in loop.steps():
@@ -259,7 +259,7 @@ def test_a_run_that_is_cut_off_is_not_measured() -> None:
     assert recorder.distances == {}
 
 
-def test_the_number_is_that_of_its_images() -> None:
+def test_the_logged_distance_is_that_of_the_images() -> None:
     fid = FID(every=0, num_samples=300, seed=5)
     loop, recorder = make_loop(fid, steps=4)
     loop.run()

@@ -1,4 +1,4 @@
-"""The Fréchet distance against closed forms, other routes to it, and the traps of rounding."""
+"""The Fréchet distance against closed forms and other computations, and where rounding matters."""
 
 import math
 
@@ -70,7 +70,7 @@ def test_small_distances_keep_their_digits() -> None:
 
 
 @pytest.mark.parametrize("num", [100, 2000])
-def test_agrees_with_the_routes_by_sqrtm_and_by_eigenvalues(num: int) -> None:
+def test_it_agrees_with_computations_by_sqrtm_and_by_eigenvalues(num: int) -> None:
     a = Moments.from_features(normal(num, 24, seed=1) @ normal(24, 24, seed=2))
     b = Moments.from_features(normal(num, 24, seed=3) @ normal(24, 24, seed=4) + 0.5)
     product = (a.covariance @ b.covariance).numpy()

@@ -97,7 +97,7 @@ def config(*settings: str, plugins: tuple[str, ...] = ()) -> Any:
 
 
 class TestNumbers:
-    def test_they_are_those_of_plain_torch_before_clipping(self) -> None:
+    def test_the_measurements_equal_plain_torch_before_clipping(self) -> None:
         monitor = GradientMonitor(per_tensor=True)
         look, _ = watch(monitor, Clip(Norm(1e-3)), steps=15, log_every=5)
         for step in (5, 10, 15):
@@ -131,7 +131,7 @@ class TestNumbers:
             max(sizes[60] / sizes[40], sizes[80] / sizes[60], sizes[89] / sizes[80]), rel=1e-5
         )
 
-    def test_weights_of_zero_count_for_a_hundredth(self) -> None:
+    def test_weights_of_zero_count_as_an_rms_of_0_01(self) -> None:
         model = nn.Linear(4, 4, bias=False)
         nn.init.zeros_(model.weight)
         look, _ = watch(model=model, steps=1, log_every=1)
@@ -145,7 +145,7 @@ class TestNumbers:
         np.testing.assert_allclose(history["grad_norm"], look.norms()[-20:], rtol=1e-5)
         np.testing.assert_allclose(history["0.bias"], look.norms("0.bias")[-20:], rtol=1e-5)
 
-    def test_a_history_that_is_young_is_short(self) -> None:
+    def test_a_history_starts_short(self) -> None:
         monitor = GradientMonitor()
         watch(monitor, steps=3)
         assert monitor.history()["grad_norm"].shape == (3,)
@@ -171,7 +171,7 @@ class TestNumbers:
         assert look.values[5]["gradients/zero_share"] == pytest.approx(2 / 6)
         np.testing.assert_allclose(history["net.3.bias"], look.norms("net.3.bias"), rtol=1e-5)
 
-    def test_weights_that_no_optimizer_holds_are_not_looked_at(self) -> None:
+    def test_weights_without_an_optimizer_are_not_measured(self) -> None:
         monitor = GradientMonitor()
         model = toy_model()
         loop = toy_loop(
@@ -214,7 +214,7 @@ class TestNumbers:
 
 
 class Scaled:
-    """A loss scale in small: what amp does in fp16."""
+    """A constant loss scale, as amp has in fp16."""
 
     @hookimpl(wrapper=True)
     def backward(self, loop: Loop) -> Generator[None, bool, bool]:
@@ -233,7 +233,7 @@ class Scaled:
 
 
 class TestNoiseScale:
-    """On loss_i = w x_i the gradient of a sample is x_i itself, so that everything is known."""
+    """For loss_i = w x_i the gradient of a sample is x_i itself, so all values are known."""
 
     def run(self, data: Tensor, *others: object, **options: Any) -> Look:
         model = nn.Linear(data.shape[1], 1, bias=False)
@@ -273,11 +273,11 @@ class TestNoiseScale:
         assert look.values[400]["gradients/noise_scale"] == pytest.approx(truth, rel=0.1)
         assert truth == pytest.approx(4, rel=0.05)
 
-    def test_without_parts_there_is_none(self) -> None:
+    def test_without_micro_batches_there_is_no_noise_scale(self) -> None:
         look = self.run(torch.ones(8, 2), steps=2, log_every=1)
         assert not any("noise" in name for logged in look.values.values() for name in logged)
 
-    def test_an_estimate_that_makes_no_sense_is_passed_over(self) -> None:
+    def test_a_negative_estimate_is_skipped(self) -> None:
         look = self.run(torch.zeros(8, 2), steps=4, batch_size=4, micro_batch=2, log_every=1)
         assert look.values[4]["gradients/noise_scale"] == 0
 
@@ -311,7 +311,7 @@ distributed.destroy_process_group()
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 @pytest.mark.parametrize("micro_batch", [0, 5])
 def test_ranks_are_parts_of_the_batch(micro_batch: int, tmp_path: Path) -> None:
-    # Without no_sync, so that also the first micro-batch is averaged over ranks before anyone can look.
+    # Without no_sync the gradients of the first micro-batch, too, are averaged over ranks after the backward pass.
     arguments = [str(tmp_path / "store"), str(Path(__file__).parent), str(micro_batch)]
     started = [
         subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
@@ -336,7 +336,7 @@ class TestDiagnosis:
             ({"dead": 2}, "dead", "last 100 steps"),
         ],
     )
-    def test_each_illness_is_named(self, changed: dict[str, Any], cause: str, numbers: str) -> None:
+    def test_each_cause_is_named(self, changed: dict[str, Any], cause: str, numbers: str) -> None:
         ((found, finding),) = diagnose(evolve(HEALTHY, **changed), Limits()).items()
         assert (found, finding.severity) == (cause, "warning")
         assert numbers in finding.why
@@ -429,7 +429,7 @@ class TestRuns:
         assert look.values[60]["gradients/dead_share"] == pytest.approx(5 / 6)
         assert list(monitor.findings) == ["dead"]
 
-    def test_layers_behind_one_that_starts_at_zero_are_not_dead(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_layers_before_one_that_starts_at_zero_are_not_dead(self, caplog: pytest.LogCaptureFixture) -> None:
         model = toy_model()
         nn.init.zeros_(model[3].weight)  # type: ignore[index, arg-type]
         look, _ = watch(
@@ -471,7 +471,7 @@ class TestRuns:
         assert list(monitor.findings) == ["fading"]
         assert "norm 1e-07 is 1e-07 times the median of the 45 steps before" in text
 
-    def test_a_spike_is_no_explosion(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_spike_is_not_an_explosion(self, caplog: pytest.LogCaptureFixture) -> None:
         self.pushed([1.0] * 59 + [1e6] + [1.0] * 20)
         assert said(caplog) == []
 
@@ -535,7 +535,7 @@ class TestRuns:
         watch(steps=15, log_every=5)
         assert self.summary(caplog) == []
 
-    def test_steps_that_were_not_finite_are_in_the_summary(self) -> None:
+    def test_the_summary_counts_steps_that_are_not_finite(self) -> None:
         assert conclude(3, {}, 1) == "healthy at 3 of 3 logged steps; not finite at 1 step"
         assert (
             conclude(9, {"dead": 2, "rate": 1}, 0) == "learning rate too high at 1, dead layers at 2 of 9 logged steps"
@@ -545,7 +545,7 @@ class TestRuns:
 
 class TestState:
     def halves(self, make: Callable[[], GradientMonitor], other: GradientMonitor) -> GradientMonitor:
-        """A monitor that takes up what another one saw in 30 steps."""
+        """A monitor that restores the state of another one after 30 steps."""
         monitor = make()
         watch(monitor, steps=30)
         loop = toy_loop({"gradients": other})

@@ -132,7 +132,7 @@ def test_a_loss_that_ran_away_is_reported_with_the_nan(caplog: pytest.LogCapture
 
 def test_levels_at_which_nothing_is_learned_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     class Half(Net):
-        """Gives up where there is more noise than image."""
+        """Predicts 0 where there is more noise than image."""
 
         def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
             return super().forward(x, timesteps) * (timesteps < 500).view(-1, 1, 1, 1)
@@ -192,7 +192,7 @@ def test_bins_hold_the_means_of_the_samples_since_the_last_log(process: Process,
         assert logged["loss/unexplained"] == pytest.approx(float(whole), rel=0.05)
 
 
-def test_nothing_left_of_the_image_is_in_the_first_bin() -> None:
+def test_pure_noise_is_in_the_first_bin() -> None:
     diffusion = Diffusion(VP(rescale_betas_zero_snr=True), prediction="v_prediction")
     levels = NoiseLevels(diffusion, [-1.0, 0.0, 1.0], torch.device("cpu"), 100)
     levels.measure(torch.randn(8, 1, 4, 4))
@@ -255,7 +255,7 @@ def test_on_white_noise_the_best_network_is_at_the_floor() -> None:
     assert logged["loss/unlearnt"] == 0
 
 
-def test_a_loss_that_is_no_squared_error_has_no_floor() -> None:
+def test_a_loss_other_than_the_squared_error_has_no_floor() -> None:
     loop, heard = make(Loss(), objective=Diffusion(loss="l1"), steps=10)
     loop.run()
     assert any(name.startswith("loss/snr-") for name in heard.values[10])
@@ -286,7 +286,7 @@ def test_an_objective_without_noise_levels_is_not_split() -> None:
     assert heard.values[20].keys() == {"loss", "grad_norm", "loss/smooth", "loss/deviation", "loss/spikes"}
 
 
-def test_it_looks_at_the_device_no_more_often_than_the_loop() -> None:
+def test_it_adds_no_transfer_between_logs() -> None:
     counts = []
     for plugin in (None, Loss()):
         with CountTransfers() as transfers:
@@ -327,7 +327,7 @@ def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         losses = [float(diffusion(loop.model, diffusion.draw(batch, generator)).loss) for _ in range(100)]
-    # 50 draws of noise in one measurement: it is off by what one of these is
+    # One measurement has 50 draws of noise, so its error is that of such a mean.
     spread = float(numpy.std(losses))
     assert heard.values[10]["loss/held_out"] == pytest.approx(numpy.mean(losses), abs=4 * spread)
     gap = heard.values[10]["loss/held_out"] - heard.values[10]["loss/trained_on"]
@@ -336,13 +336,13 @@ def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
 
 
 @pytest.mark.parametrize(("every", "steps"), [("1 epochs", [10, 20, 24]), (12, [12, 24]), (0, [])])
-def test_when_it_is_measured(every: Any, steps: list[int]) -> None:
+def test_the_held_out_loss_is_measured_when_due(every: Any, steps: list[int]) -> None:
     loop, heard = make(Loss(every=every), 80, steps=24)
     loop.run()
     assert [step for step, logged in heard.values.items() if "loss/held_out" in logged] == steps
 
 
-def test_training_does_not_notice() -> None:
+def test_the_training_is_the_same_with_held_out_measurements() -> None:
     runs = []
     for plugin in (None, Loss(every=3)):
         loop, _ = make(plugin, 50, steps=12, model=Net(dropout=0.3, norm=True), micro_batch=8)
@@ -384,7 +384,7 @@ def test_overfitting_is_found_when_held_out_rises_while_train_falls() -> None:
     assert re.findall(r"[\d.]+\d", found[4].why) == ["0.5", "0.54", "0.5", "0.35"]
 
 
-def test_other_curves_are_no_overfitting() -> None:
+def test_other_curves_are_not_overfitting() -> None:
     assert overfit([(0.5, 0.5), *[(0.6, 0.6)] * 9]) == [None] * 10  # both rise
     assert overfit([(0.5, 0.5), *[(0.51, 0.3)] * 9]) == [None] * 10  # hardly
     assert (
@@ -392,11 +392,11 @@ def test_other_curves_are_no_overfitting() -> None:
     )  # not for long
 
 
-def test_a_net_that_learns_its_samples_by_heart_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_net_that_memorises_its_samples_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"objective": Diffusion(Flow()), "data": InMemory(digits().images[:40])}
     loop, heard = make(Loss(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
     loop.run()
-    assert any("overfits since step" in text for text in warnings(caplog))
+    assert any("overfitted since step" in text for text in warnings(caplog))
     assert heard.values[800]["loss/held_out_gap"] > 0.5
 
 
@@ -435,7 +435,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(cut: int) -> None:
     assert heard_again.values == {step: values for step, values in logged.values.items() if step > cut}
 
 
-def test_other_bins_may_be_asked_for_on_resume() -> None:
+def test_the_number_of_bins_may_change_on_resume() -> None:
     restored = Restored(keep=7)
     make(Loss(), before={"restored": restored}, steps=7)[0].run()
     loop, heard = make(Loss(bins=20), before={"restored": Restored(restored.kept)}, steps=20)
@@ -491,7 +491,7 @@ def test_a_plateau_needs_ten_windows() -> None:
         Loss(plateau=500)
 
 
-def test_batches_come_as_they_are() -> None:
+def test_the_variance_is_that_of_standardised_data() -> None:
     # The variance is that of the data as the process has it, also where the config standardises.
     images = torch.rand(400, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
     plugin = Loss()

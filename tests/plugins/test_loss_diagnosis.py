@@ -51,7 +51,7 @@ def began(finding: Finding) -> int:
 
 
 @given(st.integers(0, 10**6), st.sampled_from(list(NOISES)))
-def test_stationary_noise_is_no_finding(seed: int, noise: str) -> None:
+def test_stationary_noise_has_no_finding(seed: int, noise: str) -> None:
     assert kinds(noisy([1.0] * 3000, seed, noise), Diagnosis(plateau=0)) == []
 
 
@@ -75,14 +75,14 @@ def test_heavy_tails_are_reported_less_and_less() -> None:
     pace=st.floats(3, 300),
     power=st.floats(0, 0.5),
 )
-def test_a_curve_that_falls_is_no_finding(seed: int, noise: str, waits: int, pace: float, power: float) -> None:
+def test_a_falling_curve_has_no_finding(seed: int, noise: str, waits: int, pace: float, power: float) -> None:
     # As in real runs: flat while the learning rate warms up, then fast, then slower and slower.
     steps = [max(0, step - waits) for step in range(2000)]
     levels = [0.1 * (1 + step) ** -power + 0.9 * math.exp(-step / pace) for step in steps]
     assert kinds(noisy(levels, seed, noise), Diagnosis(plateau=0)) == []
 
 
-def test_an_easy_batch_is_no_finding() -> None:
+def test_an_easy_batch_has_no_finding() -> None:
     curve = list(noisy([1.0] * 1000))
     curve[500] = 0.01
     assert kinds(curve) == []
@@ -167,7 +167,7 @@ def test_a_network_that_is_ruined_by_its_first_updates_diverges(seed: int, facto
     assert (step, kind, began(finding)) == (30, "divergence", 1)
 
 
-def test_a_smaller_ruin_is_found_where_predicting_nothing_would_do_better() -> None:
+def test_a_smaller_ruin_is_found_if_a_constant_prediction_would_be_better() -> None:
     curve = list(noisy([1.0] + [1.6] * 100))
     for nothing, expected in ((False, []), (True, [(30, "divergence")])):
         diagnosis = Diagnosis()
@@ -175,7 +175,7 @@ def test_a_smaller_ruin_is_found_where_predicting_nothing_would_do_better() -> N
         assert found == expected
 
 
-def test_a_poor_start_is_no_divergence() -> None:
+def test_a_poor_start_is_not_a_divergence() -> None:
     for levels in ([1.0] * 100, [1.0 * math.exp(-k / 50) for k in range(200)]):
         diagnosis, found = Diagnosis(), list[str]()
         for step, loss in enumerate(noisy(levels, noise="normal 2 %"), 1):
@@ -223,7 +223,7 @@ def test_a_plateau_is_reported_once_and_again_after_the_loss_has_fallen() -> Non
 
 
 @given(st.integers(0, 10**6))
-def test_a_loss_that_still_falls_is_on_no_plateau(seed: int) -> None:
+def test_a_loss_that_still_falls_is_not_on_a_plateau(seed: int) -> None:
     levels = [math.exp(-k / 20_000) for k in range(4000)]  # by a tenth in 2000 updates
     assert kinds(noisy(levels, seed)) == []
 
@@ -250,7 +250,7 @@ def test_a_swing_is_reported_once_with_its_period_and_size(seed: int, updates: i
 
 
 @given(st.integers(0, 10**6), st.floats(-12, 12))
-def test_the_scale_of_the_loss_means_nothing(seed: int, exponent: float) -> None:
+def test_the_scale_of_the_loss_has_no_effect(seed: int, exponent: float) -> None:
     levels = [math.exp(-k / 100) + 0.1 for k in range(600)] + [2.0] * 6 + [0.1] * 300 + [0.5] * 200 + [0.1] * 300
     curve = list(noisy(levels, seed))
     one = [(step, kind, began(found)) for step, kind, found in findings(curve)]
@@ -288,7 +288,7 @@ def test_a_saved_state_is_a_copy() -> None:
     assert json.dumps(state) == text
 
 
-def test_a_loss_below_zero_is_not_judged() -> None:
+def test_a_negative_loss_is_not_judged() -> None:
     assert kinds([1.0] * 200 + [-1.0] + [100.0] * 200) == []
 
 

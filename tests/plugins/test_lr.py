@@ -66,7 +66,7 @@ def test_known_answers():
 
 @pytest.mark.parametrize(("images", "rate"), [(5e6, 0.005), (35e6, 0.01), (573.44e6, 0.005)])
 def test_known_answers_of_edm2(images, rate):
-    # In units of images: a reference of 70,000 steps of 2048, a ramp of 10 million.
+    # In images: a reference of 70,000 steps of 2048 images, and a warm-up of 10 million images.
     (factor,) = factors(InverseSqrtLR(70_000 * 2048), [int(images)], warmup=10_000_000)
     assert 0.01 * factor == pytest.approx(rate, rel=1e-12)
 
@@ -162,7 +162,7 @@ def test_restarts_come_back(warmup, period, min_ratio, cycle):
 
 
 @given(plugin=plugins(), batch_size=st.sampled_from([4, 8, 40]), micro_batch=st.sampled_from([None, 3]))
-def test_the_batch_does_not_bend_it(plugin, batch_size, micro_batch):
+def test_the_batch_size_does_not_change_the_schedule(plugin, batch_size, micro_batch):
     look, curve = Look(), plugin.curve(TOTAL)
     plugin.total = TOTAL if plugin.schedule.needs_end else None
     toy_loop({"lr": plugin, "look": look}, batch_size=batch_size, micro_batch=micro_batch, steps=5).run()
@@ -201,7 +201,7 @@ def test_every_group_keeps_its_own_rate():
     assert look.rates[2] == [pytest.approx(0.25), pytest.approx(0.05)]
 
 
-def test_each_rate_of_its_own_is_logged_once():
+def test_each_distinct_rate_is_logged_once():
     def optimizers(model):
         first, *rest = model.parameters()
         named = [{"params": rest[:1], "lr": 0.1, "name": "small"}, {"params": rest[1:], "lr": 0.1, "name": "same"}]
@@ -213,7 +213,7 @@ def test_each_rate_of_its_own_is_logged_once():
     assert rates == {"lr": pytest.approx(0.1), "lr/small": pytest.approx(0.02)}
 
 
-def test_a_rate_in_a_tensor_stays_in_it():
+def test_a_rate_in_a_tensor_is_changed_in_place():
     rate = torch.tensor(0.01)
     look = Look()
     loop = toy_loop({"lr": LR("linear"), "look": look}, optimizers=lambda m: torch.optim.SGD(m.parameters(), lr=rate))
@@ -223,7 +223,7 @@ def test_a_rate_in_a_tensor_stays_in_it():
     assert float(group["lr"]) == pytest.approx(0.01 / 20)
 
 
-def test_a_skipped_step_does_not_move_it():
+def test_a_skipped_step_does_not_advance_the_schedule():
     class Hold:
         @hookimpl
         def optimizer_step(self, loop):
@@ -249,13 +249,13 @@ def test_of_steps_and_epochs_the_first_to_end_counts(steps, last):
 
 
 class Mine(LRSchedule):
-    """A stranger's schedule, which is the whole rate at every other step."""
+    """A user-defined schedule, with the full rate at every other step."""
 
     def factor(self, step, warmup, total):
         return (step - warmup) % 2
 
 
-def test_a_schedule_may_be_ones_own():
+def test_a_schedule_may_be_user_defined():
     look = Look()
     toy_loop({"lr": LR(Mine(), warmup=2), "look": look}, steps=6).run()
     assert [rate for (rate,) in look.rates] == pytest.approx([0, 0.005, 0, 0.01, 0, 0.01])
@@ -316,7 +316,7 @@ def test_a_cooldown_that_is_longer_than_the_run_is_cut_to_it(caplog):
         (LR(CosineRestartsLR(20)), []),
     ],
 )
-def test_what_the_run_never_comes_to_is_reported(plugin, late, caplog):
+def test_events_that_the_run_never_reaches_are_reported(plugin, late, caplog):
     toy_loop({"lr": plugin}).run()
     reported = [message.partition(": ")[2].partition(": ")[2].split(", ") for message in caplog.messages]
     assert reported == ([late] if late else [])
@@ -362,7 +362,7 @@ CONFIG = {
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, hookdiff):
-    """Return a function that runs a command in a folder with `mine.toml`, whose tables it takes."""
+    """Return a function that writes tables to `mine.toml` and runs a command in its folder."""
     monkeypatch.chdir(tmp_path)
 
     def called(*words, **tables):
@@ -471,7 +471,7 @@ def test_the_command_reports_what_does_not_fit(command):
     assert "1000 steps is cut to 399" in out
 
 
-def test_a_warm_up_that_is_longer_than_the_run_stops_no_run(hookdiff, tmp_path, monkeypatch, caplog):
+def test_a_warm_up_that_is_longer_than_the_run_is_only_a_warning(hookdiff, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.toml").write_text(tomli_w.dumps({**CONFIG, "plugins": {"lr": {"warmup": 100}}}))
     code, _, err = hookdiff("run", "short.toml", "--set", "run.steps=3", "--set", "run.log_every=1")
@@ -531,7 +531,7 @@ def test_each_optimizer_has_a_panel(command, tmp_path):
         assert picture.height == 600
 
 
-def test_the_table_has_what_happens_on_the_way(command):
+def test_the_table_lists_the_events_of_the_schedule(command):
     for schedule, row in (
         ({"use": "cosine_restarts", "period": 100, "mult": 2.0}, ["300", "restart", "2", "0.5"]),
         ({"use": "step", "milestones": [0.5, 350]}, ["350", "drop", "2", "0.005"]),
@@ -550,7 +550,7 @@ def test_the_table_has_what_happens_on_the_way(command):
         (["--set", "optimizer.lr=-1"], "optimizer: "),
     ],
 )
-def test_mistakes_end_in_one_message(command, arguments, names):
+def test_each_mistake_gives_one_message(command, arguments, names):
     code, _, err = command("lr", "mine.toml", *arguments)
     assert (code, err.startswith("hookdiff: "), names in err) == (2, True, True), err
 

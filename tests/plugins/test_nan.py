@@ -65,7 +65,7 @@ class SpoiltGradient(Spoilt):
 
 
 class GivesNaN(Spoilt):
-    """Gives the network inputs that are not finite."""
+    """Makes inputs for the network that are not finite."""
 
     def __call__(self, net, batch):
         if self.drawn == BAD:
@@ -74,7 +74,7 @@ class GivesNaN(Spoilt):
 
 
 class Odd(nn.Module):
-    """Something that works for the first `BAD` calls."""
+    """Returns its input until it is broken, and then `function` of it."""
 
     def __init__(self, function):
         super().__init__()
@@ -208,8 +208,8 @@ def test_golden_lines_of_the_report(tmp_path, caplog):
         f"epoch: 0, {8 * BAD} samples into it",
         f"updates 1 to {BAD}: losses {' '.join(Steps.losses)}",
         "first output not finite: 1 (Odd), in float32",
-        "made float32 8 x 8: 64 NaN",
-        "the network returned: float32 8 x 4: 32 NaN",
+        "output float32 8 x 8: 64 NaN",
+        "outputs of the network: float32 8 x 4: 32 NaN",
     ):
         assert line in caplog.text, line
     (folder,) = (tmp_path / "nan").iterdir()
@@ -236,7 +236,7 @@ def test_an_infinity_on_purpose_is_not_blamed(tmp_path):
     assert (nan.diagnosis.cause, nan.diagnosis.module) == ("loss", None)
 
 
-def test_a_cause_that_does_not_repeat_itself_is_unclear(tmp_path):
+def test_a_cause_that_does_not_occur_again_is_unclear(tmp_path):
     class Once:
         calls = 0
 
@@ -266,7 +266,7 @@ class Net(nn.Module):
 
 
 class Around:
-    """Looks at all that a diagnosis could disturb, before it and after."""
+    """Records all that a diagnosis could change, before and after it."""
 
     def look(self, loop):
         gradients = [p.grad for p in loop.model.parameters()]
@@ -289,7 +289,7 @@ class Before:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "off"])
-def test_looking_leaves_no_trace(precision, tmp_path):
+def test_a_diagnosis_leaves_no_trace(precision, tmp_path):
     plugins = {"around": Around(), "nan": NaN(), "amp": AMP(precision), "before": Before()}
     loop = toy_loop(plugins, model=Net(), objective=Spoilt(), run_dir=tmp_path, micro_batch=3)
     with loop:
@@ -375,7 +375,7 @@ def test_a_rollback_needs_a_checkpoint(tmp_path, caplog):
     check_facts(caplog.messages[-1], "rollback", "checkpoint", "stop")
 
 
-def test_a_rollback_goes_on_with_the_batches_after(tmp_path):
+def test_a_rollback_continues_with_the_next_batches(tmp_path):
     plugins = {"nan": NaN("rollback"), "checkpoint": Checkpoint(every=2)}
     loop = toy_loop(plugins, objective=NaNAt(5), run_dir=tmp_path, steps=6)
     outcomes = []
@@ -412,7 +412,7 @@ def test_a_run_does_not_roll_back_for_ever(tmp_path, caplog):
     check_facts(caplog.messages[-1], "rollback", 2, "max_skips", "stop")
 
 
-def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "nan").write_text("a file")
     assert toy_loop({"nan": NaN("skip")}, objective=NaNAt(1), run_dir=tmp_path, steps=3).run() == "done"
     (message,) = caplog.messages
@@ -433,7 +433,7 @@ def test_half_written_folders_are_not_counted_and_are_replaced(tmp_path):
         assert [path.name for path in root.iterdir()] == [name]
 
 
-def test_the_state_of_plugins_is_kept_as_the_step_found_it(tmp_path):
+def test_the_state_of_plugins_is_kept_from_before_the_step(tmp_path):
     amp = AMP("fp16", init_scale=8.0)
     toy_loop({"amp": amp, "nan": NaN()}, objective=NaNAt(2), run_dir=tmp_path, model=toy_model(dropout=0.1)).run()
     (folder,) = (tmp_path / "nan").iterdir()

@@ -38,7 +38,7 @@ def make_loop(plugins: Mapping[str, object], **config: Any) -> Loop:
 
 
 class Output:
-    """Reads what is written to a pipe or terminal, as it comes."""
+    """Reads the output of a pipe or terminal as it is written."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor, self.read = descriptor, bytearray()
@@ -89,7 +89,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> Iterator[Ou
 
 
 def screen(output: str) -> list[str]:
-    """Return the lines of a terminal after `output`, of which it knows what rich uses: up, erase, carriage return."""
+    """Return the lines of a terminal after `output`; it knows the codes that rich uses: up, erase, carriage return."""
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", output):
         if token == "\r":
@@ -153,7 +153,7 @@ def test_golden_bar_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_logging_and_printing_do_not_tear_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_and_printing_do_not_break_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Chatty:
         @hookimpl
         def after_optimizer_step(self, loop: Loop) -> None:
@@ -292,7 +292,7 @@ def test_a_resumed_run_counts_its_own_steps(
     assert late.endswith("  13 img/s  ETA 16:00")
 
 
-def test_the_clock_of_a_run_may_end_it_first(
+def test_the_eta_follows_max_time_if_it_ends_the_run_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_loop({"bar": ProgressBar(), "clock": Clock(monkeypatch)}, steps=1000, max_time="50 s").run()

@@ -133,7 +133,7 @@ def test_the_report_of_a_rollback_is_the_same(folder: Path, every: int, hookdiff
 
 @pytest.fixture
 def spoilt(folder: Path, hookdiff: Command) -> Path:
-    """A run that met data that is not finite; its checkpoints are from before."""
+    """A run that met data that is not finite, with checkpoints from before that step."""
     path = config(folder, ["checkpoint"], data={"source": "nets:spoilt"}, plugins={"checkpoint": {"every": 1}})
     assert hookdiff("run", path, "--out", "run")[0] == 3
     return kept(folder)[0]
@@ -176,7 +176,7 @@ def test_data_that_changed_is_named(spoilt: Path, folder: Path, hookdiff: Comman
         (lambda step: Path("nets.py").unlink(), ["nets"]),
     ],
 )
-def test_a_step_that_cannot_be_replayed_is_one_message(
+def test_a_step_that_cannot_be_replayed_gives_one_message(
     spoil: Any, facts: list[str], spoilt: Path, hookdiff: Command
 ) -> None:
     spoil(spoilt)
@@ -229,7 +229,7 @@ def test_no_amp_needs_amp(spoilt: Path, hookdiff: Command) -> None:
 
 
 @pytest.mark.parametrize("every", [2, 0])
-def test_another_rate_trains_the_steps_before_again(every: int, folder: Path, hookdiff: Command) -> None:
+def test_another_rate_trains_the_earlier_steps_again(every: int, folder: Path, hookdiff: Command) -> None:
     options = {"checkpoint": {"every": every}}
     path = config(
         folder,
@@ -256,7 +256,7 @@ def test_another_rate_trains_the_steps_before_again(every: int, folder: Path, ho
     assert snapshot(folder / "run") == before
 
 
-def test_no_rate_made_the_first_weights(folder: Path, hookdiff: Command) -> None:
+def test_another_rate_cannot_change_the_first_weights(folder: Path, hookdiff: Command) -> None:
     path = config(folder, [], model={"use": "nets:Net", "grow": 1.0}, optimizer={"use": "sgd", "lr": 30.0})
     (folder / "nets.py").write_text(NETS.replace("return 0.02", "return -1.0"))
     assert hookdiff("run", path, "--out", "run")[0] == 3
@@ -298,7 +298,7 @@ def test_help_lists_the_options_and_the_exit_codes(hookdiff: Command) -> None:
     check_facts(out, 0, 1, 2, "--anomaly", "--no-amp", "--lr", "--plugins", "--set")
 
 
-def test_a_folder_that_is_not_there_is_refused_with_the_nearest(folder: Path, hookdiff: Command) -> None:
+def test_a_missing_folder_is_refused_with_the_nearest(folder: Path, hookdiff: Command) -> None:
     (folder / "step-00000003-position-00000003").mkdir()
     (folder / "file").touch()
     code, _, err = hookdiff("replay", "step-00000003-position-0000003")

@@ -47,7 +47,7 @@ class TinySampler:
 
 
 class Gallery:
-    """A sink in two lines."""
+    """A sink that keeps the images."""
 
     def __init__(self) -> None:
         self.seen: dict[int, Tensor] = {}
@@ -144,7 +144,7 @@ def test_images_do_not_depend_on_how_they_are_divided() -> None:
     assert torch.equal(whole[1].seen[1], parts[1].seen[1])
 
 
-def test_training_does_not_notice() -> None:
+def test_sampling_does_not_change_the_training() -> None:
     plain, _ = make_loop(None)
     plain.run()
     watched, gallery = make_loop(SampleGrid(every=Every(1), num=3))
@@ -154,7 +154,7 @@ def test_training_does_not_notice() -> None:
     assert watched.model.training
 
 
-def test_other_ranks_make_none(second_rank: None, tmp_path: Path) -> None:
+def test_other_ranks_make_no_images(second_rank: None, tmp_path: Path) -> None:
     sampler = TinySampler()
     loop, _ = make_loop(SampleGrid(every=Every(1), num=4), tmp_path, sampler=sampler)
     loop.run()
@@ -190,7 +190,7 @@ def test_images_that_are_not_finite_are_warned_of(value: float, shown: int, capl
     assert gallery.seen[5][0].float().mean() > 1
 
 
-def test_asks_for_the_weights_that_the_config_names() -> None:
+def test_it_samples_with_the_configured_weights() -> None:
     asked = []
 
     class Listener:

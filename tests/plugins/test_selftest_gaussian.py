@@ -34,7 +34,7 @@ def failures(case: Case, weighting_name: str) -> set[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", ["uniform", "min_snr"])
-def test_what_is_right_passes(case: Case, name: str) -> None:
+def test_a_correct_objective_passes(case: Case, name: str) -> None:
     assert failures(case, name) == set()
 
 
@@ -156,7 +156,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_formula_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, weighting_name, number, patch = WRONG[name]
     patch(monkeypatch)
     assert number in failures(case, weighting_name)
@@ -172,7 +172,7 @@ def test_the_command_prints_measured_beside_exact() -> None:
     assert lines[-1].startswith("all within 2%")
 
 
-def test_the_output_has_no_remarks_about_the_cases(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_output_has_no_warnings_about_the_cases(caplog: pytest.LogCaptureFixture) -> None:
     result = CliRunner().invoke(command, ["--prediction-type", "flow_prediction"])
     assert result.exit_code == 0, result.output
     assert result.stderr == ""

@@ -1,4 +1,4 @@
-"""`hookdiff selftest resume`: every plugin of ours passes, and a plugin that does not resume is named."""
+"""`hookdiff selftest resume`: every plugin of hookdiff passes, and a plugin that does not resume is named."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "samples": {"every": 4, "num": 4, "scale": 1},
 }
 KINDS = [n for n, (entry, *_) in installed().items() if entry.dist is not None and entry.dist.name == "hookdiff"]
-DEAR = {"aim", "compile"}  # seconds a run
+DEAR = {"aim", "compile"}  # plugins that cost seconds in each run
 ALL = [name for name in KINDS if name not in DEAR]
 
 # Data that augments by all three generators, a model with dropout and batch norm, and plugins that do not resume.
@@ -223,7 +223,7 @@ def test_all_plugins_together_resume_exactly(folder: Path) -> None:
     result = selftest(config(folder, *ALL, "resume_user:Saved", workers=2))
     assert result.exit_code == 0, result.output
     verdict, compared, *more = result.stdout.splitlines()
-    assert verdict.startswith("the resumed run is the run that was never stopped, bit for bit: saved at step ")
+    assert verdict.startswith("the resumed run equals the run that was never stopped, bit for bit: saved at step ")
     assert verdict.endswith("resumed with 0 workers after 2")
     tensors, values, numbers, files = (int(word) for word in compared.split() if word.isdigit())
     assert tensors > 50
@@ -237,18 +237,18 @@ def test_all_plugins_together_resume_exactly(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "others", "lost"),
     [
-        # It changes weights after the step, and all others see what comes of it.
+        # It changes weights after the step, and this changes the values of all other plugins.
         ("Scales", ["ema", "lr", "nan", "checkpoint"], "the field updates of scales (5 and 0)"),
         pytest.param("Scales", ALL, "the field updates of scales (5 and 0)", marks=pytest.mark.slow),
         pytest.param("Scales", ["checkpoint"], "the field updates of scales (5 and 0)", marks=pytest.mark.slow),
-        # Of these nothing shows but that weights and losses are others.
+        # These show only in the weights and the losses.
         pytest.param("Forgets", ["ema", "checkpoint"], "the field left/0 of forgets", marks=pytest.mark.slow),
         pytest.param("Mirrors", ALL, "the field luck of mirrors", marks=pytest.mark.slow),
         pytest.param("Mirrors", ["ema", "checkpoint"], "the field luck of mirrors", marks=pytest.mark.slow),
     ],
 )
 def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lost: str, folder: Path) -> None:
-    # The run would end after 3 steps; in the other test it would go on for longer than the test.
+    # By its config the run ends after 3 steps, sooner than the selftest; in the next test it ends later.
     path = config(folder, *others, f"resume_user:{name}")
     result = selftest(path, "--set", "run.epochs=1")
     assert result.exit_code == 1, result.output
@@ -285,7 +285,7 @@ def test_a_plugin_that_does_not_resume_is_named(name: str, fact: str, folder: Pa
 
 
 @pytest.mark.slow
-def test_a_saver_without_a_checkpoint_is_refused(folder: Path) -> None:
+def test_a_run_that_completes_no_checkpoint_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint of 'mute' was complete"):
         selftest(config(folder, "resume_user:Mute"))
 
@@ -308,10 +308,10 @@ def test_every_plugin_alone_resumes_exactly(name: str, folder: Path) -> None:
     result = selftest(config(folder, *names, source="digits"))
     assert result.exit_code == 0, result.output
     if name == "aim":
-        assert "not the same, but texts, which may be names or times: plugins/aim/run in the state" in result.stdout
+        assert "texts that differ, as names or times may: plugins/aim/run in the state" in result.stdout
 
 
-def test_a_run_without_a_saver_is_refused(folder: Path) -> None:
+def test_a_run_without_a_plugin_that_saves_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"none of its plugins saves the run .* add one with --plugins NAME"):
         selftest(config(folder, "ema"))
 
@@ -357,7 +357,7 @@ def test_an_event_that_is_due_too_late_is_reported(folder: Path) -> None:
     assert str(made) == "step 5 of 12, in the middle of an epoch and of a log window"
 
 
-def test_of_long_values_the_part_that_differs_is_shown() -> None:
+def test_long_values_are_cut_to_the_part_that_differs() -> None:
     one = {"plugins/x/last": [[1.0, 2.0]] * 300, "plugins/x/text": "a" * 500 + "b" * 500, "plugins/x/short": [1]}
     other = {
         "plugins/x/last": [[1.0, 2.0]] * 299 + [[1.0, 3.0]],
@@ -371,7 +371,7 @@ def test_of_long_values_the_part_that_differs_is_shown() -> None:
     assert text == f"plugins/x/text in the state: {before}{'b' * 80}..., and {before}{'a' * 80}... when resumed"
 
 
-def test_numbers_of_the_machine_do_not_count(tmp_path: Path) -> None:
+def test_numbers_that_depend_on_the_machine_are_not_compared(tmp_path: Path) -> None:
     def logged(name: str, *records: dict[str, Any]) -> dict[str, Item]:
         path = tmp_path / name
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -417,7 +417,7 @@ def test_tensors_of_another_type_or_shape_or_none_are_differences() -> None:
     assert sorted(found) == [f"{name} in the state" for name in "abcde"]
 
 
-def test_files_are_compared_and_texts_are_known(tmp_path: Path) -> None:
+def test_files_are_compared_and_texts_are_recognised(tmp_path: Path) -> None:
     contents = {
         "one": {"t": b"one", "p": b"\xff\x00", "same": b"one", ".hidden": b"1", "config": b"1"},
         "other": {"t": b"two", "p": b"\xff\x01", "q": b"one", "same": b"one", ".hidden": b"2"},
@@ -438,7 +438,7 @@ def test_files_are_compared_and_texts_are_known(tmp_path: Path) -> None:
 
 
 class Keeper:
-    """Holds what plugins hold, and a thing that is no value."""
+    """Holds values as plugins do, and an object that is not a value."""
 
     def __init__(self, seed: int) -> None:
         self.count, self.name, self.pair = 1, "x", (1.5, None)

@@ -1,4 +1,4 @@
-"""The plugin `spectral`: against torch's own, what it refuses, and whole runs with it."""
+"""The plugin `spectral`: equality with torch, refused configs, and whole runs."""
 
 import math
 import shutil
@@ -85,7 +85,7 @@ def test_one_iteration_is_that_of_the_paper() -> None:
     torch.testing.assert_close(divided.v, v)
 
 
-def test_a_forward_moves_nothing() -> None:
+def test_a_forward_pass_changes_no_vector() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     add(model, "0")
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -130,7 +130,7 @@ def test_patterns_choose_layers(patterns: list[str], names: list[str]) -> None:
         ),
     ],
 )
-def test_what_is_refused(patterns: list[str], message: str) -> None:
+def test_wrong_patterns_are_refused(patterns: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=r"^plugins\.spectral\.layers: ") as caught:
         add(MODEL, *patterns, output="conv_out")
     assert message in str(caught.value)
@@ -194,7 +194,7 @@ def test_the_seed_of_the_run_decides() -> None:
     assert not torch.equal(*(start(seed)["0.parametrizations.weight.0.u"] for seed in (1, 2)))
 
 
-def test_a_step_finds_the_vectors_as_the_last_one_left_them() -> None:
+def test_a_step_starts_from_the_vectors_of_the_last_step() -> None:
     found: list[list[Tensor]] = [[], []]
 
     class Look:
@@ -282,7 +282,7 @@ def test_memory_format_and_decay_are_those_of_the_weight(tmp_path: Path) -> None
         assert all(p.ndim == 1 for p in second["params"])
 
 
-def test_names_go_back_to_those_of_the_model(tmp_path: Path) -> None:
+def test_plain_tensors_have_the_names_of_the_model(tmp_path: Path) -> None:
     plain = {name for name, _ in UNet(in_channels=1, channels=8, num_res_blocks=1, head_dim=8).named_parameters()}
     with build_loop(load(tmp_path, UNET), tmp_path / "run") as loop:
         assert {plain_name(name) for name, _ in loop.model.named_parameters()} == plain
