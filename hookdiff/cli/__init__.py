@@ -11,7 +11,7 @@ import click
 
 from hookdiff.errors import StorageError, UserError
 
-COMMANDS = ("run", "resume", "check", "data", "sample", "plugins", "hooks")  # plugins bring the others
+COMMANDS = ("run", "resume", "check", "data", "sample", "plugins", "hooks")  # packages of plugins may add others
 GROUP = "hookdiff.commands"
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -36,7 +36,7 @@ class _Lazy(click.Group):
 
 
 def _summary(entry: EntryPoint) -> str:
-    """Return the first line of the module's docstring after "`hookdiff NAME`: ", or else the distribution.
+    """Return the first line of the module's docstring after "`hookdiff NAME`: ", or else the name of its distribution.
 
     The file is read and not imported, because the import would take long.
     """
@@ -62,7 +62,7 @@ def group() -> None:
 
 
 def main() -> None:
-    """Run the command line; an error of the user ends in one message and exit code 2."""
+    """Run the command line; a UserError prints one message and exits with code 2."""
     try:
         sys.exit(group.main(standalone_mode=False) or 0)
     except click.ClickException as error:
@@ -72,7 +72,7 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         message = str(error)
-        if isinstance(error, OSError) and error.errno in _DISK:  # from a plugin that does not handle its own files
+        if isinstance(error, OSError) and error.errno in _DISK:  # a disk error that a plugin did not handle
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
         elif not isinstance(error, UserError):
             raise

@@ -17,7 +17,7 @@ from hookdiff.errors import UserError
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], memory: bool, as_json: bool) -> None:
     """Check CONFIG, and print it with every default.
 
-    The data is not read, and no file is written.
+    No data is read except with --memory, and no file is written.
     """
     import tomli_w
     from attrs import asdict
@@ -42,7 +42,7 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], m
         "data": "the whole data set, held on the device",
         "batch": f"{estimate.batch_size} samples and their noise",
         "activations": f"micro_batch = {estimate.micro_batch}, {estimate.per_sample / 2**20:,.3f} for each sample",
-        "peak": "the most at one time, with temporary tensors",
+        "peak": "the most in use at one time, with temporary tensors",
         "available": "memory of the device",
     }
     sizes = {name: getattr(estimate, name) for name in ("parameters", "buffers", "gradients", "optimizer")}
