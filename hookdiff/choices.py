@@ -25,9 +25,9 @@ class Choice:
     kind and is an attrs class (`@define(frozen=True)`); its fields are the options.
     """
 
-    kind: ClassVar[str]  # "weighting": in messages, and in the names of entry points
+    kind: ClassVar[str]  # such as "weighting"; used in messages and in the names of entry points
     known: ClassVar[Mapping[str, type]] = {}  # by name
-    default: ClassVar[str | None] = None  # of a table that has no `use`
+    default: ClassVar[str | None] = None  # the name that a table without `use` stands for
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
@@ -60,9 +60,9 @@ class chosen(Generic[Chosen]):
 
 
 def find(kind: type[Chosen], use: object) -> type[Chosen]:
-    """Return the class of `kind` called `use`: a known name, one of an entry point, or `module:Name`.
+    """Return the class of `kind` called `use`: a built-in name, the name of an entry point, or `module:Name`.
 
-    Raises PluginError if there is none or several of that name, or if the class is of another kind.
+    Raises PluginError if no class or several have this name, or if the class is of another kind.
     """
     found = kind.known.get(str(use)) or import_object(_path(kind, use), f"the {kind.kind} {use!r}")
     if isinstance(found, type) and issubclass(found, kind):
@@ -84,7 +84,7 @@ def _path(kind: type[Choice], use: object) -> str:
 
 
 def _published(kind: type[Choice]) -> dict[str, list[str]]:
-    """Return the paths of the classes that entry points offer for `kind`, by name: one, unless several claim it."""
+    """Return the paths of the classes that entry points offer for `kind`, by name; a name may have several."""
     found: dict[str, list[str]] = {}
     for entry in entry_points(group=GROUP):
         group, _, name = entry.name.partition(".")
@@ -107,7 +107,7 @@ def import_object(path: str, purpose: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
-    except (ImportError, TypeError, ValueError) as error:  # the last two where `module` starts with a dot, or is empty
+    except (ImportError, TypeError, ValueError) as error:  # the last two if `module` starts with a dot, or is empty
         raise PluginError(f"{purpose}: cannot import {module}: {error}") from error
     try:
         return attrgetter(name)(found)

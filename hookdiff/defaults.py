@@ -1,4 +1,4 @@
-"""The core's own hook implementations: the default of each seam, and the log between steps."""
+"""The core's own hook implementations: the default of each seam, and the flush of the log between steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Defaults:
-    """The plugin "defaults" of every Loop: in a seam, it is called last."""
+    """The plugin "defaults" of every Loop; a seam calls it last."""
 
     @hookimpl(trylast=True)
     def restore(self) -> Mapping[str, Any]:
@@ -34,7 +34,7 @@ class Defaults:
     def micro_step(self, loop: Loop, batch: Batch) -> LossOutput:
         output = loop.hook.compute_loss(loop=loop, batch=batch)
         assert output is not None
-        # Weighted by samples: a last micro-batch that is smaller must not count like a whole one.
+        # Weighted by its number of samples, because the last micro-batch may be smaller.
         share = len(batch) * loop.num_ranks / batch.total
         loop.hook.backward(loop=loop, loss=output.loss if share == 1 else output.loss * share)
         return output.detach()

@@ -1,8 +1,8 @@
-"""How a hook is called: pluggy registers and checks, this file orders and calls.
+"""Calls hooks: pluggy registers and checks the implementations, this file sorts and calls them.
 
-pluggy's own call costs 1 us and more, and it reverses `trylast` ties. All implementations of a hook are known once the
-plugins are registered. They are sorted and bound to their arguments then, so a call is a loop over plain functions. The
-meaning of every marker is pluggy's.
+pluggy's own call costs 1 us and more, and it reverses `trylast` ties. Here the implementations of a hook are sorted and
+bound to their arguments once the plugins are registered, so a call is a loop over plain functions. The meaning of every
+marker is pluggy's.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,7 +21,7 @@ Watch = Callable[[str, str], AbstractContextManager[object]]  # takes the names 
 
 
 def in_order(impls: Sequence[HookImpl], rank: Mapping[str, int]) -> list[HookImpl]:
-    """Sort implementations into call order: wrappers, `tryfirst`, plain, `trylast`; ties as in `rank`."""
+    """Sort implementations into call order: wrappers, then `tryfirst`, plain, `trylast`; ties by `rank`."""
 
     def key(impl: HookImpl) -> tuple[bool, int, int]:
         phase = 0 if impl.tryfirst else 2 if impl.trylast else 1
@@ -35,8 +35,8 @@ def compile_hook(
 ) -> Callable[..., Any]:
     """Return the function that calls the ordered `impls` of hook `name` with keyword arguments.
 
-    A seam that ends in None raises HookError: otherwise a wrapper that forgets to return the result of its `yield`
-    would go unnoticed. Each implementation runs inside of `watch(plugin, name)`, if that is given.
+    A seam that ends in None raises HookError. Otherwise a wrapper that forgets to return the result of its `yield`
+    would go unnoticed. If `watch` is given, each implementation runs inside of `watch(plugin, name)`.
     """
     bound = [(impl, _bind(impl) if watch is None else _watched(impl, name, watch)) for impl in impls]
     wrappers = [call for impl, call in bound if impl.wrapper]

@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one clear message, exit code 2, no traceback."""
+"""Errors that a user can fix: one clear message, exit code 2, no traceback."""
 
 import difflib
 import os
@@ -19,7 +19,7 @@ class PluginError(UserError):
 
 
 class NoCheckpoint(UserError):
-    """A run was asked to go on from a place that has no checkpoint."""
+    """A run cannot be resumed because there is no checkpoint."""
 
 
 class StorageError(UserError):
@@ -37,7 +37,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def why_missing(path: Path) -> str:
-    """Return why `path` does not exist: the first part that is missing, and the nearest name in that folder."""
+    """Return a text on why `path` does not exist: its first missing part, and the nearest name in that folder."""
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     missing = path.absolute().relative_to(parent).parts[0]
     return f"{parent} has no {missing!r}{nearest(missing, os.listdir(parent))}"

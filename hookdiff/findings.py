@@ -1,4 +1,4 @@
-"""Findings about a training: one form, one wording for the findings that several plugins share, and alarms."""
+"""Findings about a training run: their form, the wording of those that several plugins share, and alarms."""
 
 import logging
 import math
@@ -16,9 +16,9 @@ log = logging.getLogger("hookdiff")
 
 @define(frozen=True)
 class Finding:
-    """Something unusual about a training. Its text has the lines `what`, `why` and "try `remedy`"."""
+    """An observation about a training run. Its text has the lines `what`, `why` and "try `remedy`"."""
 
-    severity: Severity  # ok: as usual; info: news; warning: unusual, and may be meant; error: training cannot succeed
+    severity: Severity  # ok: normal; info: a fact; warning: unusual, maybe intended; error: training cannot succeed
     what: str  # one line
     why: str = ""  # the numbers that show it, or its cause
     remedy: str = ""  # continues the word "try"
@@ -32,19 +32,19 @@ Rule = tuple[object, Finding]  # a condition, and the finding if it is true
 
 
 def error(holds: object, what: str, remedy: str = "", why: str = "") -> Rule:
-    """Return the rule that finds an error where `holds` is true."""
+    """Return the rule that finds an error if `holds` is true."""
     return holds, Finding("error", what, why, remedy)
 
 
 def warning(holds: object, what: str, remedy: str = "", why: str = "") -> Rule:
-    """Return the rule that finds a warning where `holds` is true."""
+    """Return the rule that finds a warning if `holds` is true."""
     return holds, Finding("warning", what, why, remedy)
 
 
 def judge(numbers: str, *rules: Rule) -> Finding:
     """Return the finding of the first rule with a true condition, or else "ok".
 
-    The measured `numbers` are the text of "ok", and the reason of a finding without one.
+    The measured `numbers` become the text of "ok", or the `why` of a finding that has none.
     """
     finding = next((finding for holds, finding in rules if holds), Finding("ok", numbers))
     return finding if finding.why or finding.severity == "ok" else evolve(finding, why=numbers)
@@ -85,7 +85,7 @@ class Alarms:
         size: float = 0.0,
         growth: float = math.inf,
     ) -> Finding | None:
-        """Return the finding of `step` if it is news, else None. None and "ok" are no finding.
+        """Return the finding of `step` if it is news, else None. None and "ok" do not count as findings.
 
         over: whether an earlier finding is over. By default it is over when there is no finding; a plugin with
             hysteresis decides for itself.
@@ -107,7 +107,7 @@ class Alarms:
         return {key: list(alarm) for key, alarm in self._raised.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state, so that a resumed run repeats nothing."""
+        """Restore a saved state, so that a resumed run repeats no report."""
         self._raised = {key: (severity, step, size) for key, (severity, step, size) in state.items()}
 
 
@@ -136,8 +136,8 @@ def dead_layers(why: str, severity: Severity = "warning") -> Finding:
         severity,
         "dead layers: their gradient is exactly zero, so they never learn",
         why,
-        "another activation where one is off for every input (a ReLU below 0), no factor that stays zero, and a loss "
-        "that all layers are part of; in fp16 it may be an underflow (precision = 'bf16')",
+        "another activation if one is zero for every input (a ReLU below 0), no factor that stays zero, and a loss "
+        "that depends on all layers; in fp16 it may be an underflow (precision = 'bf16')",
     )
 
 
@@ -147,8 +147,8 @@ def little_learned(where: str, why: str) -> Finding:
         "warning",
         f"the network has learned little at {where}",
         why,
-        "a longer training, another learning rate, a diffusion.weighting or diffusion.times that count these levels "
-        "more, or a network that uses its timestep",
+        "a longer training, another learning rate, a diffusion.weighting or diffusion.times with more weight on these "
+        "levels, or a network that uses its timestep",
     )
 
 
@@ -164,6 +164,6 @@ def percent(share: float) -> str:
 
 
 def listed(names: Sequence[object], most: int) -> str:
-    """Return the first `most` of `names` with commas, and how many more there are."""
+    """Return the first `most` of `names` with commas, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more

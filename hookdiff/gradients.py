@@ -18,14 +18,14 @@ def clear_gradients(optimizers: Iterable[Optimizer]) -> None:
 
 
 class Gradients:
-    """Per-tensor norms, the total norm and the finite flag of the step under way.
+    """The norm of each gradient, the total norm and the finite flag of the current step.
 
-    The norms are computed once a step, when a plugin first asks for them. A plugin that multiplies all gradients by a
+    The norms are computed once per step, when a plugin first asks for them. A plugin that multiplies all gradients by a
     factor calls `scale_`, which keeps the norms right. A plugin that changes gradients in another way calls `clear`
     afterwards.
 
     Only the gradients of parameters that an optimizer holds are read: `names` and `parameters`, in the model's order.
-    `dtype` is that of the norms: float32, or float64 where a weight is float64.
+    `dtype` is that of the norms: float32, or float64 if a weight is float64.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
@@ -36,7 +36,7 @@ class Gradients:
         # At least float32, where the squares of half precision do not overflow; torch refuses a dtype that narrows.
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
         self._norms: Tensor | None = None
-        self._measured: list[Tensor] = []  # the tensors of the norms
+        self._measured: list[Tensor] = []  # the gradients that `_norms` were computed from
         self._host_loss: float | None = None
         self._host_total: float | None = None
 
@@ -61,13 +61,13 @@ class Gradients:
     def norms(self) -> Tensor:
         """L2 norms of `tensors`, as a tensor of one dimension on the device."""
         if self._norms is None:
-            # Listed once: asking hundreds of parameters for their gradients takes as long as a small kernel.
+            # The list is kept: reading `grad` of hundreds of parameters takes as long as a small kernel.
             self._measured = self.tensors()
             self._norms = self._measure(self._measured)
         return self._norms
 
     def measure(self) -> Tensor:
-        """Return the norms at this moment, also between two micro-batches, without keeping them."""
+        """Return the current norms, also between two micro-batches, without keeping them."""
         return self._measure(self.tensors())
 
     def _measure(self, tensors: list[Tensor]) -> Tensor:
@@ -89,7 +89,7 @@ class Gradients:
         return all(map(math.isfinite, self._look()))
 
     def _look(self) -> tuple[float, float]:
-        # Loss and norm travel together: this is the step's one transfer.
+        # Loss and norm are copied together: this is the only transfer to the host in a step.
         if self._host_loss is None or self._host_total is None:
             total = torch.linalg.vector_norm(self.norms)
             self._host_loss, self._host_total = torch.stack((self._loss.to(total), total)).tolist()

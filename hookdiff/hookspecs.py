@@ -28,7 +28,7 @@ hookimpl = pluggy.HookimplMarker("hookdiff")
 
 
 class Hooks(Protocol):
-    """The hooks in the order in which a run meets them."""
+    """The hooks in the order in which a run calls them."""
 
     @hookspec
     def prepare_model(self, loop: Loop) -> None:
@@ -39,7 +39,7 @@ class Hooks(Protocol):
 
     @hookspec(firstresult=True)
     def wrap_net(self, loop: Loop, net: nn.Module) -> nn.Module:
-        """Seam: once, after `prepare_model`. Return the module that training calls, which holds `net` or is `net`.
+        """Seam: once, after `prepare_model`. Return the module that training calls: `net`, or a wrapper of it.
 
         `loop.model` stays the bare network: state, averages and samples are taken from it. May change: nothing.
         """
@@ -122,7 +122,7 @@ class Hooks(Protocol):
     def after_optimizer_step(self, loop: Loop) -> None:
         """Moment: the weights changed and `loop.progress` has counted the step.
 
-        State (EMA) is `tryfirst`, evaluations and pictures are plain, files are `trylast`.
+        Plugins with state (EMA) are `tryfirst`, evaluations and samples plain, writers of files `trylast`.
         May change: own state, files.
         """
 
@@ -154,7 +154,7 @@ class Hooks(Protocol):
         """Moment: `Loop.weights` looks for weights by name.
 
         Return a function for each average that this plugin holds, by the name of the average; the function returns
-        tensors by parameter name. A request without a name gets the first. May change: nothing.
+        tensors by parameter name. A request without a name gets the first average. May change: nothing.
         """
 
     @hookspec
@@ -180,7 +180,7 @@ class Hooks(Protocol):
 
     @hookspec
     def on_stop(self, loop: Loop, reason: Reason) -> None:
-        """Moment: once at the end of every run: done, time, signal, plugin, on_nan or error.
+        """Moment: once at the end of every run, with the reason: done, time, signal, plugin, on_nan or error.
 
         May change: files; no state.
         """

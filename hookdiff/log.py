@@ -13,11 +13,11 @@ from hookdiff.progress import Progress
 Value = float | Tensor  # a tensor is a scalar on any device
 Mean = tuple[Value, Value]  # a sum and a count
 
-MACHINE = ("memory/", "time/")  # prefixes of values that depend on the machine: no two runs have the same
+MACHINE = ("memory/", "time/")  # prefixes of values that depend on the machine, and differ from run to run
 
 
 class Log:
-    """`loop.log({...})`: values of this step. They reach the sinks as numbers when the step is over.
+    """Collects values: `loop.log({...})` logs values of this step, which the sinks get when the step is over.
 
     every: steps between two logs. call: calls the hook "on_log" or "on_images" with `step` and `values` or `images`.
     """
@@ -28,18 +28,18 @@ class Log:
         self._call = call
         self._records: dict[int, dict[str, Value | Mean]] = {}
         self._window: dict[str, list[Value]] = {}  # values of `average` that may still be on the device
-        self._sums: dict[str, tuple[float, int]] = {}  # sum and count of those before
+        self._sums: dict[str, tuple[float, int]] = {}  # sum and count of the earlier values of `average`
         self._closed = 0  # the step of the last means, which a void step after it must not log again
         self.details: set[str] = set()  # names of the values that lines for people leave out
 
     @property
     def due(self) -> bool:
-        """Whether `log_every` picks the step under way; costly values are logged only then."""
+        """Whether the current step is a multiple of `log_every`; costly values are logged only then."""
         return self._progress.step % self._every == 0
 
     @property
     def next_due(self) -> bool:
-        """Whether `log_every` picks the update under way, once it is counted.
+        """Whether `due` will be true once the current update is counted.
 
         For plugins that measure gradients or weights before the update, and log the result after it.
         """
@@ -51,7 +51,7 @@ class Log:
         return {*self._window, *(name for values in self._records.values() for name in values)}
 
     def __call__(self, values: Mapping[str, Value | Mean], *, detail: bool = False) -> None:
-        """Log `values`, numbers or scalar tensors, of the step under way.
+        """Log `values`, numbers or scalar tensors, of the current step.
 
         A pair (sum, count) is logged as their ratio, and left out if the count is 0. A `detail` goes to metrics.jsonl
         and the other sinks, but not into lines for people.
@@ -61,7 +61,7 @@ class Log:
         self._records.setdefault(self._progress.step, {}).update(values)
 
     def average(self, values: Mapping[str, Value]) -> None:
-        """Log the mean of `values` over all steps since the last log, when the next is due."""
+        """Log the mean of `values` over all steps since the last log, when the next log is due."""
         for name, value in values.items():
             self._window.setdefault(name, []).append(value)
 
@@ -103,12 +103,12 @@ class Log:
         return {name: list(pair) for name, pair in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved sums."""
+        """Continue from saved sums."""
         self._window, self._closed = {}, self._progress.step
         self._sums = {name: (float(total), int(count)) for name, (total, count) in state.items()}
 
     def _sum_window(self) -> None:
-        # One by one from the left in float64, so that a sum cut in two by a checkpoint is the same sum.
+        # Added one by one from the left in float64, so that a checkpoint in between does not change the sum.
         numbers = iter(_to_host(value for values in self._window.values() for value in values))
         for name, values in self._window.items():
             total, count = self._sums.get(name, (0.0, 0))

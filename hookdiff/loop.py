@@ -31,13 +31,13 @@ from hookdiff.weights import choose_weights, holding
 class Loop(ReadOnly):
     """Trains `model` on `data` until the config, a plugin or the script ends the run.
 
-    model: the bare network: state, averages and samples are taken from it. Training calls `net`, which may wrap it.
+    model: the bare network, used for state, averages and samples. Training calls `net`, which may wrap it.
     optimizers: one, several, or a function that makes them from the prepared model.
-    objective: draws the randomness of a step and returns the loss; a function (net, batch) -> loss will do.
+    objective: draws the randomness of a step and returns the loss; or a function (net, batch) -> loss.
     data: a tensor n c h w, an `InMemory` set, anything with a length and `[i]`, or a `Feed` of one of them.
-    plugins: by name, called in this order. `fresh` names the plugins that start anew when a state is restored.
+    plugins: by name, called in this order. `fresh` names the plugins that ignore their saved state.
     hparams: the whole config as plain values, for plugins that record it.
-    resume: True goes on with the run in `run_dir`, if it has a checkpoint; a path, with the run or checkpoint there.
+    resume: True continues the run in `run_dir`, if it has a checkpoint; a path continues the run or checkpoint there.
     Attributes are read-only: `using`, `weights` and `set_micro_batch` change them.
     """
 
@@ -59,7 +59,7 @@ class Loop(ReadOnly):
         config = config or LoopConfig()
         self.model: Final = model
         self.net: Final = model
-        self.weights_name: Final[str] = "model"  # "model", or the name of the average that the model holds for a while
+        self.weights_name: Final[str] = "model"  # "model", or the name of the average that the model holds now
         self._make_optimizers: Final = optimizers if callable(optimizers) else lambda _: optimizers
         self.optimizers: Final[tuple[Optimizer, ...]] = ()
         self.gradients: Final = Gradients(model, ())
@@ -83,7 +83,7 @@ class Loop(ReadOnly):
         self.resources: Final = ExitStack()  # plugins push their clean-up
         self.rank: Final = ranks.rank()
         self.num_ranks: Final = ranks.num_ranks()
-        self.is_main: Final = self.rank == 0  # gates files and sinks
+        self.is_main: Final = self.rank == 0  # only this rank writes files and calls sinks
         self.device: Final = next(model.parameters()).device
         self.random: Final = Randomness(config.seed, self.rank)
         self.feed: Final = Feed.of(data).bind(config.batch_size, config.seed, self.device, self.rank, self.num_ranks)
@@ -91,23 +91,23 @@ class Loop(ReadOnly):
         self._set(_is_made=True)
 
     def run(self) -> Reason:
-        """Train to the end and return why it ended."""
+        """Train to the end and return the reason for the end."""
         with self:
             for _ in self.steps():
                 pass
         return self.reason or "done"
 
     def stop(self, reason: Reason = "plugin") -> None:
-        """End the run after the step under way; the first reason given stays."""
+        """End the run after the current step; the first reason given counts."""
         self._set(reason=self.reason or reason)
 
     def sample(self, request: SampleRequest) -> Samples:
-        """Make images: the hook `sample`."""
+        """Make images by the hook `sample`."""
         return self.hook.sample(loop=self, request=request)
 
     @contextmanager
     def weights(self, name: str | None) -> Iterator[str]:
-        """Let the model hold the weights called `name` during the `with`; `as` is their name.
+        """Let the model hold the weights called `name` during the `with`, which yields their name.
 
         None asks for the first average that a plugin offers, or else for the model's own. Raises UnknownWeights.
         """
@@ -117,7 +117,7 @@ class Loop(ReadOnly):
             yield chosen
 
     def using(self, *, net: nn.Module | None = None, sampler: Sampler | None = None) -> AbstractContextManager[None]:
-        """Borrow: train with another `net`, sample with another `sampler`, during the `with`."""
+        """Train with another `net`, or sample with another `sampler`, during the `with`."""
         return self._lending(net=net or self.net, sampler=sampler or self.sampler)
 
     def set_micro_batch(self, size: int) -> None:
@@ -135,7 +135,7 @@ class Loop(ReadOnly):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the run, which the seam `restore` returns later. The tensors are not copied."""
-        assert self.weights_name == "model", "the state of a run was asked for while other weights were borrowed"
+        assert self.weights_name == "model", "the state of a run was asked for while the model held other weights"
         return self._state.state_dict()
 
     def __enter__(self) -> Loop:
@@ -165,7 +165,7 @@ class Loop(ReadOnly):
             yield from self.run_epoch()
 
     def run_epoch(self) -> Iterator[Step]:
-        """Train on the rest of the epoch under way."""
+        """Train on the rest of the current epoch."""
         for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
             yield self.run_step(batch)
             self.hook.between_steps(loop=self)
@@ -207,7 +207,7 @@ class Loop(ReadOnly):
         verdict = nonfinite.decide(report, self.hook.on_nan(loop=self, report=report))
         loss, norm = self.gradients.loss, self.gradients.total_norm
         if verdict == "stop":
-            # The batch is not counted as consumed: a resumed run begins with it.
+            # The batch is not counted as consumed, so that a resumed run begins with it.
             self.stop("on_nan")
             return Step(self.progress.step, "stopped", loss, norm)
         if verdict == "rollback":

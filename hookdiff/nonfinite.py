@@ -18,9 +18,9 @@ log = logging.getLogger("hookdiff")
 _SHOWN = 8  # samples in a message
 _STRENGTH: tuple[Verdict, ...] = ("skip", "rollback", "stop")
 _NEXT: dict[Verdict, str] = {
-    "stop": "; --resume meets this step again: add --skip-batches 1 to pass over it, --lr X to go on in smaller steps",
-    "rollback": "; the run goes back to the last checkpoint, and on with the batches after this one",
-    "skip": "; the run goes on with the next batch",
+    "stop": "; --resume repeats this step: add --skip-batches 1 to skip its batch, or --lr X for lower learning rates",
+    "rollback": "; the run returns to the last checkpoint, and continues with the batches after this one",
+    "skip": "; the run continues with the next batch",
 }
 
 
@@ -53,7 +53,7 @@ class NonFinite:
 def examine(batch: Batch, output: LossOutput, gradients: Gradients, progress: Progress, feed: Feed) -> NonFinite | None:
     """Return the report of a step that is not finite, or None.
 
-    A norm that is not finite is looked at twice: the square of a finite gradient may have overflowed float32.
+    If the norm is not finite, the gradients are checked, because a finite gradient may have a square over float32.
     """
     if gradients.finite:
         return None

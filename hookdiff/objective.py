@@ -17,11 +17,11 @@ log = logging.getLogger("hookdiff")
 
 @define(eq=False, frozen=True)
 class LossOutput:
-    """The loss of a batch, and the numbers of each sample that monitors read."""
+    """The loss of a batch, and values of each sample for monitoring."""
 
     loss: Tensor  # scalar: the mean over the samples
     per_sample: Tensor | None = None  # n, before any weights
-    timesteps: Tensor | None = None  # n; t or sigma where there are no timesteps
+    timesteps: Tensor | None = None  # n; t or sigma if the process has no timesteps
     log_snr: Tensor | None = None  # n, natural logarithm; minus infinity for pure noise
 
     def detach(self) -> LossOutput:
@@ -36,7 +36,7 @@ class Objective(Protocol):
     def draw(self, batch: Batch, generator: Generator) -> Batch:
         """Return `batch` with this step's randomness in `draws`, one row per sample.
 
-        Called once a step, before the batch is sliced: any `micro_batch` sees the same noise.
+        Called once in a step, before the batch is sliced, so that the noise does not depend on `micro_batch`.
         """
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:

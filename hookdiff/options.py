@@ -17,7 +17,7 @@ def about(help: str, unit: str = "") -> dict[str, str]:
 
 
 def between(low: float, high: float, *, open_ends: bool = False) -> Callable[[Any, Attribute[Any], Any], None]:
-    """Return a validator: a number, or each of a list, lies between `low` and `high`; None passes."""
+    """Return a validator that a number, or each number of a list, lies between `low` and `high`; None passes."""
 
     def check(instance: object, option: Attribute[Any], value: Any) -> None:
         numbers = () if value is None else value if isinstance(value, (tuple, list)) else (value,)

@@ -12,12 +12,12 @@ from hookdiff.dispatch import Watch, compile_hook, in_order
 from hookdiff.errors import PluginError, nearest
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
 
-# A plugin's tensors are saved in a file of the plugin's name; these are taken.
+# A plugin's tensors are saved in a file with the plugin's name; these names are taken.
 RESERVED = ("defaults", "manifest", "model", "optimizers")
 
 
 class Plugins(Mapping[str, object]):
-    """A mapping of names to plugins; `hook` calls them all.
+    """A mapping of names to plugins; `hook` calls their hooks, as `hook.on_start(loop=loop)`.
 
     Plugins are called in the order of the mapping, within the phases of their markers (`tryfirst`, `trylast`). Raises
     PluginError for a hook or an argument that does not exist, for `requires` and `conflicts` that are not met, and for
@@ -57,7 +57,7 @@ class Plugins(Mapping[str, object]):
         return getattr(self._calls, hook)(**arguments)
 
     def implement(self, hook: str) -> bool:
-        """Whether a plugin implements the seam `hook`."""
+        """Return whether a plugin implements the seam `hook`."""
         return any(not impl.wrapper and impl.plugin_name != "defaults" for impl in self.order(hook))
 
     def instrument(self, watch: Watch | None) -> None:
@@ -89,7 +89,7 @@ class _Manager(pluggy.PluginManager):
 
 
 def check_plugin(name: str, plugin: object) -> None:
-    """Raise PluginError for a plugin with a method that would never be called, or with half of a state."""
+    """Raise PluginError for a plugin with a method that would never be called, or that can only save or load state."""
     if name in RESERVED:
         raise PluginError(f"a plugin cannot be named {name!r}: the core uses that name")
     if inspect.isclass(plugin):
@@ -132,4 +132,4 @@ def check_partners(classes: Mapping[str, type]) -> None:
             )
         unwanted: Iterable[str] = getattr(kind, "conflicts", ())
         if present := [other for other in unwanted if other in classes]:
-            raise PluginError(f"the plugin {name!r} does not go together with {', '.join(map(repr, present))}")
+            raise PluginError(f"the plugin {name!r} cannot be used together with {', '.join(map(repr, present))}")

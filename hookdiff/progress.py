@@ -1,4 +1,4 @@
-"""The counts of a run, its length, and how often something is due."""
+"""The counts of a run, its length, and intervals at which something is due."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AUTO = "auto"  # in a config: a micro_batch that is measured when the run starts
 _SUFFIXES = {"steps": "", "epochs": " epochs", "seconds": " s"}
 
 Reason = Literal["done", "time", "signal", "plugin", "on_nan", "error"]  # why a run is over
-Verdict = Literal["skip", "rollback", "stop"]  # what on_nan decides
+Verdict = Literal["skip", "rollback", "stop"]  # the decision of on_nan
 Outcome = Literal["updated", "void", "skipped", "stopped", "held"]
 
 
@@ -33,15 +33,15 @@ class Step:
 
 @define
 class Progress:
-    """The counts of a run. All four are saved, so that a resumed run need not derive any."""
+    """The counts of a run. All four are saved, so that a resumed run does not have to derive any."""
 
     step: int = 0  # updates that changed the weights
     position: int = 0  # batches consumed, skipped and void ones too; all randomness is keyed by it
     epoch: int = 0  # epochs completed
-    samples: int = 0  # samples consumed in the epoch under way, over all ranks
+    samples: int = 0  # samples consumed in the current epoch, over all ranks
 
     def consume(self, samples: int, outcome: Outcome, loss: float, grad_norm: float) -> Step:
-        """Count one batch of `samples` samples as gone, and the update if there was one."""
+        """Count one batch of `samples` samples as consumed, and the update if there was one."""
         self.position += 1
         self.samples += samples
         self.step += outcome == "updated"
@@ -64,7 +64,7 @@ class Progress:
 
 @define(frozen=True)
 class Every:
-    """How often something happens; an amount of 0 is never. `parse_every` reads it from a config."""
+    """An interval at which something is done; an amount of 0 means never. `parse_every` reads it from a config."""
 
     amount: float
     unit: str = "steps"  # steps, epochs or seconds
@@ -74,7 +74,7 @@ class Every:
         return f"{amount}{_SUFFIXES[self.unit]}"
 
     def after_step(self, step: int) -> bool:
-        """Whether it is due after update number `step` (1 is the first)."""
+        """Return whether it is due after update number `step` (1 is the first)."""
         return self.unit == "steps" and self.amount > 0 and step % int(self.amount) == 0
 
     def after_epoch(self, epoch: int) -> bool:
@@ -102,15 +102,15 @@ def parse_every(value: int | str | Every) -> Every:
 
 @define
 class Due:
-    """An `Every` with the clock that its time units need: of several ranks, that of the first."""
+    """An `Every` with the clock that its time units need; with several ranks, the clock of the first one decides."""
 
     every: Every = field(converter=parse_every)
     _since: float = field(factory=time.monotonic)
 
     def after_step(self, step: int) -> bool:
-        """Whether it is due after update number `step`; a time unit then starts over.
+        """Return whether it is due after update number `step`; the clock of a time unit then starts over.
 
-        Ask on all ranks: with a time unit they wait for the answer of the first.
+        All ranks must call this: with a time unit they wait for the answer of the first.
         """
         if self.every.unit != "seconds" or not self.every.amount:
             return self.every.after_step(step)
@@ -145,15 +145,15 @@ class LoopConfig:
     steps: int | None = field(
         default=None,
         validator=validators.optional(validators.ge(1)),
-        metadata=about("length of the run; this or `epochs` is needed", "updates"),
+        metadata=about("length of the run; required unless `epochs` is set", "updates"),
     )
     epochs: int | None = field(
         default=None,
         validator=validators.optional(validators.ge(1)),
-        metadata=about("length of the run; this or `steps` is needed", "passes over the data"),
+        metadata=about("length of the run; required unless `steps` is set", "passes over the data"),
     )
     seed: int = field(
-        default=0, validator=[validators.ge(0), validators.lt(2**63)], metadata=about("seed of everything random")
+        default=0, validator=[validators.ge(0), validators.lt(2**63)], metadata=about("seed of all randomness")
     )
     batch_size: int = field(
         default=128,
@@ -162,7 +162,7 @@ class LoopConfig:
     )
     micro_batch: int | None = field(default=None, validator=_is_size)
     log_every: int = field(
-        default=50, validator=validators.ge(1), metadata=about("distance of two lines in the log", "steps")
+        default=50, validator=validators.ge(1), metadata=about("interval between two log entries", "steps")
     )
     max_time: Every = field(
         default=Every(0),
@@ -172,9 +172,9 @@ class LoopConfig:
     )
 
     def limit_reached(self, progress: Progress, start_time: float) -> Reason | None:
-        """Return why a run that stands at `progress` is over, or None.
+        """Return the reason why a run at `progress` is over, or None.
 
-        start_time: `time.monotonic()` when it began; that of the first rank counts.
+        start_time: `time.monotonic()` when the run began; with several ranks, that of the first counts.
         """
         if self.steps is not None and progress.step >= self.steps:
             return "done"

@@ -1,7 +1,7 @@
 """All randomness of a run: a pure function of (seed, stream, position, rank), never stored.
 
-A stream names the purpose of the numbers. `position` counts consumed batches, skipped ones too: with the step in its
-place, noise that causes a NaN would be drawn again for ever.
+A stream names the purpose of the numbers. `position` counts consumed batches, skipped ones too. If it counted only
+updates, noise that causes a NaN would be drawn again for ever.
 """
 
 import functools
@@ -16,7 +16,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def splitmix64(value: int) -> int:
-    """One output of SplitMix64 for the state `value` (Steele, Lea & Flood 2014, fig. 17)."""
+    """Return one output of SplitMix64 for the state `value` (Steele, Lea & Flood 2014, fig. 17)."""
     value = (value + _GAMMA) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -44,8 +44,8 @@ def _extend(prefix: int, position: int, part: int) -> int:
 def uniforms(seed: int, stream: str, position: int, parts: Tensor, count: int) -> Tensor:
     """Return `count` numbers in [0, 1) for each of `parts` (n, int64): n count, float64.
 
-    Row k is the SplitMix64 generator that `derive_seed(seed, stream, position, part=parts[k])` starts, 53 bits a
-    number: it does not matter which parts are asked for together.
+    Row k comes from a SplitMix64 generator with the seed `derive_seed(seed, stream, position, part=parts[k])`, 53 bits
+    per number, so it does not depend on the other parts.
     """
     states = splitmix64_tensor(parts ^ _signed(splitmix64(_prefix(seed, stream, 0) ^ position)))
     steps = torch.tensor([_signed(step * _GAMMA) for step in range(count)], dtype=torch.int64)
@@ -66,7 +66,7 @@ def _signed(value: int) -> int:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    return (values >> bits) & (_MASK >> bits)  # the shift alone would fill up with the sign
+    return (values >> bits) & (_MASK >> bits)  # torch's shift fills up with the sign bit
 
 
 class Randomness:

@@ -9,7 +9,7 @@ def rank() -> int:
 
 
 def num_ranks() -> int:
-    """Return how many processes train together: 1 unless torch.distributed is set up."""
+    """Return the number of processes that train together: 1 unless torch.distributed is set up."""
     return distributed.get_world_size() if _is_set_up() else 1
 
 

@@ -1,4 +1,4 @@
-"""Attributes that everybody may read and only their owner sets."""
+"""Attributes that everybody may read, and only their object may set."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -14,16 +14,16 @@ from hookdiff.randomness import derive_seed
 
 @define(frozen=True)
 class SampleRequest:
-    """A request for `num` images, from number `start` on; `seed` and `stream` and its number determine an image."""
+    """A request for `num` images, from number `start` on; `seed`, `stream` and its number determine an image."""
 
     num: int = field(validator=validators.ge(0))  # 0 only checks that the request can be met
     seed: int = 0
     start: int = 0
-    stream: str = "sample"  # "evaluate" for images that are measured: not those that people look at
+    stream: str = "sample"  # "evaluate" for images that metrics are computed on; they differ from those to look at
     weights: str | None = None  # "model", or the name of an average; None: an average if there is one
-    labels: tuple[int, ...] | None = None  # one an image, -1 is no class; None: see `default_labels`
+    labels: tuple[int, ...] | None = None  # one per image, -1 is no class; None: see `default_labels`
     images: Tensor | None = field(default=None, eq=False)  # n c h w in [-1, 1]: to start from, in place of pure noise
-    strength: float = 0.8  # with `images`: share of the sampler's steps that are made, in (0, 1]
+    strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]
 
     def generators(self) -> list[Generator]:
         """Return one CPU generator for each image: image k is the same in any grid and batch, and on any device."""
@@ -33,8 +33,8 @@ class SampleRequest:
     def default_labels(self, num_classes: int, known: Tensor | None) -> tuple[int, ...]:
         """Return the labels of a request that gives none; the label of image k is the same in any request.
 
-        Images to look at take the classes in turn. Images that are measured ("evaluate") take the labels of random
-        samples of the data, if `known` (n, int64) holds them, so that each class is as frequent as in the data.
+        Images to look at take the classes in turn. Images for metrics ("evaluate") take the labels of random samples of
+        the data, if `known` (n, int64) holds them, so that each class is as frequent as in the data.
         """
         numbers = range(self.start, self.start + self.num)
         if self.stream != "evaluate" or known is None or not len(known):

@@ -26,12 +26,12 @@ log = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class Sink:
-    """The base of Aim and of every other tracker: a sink never ends a run, and never holds one up for long.
+    """The base of Aim and of every other tracker: a sink never ends a run, and never delays one for long.
 
-    A subclass is a plugin like any other (`@define(eq=False)`) and writes those of the five methods below that it
+    A subclass is a plugin like any other (`@define(eq=False)`) and implements those of the five methods below that it
     needs, but no hooks. They are called on the main rank only, one at a time, on a thread that belongs to the sink,
     while the loop waits. When `open`, `scalars`, `images` or `close` raises, or takes longer than `timeout`, the sink
-    is switched off with one warning and the run goes on. KeyboardInterrupt and SystemExit pass.
+    is switched off with one warning and the run continues. KeyboardInterrupt and SystemExit are not caught.
     """
 
     timeout: float = field(
@@ -40,7 +40,7 @@ class Sink:
         kw_only=True,
         metadata=about("limit of one call; after it, the tracker is switched off and the run goes on", "seconds"),
     )
-    _thread: _Thread | None = field(init=False, default=None)  # there while the sink is open
+    _thread: _Thread | None = field(init=False, default=None)  # None unless the sink is open
     _is_off: bool = field(init=False, default=False)
 
     def check(self) -> None:
@@ -66,7 +66,7 @@ class Sink:
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:
-        if self._thread is None:  # opened here because in on_start a plugin has no state yet
+        if self._thread is None:  # opened here because in on_start its state is not loaded yet
             self._open(loop)
 
     @hookimpl

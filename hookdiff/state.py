@@ -1,4 +1,4 @@
-"""The state of a run: collected for a checkpoint, checked and loaded when the run goes on."""
+"""The state of a run: collected for a checkpoint, checked and loaded when the run is resumed."""
 
 import inspect
 import logging
@@ -65,10 +65,10 @@ class RunState:
         }
 
     def check(self, saved: State, place: Path | None, must_exist: bool, is_read: bool) -> None:
-        """Raise UserError unless the run can go on from `place`; None is a run that starts anew.
+        """Raise UserError unless the run can resume from `place`; None means that the run starts anew.
 
-        `saved` is empty where the place has no checkpoint. The run then starts anew, unless the place `must_exist`
-        (NoCheckpoint) or no plugin reads checkpoints (`is_read`). A run with another seed cannot go on.
+        `saved` is empty if the place has no checkpoint. The run then starts anew, unless the place `must_exist`
+        (NoCheckpoint) or no plugin reads checkpoints (`is_read`). A run with another seed cannot resume.
         """
         if not place:
             return
@@ -130,9 +130,9 @@ class RunState:
             log.warning("the checkpoint has the state of plugins that this run does not have: %s", ", ".join(unclaimed))
 
     def roll_back(self, saved: State, first_step: int, fresh: Collection[str]) -> None:
-        """Load `saved` but keep the place in the data, so that other batches follow.
+        """Load `saved` but keep the position in the data, so that other batches follow.
 
-        A checkpoint made by this process, after `first_step`, has the state of `fresh` plugins; an older one has not.
+        A checkpoint made by this process, after `first_step`, has the state of `fresh` plugins; an older one does not.
         """
         if not saved:
             raise UserError("on_nan asked for a rollback, but no plugin has a state to go back to")
@@ -156,7 +156,7 @@ def _check_start(place: Path, must_exist: bool, is_read: bool) -> None:
 
 @contextmanager
 def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
-    """Raise UserError where a state of another version, or one made by hand, leads to another error."""
+    """Turn an error because of a state of another version, or one made by hand, into a UserError."""
     try:
         yield
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -187,7 +187,7 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return the state by the names of the weights: keyed by position it could load onto the wrong ones unnoticed."""
+    """Return the state by names of weights; by position, it could be loaded for the wrong weights unnoticed."""
     names = _names(model)
     kind = type(optimizer).__name__
     if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
@@ -207,7 +207,7 @@ def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 
 def _counted_in_groups(optimizer: Optimizer) -> list[str]:
-    """Return the keys of the groups of weights that `optimizer` counts in, as schedule-free ones and Prodigy do.
+    """Return the keys of parameter groups that hold state of `optimizer`, as in schedule-free ones and Prodigy.
 
     These keys have a default and are no argument of the class. All other keys are hyper-parameters.
     """
@@ -222,7 +222,7 @@ def _load_optimizer(optimizer: Optimizer, model: nn.Module, saved: State) -> Non
         raise UserError(f"the checkpoint's optimizer is {saved['class']}, the run's is {kind}")
     parameters = {name: parameter for parameter, name in _names(model).items()}
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    optimizer.state.clear()  # of a rollback: at the saved step, some parameters may not have had any
+    optimizer.state.clear()  # for a rollback: at the saved step, some parameters may have had no state
     for name, entry in saved.get("weights", {}).items():
         parameter = parameters.get(name)
         if parameter is None or parameter not in held:
@@ -231,8 +231,8 @@ def _load_optimizer(optimizer: Optimizer, model: nn.Module, saved: State) -> Non
     groups = saved.get("groups", {})
     if groups and len(groups) != len(optimizer.param_groups):
         raise UserError(
-            f"{kind} counts in its groups of weights: there were {len(groups)} of them at the checkpoint, now there "
-            f"are {len(optimizer.param_groups)}"
+            f"{kind} keeps state in its parameter groups: the checkpoint has {len(groups)} of them, the run "
+            f"has {len(optimizer.param_groups)}"
         )
     for index, entry in groups.items():
         optimizer.param_groups[int(index)].update(entry)
@@ -247,7 +247,7 @@ def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer) -> Any:
     if not isinstance(value, Tensor):
         return value
     if key in ("step", "mu_product"):  # the latter is NAdam's
-        # Fused and capturable kernels keep what depends on the step alone on the device, all others on the host.
+        # Fused and capturable kernels keep values that depend only on the step on the device, others on the host.
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         on_device = group.get("fused") or group.get("capturable")
         return value.to(parameter.device if on_device else "cpu", copy=True)

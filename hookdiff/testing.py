@@ -1,4 +1,4 @@
-"""Helpers to test plugins with: a real Loop, small enough that a test takes milliseconds."""
+"""Helpers for tests of plugins: a real Loop, small enough that a test takes milliseconds."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -88,7 +88,7 @@ def weights(loop: Loop) -> dict[str, Tensor]:
 
 
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    """Raise AssertionError, naming the first tensor that differs in a bit."""
+    """Raise AssertionError, naming the first tensor that is not exactly equal."""
     assert one.keys() == other.keys(), f"only in one: {sorted(one.keys() ^ other.keys())}"
     for name, value in one.items():
         assert torch.equal(value, other[name]), f"{name} differs by {(value - other[name]).abs().max():g}"

@@ -1,4 +1,4 @@
-"""Weights that a model holds for a while, such as averages to sample with; and buffers to restore."""
+"""Lets a model hold other weights for a while, such as averages to sample with; and restores its buffers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ def choose_weights(name: str | None, held: str, offers: Any) -> tuple[str, Tenso
     """Return the name of the requested weights, and a function that returns their values.
 
     `held` is the name of the weights that the model holds now; they need no values. `offers` are the results of the
-    hook `offer_weights`. Without a `name` these are the first on offer, or else those held. Raises UnknownWeights.
+    hook `offer_weights`. Without a `name`, the first offer is chosen, or else the held weights. Raises UnknownWeights.
     """
     averages: dict[str, Tensors] = {}
     for offer in offers:
@@ -33,7 +33,7 @@ def choose_weights(name: str | None, held: str, offers: Any) -> tuple[str, Tenso
 def holding(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Let `model` hold `tensors`, by parameter name, during the `with`.
 
-    Values are copied in and out: the parameters keep their addresses, so captured graphs and optimizers stay right.
+    Values are copied in and out: the parameters keep their addresses, so captured graphs and optimizers stay valid.
     """
     parameters = dict(model.named_parameters())
     kept = {name: parameters[name].detach().clone() for name in tensors}

@@ -14,7 +14,7 @@ from hookdiff.progress import AUTO
 
 log = logging.getLogger("hookdiff")
 
-# The keys that cannot change, by the reason. All others can, unless a plugin refuses the state that it kept.
+# The keys that cannot change on resume, by reason. All others can, unless a plugin refuses its saved state.
 _REASONS: Mapping[str, tuple[str, ...]] = {
     "all randomness follows from it": ("run.seed",),
     "training samples would become held-out samples, or held-out samples training samples": ("data.held_out",),
@@ -32,7 +32,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "weights would move to another optimizer without their state": ("optimizer.adamw",),
 }
 FIXED = {key: reason for reason, keys in _REASONS.items() for key in keys}
-# Options of a fixed part that can change all the same: they decide which times are drawn.
+# Options of a fixed part that can still change, because they only decide which times are drawn.
 FREE = {"diffusion.process.shift", "diffusion.process.sigma_min", "diffusion.process.sigma_max"}
 # Keys that can change, but not be switched on or off, because the optimizer keeps tensors for them.
 FIXED_SWITCHES = {f"optimizer.{key}": FIXED["optimizer.use"] for key in ("amsgrad", "centered", "momentum")}
@@ -40,12 +40,12 @@ FIXED_SWITCHES = {f"optimizer.{key}": FIXED["optimizer.use"] for key in ("amsgra
 
 @define(eq=False)
 class Changes:
-    """Logs the changes of the config since the checkpoint of a resumed run, and refuses changes of fixed keys.
+    """Logs how the config of a resumed run differs from its checkpoint's, and refuses changes of fixed keys.
 
-    A rollback is not compared.
+    The configs are compared once, not at each rollback.
     """
 
-    defaults: Mapping[str, Any]  # of the config, by table: the values of keys that the checkpoint does not have
+    defaults: Mapping[str, Any]  # the default config, for keys that the checkpoint does not have
     _done: bool = field(init=False, default=False)
 
     @hookimpl(wrapper=True)
@@ -71,7 +71,7 @@ class Changes:
 def check_parts(settings: Iterable[str], config: Mapping[str, Any]) -> None:
     """Raise UserError for a setting that chooses another model or optimizer than the `config` of the run.
 
-    Without this check, every key of the config that the other class lacks would be reported.
+    Without this check, the error would list every key of the config that the other class lacks.
     """
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))

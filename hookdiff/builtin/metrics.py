@@ -27,14 +27,14 @@ class Metrics:
 
     A checkpoint holds the length of the file. A resumed run cuts the file to this length, so that no step appears
     twice. A branch begins with the lines of the run that it continues. Lines are not synced: a crash of the machine may
-    lose lines that a checkpoint counts. A warning reports the loss, and the file continues after its last whole line.
-    On a full disk new lines wait until there is space.
+    lose lines that a checkpoint counts. A warning reports the lost lines, and the file continues after its last whole
+    line. If the disk is full, new lines are kept in memory until there is space.
     """
 
     _file: FileIO | None = field(default=None, init=False)
-    _waiting: bytes = field(default=b"", init=False)  # the rest of the lines, which the full disk has not taken
+    _waiting: bytes = field(default=b"", init=False)  # lines that are not written yet because the disk is full
     _length: int = field(default=0, init=False)  # bytes of the file that belong to this run
-    _must_cut: bool = field(default=False, init=False)  # a state was loaded, and the file is not yet cut to its length
+    _must_cut: bool = field(default=False, init=False)  # a state was loaded, but the file is not cut to `_length` yet
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:
@@ -71,7 +71,7 @@ class Metrics:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if loop.resume and not path.exists():
-                # The resumed place is another run, or a checkpoint of one.
+                # `resume` is the directory of another run, or one of its checkpoints.
                 for earlier in (loop.resume / METRICS, loop.resume.resolve().parent.parent / METRICS):
                     if earlier.is_file():
                         shutil.copyfile(earlier, path)
@@ -115,7 +115,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of the metrics file at `path`; null, logged for NaN and infinities, is a NaN.
+    """Return the lines of the metrics file at `path`; null, which stands for NaN and infinities, becomes NaN.
 
     Lines that a failing disk or an editor has damaged are skipped with a warning.
     """

@@ -1,4 +1,4 @@
-"""The search for the micro-batch of `micro_batch = "auto"`."""
+"""The plugin that finds a micro-batch that fits in memory, for `micro_batch = "auto"`."""
 
 import copy
 import gc
@@ -26,9 +26,9 @@ _MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "can
 class FitMicroBatch:
     """Sets `micro_batch` to the whole batch, or to the first of its half, quarter, ... that fits in memory.
 
-    Each size is tried with forward and backward passes of a real step, beside memory that is reserved for the state of
-    the optimizers. The trial leaves no trace in gradients, buffers, random numbers, states of plugins or the log. With
-    several ranks the size fits on all. A CPU's system may kill the process before torch reports that memory is short.
+    Each size is tried with forward and backward passes of a real step, while memory for the state of the optimizers is
+    reserved. The trials change no gradients, buffers, random numbers, states of plugins or logged values. With several
+    ranks, the smallest size found is used. On a CPU, the system may kill the process before torch runs out of memory.
     """
 
     @hookimpl(trylast=True)
@@ -53,13 +53,13 @@ class FitMicroBatch:
 
 
 def _largest(loop: Loop, batch: Batch) -> int:
-    """Return the largest size of the series that fits, or 0 if not even one sample does."""
+    """Return the first size that fits out of the whole batch, its half, ... 1; 0 if none does."""
     reserve = 0 if any(optimizer.state for optimizer in loop.optimizers) else optimizer_bytes(loop.optimizers)
     if loop.device.type == "cuda":  # 5% more: the allocator's blocks never fill the memory completely
         reserve += torch.cuda.get_device_properties(loop.device).total_memory // 20
     size = len(batch)
     while size and not _fits(loop, batch, size, reserve):
-        # Only here the error and the frames that hold its tensors are gone.
+        # Not inside `_fits`: there, the error and its frames still hold the tensors.
         gc.collect()
         if loop.device.type in ("cuda", "mps"):
             getattr(torch, loop.device.type).empty_cache()
@@ -70,7 +70,7 @@ def _largest(loop: Loop, batch: Batch) -> int:
 def _fits(loop: Loop, batch: Batch, size: int, reserve: int) -> bool:
     try:
         reserved = torch.empty(reserve, dtype=torch.uint8, device=loop.device)
-        for part in batch.split(size)[:2]:  # the second one runs beside the gradients of the first
+        for part in batch.split(size)[:2]:  # the second one runs while the gradients of the first are in memory
             # As if more micro-batches followed, so that no rank waits for another.
             loop.hook.micro_step(loop=loop, batch=part, index=0, count=2)
         del reserved
@@ -85,14 +85,14 @@ def _fits(loop: Loop, batch: Batch, size: int, reserve: int) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is one of those that torch raises when the memory of a GPU or a CPU is short."""
+    """Return whether `error` says that a GPU or a CPU is out of memory."""
     known = isinstance(error, RuntimeError) and any(message in str(error).lower() for message in _MESSAGES)
     return known or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 @contextmanager
 def _restoring(loop: Loop) -> Iterator[None]:
-    """Restore buffers, random states and the states of plugins afterwards, and log nothing meanwhile."""
+    """Log nothing inside the `with`; at its end restore buffers, random states and the states of plugins."""
     hooks = ("micro_step", "compute_loss", "backward")
     names = {impl.plugin_name for hook in hooks for impl in loop.plugins.order(hook)}
     called: list[Any] = [plugin for name, plugin in loop.plugins.items() if name in names]

@@ -1,4 +1,4 @@
-"""The run directory: locked early, written when the run is sure to start."""
+"""The plugin that makes the run directory: it locks it early, and writes to it once nothing else can fail."""
 
 import errno
 import shutil
@@ -18,7 +18,7 @@ class RunDir:
     """Makes and locks the run directory, and writes the resolved config into it.
 
     An existing directory is locked first of all, so that no other run changes it. Everything else is written at the end
-    of `on_start`, or before the first step of a resumed run, when all plugins have loaded their states: a run that
+    of `on_start`, or before the first step of a resumed run, when all plugins have loaded their states. So a run that
     cannot start leaves no files, and deletes no earlier run.
     """
 
@@ -37,7 +37,7 @@ class RunDir:
                 try:
                     lock_run_dir(path, loop.resources)
                 except OSError as error:
-                    if error.errno != errno.EROFS:  # nobody can write there; the first step reports it
+                    if error.errno != errno.EROFS:  # a read-only disk: `_write` reports it
                         raise
 
     @hookimpl(trylast=True)
@@ -61,7 +61,7 @@ class RunDir:
                 for entry in path.iterdir():
                     if entry.is_dir() and not entry.is_symlink():
                         shutil.rmtree(entry)
-                    # Another process may wait for the lock. The config marks the folder as a run until the end.
+                    # Another process may wait for the lock. The old config marks the folder as a run until replaced.
                     elif entry.name not in (LOCK, CONFIG):
                         entry.unlink()
             path.mkdir(parents=True, exist_ok=True)

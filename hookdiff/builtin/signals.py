@@ -17,11 +17,10 @@ log = logging.getLogger("hookdiff")
 
 @define(eq=False)
 class Signals:
-    """Ends the run after the current step at the first SIGINT or SIGTERM, and the process at the second.
+    """Ends the run after the current step at the first SIGINT or SIGTERM; the second one ends the process.
 
-    The handlers are installed at the very beginning of `on_start`. The earlier handlers come back when the run has
-    saved and closed everything. In any thread but the main one, where Python allows no handlers, the plugin does
-    nothing.
+    The handlers are installed at the very beginning of `on_start`. The earlier handlers are restored when the run has
+    saved and closed everything. Outside the main thread, Python allows no handlers, so the plugin does nothing.
     """
 
     usr1: bool = False  # SIGUSR1 ends the run as out of time; some schedulers send it before they stop a job
@@ -33,12 +32,12 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         before: dict[int, Any] = {}
-        # The first resource is closed last: a signal must not interrupt the end of the run, above all the save.
+        # The first resource is closed last, so that no signal interrupts the last save.
         loop.resources.callback(_put_back, before)
         process = os.getpid()
 
         def handler(number: int, frame: object) -> None:
-            if os.getpid() != process:  # a forked process, which is not the run
+            if os.getpid() != process:  # a process forked from the run, such as a data worker
                 _put_back(before)
                 os.kill(os.getpid(), number)
             elif number in (signal.SIGINT, signal.SIGTERM):
@@ -54,7 +53,7 @@ class Signals:
             before[number] = signal.signal(number, handler)
 
     def _stop(self, loop: Loop, number: int) -> None:
-        # Not Python's own handler: it waits for the current call to end, and can miss a signal.
+        # SIG_DFL ends the process at once. Python's own handler waits for the current call, and can miss a signal.
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
         if sys.__stderr__ and sys.__stderr__.isatty():
@@ -67,5 +66,5 @@ class Signals:
 
 def _put_back(handlers: dict[int, Any]) -> None:
     for number, handler in handlers.items():
-        # None stands for a handler that was not installed from Python and cannot be put back.
+        # None means that the handler was not installed from Python, and cannot be restored.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -21,9 +21,9 @@ def _check_partial(start: Start, _: Any, partial: bool) -> None:
 
 @define(eq=False)
 class Start:
-    """Loads given weights into a new run, before any other plugin starts; a resumed run has its own weights.
+    """Loads weights from a file into a new run, before any other plugin starts; a resumed run keeps its own weights.
 
-    The arguments are keys of the table [model].
+    The arguments are keys of the config table [model].
     """
 
     start_from: str | None = field(
@@ -35,7 +35,7 @@ class Start:
         default=False,
         validator=_check_partial,
         metadata=about(
-            "load only the tensors of `start_from` that fit by name and shape, and list the others; else all must fit"
+            "load only the tensors of `start_from` that fit by name and shape, and log the others; else all must fit"
         ),
     )
 

@@ -29,10 +29,10 @@ def override_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def training_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of all commands that train; `override_options` are among them."""
+    """Add the options of all commands that train, with `override_options` among them."""
     for option in (
         click.option("--usr1", is_flag=True, help="End the run at SIGUSR1 as out of time, with exit code 75."),
-        click.option("--fresh", multiple=True, metavar="NAME", help="Start this plugin anew; may be repeated."),
+        click.option("--fresh", multiple=True, metavar="NAME", help="Ignore a plugin's saved state; may be repeated."),
         click.option("--skip-batches", default=0, type=click.IntRange(0), metavar="N", help="Skip the next N batches."),
         click.option("--lr", metavar="X", help="Set the learning rate: short for --set optimizer.lr=X."),
         override_options,

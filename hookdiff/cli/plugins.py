@@ -15,8 +15,8 @@ from hookdiff.cli.options import override_options
 def command(names: tuple[str, ...], order: Path | None, plugins: tuple[str, ...], settings: tuple[str, ...]) -> None:
     """List the installed plugins.
 
-    With NAME: print what these plugins do, and the keys of their tables. With --order: print which plugins of CONFIG
-    each hook calls, in this order.
+    With NAME: print a description of these plugins, and the keys of their tables. With --order: print the plugins of
+    CONFIG that each hook calls, in call order.
     """
     from hookdiff.experiment.discovery import distribution, installed, plugin_class
     from hookdiff.experiment.reference import plain

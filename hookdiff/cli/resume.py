@@ -20,8 +20,8 @@ def command(
 ) -> None:
     """Continue RUN, a run directory, from its newest checkpoint and with its own config.
 
-    RUN may also be one checkpoint in a run directory; this needs --out. If the run is already done, a message says so,
-    and the exit code is 0.
+    RUN may also be one checkpoint in a run directory; this needs --out. If the run is already done, the command prints
+    a message and exits with 0.
     """
     from hookdiff.builtin.changes import check_parts
     from hookdiff.cli.run import train

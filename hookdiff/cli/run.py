@@ -43,7 +43,7 @@ def train(
 ) -> None:
     """Train from the config at `path`, print a summary, and exit with the code of the outcome.
 
-    run_dir: None is runs/NAME. resume: as in `build_loop`; True also starts a run that has no directory yet.
+    run_dir: None means runs/NAME. resume: see `build_loop`; True also starts a run that has no directory yet.
     """
     from hookdiff import experiment
     from hookdiff.builtin.signals import Signals

@@ -1,4 +1,4 @@
-"""The summary that a run prints at its end: how it ended, and a table of its files."""
+"""The summary that a run prints at its end: the reason for the end, and a table of its files."""
 
 from collections import Counter
 from collections.abc import Container
@@ -8,7 +8,7 @@ from hookdiff.builtin.metrics import METRICS, read_metrics
 from hookdiff.disk.paths import CONFIG
 from hookdiff.loop import Loop
 
-_VISIBLE = "[!.]*"  # files, but not hidden ones; nothing if the run was stopped before it made its directory
+_VISIBLE = "[!.]*"  # files that are not hidden; there are none if the run stopped before it made its directory
 _ENDS = {"plugin": "stopped by a plugin", "on_nan": "stopped by on_nan", "signal": "stopped by a signal"}
 
 
@@ -33,7 +33,7 @@ def _describe(path: Path, details: Container[str]) -> str:
 
 
 def _measured(path: Path, details: Container[str], most: int = 5, names: int = 4) -> list[str]:
-    """Return the number of lines, the last loss, and the last values of metrics that are logged less often."""
+    """Return the number of lines, the last loss, and the last values of metrics that are logged less often than it."""
     records = read_metrics(path)
     counts = Counter(name for record in records for name in record if name not in details)
     found = [f"{len(records)} line" + "s" * (len(records) != 1)]

@@ -1,4 +1,4 @@
-"""Sources of samples, and how they become batches."""
+"""Sources of samples, and the steps that turn them into batches."""
 
 from hookdiff.data.arrays import Arrays
 from hookdiff.data.batch import Batch

@@ -24,12 +24,12 @@ class Arrays:
     Raises ValueError for a file that cannot be read, an array that does not hold images, and labels that do not match.
 
     Args:
-        path: an .npy, or an .npz (needed)
-        images: name of the array in an .npz; without it "images", or the only array
-        labels: name of the array of labels in an .npz, without it "labels" if there is one; or an .npy of its own;
-            one integer for each image (-1: unknown)
-        layout: "n h w", "n h w c" or "n c h w"; without it the layout that the shape allows
-        value_range: [low, high], the values of black and white; needed unless the array is uint8
+        path: an .npy or .npz file (required)
+        images: name of the array in an .npz; unless given, "images", or the only array
+        labels: name of the array of labels in an .npz, or path of a separate .npy; one integer for each image (-1:
+            unknown); unless given, "labels" if the .npz has it
+        layout: "n h w", "n h w c" or "n c h w"; unless given, the only layout that the shape allows
+        value_range: [low, high], the values of black and white; required unless the array is uint8
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Arrays:
             return _pick(stored, self.name, self.path)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "array"}  # each worker opens the file
+        return {name: value for name, value in vars(self).items() if name != "array"}  # each worker maps the file
 
     def __len__(self) -> int:
         return len(self.array)
@@ -99,7 +99,7 @@ class Arrays:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the arrays of an .npz by name, or the array of an .npy by an empty name."""
+    """Yield the arrays of an .npz by name, or the array of an .npy under an empty name."""
     if path.suffix.lower() not in (".npy", ".npz"):
         raise ValueError(f"{path}: expected an .npy or an .npz")
     try:

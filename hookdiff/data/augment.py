@@ -13,7 +13,7 @@ from hookdiff.data.memory import to_unit_range
 from hookdiff.data.transforms import Transforms
 from hookdiff.randomness import uniforms
 
-# The columns of the random numbers. Each use has its own, so that switching one on changes no other.
+# The columns of the random numbers. Each augmentation has its own, so that enabling one does not change another.
 _TOP, _LEFT, _FLIP, _FACTORS, _ORDER = 0, 1, 2, slice(3, 7), slice(7, 11)
 
 
@@ -80,7 +80,7 @@ def _grey(images: Tensor) -> Tensor:
 
 
 def _contrast(images: Tensor, factors: Tensor) -> Tensor:
-    # The sum is over integers: the order in which floats are added, and with it the last bit, depends on the batch.
+    # Integers are summed, because the rounding of a sum of floats depends on the batch size.
     counts = (_grey(images) * 2**24).round().long().sum((1, 2, 3), keepdim=True)
     means = counts.float() / (2**24 * images[0, 0].numel())
     return images * factors + means * (1 - factors)
@@ -98,7 +98,7 @@ def _hue(images: Tensor, shifts: Tensor) -> Tensor:
     )
     sixth = (sixth + 6 * shifts.squeeze(1)) % 6
     parts = []
-    for corner in (5, 3, 1):  # the hue at which red, green and blue are lowest, in sixths of a turn
+    for corner in (5, 3, 1):  # offsets in sixths of a turn: red, green and blue are lowest at distances from 1 to 3
         distance = (corner + sixth) % 6
         parts.append(value - chroma * torch.minimum(distance, 4 - distance).clamp(0, 1))
     return torch.stack(parts, 1)

@@ -1,4 +1,4 @@
-"""Pictures of any mode become grey or RGB. Depth, transparency and orientation are handled here and nowhere else."""
+"""Converts pictures of any mode to grey or RGB. Only this file handles bit depth, transparency and orientation."""
 
 from typing import Any
 
@@ -25,10 +25,10 @@ def num_channels(mode: str) -> int:
 def upright_size(image: Any) -> tuple[int, int]:
     """Return width and height after the orientation in Exif is applied; the pixels of the file are not read."""
     width, height = image.size
-    # Pillow would read a whole PNG to look for an orientation behind its pixels.
+    # For a PNG, Pillow would read the whole file, because an orientation may come after the pixels.
     if (image.format == "PNG" and "exif" not in image.info) or _orientation(image) < 5:
         return int(width), int(height)
-    if image.format == "TIFF":  # newer versions of Pillow have swapped its size already
+    if image.format == "TIFF":  # in newer versions of Pillow, `size` is swapped already
         width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
     return int(height), int(width)
 
@@ -36,13 +36,13 @@ def upright_size(image: Any) -> tuple[int, int]:
 def decode(image: Any, channels: int | None, background: str) -> Any:
     """Return the first frame of a Pillow image, upright, in mode L or RGB, in front of the colour `background`.
 
-    `channels` is 1, 3, or None, which keeps grey pictures grey. 16 bits are scaled to 8; 32-bit integers must lie
-    within 16 bits, floats within [0, 1]. Raises ValueError for values outside, and any error of Pillow.
+    `channels` is 1, 3, or None, which keeps grey pictures grey. 16 bits are scaled to 8. Integers of 32 bits must lie
+    in the range of 16 bits, floats in [0, 1]. Raises ValueError for values outside, and any error of Pillow.
     """
     from PIL import Image, ImageOps
 
     if image.format == "TIFF":
-        image.filename = ""  # else Pillow maps the file with width and height swapped, if it has to be rotated
+        image.filename = ""  # else Pillow maps a file that has to be rotated with width and height swapped
     image.load()
     if _orientation(image) != 1:
         ImageOps.exif_transpose(image, in_place=True)
@@ -57,7 +57,7 @@ def decode(image: Any, channels: int | None, background: str) -> Any:
 
 
 def _orientation(image: Any) -> int:
-    """Return the orientation in Exif, 1 to 8; 1, which is upright, where that part of the file is broken."""
+    """Return the orientation in Exif, 1 (upright) to 8; 1 if the Exif data is broken."""
     try:
         value = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # the pixels may still be good

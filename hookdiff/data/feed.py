@@ -33,7 +33,7 @@ from hookdiff.randomness import derive_seed
 logger = logging.getLogger("hookdiff")
 
 _CPU = torch.device("cpu")
-_AT_ONCE = 1 << 20  # numbers that are fetched from memory in one go: 4 MiB
+_AT_ONCE = 1 << 20  # pixel values that are fetched from memory in one go: 4 MiB in float32
 
 Finish = Callable[[Tensor, Tensor], Tensor]  # takes first-stage images and indices, returns inputs
 
@@ -61,15 +61,15 @@ class Feed:
         default=0,
         validator=_check_held_out,
         metadata=about(
-            "count or share of the samples never trained on: the same in every run, in proportion from each class"
+            "count or share of the samples to hold out from training: the same in every run, in proportion by class"
         ),
     )
     balanced: bool = field(
-        default=False, metadata=about("each class equally often in an epoch, which keeps its length")
+        default=False, metadata=about("draw each class equally often; the length of an epoch stays the same")
     )
     drop_last: bool = field(default=True, metadata=about("leave out the last, smaller batch of an epoch"))
     workers: int = field(
-        default=0, validator=ge(0), metadata=about("processes that load samples not kept in memory or on disk")
+        default=0, validator=ge(0), metadata=about("processes that load samples, if these are not in memory or on disk")
     )
     prefetch: int = field(default=2, validator=ge(1), metadata=about("batches that each worker loads ahead"))
     prepared: Prepared = field(init=False, repr=False)  # the source after the first stage
@@ -82,11 +82,11 @@ class Feed:
     num_ranks: int = field(init=False, default=1)
     samples: InMemory | Images | Source = field(init=False)  # on the device if there is room
     usable: Tensor = field(init=False)  # n, int64, sorted: positions of the samples with a readable header
-    training: Tensor = field(init=False)  # those to train on
-    held_out_indices: Tensor = field(init=False)  # those held out
-    _rows: Tensor | None = field(init=False, default=None)  # for each sample, the row that has its pixels
+    training: Tensor = field(init=False)  # the usable samples to train on
+    held_out_indices: Tensor = field(init=False)  # the usable samples held out
+    _rows: Tensor | None = field(init=False, default=None)  # for each sample, the row of its pixels in `samples`
     _reported: set[int] = field(init=False, factory=set)  # unreadable samples with a warning in the log
-    _idle: list[Loader] = field(init=False, factory=list)  # at the end of their epoch; their workers wait
+    _idle: list[Loader] = field(init=False, factory=list)  # loaders that wait for the next epoch
 
     def __attrs_post_init__(self) -> None:
         self.prepared = prepare(self.source, self.transforms, self.store)
@@ -114,8 +114,8 @@ class Feed:
     ) -> Feed:
         """Make batches of `batch_size` samples, over all ranks, in the order that `seed` gives. Returns self.
 
-        Raises UserError if there are fewer samples than a batch has, fewer in a batch than there are ranks, or if the
-        samples are no images and are to be augmented.
+        Raises UserError if there are fewer samples than a batch needs, if a batch is smaller than the number of ranks,
+        or if samples that are not images are to be augmented.
         """
         self.batch_size, self.seed, self.device = batch_size, seed, device
         self.rank, self.num_ranks, self._idle = rank, num_ranks, []
@@ -142,7 +142,7 @@ class Feed:
 
     @property
     def num_classes(self) -> int | None:
-        """The number of names of classes, or without names the highest label plus one; None without labels."""
+        """The number of class names, or without names the highest label plus one; None without labels."""
         if self.labels is None:
             return None
         return max(self.labels.tolist(), default=-1) + 1 if self.classes is None else len(self.classes)
@@ -208,7 +208,7 @@ class Feed:
     def _fetch(self, samples: InMemory, shares: list[Tensor], finish: Finish) -> Iterator[Stack]:
         if not shares:
             return
-        # Several small batches at once, then slices of them: the calls cost more than the pixels.
+        # Fetch several small batches at once and slice them: the calls take longer than copying the pixels.
         at_once = max(1, _AT_ONCE // (len(shares[0]) * samples.images[0].numel()))
         for first in range(0, len(shares), at_once):
             group = shares[first : first + at_once]
@@ -244,7 +244,7 @@ class Feed:
             successors = torch.arange(len(self.samples))
             for part in (self.training, self.held_out_indices):
                 successors[part] = part.roll(-1)
-            # As a numpy array, which needs no file descriptor to be sent to a worker.
+            # A numpy array, because sending a tensor to a worker takes a file descriptor.
             following = successors.numpy() if self.store.unreadable == "skip" else None
             fit = partial(self.transforms.fit, shape=self.prepared.survey.shape)
             read = partial(read_image, self.source, fit, following)

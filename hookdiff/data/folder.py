@@ -18,10 +18,10 @@ class Folder:
     Raises ValueError if there is no image, or if images and labels do not match.
 
     Args:
-        path: the folder (needed)
-        labels: "folder": the first folder below `path` is the class of an image, and there are no classes unless there
-            are two such folders; "none": no classes; or a .csv or .jsonl, in `path` or the working directory, with a
-            `file` (below `path`) and a `label` for each image: a name, or an integer from 0 (-1: unknown)
+        path: the folder (required)
+        labels: "folder": the class of an image is the first folder below `path`, if there are two such folders or more;
+            "none": no classes; or a .csv or .jsonl file, in `path` or the working directory, with a `file` (below
+            `path`) and a `label` for each image: a name, or an integer from 0 (-1: unknown)
     """
 
     def __init__(self, path: str, labels: str = "folder") -> None:
@@ -69,7 +69,7 @@ def _find(root: Path) -> tuple[list[str], Counter[str]]:
 
     for folder, inside, names in os.walk(root, onerror=stop, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:  # a link that leads back
+        if real in seen:  # a link to a folder that was already visited
             inside.clear()
             continue
         seen.add(real)
@@ -85,7 +85,7 @@ def _find(root: Path) -> tuple[list[str], Counter[str]]:
 
 
 def _first_folders(root: Path, files: Sequence[str]) -> list[str]:
-    """Return the first folder of each file; an empty list if there are not two of them."""
+    """Return the first folder of each file, or an empty list if there are fewer than two folders."""
     alone = [name for name in files if "/" not in name]
     if alone and len(alone) < len(files):
         where = f"{len(alone)} of {len(files)} images are in {root} itself, not in a class folder ({some(alone)})"

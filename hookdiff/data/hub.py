@@ -19,12 +19,12 @@ class HuggingFace:
     Raises ValueError for a set, split or column that does not exist, and UserError without the library.
 
     Args:
-        path: a folder that `save_to_disk` wrote, a folder of images or of .parquet files, a .parquet, or a name on the
-            hub (needed)
-        split: part of the set
-        name: configuration of a set that has several
-        image_column: column with the images; without it the first one
-        label_column: column with the labels; without it the first one of class labels; "none" reads no labels
+        path: a folder that `save_to_disk` wrote, a folder of images or of .parquet files, a .parquet file, or a name
+            on the hub (required)
+        split: part of the data set
+        name: configuration, for a data set that has several
+        image_column: column with the images; unless given, the first column of images
+        label_column: column with the labels; unless given, the first column of class labels; "none": no labels
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class HuggingFace:
             raise UserError("source = 'huggingface' needs the datasets library: pip install 'hookdiff[hf]'") from None
         try:
             data = _open(path, split, name)
-        except Exception as error:  # the library raises many kinds of error, its own and those of others
+        except Exception as error:  # the library raises many kinds of error, also those of its dependencies
             raise ValueError(f"{path}: {reason(error)}") from error
         column = image_column or _first_column(data, datasets.Image)
         if column is None:
             raise ValueError(f"{path}: no column has images, out of {', '.join(data.features)}: set image_column")
         try:
-            # Not decoded, so that a header can be read alone, and a large JPEG at a part of its size.
+            # Not decoded here, so that headers can be read alone, and a large JPEG can be decoded at a reduced size.
             self.images = data.select_columns([column]).cast_column(column, datasets.Image(decode=False))
         except (KeyError, NotImplementedError, TypeError, ValueError) as error:  # Arrow's own errors derive from these
             raise ValueError(f"{path}: image_column = {column!r}: {reason(error)}") from None

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from hookdiff.errors import nearest
 
-EXAMPLES = 5  # that a message lists
+EXAMPLES = 5  # the most examples in a message
 _SUFFIXES = (".csv", ".jsonl")
 
 
 def encode(labels: Sequence[Any]) -> tuple[Tensor | None, tuple[str, ...] | None]:
     """Return labels as numbers (n, int64), and the names of the classes in alphabetical order.
 
-    There are no names for labels that are integers, and None in place of no labels. Raises ValueError for labels of
-    other types.
+    Integer labels have no names (None). An empty list gives (None, None). Raises ValueError for labels of other types.
     """
     examples = {type(label): label for label in labels}
     if not labels:

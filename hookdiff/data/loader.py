@@ -1,4 +1,4 @@
-"""Samples that are read when they are needed, in this process or by workers that live on from epoch to epoch."""
+"""Reads samples when they are needed, in this process or in workers that persist from epoch to epoch."""
 
 import atexit
 import random
@@ -19,8 +19,8 @@ from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError
 from hookdiff.randomness import derive_seed
 
-Sample = tuple[Tensor, int | None, int]  # first stage, c h w; label; index
-Stack = tuple[Tensor, Tensor | None, Tensor]  # the same of a batch
+Sample = tuple[Tensor, int | None, int]  # pixels after the first stage, c h w; label; index
+Stack = tuple[Tensor, Tensor | None, Tensor]  # the same for a batch
 Read = Callable[[int, int], Sample]  # takes an epoch and an index
 
 
@@ -28,7 +28,7 @@ class Loader:
     """Reads the samples of a source. It can load another epoch only if the iterator of the last one is exhausted."""
 
     def __init__(self, read: Read, workers: int, prefetch: int, pin_memory: bool) -> None:
-        self.addresses: list[tuple[int, Any]] = []  # of each batch of an epoch: the epoch, and the indices
+        self.addresses: list[tuple[int, Any]] = []  # for each batch of an epoch: the epoch, and the indices
         self.loader: DataLoader[Any] = DataLoader(
             _Reader(read),
             batch_size=None,  # the reader makes the batches
@@ -44,7 +44,7 @@ class Loader:
 
     def load(self, epoch: int, parts: Iterable[Tensor]) -> Iterator[Stack]:
         """Yield the samples of each of `parts` (n, int64). Raises UserError for a sample that cannot be used."""
-        # As numpy arrays, which need no file descriptor to be sent to a worker.
+        # Numpy arrays, because sending a tensor to a worker takes a file descriptor.
         self.addresses[:] = [(epoch, part.numpy()) for part in parts]
         with _signals_blocked():
             stacks = iter(self.loader)  # this starts the workers
@@ -54,9 +54,9 @@ class Loader:
             yield stack
 
     def close(self) -> None:
-        """End the workers. torch cannot end them once garbage is collected, and would wait for them in vain."""
+        """End the workers. Without this, torch would wait for them in vain when the loader is garbage-collected."""
         iterator = getattr(self.loader, "_iterator", None)
-        if iterator is not None:  # its truth value would be its length
+        if iterator is not None:  # `if iterator` would ask for its length
             iterator._shutdown_workers()
 
 
@@ -65,7 +65,7 @@ _loaders: WeakSet[Loader] = WeakSet()
 
 @atexit.register
 def _end_workers() -> None:
-    # multiprocessing would send each worker a single SIGTERM, which it ignores, and wait for it for ever.
+    # multiprocessing would send each worker one SIGTERM, which the worker ignores, and then wait for it for ever.
     for loader in _loaders:
         loader.close()
 
@@ -104,7 +104,7 @@ def _handle_signals(worker: int) -> None:
 
 
 class _Reader(Dataset[Stack | UserError]):
-    """Reads batches. An error is returned: raised in a worker, it would have a traceback in its message."""
+    """Reads batches. It returns errors, because torch adds a traceback to the message of an error that it raises."""
 
     def __init__(self, read: Read) -> None:
         self.read = read

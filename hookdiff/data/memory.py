@@ -1,4 +1,4 @@
-"""Data sets in memory, which are kept as they are stored and scaled one batch at a time."""
+"""Data sets in memory: images keep their stored dtype, and are scaled one batch at a time."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def fashion_mnist(root: str, train: bool = True, download: bool = False) -> InMe
     Raises ValueError if a file is missing or broken.
 
     Args:
-        root: folder with the four idx files, not gzipped, in FashionMNIST/raw (needed)
-        train: the 60,000 to train on; false: the 10,000 to test with
+        root: folder with the four idx files, not gzipped, in FashionMNIST/raw (required)
+        train: true: the 60,000 training images; false: the 10,000 test images
         download: let torchvision download the files if they are missing
     """
     from torchvision.datasets import FashionMNIST

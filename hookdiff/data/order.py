@@ -14,7 +14,7 @@ _SPLIT_SEED = 0  # not the run's seed: every run on the same data holds out the 
 def split(usable: Tensor, labels: Tensor | None, held_out: int | float) -> tuple[Tensor, Tensor]:
     """Split `usable` (n, int64, sorted) into samples to train on and samples held out, both sorted.
 
-    `held_out` is a count, or a share below 1. With labels each class gives its share, as near as whole samples allow.
+    `held_out` is a count, or a share below 1. With labels, the same share of each class is held out, up to rounding.
     Raises UserError if one side would be empty.
     """
     if not held_out:
@@ -37,9 +37,9 @@ def split(usable: Tensor, labels: Tensor | None, held_out: int | float) -> tuple
 
 
 def balanced(labels: Tensor, generator: Generator) -> Tensor:
-    """Return n positions in `labels` (n), shuffled. Each class comes equally often, or once more, drawn at random.
+    """Return n positions in `labels` (n), shuffled, with each class equally often; random classes get the remainder.
 
-    All samples of a class come before one of them comes again.
+    No sample of a class is drawn again before all samples of the class have been drawn.
     """
     names, classes, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
     quota = torch.full((len(names),), len(labels) // len(names))

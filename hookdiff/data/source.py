@@ -1,4 +1,4 @@
-"""The two kinds of source that pictures come from, and the reading of their samples."""
+"""The two protocols of data sources, and functions that read their pictures."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +54,7 @@ class Source(Protocol):
 
 
 def with_image(source: Images, index: int, function: Callable[[Any], Result]) -> Result:
-    """Return `function` of the picture at `index`, and close its file. Raises Unreadable for any error."""
+    """Return `function(picture)` for the picture at `index`, and close its file. Raises Unreadable for any error."""
     try:
         image = source.load(index)
         with image if hasattr(image, "fp") else nullcontext():

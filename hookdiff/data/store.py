@@ -1,4 +1,4 @@
-"""Any source becomes samples of one shape, which are kept in memory, in a memory-mapped file, or nowhere."""
+"""Turns any source into samples of one shape, kept in memory, in a memory-mapped file, or not at all."""
 
 import hashlib
 import json
@@ -32,21 +32,21 @@ _FORMAT = 2  # a cache of another format is not used
 
 @define(frozen=True, kw_only=True)
 class Store:
-    """Where samples are kept once they are decoded and resized, and what happens to samples that cannot be read."""
+    """Options for storing decoded and resized samples, and for samples that cannot be read."""
 
     store: Literal["auto", "memory", "disk", "none"] = field(
         default="auto",
         validator=in_(("auto", "memory", "disk", "none")),
         metadata=about(
-            'where decoded and resized samples are kept: "memory"; "disk", in a file; "none", decoded again in each '
-            'epoch; "auto", in memory up to `memory_limit`, else "none"'
+            'where decoded and resized samples are kept: "memory"; "disk" (a file); "none" (they are decoded again in '
+            'each epoch); "auto" ("memory" up to `memory_limit`, else "none")'
         ),
     )
     memory_limit: float = field(
         default=4.0, validator=ge(0), metadata=about('limit of "auto" for the decoded pixels', "GiB")
     )
     cache_dir: str | None = field(
-        default=None, metadata=about('folder of the files of "disk"; without it `hookdiff` in the user\'s cache')
+        default=None, metadata=about('folder of the files of "disk"; unless given, `hookdiff` in the user\'s cache')
     )
     unreadable: Literal["stop", "skip"] = field(
         default="stop",
@@ -69,7 +69,7 @@ class Store:
 
 @define(eq=False)
 class Prepared:
-    """Samples after the first stage, or a source that gives each sample when it is needed."""
+    """Samples after the first stage, or a source that reads each sample when it is needed."""
 
     samples: InMemory | Images | Source
     place: str = "none"  # of the samples: "memory", "disk" or "none"
@@ -78,9 +78,9 @@ class Prepared:
 
 
 def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
-    """Read the headers of `source`, and decode it if it is to be kept.
+    """Read the headers of `source`, and decode its pictures if `store` keeps them.
 
-    Raises UserError for pictures that do not fit together or cannot be read, and TypeError for an object that is no
+    Raises UserError for pictures of different shapes or that cannot be read, and TypeError for an object that is no
     source.
     """
     if isinstance(source, Tensor):
@@ -126,7 +126,7 @@ def _from_memory(source: InMemory, transforms: Transforms, store: Store) -> Prep
     if store.store not in ("auto", "memory"):
         raise UserError(f"store = {store.store!r}: this source is in memory already")
     images, shape = source.images, tuple(source.images.shape[1:])
-    are_pictures = len(shape) == 3 and shape[0] <= 4  # else they are latents, say
+    are_pictures = len(shape) == 3 and shape[0] <= 4  # others may be latents
     kinds = [kind_of_shape(shape, len(source), "sample 0")] if are_pictures else []
     if len(source) and not transforms.fits(shape):
         if images.dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
@@ -168,7 +168,7 @@ def _decode_to_disk(path: Path, source: Images, transforms: Transforms, skip: bo
             if os.name != "nt":  # Windows has no such lock
                 import fcntl
 
-                fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, also by the end of the process
+                fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed or the process ends
             kept = _load_cache(path)
             if kept is None:
                 logger.info("data: decoding %d images into %s", len(source), path)

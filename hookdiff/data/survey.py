@@ -1,4 +1,4 @@
-"""A look at the header of every picture, so that pictures that do not fit together are refused before training."""
+"""Reads the header of every picture, so that pictures that do not fit together are refused before training."""
 
 import logging
 from collections import Counter
@@ -16,8 +16,8 @@ from hookdiff.errors import UserError
 
 logger = logging.getLogger("hookdiff")
 
-_MANY = 20_000  # headers: to read more takes seconds
-_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # of pixels that come without a mode
+_MANY = 20_000  # reading more headers than this takes seconds
+_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # the mode of arrays, by number of channels
 
 
 @define
@@ -67,7 +67,7 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
 
 
 def kind_of_shape(shape: Sequence[int], count: int = 0, example: str = "") -> Kind:
-    """Return the kind of `count` pictures that are pixels of `shape`, c h w or h w."""
+    """Return the `Kind` of `count` arrays of pixels of `shape`, c h w or h w."""
     channels, height, width = (1, *shape) if len(shape) == 2 else shape
     if channels not in _MODES:
         raise ValueError(f"{channels} channels, expected 1 to 4")

@@ -1,7 +1,7 @@
 """The keys of [data] that change pixels.
 
-There are two stages. The first decodes, resizes and cuts out the centre. It always gives the same pixels, so that they
-can be kept. The second is random (see augment.py).
+There are two stages. The first decodes, resizes and crops the centre. It is deterministic, so its pixels can be stored.
+The second is random (see augment.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALPHA = (2, 4)  # channels of grey and of RGB pixels with transparency
 
 def _check_resize(transforms: Transforms, _: Any, resize: int | None) -> None:
     if resize is not None and not (transforms.image_size and transforms.image_size <= resize):
-        raise ValueError(f"'resize' needs image_size, at most as large: {transforms.image_size} and {resize}")
+        raise ValueError(f"'resize' needs an image_size that is not larger: {transforms.image_size} and {resize}")
 
 
 def _check_color_jitter(_: Any, __: Any, strengths: Sequence[float]) -> None:
@@ -46,27 +46,27 @@ def _check_background(_: Any, __: Any, colour: str) -> None:
 
 @define(frozen=True, kw_only=True)
 class Transforms:
-    """How pictures become samples of one shape, and how they are augmented in each epoch."""
+    """Options that turn pictures into samples of one shape, and that augment them in each epoch."""
 
     image_size: int | None = field(
         default=None,
         validator=optional(ge(2)),
         metadata=about(
-            "side of the samples: the shorter side is resized to it (bicubic, antialiased) and the centre is cut out; "
-            "without it pictures keep their size, and all must have the same",
+            "side of the samples: the shorter side is resized to it (bicubic, antialiased), the centre is cropped; "
+            "unless given, pictures keep their size, which must be the same for all",
             "pixels",
         ),
     )
     resize: int | None = field(
         default=None,
         validator=_check_resize,
-        metadata=about("side to resize to, before a random square of `image_size` is cut out", "pixels"),
+        metadata=about("side to resize to, before a random crop of `image_size`", "pixels"),
     )
     upscale: bool = field(default=False, metadata=about("enlarge pictures that are too small instead of refusing them"))
     channels: Literal[1, 3] | None = field(
         default=None,
         validator=in_((None, 1, 3)),
-        metadata=about("1 (grey) or 3 (RGB); without it as the files are, and all must have the same"),
+        metadata=about("1 (grey) or 3 (RGB); unless given, as in the files, which must all have the same"),
     )
     background: str = field(
         default="white",
@@ -76,12 +76,12 @@ class Transforms:
     flip: bool | float = field(
         default=0.0,
         validator=between(0, 1),
-        metadata=about("share of the samples that are mirrored, left to right; true is a half"),
+        metadata=about("probability of a horizontal flip; true is 0.5"),
     )
     color_jitter: tuple[float, float, float, float] = field(
         default=(0.0, 0.0, 0.0, 0.0),
         validator=_check_color_jitter,
-        metadata=about("strengths of changes in brightness, contrast, saturation, hue, as torchvision's ColorJitter"),
+        metadata=about("strengths of random brightness, contrast, saturation and hue, as in torchvision's ColorJitter"),
     )
 
     @property
@@ -91,7 +91,7 @@ class Transforms:
 
     @property
     def random(self) -> bool:
-        """Whether the second stage does anything at random."""
+        """Whether there is a second, random stage."""
         return self.side != self.image_size or bool(self.flip) or any(self.color_jitter)
 
     def fits(self, shape: Sequence[int]) -> bool:
@@ -143,7 +143,7 @@ class Transforms:
         """
         channels, height, width = images.shape[1:]
         if self.channels == 1 and channels == 3:
-            weights = torch.tensor([19595, 38470, 7471], device=images.device).view(1, 3, 1, 1)  # of Pillow
+            weights = torch.tensor([19595, 38470, 7471], device=images.device).view(1, 3, 1, 1)  # as in Pillow
             images = ((images * weights).sum(1, keepdim=True) + (1 << 15) >> 16).to(torch.uint8)
         if self.side is not None and (height, width) != (self.side, self.side):
             wide, high, left, top = _resized_box(width, height, self.side)

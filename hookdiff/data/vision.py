@@ -1,4 +1,4 @@
-"""The data sets of torchvision that give pairs of a picture and an integer."""
+"""Data sets of torchvision that yield pairs of a picture and an integer label."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class Vision:
     def _labels(self, first: Any) -> Tensor | None:
         if first is None:
             return None
-        for name in ("targets", "labels", "_labels"):  # most sets have their labels under one of these names
+        for name in ("targets", "labels", "_labels"):  # most data sets keep their labels in one of these attributes
             found = _integers(getattr(self.data, name, ()))
-            # Some sets have labels as they are in a file, and yield them shifted to start at 0.
+            # Some data sets keep the labels of the file, and yield them shifted to start at 0.
             if found is not None and len(found) == len(self.data) and found[0] == first:
                 return found
         found = _integers([self.data[index][1] for index in range(len(self.data))])

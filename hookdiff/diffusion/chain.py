@@ -1,4 +1,4 @@
-"""The state of images on their way from noise, and the network's view of them."""
+"""A sampling chain: the calls of the network and the random draws that solvers need."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def standard_normal(shape: Sequence[int], generators: Sequence[Generator], devic
 
 @define(eq=False)
 class Chain:
-    """The images of one call of the network on their way from noise, as a solver gets them."""
+    """The context of one batch of images during sampling, which a solver gets in each step."""
 
     net: Net
     diffusion: Diffusion
@@ -30,10 +30,10 @@ class Chain:
     steps: int  # from noise to image
     labels: Tensor | None
     generators: Sequence[Generator]
-    before: tuple[Tensor, Point] | None = None  # x0 and moment of the previous step, kept by solvers that need them
+    before: tuple[Tensor, Point] | None = None  # x0 and point of the previous step, kept by solvers that need them
 
     def look(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
-        """Return the image, clipped, and the noise that the network predicts for `x`."""
+        """Return the clipped image (x0) and the noise that the network predicts for `x` at the point `at`."""
         diffusion = self.diffusion
 
         def ask(noisy: Tensor, labels: Tensor | None) -> Tensor:
@@ -49,5 +49,5 @@ class Chain:
         return x0, noise_from_x0(x, x0, at.alpha, at.sigma)
 
     def noised(self, mean: Tensor, std: float) -> Tensor:
-        """Return `mean` with fresh noise. A `std` of 0 draws none, so a deterministic chain is a function of x_T."""
+        """Return `mean` plus fresh noise. A `std` of 0 draws none, so a deterministic chain is a function of x_T."""
         return mean + std * standard_normal(mean.shape[1:], self.generators, mean.device) if std else mean

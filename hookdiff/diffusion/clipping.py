@@ -1,4 +1,4 @@
-"""Clippings, which keep predicted images in the range of images while sampling."""
+"""Clipping of predicted images to [-1, 1] in each step of sampling."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -23,7 +23,7 @@ class Clipping(Choice, ABC):
 
 @define(frozen=True)
 class NoClipping(Clipping):
-    """Predicted images stay as they are; a step is then an affine map of x_t and the output."""
+    """Leave predicted images as they are; a step is then an affine map of x_t and the output."""
 
     clips = False
 
@@ -33,7 +33,7 @@ class NoClipping(Clipping):
 
 @define(frozen=True)
 class Clamp(Clipping):
-    """Every pixel of a predicted image is clamped to [-1, 1]."""
+    """Clamp every pixel of a predicted image to [-1, 1]."""
 
     def clip(self, images: Tensor) -> Tensor:
         return images.clamp(-1, 1)
@@ -41,7 +41,7 @@ class Clamp(Clipping):
 
 @define(frozen=True)
 class DynamicThreshold(Clipping):
-    """Images with a wider range are scaled down to [-1, 1]: Saharia et al. 2022 (arXiv 2205.11487), section 2.3."""
+    """Scale images of a wider range down to [-1, 1]: Saharia et al. 2022 (arXiv 2205.11487), section 2.3."""
 
     ratio: float = field(
         default=0.995, validator=between(0, 1), metadata=about("quantile of absolute values that becomes 1")

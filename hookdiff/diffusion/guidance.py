@@ -1,4 +1,4 @@
-"""Guidance, which combines the network's outputs with and without a label."""
+"""Guidance of sampling by the network's outputs with and without a label."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Ask = Callable[[Tensor, Tensor | None], Tensor]  # (x_t, labels: n, int64, -1 fo
 
 
 class Guidance(Choice, ABC):
-    """Calls the network, once or more often, and returns the output that the sampler follows."""
+    """Calls the network one or more times, and returns the output that the sampler follows."""
 
     kind = "guidance"
     default = "cfg"
 
     @abstractmethod
     def output(self, ask: Ask, x: Tensor, at: Point, labels: Tensor | None) -> Tensor:
-        """Return the output for `x` (n c h w) at the moment `at`; `labels` are None where the network takes none."""
+        """Return the output for `x` (n c h w) at the point `at`; `labels` are None if the network takes none."""
 
     def check(self, diffusion: Any) -> None:
-        """Raise ValueError, naming `guidance`, for an objective (`Diffusion`) that it does not fit."""
+        """Raise ValueError, naming `guidance`, if it does not fit the objective (`Diffusion`)."""
 
 
 def _is_interval(guidance: object, option: Attribute[Any], interval: tuple[float, float]) -> None:
@@ -41,17 +41,17 @@ def _is_interval(guidance: object, option: Attribute[Any], interval: tuple[float
 
 @define(frozen=True)
 class ClassifierFree(Guidance):
-    """u + scale (c - u), with the outputs c with and u without a label: Ho & Salimans 2022 (arXiv 2207.12598).
+    """u + scale (c - u), for the outputs c with a label and u without: Ho & Salimans 2022 (arXiv 2207.12598).
 
-    The interval: Kynkäänniemi et al. 2024 (arXiv 2404.07724).
+    The limited interval is from Kynkäänniemi et al. 2024 (arXiv 2404.07724).
     """
 
-    scale: float = field(default=1.0, validator=ge(0), metadata=about("strength; 1 is no guidance, 0 is no label"))
+    scale: float = field(default=1.0, validator=ge(0), metadata=about("strength; 1: no guidance, 0: labels ignored"))
     interval: tuple[float, float] = field(
         default=(0.0, math.inf),
         converter=tuple,
         validator=_is_interval,
-        metadata=about("least and largest sigma / alpha with guidance"),
+        metadata=about("lowest and highest sigma / alpha at which guidance is used"),
     )
 
     def output(self, ask: Ask, x: Tensor, at: Point, labels: Tensor | None) -> Tensor:

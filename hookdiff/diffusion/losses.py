@@ -1,4 +1,4 @@
-"""The error of a prediction, pixel by pixel."""
+"""Losses: the error of a prediction at each pixel."""
 
 from abc import ABC, abstractmethod
 
@@ -40,7 +40,7 @@ class L1(Loss):
 
 @define(frozen=True)
 class Huber(Loss):
-    """Half the squared error up to `delta`, linear beyond."""
+    """Half the squared error up to an absolute error of `delta`, linear beyond."""
 
     delta: float = field(default=1.0, validator=gt(0), metadata=about("absolute error from which the loss is linear"))
 

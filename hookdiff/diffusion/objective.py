@@ -1,4 +1,4 @@
-"""The diffusion objective: noise the images, let the network predict, compare."""
+"""The diffusion objective: add noise to images, call the network, and compare its output with the target."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hookdiff.diffusion.weighting import UniformWeighting, Weighting
 from hookdiff.objective import LossOutput
 from hookdiff.options import about, between
 
-# (network input: n c h w, its time: n, int64 or float32[, labels: n, int64]) -> n c h w
+# (noisy images: n c h w, times: n, int64 or float32[, labels: n, int64]) -> n c h w
 Net = Callable[..., Tensor]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Move `tensor` to `device` without making the host wait for a GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        # The host stages a copy from pageable memory and waits for it; one from pinned memory runs by itself.
+        # A copy from pageable memory makes the host wait; a copy from pinned memory is asynchronous.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
@@ -39,18 +39,18 @@ def _fits_process(diffusion: Any, option: Attribute[Any], value: Any) -> None:
     value.check(diffusion.process)
 
 
-@define(eq=False, frozen=True)  # frozen, so that the tables always belong to the options
+@define(eq=False, frozen=True)  # frozen, so that `_constants` always match the options
 class Diffusion:
-    """Trains a network to turn noise into images; its arguments are the keys of the config table [diffusion].
+    """The objective that trains a network to denoise; its arguments are the keys of the config table [diffusion].
 
-    Any prediction goes with any process, except "epsilon" with one that ends in pure noise. Outside of a config,
-    `conditional` is False unless given.
+    Any prediction works with any process, except "epsilon" with a process that ends in pure noise. In a script,
+    `conditional` counts as False unless given.
 
     Raises:
         ValueError: naming the argument that is out of its range, or does not fit another.
     """
 
-    process: Process = field(default=VP(), converter=chosen[Process], metadata=about("how images turn into noise"))
+    process: Process = field(default=VP(), converter=chosen[Process], metadata=about("process that adds noise"))
     prediction: Prediction = field(
         default=Factory(lambda self: self.process.default_prediction, takes_self=True),
         converter=chosen[Prediction],
@@ -69,25 +69,25 @@ class Diffusion:
         default=Factory(lambda self: self.process.default_times, takes_self=True),
         converter=chosen[Times],
         validator=_fits_process,
-        metadata=about('noise levels of training; unless given, "log_normal" with process "edm", else "uniform"'),
+        metadata=about('noise levels drawn in training; unless given, "log_normal" for process "edm", else "uniform"'),
     )
-    loss: Loss = field(default=MSE(), converter=chosen[Loss], metadata=about("error of a pixel"))
+    loss: Loss = field(default=MSE(), converter=chosen[Loss], metadata=about("error of each pixel"))
     conditional: bool | None = field(
-        default=None, metadata=about("give the network the labels; unless given, if the model has classes")
+        default=None, metadata=about("give the network the labels; unless given, true if the model has classes")
     )
     label_dropout: float = field(
-        default=0.1, validator=between(0, 1), metadata=about("share of labels left out in training, for guidance")
+        default=0.1, validator=between(0, 1), metadata=about("share of labels dropped in training, for guidance")
     )
     data_mean: float | tuple[float, ...] = field(
         default=0.0,
         converter=_numbers,
-        metadata=about("mean of the images in [-1, 1], one or one a channel; the network sees (x - mean) / std"),
+        metadata=about("mean of the images in [-1, 1], one number or one for each channel; x becomes (x - mean) / std"),
     )
     data_std: float | tuple[float, ...] = field(
         default=1.0,
         converter=_numbers,
         validator=between(0, 1e6, open_ends=True),
-        metadata=about("standard deviation of the same; samples are back in [-1, 1]"),
+        metadata=about("standard deviation of the images, as `data_mean`; sampling maps images back to [-1, 1]"),
     )
     moved_keys: ClassVar[Mapping[str, str]] = {
         "schedule": "process = 'flow' or 'edm', or process = { use = 'vp', schedule = 'cosine' }",
@@ -124,7 +124,7 @@ class Diffusion:
                 )
 
     def remarks(self) -> list[str]:
-        """Return warnings: one for a weighting that leaves the noise level untrained where sampling starts."""
+        """Return a warning if the weighting leaves the noise level at which sampling starts untrained."""
         of_noise = self.weighting.weights(self.prediction, torch.zeros(1), torch.ones(1))
         if not self.process.ends_in_noise or of_noise.any():
             return []
@@ -137,8 +137,8 @@ class Diffusion:
         """Return `batch` with the random draws of this step in `draws`, on the device of the inputs.
 
         `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
-        in 0..T-1, or float32. `labels`, only of a conditional objective, are the batch's with some replaced by -1.
-        They are drawn on the generator's device, so a CPU generator gives the same numbers for every device.
+        in 0..T-1, or float32. `labels`, only for a conditional objective, are those of the batch, some replaced by -1.
+        All are drawn on the generator's device, so a CPU generator gives the same numbers for every device.
 
         Raises ValueError if the objective is conditional and the batch has no labels.
         """
@@ -157,8 +157,8 @@ class Diffusion:
         """Return the loss of `net` on a batch that went through `draw`.
 
         The network gets float32 images, under autocast too, the times as `Process.network_time` returns them, and the
-        labels if the objective is conditional. The error is computed in float32. Its mean is over c h w, then,
-        weighted, over the samples; `LossOutput.per_sample` is without the weights.
+        labels if the objective is conditional. The error is computed in float32 and averaged over c h w, then weighted
+        and averaged over the samples; `LossOutput.per_sample` is without the weights.
 
         Raises ValueError if the network's output has another shape than its images.
         """
@@ -166,11 +166,11 @@ class Diffusion:
         alpha, sigma, log_snr = self.process.rates(times, noise.ndim)
         x0 = self.normalize(batch.inputs)
         x_t = q_sample(x0, noise, alpha, sigma)
-        # Autocast leaves additions and multiplications alone, so x_t and the target stay float32; nothing casts the
-        # times, of which bfloat16 would take 999 for 1000.
+        # Autocast leaves additions and multiplications alone, so x_t and the target stay float32. The times are never
+        # cast, because bfloat16 would round 999 to 1000.
         output = self.predict(net, x_t, self.process.network_time(times), batch.draws.get("labels"), alpha, sigma)
         target = self.prediction.target(x0, noise, alpha, sigma)
-        if output.shape != target.shape:  # it might broadcast, and train on nonsense
+        if output.shape != target.shape:  # broadcasting might give a meaningless loss
             shapes = f"{tuple(output.shape)} for images of shape {tuple(target.shape)}"
             raise ValueError(f"the network returned shape {shapes}")
         error = self.loss(output.float(), target)
@@ -185,8 +185,8 @@ class Diffusion:
 
         `timesteps` are times of the process (n); `variance` is that of normalized pixels, above 0. The result (n,
         float32) is the mean over c h w of the squared error of the output, without the weights. No network does better
-        on white Gaussian images. Real images have structure: a network that has learnt some of it is below, and one
-        above has not even learnt their brightness and contrast.
+        on white Gaussian images. Real images have structure: a network that has learnt some of it has a lower error; a
+        network with a higher error has not even learnt their brightness and contrast.
 
         The target is u = a x0 + b noise, and x_t = alpha x0 + sigma noise. For Gaussian images of variance v the error
         is Var(u | x_t) = Var(u) - Cov(u, x_t)² / Var(x_t), with Var(u) = a² v + b², Cov(u, x_t) = a alpha v + b sigma:
@@ -200,7 +200,7 @@ class Diffusion:
     def target_variance(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
         """Return a² v + b², the variance of the target: the error of a network that knows only the target's mean.
 
-        Arguments and result are those of `floor`, which is nowhere larger.
+        Arguments and result are as in `floor`, which is never larger.
         """
         of_image, of_noise, _, _ = self._target_rates(timesteps)
         return of_image * of_image * variance + of_noise * of_noise
@@ -215,7 +215,7 @@ class Diffusion:
     def predict(self, net: Net, x_t: Tensor, times: Tensor, labels: Tensor | None, alpha: Any, sigma: Any) -> Tensor:
         """Return the network's output for x_t, n c h w.
 
-        `times`, as the network gets them, and `labels` are n; `alpha` and `sigma` broadcast against x_t.
+        `times` (as returned by `Process.network_time`) and `labels` are n; `alpha` and `sigma` broadcast against x_t.
         """
         shown = self.prediction.network_input(x_t, alpha, sigma)
         return net(shown, times) if labels is None else net(shown, times, labels)
@@ -235,7 +235,7 @@ class Diffusion:
 
     def _each(self, which: str, images: Tensor) -> Tensor:
         key = which, images.device, images.dtype
-        if key not in self._constants:  # a copy a step would make the host wait for the device
+        if key not in self._constants:  # a copy in each step would make the host wait for the device
             values: tuple[float, ...] = getattr(self, f"data_{which}")
             if len(values) not in (1, images.shape[1]):
                 raise ValueError(f"data_{which} has {len(values)} numbers for images of {images.shape[1]} channels")

@@ -2,8 +2,8 @@
 
 Everything here is written in the two rates of x_t = alpha * x0 + sigma * noise. For a variance-preserving
 process alpha is sqrt(alphas_cumprod) and sigma is sqrt(1 - alphas_cumprod); it is not DDPM's alpha, 1 - beta.
-Both are passed, because 1 - alphas_cumprod loses its digits in a float32 near 1. A rate is a float, or a tensor that
-broadcasts against the images (n 1 1 1) in their dtype; results have that dtype.
+Both are passed, because 1 - alphas_cumprod loses its digits in float32 where alphas_cumprod is near 1. A rate is a
+float, or a tensor that broadcasts against the images (n 1 1 1) in their dtype; results have that dtype.
 """
 
 from abc import ABC, abstractmethod
@@ -30,11 +30,11 @@ def noise_from_x0(x_t: Tensor, x0: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
 
 
 class Prediction(Choice, ABC):
-    """A meaning of the network's output; `target` and `x0_and_noise` undo each other."""
+    """A meaning of the network's output; `x0_and_noise` is the inverse of `target`."""
 
     kind = "prediction"
-    needs_alpha = False  # x0 cannot be derived where nothing of the image is left (alpha = 0)
-    needs_sigma = False  # the noise cannot be derived where there is none (sigma = 0)
+    needs_alpha = False  # x0 cannot be derived from the output at alpha = 0 (pure noise)
+    needs_sigma = False  # the noise cannot be derived from the output at sigma = 0 (no noise)
 
     def network_input(self, x_t: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
         """Return the input of the network: x_t itself, unless the prediction scales it."""
@@ -42,7 +42,7 @@ class Prediction(Choice, ABC):
 
     @abstractmethod
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        """Return the target of the network's output for x_t = alpha * x0 + sigma * noise."""
+        """Return the target for the network's output at x_t = alpha * x0 + sigma * noise."""
 
     @abstractmethod
     def x0_and_noise(self, output: Tensor, x_t: Tensor, alpha: Rate, sigma: Rate) -> tuple[Tensor, Tensor]:
@@ -50,13 +50,13 @@ class Prediction(Choice, ABC):
 
     @abstractmethod
     def error_ratio(self, alpha: Rate, sigma: Rate) -> Rate:
-        """Return sigma² times the ratio of the squared error of the output to that of its x0.
+        """Return sigma² r, where r is the squared error of the output over that of the x0 derived from it.
 
-        The factor sigma² keeps it finite where sigma is 0. A loss on the output is one on x0 with this weight.
+        The factor sigma² keeps it finite at sigma = 0. The squared error of the output is that of x0 with weight r.
         """
 
     def check(self, process: Any) -> None:
-        """Raise ValueError, naming `prediction`, for a process (`Process`) with which it has no meaning."""
+        """Raise ValueError, naming `prediction`, if it cannot be used with the process (`Process`)."""
         if self.needs_alpha and process.ends_in_noise:
             raise ValueError(
                 f"'prediction' cannot be {self.use!r}: this process ends in pure noise, where the image does not "
@@ -100,7 +100,7 @@ class Sample(Prediction):
 class VPrediction(Prediction):
     """The output is v = alpha noise - sigma x0: Salimans & Ho 2022 (arXiv 2202.00512), section 4 and appendix D.
 
-    Where alpha² + sigma² = 1, (x0, noise) to (x_t, v) is a rotation.
+    If alpha² + sigma² = 1, the map from (x0, noise) to (x_t, v) is a rotation.
     """
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
@@ -119,8 +119,8 @@ class VPrediction(Prediction):
 class FlowPrediction(Prediction):
     """The output is the velocity u = noise - x0: Lipman et al. 2022 (arXiv 2210.02747), Liu et al. 2022 (2209.03003).
 
-    It is that of x_t = (1 - t) x0 + t noise. Noise is at t = 1 here, so u points from the image to the noise; some
-    papers have both the other way round.
+    u is the time derivative of x_t = (1 - t) x0 + t noise. Noise is at t = 1 here, so u points from the image to the
+    noise; some papers have both the other way round.
     """
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
@@ -140,8 +140,8 @@ class EDMPrediction(Prediction):
     """The network's input and output have unit variance (EDM): Karras et al. 2022 (arXiv 2206.00364), section 5.
 
     The image is x0 = c_skip x_t / alpha + c_out F, with the output F for the input c_in x_t / alpha; table 1 has the
-    factors for alpha = 1. Another alpha is the same process seen through x_t / alpha, with the noise level
-    sigma / alpha. The formulas here hold for alpha = 0 too.
+    factors for alpha = 1. For another alpha they apply to x_t / alpha, which has the noise level sigma / alpha. The
+    formulas here hold for alpha = 0 too.
     """
 
     sigma_data: float = field(default=0.5, validator=gt(0), metadata=about("standard deviation of the images"))
@@ -153,8 +153,8 @@ class EDMPrediction(Prediction):
         return x_t / self._variance(alpha, sigma) ** 0.5
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Rate, sigma: Rate) -> Tensor:
-        # x0 - c_skip x_t / alpha is sigma times this over the variance of x_t: the sigma of c_out cancels, and 0 / 0
-        # with it.
+        # x0 - c_skip x_t / alpha = sigma * difference / variance of x_t. Dividing it by c_out cancels the sigma, which
+        # avoids 0 / 0.
         difference = sigma * x0 - (self.sigma_data**2 * alpha) * noise
         return difference / (self.sigma_data * self._variance(alpha, sigma) ** 0.5)
 
@@ -170,7 +170,7 @@ class EDMPrediction(Prediction):
         return self._variance(alpha, sigma) / self.sigma_data**2
 
 
-# The names are those of diffusers' schedulers, where it has them.
+# The names are those of diffusers' schedulers, where these have them.
 Prediction.known = {
     "epsilon": Epsilon,
     "sample": Sample,

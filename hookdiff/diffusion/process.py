@@ -14,17 +14,17 @@ from hookdiff.choices import Choice, chosen
 from hookdiff.diffusion.schedules import Linear, NoiseSchedule, Schedule, rescale_betas_zero_snr
 from hookdiff.options import about
 
-_TINY = 2.0**-25  # half the distance between neighbouring float32 that torch draws from [0, 1)
-_MOST_LEFT = 0.05  # of the image's variance at the last timestep; sampling starts there with none
+_TINY = 2.0**-25  # half the distance between neighbouring float32 numbers that torch draws from [0, 1)
+_MOST_LEFT = 0.05  # largest share of the image's variance at the last timestep, where sampling starts from pure noise
 
 
 @define(frozen=True)
 class Point:
-    """A moment of a process that a sampler visits."""
+    """A point of a process that a sampler visits: its time and its noise level."""
 
     alpha: float
     sigma: float
-    time: float = 0.0  # as the network gets it; an int where the process has timesteps
+    time: float = 0.0  # as the network gets it; an int if the process has timesteps
 
     @property
     def ratio(self) -> float:
@@ -41,7 +41,7 @@ class Process(Choice, ABC):
     kind = "process"
     default = "vp"
 
-    # The parts that the field uses with it, by name; they apply where a config chooses no other.
+    # The parts that are usual with this process, by name; they apply unless the config chooses others.
     default_prediction: ClassVar[str] = "epsilon"
     default_times: ClassVar[str] = "uniform"
     default_sampler: ClassVar[str] = "ddim"
@@ -49,8 +49,8 @@ class Process(Choice, ABC):
     default_clipping: ClassVar[str] = "none"
 
     has_timesteps: ClassVar[bool] = False  # times are int64, 0 to T - 1; else float32
-    knows_image: ClassVar[bool] = False  # training reaches the image itself, where sigma is 0
-    straight: ClassVar[bool] = True  # Heun's method takes alpha and sigma as its coordinates; else sigma / alpha
+    knows_image: ClassVar[bool] = False  # the times of training go down to the clean image (sigma = 0)
+    straight: ClassVar[bool] = True  # Heun's method integrates in alpha and sigma; else in sigma / alpha
 
     @property
     def initial_scale(self) -> float:
@@ -60,11 +60,11 @@ class Process(Choice, ABC):
     @property
     @abstractmethod
     def ratio_range(self) -> tuple[float, float]:
-        """The least and the largest sigma / alpha; infinite where nothing of the image is left at the end."""
+        """The lowest and the highest sigma / alpha; the highest is infinite if the process ends in pure noise."""
 
     @property
     def ends_in_noise(self) -> bool:
-        """Whether nothing of the image is left at the end: alpha is 0."""
+        """Whether the process ends in pure noise (alpha = 0)."""
         return math.isinf(self.ratio_range[1])
 
     @abstractmethod
@@ -85,12 +85,12 @@ class Process(Choice, ABC):
 
     @abstractmethod
     def at(self, ratio: float) -> Point:
-        """Return the moment at which sigma / alpha is `ratio`, above 0 and finite."""
+        """Return the point at which sigma / alpha is `ratio`, above 0 and finite."""
 
     def trailing(self, steps: int) -> list[Point]:
-        """Return `steps` moments at equal distances in time, noisiest first, without the image itself.
+        """Return `steps` points at equal distances in time, noisiest first, without the clean image.
 
-        Raises ValueError, naming `spacing`, where the process has no such moments.
+        Raises ValueError, naming `spacing`, if the process has no such points.
         """
         raise ValueError(f"'spacing' cannot be 'trailing' for process {self.use!r}: use 'karras'")
 
@@ -99,7 +99,7 @@ class Process(Choice, ABC):
 class VP(Process):
     """Variance-preserving timesteps, alpha² + sigma² = 1: Ho et al. 2020 (arXiv 2006.11239).
 
-    The tables of a noise schedule have the rates at each timestep 0..T-1, which the network gets as int64.
+    The tables of a noise schedule hold the rates at each timestep 0..T-1. The network gets timesteps as int64.
     """
 
     schedule: Schedule = field(
@@ -107,7 +107,7 @@ class VP(Process):
     )
     timesteps: int = field(default=1000, validator=[ge(1), le(1_000_000)], metadata=about("number of timesteps, T"))
     rescale_betas_zero_snr: bool = field(
-        default=False, metadata=about('leave no image at the last timestep (Lin et al. 2023); not with "epsilon"')
+        default=False, metadata=about('rescale betas to zero terminal SNR (Lin et al. 2023); not with "epsilon"')
     )
 
     default_clipping = "clamp"
@@ -125,7 +125,7 @@ class VP(Process):
 
     @cached_property
     def tables(self) -> NoiseSchedule:
-        """The tables of the schedule."""
+        """The tables of the schedule, with its betas rescaled if asked for."""
         betas = self.schedule.betas(self.timesteps)
         return NoiseSchedule(rescale_betas_zero_snr(betas) if self.rescale_betas_zero_snr else betas)
 
@@ -150,10 +150,10 @@ class VP(Process):
         return self.tables.rates(times, ndim)
 
     def network_time(self, times: Tensor) -> Tensor:
-        return times  # as integers: bfloat16 would take 999 for 1000
+        return times  # integers, because bfloat16 would round 999 to 1000
 
     def at_timesteps(self, timesteps: list[int]) -> list[Point]:
-        """Return the moments of `timesteps`.
+        """Return the points of `timesteps`.
 
         Raises ValueError, naming `steps`, if there are more of them than the process has.
         """
@@ -162,38 +162,38 @@ class VP(Process):
                 f"'steps' = {len(timesteps)} is more than diffusion.process.timesteps = {self.timesteps}: lower the "
                 "first or raise the second"
             )
-        # Floats from the float64 table: exact for every dtype, and nothing to fetch from a device.
+        # Floats from the float64 table are exact enough for every dtype, and need no transfer from a device.
         levels = self.tables.alphas_cumprod[timesteps].tolist()
         return [Point(math.sqrt(a), math.sqrt(1 - a), t) for t, a in zip(timesteps, levels, strict=True)]
 
     def trailing(self, steps: int) -> list[Point]:
-        # From T - 1, where the images really are noise.
+        # Starts at T - 1, the noisiest timestep.
         return self.at_timesteps([round(self.timesteps - i * self.timesteps / steps) - 1 for i in range(steps)])
 
     def at(self, ratio: float) -> Point:
-        # The time lies between two timesteps, linear in the logarithm of the ratio.
+        # Interpolate between two timesteps, linearly in the logarithm of the ratio.
         levels, wanted = self._log_ratios, torch.tensor(math.log(ratio), dtype=torch.float64)
         upper = int(torch.bucketize(wanted, levels).clamp(1, max(1, len(levels) - 1)))
         low, high = levels[[upper - 1, min(upper, len(levels) - 1)]].tolist()
         share = (float(wanted) - low) / (high - low) if high > low else 0.0
         time = upper - 1 + min(max(share, 0.0), 1.0)
         nearest, alpha = round(time), 1 / math.sqrt(1 + ratio * ratio)
-        at_timestep = abs(time - nearest) < 1e-9  # the logarithm has been rounded
+        at_timestep = abs(time - nearest) < 1e-9  # tolerates the rounding of the logarithm
         return Point(alpha, ratio * alpha, nearest if at_timestep else time)
 
 
 @define(frozen=True)
 class Flow(Process):
-    """x_t = (1 - t) x0 + t noise for t from 0, the image, to 1: Liu et al. 2022 (arXiv 2209.03003).
+    """x_t = (1 - t) x0 + t noise for t from 0 (image) to 1 (noise): Liu et al. 2022 (arXiv 2209.03003).
 
-    A `shift` k moves times towards the noise. Large images need it, because their neighbouring pixels resemble each
-    other (Esser et al. 2024, arXiv 2403.03206).
+    A `shift` above 1 moves times towards the noise. Large images need it, because their neighbouring pixels are similar
+    (Esser et al. 2024, arXiv 2403.03206).
     """
 
     shift: float = field(
-        default=1.0, validator=gt(0), metadata=about("k of the times k t / (1 + (k - 1) t); above 1 for large images")
+        default=1.0, validator=gt(0), metadata=about("k: t becomes k t / (1 + (k - 1) t); above 1 for large images")
     )
-    time_scale: float = field(default=1000.0, validator=gt(0), metadata=about("factor of t for the network"))
+    time_scale: float = field(default=1000.0, validator=gt(0), metadata=about("the network gets t times this"))
 
     default_prediction = "flow_prediction"
     default_sampler = "euler"
@@ -234,7 +234,7 @@ class Flow(Process):
 
 @define(frozen=True)
 class EDM(Process):
-    """x0 + sigma noise, where the times are the noise levels sigma: Karras et al. 2022 (arXiv 2206.00364).
+    """x_t = x0 + sigma noise, where the times are the noise levels sigma: Karras et al. 2022 (arXiv 2206.00364).
 
     The network gets c_noise = ln(sigma) / 4 of table 1, times `time_scale`.
     """
@@ -242,7 +242,7 @@ class EDM(Process):
     sigma_min: float = field(default=0.002, validator=gt(0), metadata=about("noise level at which sampling ends"))
     sigma_max: float = field(default=80.0, validator=gt(0), metadata=about("noise level at which sampling begins"))
     time_scale: float = field(
-        default=1000.0, validator=gt(0), metadata=about("factor of ln(sigma) / 4 for the network")
+        default=1000.0, validator=gt(0), metadata=about("the network gets ln(sigma) / 4 times this")
     )
 
     default_prediction = "edm"

@@ -28,7 +28,7 @@ from hookdiff.options import about
 class Sampling:
     """Makes images from noise, or from other images; its arguments are the keys of the config table [sampling].
 
-    Sampler, spacing and clipping follow from the process unless given, as the field has them.
+    Unless given, sampler, spacing and clipping are the usual ones for the process.
     """
 
     sampler: Solver | None = field(
@@ -36,7 +36,7 @@ class Sampling:
         converter=optional(chosen[Solver]),
         metadata=about('method; unless given, "ddim" with process "vp", "euler" with "flow", "heun" with "edm"'),
     )
-    steps: int = field(default=50, validator=ge(1), metadata=about("number of steps; at most those of the process"))
+    steps: int = field(default=50, validator=ge(1), metadata=about('number of steps; with "vp" at most its timesteps'))
     spacing: Spacing | None = field(
         default=None,
         converter=optional(chosen[Spacing]),
@@ -45,14 +45,14 @@ class Sampling:
     clipping: Clipping | None = field(
         default=None,
         converter=optional(chosen[Clipping]),
-        metadata=about('limit of predicted images; unless given, "clamp" with process "vp", else "none"'),
+        metadata=about('clipping of predicted images; unless given, "clamp" with process "vp", else "none"'),
     )
     guidance: Guidance = field(
         default=ClassifierFree(),
         converter=chosen[Guidance],
-        metadata=about("how the outputs with and without a label become one"),
+        metadata=about("combination of the network's outputs with and without a label"),
     )
-    batch_size: int = field(default=256, validator=ge(1), metadata=about("images in a call of the network"))
+    batch_size: int = field(default=256, validator=ge(1), metadata=about("images in one call of the network"))
     moved_keys: ClassVar[Mapping[str, str]] = {
         "rho": "spacing = { use = 'karras', rho = 7.0 }",
         "time_shift": "spacing = { use = 'shifted', shift = 3.0 }",
@@ -70,7 +70,7 @@ class Sampling:
     }
 
     def fit(self, diffusion: Diffusion) -> Sampling:
-        """Return these options with those that follow from the process of `diffusion` filled in."""
+        """Return these options, with those that are not given filled in from the process of `diffusion`."""
         sampler, spacing, clipping = self._parts(diffusion.process)
         return evolve(self, sampler=sampler, spacing=spacing, clipping=clipping)
 
@@ -95,8 +95,8 @@ class Sampling:
         """Return one image for each generator.
 
         All noise of image k comes from `generators[k]`, so image k does not depend on the other images or on their
-        number. It is the same to the bit if the network's result for it is, and else to rounding: matrix products and
-        convolutions choose their algorithm by batch size. The caller sets eval mode.
+        number, up to rounding in the network: matrix products and convolutions choose their algorithm by batch size.
+        The caller sets eval mode.
 
         Args:
             net: the network, called as `Diffusion` calls it, with images of `dtype`.
@@ -105,16 +105,16 @@ class Sampling:
             generators: one for each image; on the CPU, so that the noise is the same on every device.
             device: device of the network.
             dtype: of x_t, float32 or float64. The noise is drawn in float32 with both.
-            noise: standard normal noise to start from, n c h w; the generators then give only that of the steps.
+            noise: standard normal noise to start from, n c h w; the generators then draw only the noise of the steps.
             labels: n, int64; -1 is no class. Required if the objective is conditional.
-            images: n c h w in [-1, 1]: start from these, noised, rather than from pure noise.
-            strength: with `images`, the share of the steps that are made, in (0, 1]: 1 leaves little of the image.
+            images: n c h w in [-1, 1]: start from these, with noise added, rather than from pure noise.
+            strength: with `images`, the share of the steps to run, in (0, 1]: 1 leaves little of the image.
 
         Returns:
             `dtype` of shape n c h w on `device`; in [-1, 1] unless `clipping` is "none".
 
         Raises:
-            ValueError: for options that do not fit the objective, another dtype, or a tensor of another shape.
+            ValueError: for options that do not fit the objective, another dtype, or a tensor of the wrong shape.
         """
         solver, _, clipping = self._parts(diffusion.process)
         points = self.points(diffusion)
@@ -133,7 +133,7 @@ class Sampling:
                 raise ValueError(f"strength must be in (0, 1]: {strength:g}")
             points = points[len(points) - max(1, int(self.steps * strength + 1e-9)) :]
         # Not inference_mode: a tensor that the network makes in it and keeps, such as a table of positions,
-        # could never take part in a backward pass.
+        # could not be used in a later backward pass.
         with torch.no_grad():
             for start in range(0, len(made), self.batch_size):
                 rows = slice(start, start + self.batch_size)
@@ -152,7 +152,7 @@ class Sampling:
         return made
 
     def points(self, diffusion: Diffusion) -> list[Point]:
-        """Return the moments that a chain visits, noisiest first, without the image itself.
+        """Return the points that a chain visits, noisiest first, without the clean image.
 
         Raises ValueError, naming the key, for options that do not fit `diffusion`.
         """

@@ -1,4 +1,4 @@
-"""Noise schedules: how much of the image is left, and how much noise is in it, at every timestep."""
+"""Noise schedules: the rates of image and noise at every timestep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hookdiff.options import about, between
 
 _BETA = between(0, 1, open_ends=True)
 _FIRST = about("first beta")
-_LAST = about("last beta; it is not scaled to a small number of timesteps")
+_LAST = about("last beta; it does not depend on the number of timesteps")
 
 
 class Schedule(Choice, ABC):
@@ -47,7 +47,7 @@ class Linear(Schedule):
 class ScaledLinear(Schedule):
     """Betas whose square roots grow linearly, as in Stable Diffusion: Rombach et al. 2022 (arXiv 2112.10752).
 
-    The default ends are those of its releases.
+    The default ends are those of the released models.
     """
 
     beta_start: float = field(default=0.00085, validator=_BETA, metadata=_FIRST)
@@ -89,7 +89,7 @@ Schedule.known = {"linear": Linear, "scaled_linear": ScaledLinear, "cosine": Cos
 
 
 def rescale_betas_zero_snr(betas: Tensor) -> Tensor:
-    """Return betas (float64, T, at least 2) that leave nothing of the image at the last timestep; the last is 1.
+    """Return `betas` (float64, T >= 2) rescaled to zero terminal SNR; the last one becomes 1.
 
     sqrt(alphas_cumprod) is shifted to end at 0 and scaled to begin where it did: Lin et al. 2023 (arXiv 2305.08891),
     algorithm 1. Raises ValueError for a single timestep.
@@ -130,7 +130,7 @@ class NoiseSchedule:
 
     @cached_property
     def alphas_cumprod(self) -> Tensor:
-        """Share of the image in the variance of x_t: strictly decreasing, below 1; 0 at most at the last timestep."""
+        """Share of the image in the variance of x_t: strictly decreasing, below 1; only the last may be 0."""
         return (1 - self.betas).cumprod(0)
 
     @cached_property
@@ -159,9 +159,9 @@ class NoiseSchedule:
         Each is float32 of shape n 1 1 ... (`ndim` axes), ready to multiply a batch.
         """
         if timesteps.device not in self._on_device:
-            # float32 only after all is computed: 1 - alphas_cumprod would be off by 2e-4 at first. It comes before
-            # the move, as some devices (mps) have no float64. The copy is kept, because one a step would make the host
-            # wait for the device.
+            # float32 only after all is computed: 1 - alphas_cumprod would be off by 2e-4 at the first timesteps. But
+            # before the move, because some devices (mps) have no float64. The copy is kept, because a copy in each
+            # step would make the host wait for the device.
             tables = torch.stack([self.sqrt_alphas_cumprod, self.sqrt_one_minus_alphas_cumprod, self.log_snr])
             self._on_device[timesteps.device] = tables.float().to(timesteps.device)
         at_timesteps = self._on_device[timesteps.device][:, timesteps]

@@ -1,7 +1,7 @@
-"""Solvers, which lead x from one moment to the next, less noisy one.
+"""Solvers, which take x from one point of the process to the next, less noisy point.
 
 Their formulas are written in the two rates of x_t = alpha * x0 + sigma * noise. For a variance-preserving process they
-are those of the papers, and they hold for others too.
+are those of the papers, and they hold for other processes too.
 """
 
 import math
@@ -26,7 +26,7 @@ class Solver(Choice, ABC):
 
     @abstractmethod
     def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        """Return x at the moment `after` for `x` (n c h w) at `now`; `chain.look` calls the network."""
+        """Return x at the point `after` for `x` (n c h w) at `now`; `chain.look` calls the network."""
 
 
 def _added_variance(now: Point, after: Point) -> float:
@@ -38,8 +38,8 @@ def _added_variance(now: Point, after: Point) -> float:
 class DDIM(Solver):
     """Deterministic sampling, or with a share of DDPM's noise: Song et al. 2020 (arXiv 2010.02502), eq. 12.
 
-    The noise has the sigma of eq. 16. With `eta` 0 it is Euler's method for the probability flow, with 1 it is DDPM
-    with its small variance.
+    The noise has the sigma of eq. 16. With `eta` 0 it is Euler's method for the probability flow ODE; with `eta` 1 it
+    is DDPM with its small variance.
     """
 
     eta: float = field(default=0.0, validator=between(0, 1), metadata=about("share of DDPM's noise added in each step"))
@@ -55,7 +55,7 @@ class DDIM(Solver):
 class DDPM(Solver):
     """Ancestral sampling: Ho et al. 2020 (arXiv 2006.11239), algorithm 2.
 
-    The mean is that of eq. 7. Where moments are skipped, beta is that of the process which has only the visited ones
+    The mean is that of eq. 7. If timesteps are skipped, beta is that of the process that has only the visited timesteps
     (Nichol & Dhariwal 2021, arXiv 2102.09672, section 4).
     """
 
@@ -77,10 +77,10 @@ class DDPM(Solver):
 class Churning(Solver):
     """A solver that may add fresh noise before each step: Karras et al. 2022 (arXiv 2206.00364), algorithm 2."""
 
-    churn: float = field(default=0.0, validator=ge(0), metadata=about("S_churn: fresh noise, spread over the steps"))
-    churn_min: float = field(default=0.0, validator=ge(0), metadata=about("S_tmin: least sigma / alpha with churn"))
-    churn_max: float = field(default=math.inf, validator=ge(0), metadata=about("S_tmax: largest sigma / alpha with it"))
-    churn_noise: float = field(default=1.0, validator=gt(0), metadata=about("S_noise: deviation of the fresh noise"))
+    churn: float = field(default=0.0, validator=ge(0), metadata=about("S_churn: amount of fresh noise over all steps"))
+    churn_min: float = field(default=0.0, validator=ge(0), metadata=about("S_tmin: min. sigma / alpha with churn"))
+    churn_max: float = field(default=math.inf, validator=ge(0), metadata=about("S_tmax: max. sigma / alpha with churn"))
+    churn_noise: float = field(default=1.0, validator=gt(0), metadata=about("S_noise: std of the fresh noise"))
 
     def raised(self, now: Point, steps: int) -> float:
         """Return the noise level sigma / alpha to which x at `now` is raised before one of `steps` steps."""
@@ -88,7 +88,7 @@ class Churning(Solver):
         return now.ratio * (1 + (min(self.churn / steps, math.sqrt(2) - 1) if churns else 0.0))
 
     def churned(self, chain: Chain, x: Tensor, now: Point) -> tuple[Tensor, Point]:
-        """Return `x` with fresh noise, and the noisier moment at which it is then."""
+        """Return `x` with fresh noise added, and the noisier point that it is then at."""
         level = self.raised(now, chain.steps)
         if level == now.ratio:
             return x, now
@@ -103,7 +103,7 @@ class Euler(Churning):
 
     def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
         x, now = self.churned(chain, x, now)
-        # In any coordinates of the probability flow, Euler's method keeps the predicted x0 and noise.
+        # In any coordinates of the probability flow ODE, an Euler step holds the predicted x0 and noise constant.
         return q_sample(*chain.look(x, now), after.alpha, after.sigma)
 
 
@@ -116,9 +116,9 @@ class Heun(Churning):
         x0, noise = chain.look(x, now)
         end = q_sample(x0, noise, after.alpha, after.sigma)
         process = chain.diffusion.process
-        unreadable = chain.diffusion.prediction.needs_sigma or chain.clipping.clips  # a division by sigma
+        unreadable = chain.diffusion.prediction.needs_sigma or chain.clipping.clips  # they divide by sigma
         if not after.sigma and (unreadable or not process.knows_image):
-            return end  # as algorithm 2 of the paper
+            return end  # no correction at sigma = 0, as in algorithm 2
         if not now.alpha and not process.straight:
             return end  # sigma / alpha is infinite
         x0_after, noise_after = chain.look(end, after)
@@ -132,14 +132,15 @@ class Heun(Churning):
 class DPMSolver2M(Solver):
     """DPM-Solver++(2M), of second order: Lu et al. 2022 (arXiv 2211.01095), algorithm 2.
 
-    The first step, one after pure noise and the last are DDIM's: the half log-SNR lambda is infinite at both ends.
+    The first step, a step after one from pure noise, and the last step are DDIM steps, because the half log-SNR lambda
+    is infinite at both ends.
     """
 
     def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
         x0, _ = chain.look(x, now)
         before, chain.before = chain.before, (x0, now)
         linear = after.sigma / now.sigma * x
-        # alpha' (1 - exp(-h)), in a form that is right at both infinite ends
+        # alpha' (1 - exp(-h)), in a form that stays correct where lambda is infinite
         weight = after.alpha - now.alpha * after.sigma / now.sigma
         if before is not None and after.sigma:
             h, h_before = math.log(now.ratio / after.ratio), math.log(before[1].ratio / now.ratio)

@@ -1,4 +1,4 @@
-"""Spacings, which choose the moments of a process that a sampler visits."""
+"""Spacings, which choose the points of a process that a sampler visits."""
 
 from abc import ABC, abstractmethod
 
@@ -11,21 +11,21 @@ from hookdiff.options import about
 
 
 class Spacing(Choice, ABC):
-    """Chooses the moments that a sampler visits."""
+    """Chooses the points that a sampler visits."""
 
     kind = "spacing"
 
     @abstractmethod
     def points(self, process: Process, steps: int) -> list[Point]:
-        """Return the `steps` moments, noisiest first, without the image itself.
+        """Return the `steps` points, noisiest first, without the clean image.
 
-        Raises ValueError, naming `spacing`, for a process that it does not fit.
+        Raises ValueError, naming `spacing`, if it cannot be used with the process.
         """
 
 
 @define(frozen=True)
 class Trailing(Spacing):
-    """Equal distances in time, from the noisiest moment on."""
+    """Equal distances in time, starting at the noisiest point."""
 
     def points(self, process: Process, steps: int) -> list[Point]:
         return process.trailing(steps)
@@ -35,8 +35,8 @@ class Trailing(Spacing):
 class Leading(Spacing):
     """Timesteps floor(i T / N) of process "vp", so that the last one visited is 0.
 
-    The first is up to T / N short of the noisiest. The network expects traces of an image there, and pure noise has
-    none (Lin et al. 2023, arXiv 2305.08891, section 3.3).
+    The first is up to T / N before the noisiest. The network expects traces of an image there, but pure noise has none
+    (Lin et al. 2023, arXiv 2305.08891, section 3.3).
     """
 
     def points(self, process: Process, steps: int) -> list[Point]:
@@ -49,7 +49,7 @@ class Leading(Spacing):
 class Karras(Spacing):
     """Noise levels that are dense where the noise is low: Karras et al. 2022 (arXiv 2206.00364), eq. 5."""
 
-    rho: float = field(default=7.0, validator=gt(0), metadata=about("density of the steps where the noise is low"))
+    rho: float = field(default=7.0, validator=gt(0), metadata=about("larger: more steps where the noise is low"))
 
     def points(self, process: Process, steps: int) -> list[Point]:
         if process.ends_in_noise:
@@ -62,9 +62,9 @@ class Karras(Spacing):
 
 @define(frozen=True)
 class Shifted(Spacing):
-    """Equal distances in time with another shift than in training, of process "flow"."""
+    """Equal distances in time of process "flow", with another shift than in training."""
 
-    shift: float = field(validator=gt(0), metadata=about("required: k of the times k t / (1 + (k - 1) t)"))
+    shift: float = field(validator=gt(0), metadata=about("required; k: t becomes k t / (1 + (k - 1) t)"))
 
     def points(self, process: Process, steps: int) -> list[Point]:
         if not isinstance(process, Flow):

@@ -11,11 +11,11 @@ from hookdiff.choices import Choice
 from hookdiff.diffusion.process import Process
 from hookdiff.options import about
 
-_LARGEST = 1 - 2.0**-24  # float32 below 1
+_LARGEST = 1 - 2.0**-24  # the largest float32 below 1
 
 
 def _normal(fraction: Tensor, mean: float, std: float) -> Tensor:
-    # By the inverse of the distribution function, so that stratified fractions become stratified times.
+    # Inverse transform sampling, so that stratified fractions become stratified times.
     normal: Tensor = torch.special.ndtri(fraction.clamp(2.0**-25, _LARGEST))
     return mean + std * normal
 
@@ -24,8 +24,8 @@ def _normal(fraction: Tensor, mean: float, std: float) -> Tensor:
 class Times(Choice, ABC):
     """Draws the times of a batch.
 
-    `stratified` draws one in each of n equal parts of the way, in random order. The loss is then less noisy, and each
-    time alone has the same distribution. Kingma et al. 2021 (arXiv 2107.00630) have one random offset for all instead.
+    `stratified` draws one time from each of n equally likely parts, in random order. It makes the loss less noisy, and
+    each single time keeps its distribution. Kingma et al. 2021 (arXiv 2107.00630) use one random offset for all parts.
     """
 
     kind = "times"
@@ -46,12 +46,12 @@ class Times(Choice, ABC):
         return self.at(process, fraction)
 
     def check(self, process: Process) -> None:
-        """Raise ValueError, naming `times`, for a process that they cannot be drawn for."""
+        """Raise ValueError, naming `times`, if they cannot be drawn for the process."""
 
 
 @define(frozen=True)
 class UniformTimes(Times):
-    """Equally often from everywhere on the way from image to noise."""
+    """Uniform on the way from image to noise."""
 
     def at(self, process: Process, fraction: Tensor) -> Tensor:
         return process.from_fraction(fraction)
@@ -59,7 +59,7 @@ class UniformTimes(Times):
 
 @define(frozen=True)
 class LogitNormal(Times):
-    """More often from the middle of the way: Esser et al. 2024 (arXiv 2403.03206), section 3.1.
+    """More times in the middle of the way: Esser et al. 2024 (arXiv 2403.03206), section 3.1.
 
     The logit of the time is N(mean, std²).
     """

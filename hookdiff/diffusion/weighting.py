@@ -1,9 +1,9 @@
 """Loss weights of the noise levels.
 
-A weighting is a weight on the squared error of x0, times sigma² so that it stays finite where sigma is 0. Divided by
-`Prediction.error_ratio` it becomes one on the output, so it stands for the same loss with every prediction. A formula
-for one prediction does not: min-SNR for v is min(SNR, gamma) / (SNR + 1), and neither min(SNR + 1, gamma) / (SNR + 1)
-nor min(SNR, gamma) / SNR + 1.
+A weighting is defined as a weight on the squared error of x0, times sigma² so that it stays finite at sigma = 0.
+Divided by `Prediction.error_ratio`, it is a weight on the output. So it means the same loss for every prediction. A
+formula made for one prediction does not carry over: for v, min-SNR is min(SNR, gamma) / (SNR + 1), whereas
+min(SNR + 1, gamma) / (SNR + 1) and min(SNR, gamma) / SNR + 1 are wrong.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Weighting(Choice, ABC):
 
     @abstractmethod
     def weights(self, prediction: Prediction, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Return the weight of each sample's error of the output of `prediction`: shape and dtype of `alpha`.
+        """Return the weight of each sample's error on the output of `prediction`, in the shape and dtype of `alpha`.
 
-        `alpha`, at least 0, and `sigma`, above 0, are the rates of the samples, of any one shape.
+        `alpha`, at least 0, and `sigma`, above 0, are the rates of the samples, both of the same shape.
         """
 
     def fit(self, prediction: Prediction) -> Weighting:
-        """Return this weighting with the options that follow from `prediction`."""
+        """Return this weighting, with options that are not given filled in from `prediction`."""
         return self
 
 
 @define(frozen=True)
 class UniformWeighting(Weighting):
-    """1 on the output, with every prediction."""
+    """The weight 1 on the output, for every prediction."""
 
     def weights(self, prediction: Prediction, alpha: Tensor, sigma: Tensor) -> Tensor:
         return torch.ones_like(alpha)
@@ -55,7 +55,7 @@ class X0Weighting(Weighting):
 
     def weights(self, prediction: Prediction, alpha: Tensor, sigma: Tensor) -> Tensor:
         weight, ratio = self.on_x0(alpha, sigma), prediction.error_ratio(alpha, sigma)
-        # Both may be 0 at a SNR of 0, as in min(SNR, gamma) / SNR for the noise, which is 1 there.
+        # At an SNR of 0 both may be 0; the limit is 1, as that of min(SNR, gamma) / SNR for "epsilon".
         return torch.where((weight == 0) & (ratio == 0), 1.0, weight / ratio)
 
 
@@ -81,8 +81,8 @@ class Debiased(X0Weighting):
 class P2(X0Weighting):
     """1 / (k + SNR)^gamma on the noise: Choi et al. 2022 (arXiv 2204.00227)."""
 
-    k: float = field(default=1.0, validator=gt(0), metadata=about("its k: pure noise has the weight 1 / k^gamma"))
-    gamma: float = field(default=1.0, validator=ge(0), metadata=about("its gamma: 0 weights all noise levels alike"))
+    k: float = field(default=1.0, validator=gt(0), metadata=about("k: pure noise has the weight 1 / k^gamma"))
+    gamma: float = field(default=1.0, validator=ge(0), metadata=about("gamma: 0 weights all noise levels alike"))
 
     def on_x0(self, alpha: Tensor, sigma: Tensor) -> Tensor:
         # The powers of sigma are multiplied out, so that an infinite SNR gives a weight of 0 and no NaN.

@@ -85,7 +85,7 @@ def _write(path: Path, parts: Iterator[memoryview]) -> Written:
                 chunk = part[begin : begin + _CHUNK]
                 digest.update(chunk)
                 size += len(chunk)
-                while chunk:  # a disk that becomes full first takes a part of the chunk
+                while chunk:  # a disk that is almost full may take only a part of the chunk
                     chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
     return Written(size, digest.hexdigest())
@@ -99,7 +99,7 @@ def cannot_write(path: Path, error: OSError) -> UserError:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise an OSError in the `with` as the error that `cannot_write` returns."""
+    """Turn an OSError in the `with` into the error that `cannot_write` returns."""
     try:
         yield
     except OSError as error:

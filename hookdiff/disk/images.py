@@ -18,7 +18,7 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 def as_pictures(images: Tensor) -> Tensor:
-    """Return images (n c h w) that can be shown: with 1 or 3 channels unchanged, otherwise one grey image a channel."""
+    """Return images (n c h w) that can be shown: with 1 or 3 channels unchanged, otherwise a grey image per channel."""
     return images if images.shape[1] in (1, 3) else images.flatten(0, 1).unsqueeze(1)
 
 

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from hookdiff.errors import UserError
 
 LOCK = ".lock"  # in the run directory
-_held: dict[Path, ExitStack] = {}  # locks of this process, to which the system would grant them a second time
+_held: dict[Path, ExitStack] = {}  # locks of this process, because the system would grant it the same lock twice
 log = logging.getLogger("hookdiff")
 
 
@@ -31,7 +31,7 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
         if os.name != "nt":  # Windows has no such lock
             import fcntl
 
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked workers would inherit that of flock
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked workers would inherit its lock
     except OSError as error:
         host, process = [*_owner(file), "?", "?"][:2]
         file.close()
@@ -48,7 +48,7 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
 
 
 def _release(path: Path, file: BinaryIO) -> None:
-    file.truncate(0)  # not removed: another process may have opened this file, and would lock one without a name
+    file.truncate(0)  # not deleted: another process may have it open, and would then lock a deleted file
     file.close()
     del _held[path]
 

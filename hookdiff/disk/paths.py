@@ -22,7 +22,7 @@ def check_run_dir(path: Path, resume: bool = False, overwrite: bool = False) -> 
 
 
 def is_empty(path: Path) -> bool:
-    """Whether the folder `path` is empty, except for what a killed run leaves before its first step."""
+    """Return whether the folder `path` is empty, except for files that a run killed before its first step leaves."""
     return all(entry.name in _LEFTOVERS for entry in path.iterdir())
 
 

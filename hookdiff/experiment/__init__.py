@@ -1,4 +1,4 @@
-"""From a TOML file to a Loop: read and check the config, build its parts, find problems that only building shows."""
+"""Turns a TOML file into a Loop: reads and checks the config, builds its parts, finds problems that building shows."""
 
 from hookdiff.experiment.build import build_feed, build_loop, make_model, pick_device
 from hookdiff.experiment.config import Config, load_config

@@ -1,4 +1,4 @@
-"""A `Config` becomes a Loop in a run directory."""
+"""Builds a Loop in a run directory from a `Config`."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,16 +42,16 @@ def build_loop(
     Args:
         config: the checked config.
         run_dir: the run directory.
-        resume: go on with the run in `run_dir`, or start where that has no checkpoint; a path, as Loop takes it, must
-            have one. A change since the checkpoint that cannot be is refused (see `Changes`).
+        resume: continue the run in `run_dir`, or start it if it has no checkpoint; a path (see Loop) must have one.
+            Changes of fixed keys since the checkpoint are refused (see `Changes`).
         overwrite: remove an earlier run in `run_dir`.
-        fresh: as Loop takes it.
-        skip_batches: number of batches to pass over at the start.
+        fresh: names of plugins that start without their saved state (see Loop).
+        skip_batches: number of batches to skip at the start.
         plugins: plugins that are called before those of the config.
-        hooks: leave out the plugins that implement none of these hooks, for a loop that only samples, say. Its run
+        hooks: leave out the plugins that implement none of these hooks, such as for a loop that only samples. Its run
             directory is not written.
-        keep: plugins that stay all the same.
-        make: makes the model; without it the config's is made and initialised from the run's seed.
+        keep: names of plugins that are kept even if they implement none of `hooks`.
+        make: function that makes the model; unless given, `make_model`, which uses the run's seed.
 
     Raises:
         ConfigError: a part cannot be built; the message names its table.
@@ -81,9 +81,9 @@ def build_loop(
         raise ConfigError(f"run.plugins: the name {clash.pop()!r} is taken by the core")
     plugins |= {name: part.build() for name, part in config.plugins.items()}
     if hooks is not None:
-        # A plugin that is left out keeps its name, so that its saved state is not taken for an unknown plugin's.
+        # A plugin that is left out keeps its name, so that its saved state does not seem to be of an unknown plugin.
         heard = {name for name, plugin in plugins.items() if _is_needed(plugin, hooks)} | set(keep)
-        heard -= {"run_dir", "changes"}  # for a run that trains
+        heard -= {"run_dir", "changes"}  # only a run that trains needs them
         plugins = {name: plugin if name in heard else object() for name, plugin in plugins.items()}
     return Loop(
         model,
@@ -101,7 +101,7 @@ def build_loop(
 
 
 def _is_needed(plugin: object, hooks: Collection[str]) -> bool:
-    """Whether a loop that calls only `hooks` needs `plugin`: one that saves runs only if the loop restores."""
+    """Return whether a loop that calls only `hooks` needs `plugin`; only a loop that restores needs one that saves."""
     saves = hasattr(plugin, "restore") and "restore" not in hooks
     return not saves and any(hasattr(plugin, hook) for hook in hooks)
 
@@ -116,12 +116,12 @@ def _problems_of(where: str) -> Iterator[None]:
 
 
 def build_feed(config: Config, decode: bool = True) -> Feed:
-    """Read the data and decode it where it is to be kept, unless only its shape and labels are needed.
+    """Make the Feed of the data; without `decode`, only its shape and labels are read.
 
     Raises ConfigError for data that cannot be trained on.
     """
     source = config.data.build()
-    if not isinstance(source, InMemory | Images | Source):  # a tensor is a Source in this respect
+    if not isinstance(source, InMemory | Images | Source):  # a tensor also counts as a Source
         raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}, which has no length or [i]")
     store = config.data.of(Store)
     if not decode:
@@ -131,9 +131,9 @@ def build_feed(config: Config, decode: bool = True) -> Feed:
 
 
 def fit_to_data(config: Config, feed: Feed) -> Config:
-    """Take from the data the arguments of the model that the config leaves open.
+    """Fill in the arguments of the model that the config does not set from the data.
 
-    A model that can do without a number of classes gets none, since the config decides whether it takes labels.
+    The number of classes is filled in only if the model requires it; otherwise the config decides about labels.
     """
     facts = _facts(feed)
     if feed.num_classes is not None and "num_classes" in missing(config.model.target, config.model.arguments):
@@ -145,7 +145,7 @@ def fit_to_data(config: Config, feed: Feed) -> Config:
 
 
 def _facts(feed: Feed) -> dict[str, Any]:
-    """Return channels and side of the data, by the names that arguments have for them here and in diffusers."""
+    """Return channels and side of the data, by the names of these arguments here and in diffusers."""
     channels, *sides = feed.shape
     side = {"image_size": sides[-1], "sample_size": sides[-1]} if sides else {}
     return {"in_channels": channels, "out_channels": channels, **side}

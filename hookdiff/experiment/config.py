@@ -1,6 +1,6 @@
-"""A TOML file becomes a checked `Config`; all its problems are reported at once, each with its place.
+"""Reads a TOML file into a checked `Config`; all its problems are reported at once, each with its place.
 
-Nothing is built here: a table names a class or function by its key `use` (or `source`), and has its arguments.
+Nothing is built here: a table names a class or function by its key `use` (or `source`), and holds its arguments.
 """
 
 from __future__ import annotations
@@ -38,48 +38,48 @@ def _is_size(instance: object, attribute: Attribute[Any], value: Any) -> None:
 
 @define(frozen=True, kw_only=True)
 class RunConfig(LoopConfig):
-    """The table [run]: the loop's keys, and those of its surroundings."""
+    """The table [run]: the keys of the Loop, and those of the run around it."""
 
-    # A Loop has a number; "auto" is tried out when it starts.
+    # A Loop needs a number; for "auto", a plugin finds it when the run starts.
     micro_batch: int | Literal["auto"] | None = field(  # type: ignore[assignment]
         default=None,
         validator=_is_size,
         metadata=about(
-            'samples that go through the network at a time, without it all; "auto" is as many as the memory holds'
+            'samples that go through the network at a time; unless given, all; "auto": as many as fit in memory'
         ),
     )
-    name: str = field(metadata=about("name of the run directory `runs/NAME`; without it that of the config file"))
+    name: str = field(metadata=about("name of the run directory `runs/NAME`; unless given, that of the config file"))
     device: str = field(
         default="auto",
-        metadata=about('"cpu", "cuda", "cuda:1", "mps"; "auto" is the first of cuda, mps and cpu that is there'),
+        metadata=about('"cpu", "cuda", "cuda:1", "mps"; "auto": the first of cuda, mps and cpu that is available'),
     )
-    # A sixth faster on a CPU, more on a GPU under amp.
-    channels_last: bool = field(default=True, metadata=about("memory layout of convolutions with the channels last"))
+    # About 1/6 faster on a CPU, more on a GPU under amp.
+    channels_last: bool = field(default=True, metadata=about("use the memory format channels_last for convolutions"))
     plugins: tuple[str, ...] = field(
         default=(), metadata=about("names of entry points, or `module:Class`, in the order in which they are called")
     )
     import_from: str | None = field(
         default=None,
-        metadata=about("folder from which `module:Name` is imported too; without it that of the config"),
+        metadata=about("additional folder to import `module:Name` from; unless given, that of the config"),
     )
 
 
 @define(frozen=True)
 class Section:
-    """A table that names a target, a class or function, and has its arguments beside keys that all targets share.
+    """A table that names a target (a class or function), and holds its arguments and keys that all targets share.
 
-    A key that is both is the target's.
+    A key that is both belongs to the target.
     """
 
     table: str
     known: Mapping[str, str]  # paths of targets, by name
-    shared: tuple[type, ...]  # the classes of the other keys
+    shared: tuple[type, ...]  # classes that define the shared keys
     key: str = "use"  # the key that names the target
     default: str | None = None
     find: Callable[[str, str], Any] = import_object
 
     def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
-        """Return the part that `table` names; None where it names none, with the reason among the problems."""
+        """Return the part that `table` names; if there is none, add the reason to `problems` and return None."""
         use, target = table.get(self.key, self.default), None
         try:
             target = self._target(use)
@@ -142,7 +142,7 @@ class Config:
     diffusion: Part
     optimizer: Part
     sampling: Part
-    plugins: Mapping[str, Part]  # those that are switched on, in order
+    plugins: Mapping[str, Part]  # the plugins of the run, in order
 
     def resolved(self) -> dict[str, Any]:
         """Return the config with every default written out; running it again gives the same run."""
@@ -167,8 +167,8 @@ class Config:
 def load_config(path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = ()) -> Config:
     """Read and check the config at `path`.
 
-    `plugins` are names to add, or to take away as `no:NAME`; `settings` are `table.key=value`. Raises ConfigError
-    that lists every problem.
+    `plugins` are names to add, or `no:NAME` to remove one; `settings` are `table.key=value`. Raises ConfigError that
+    lists every problem.
     """
     table, problems = read_toml(path), Problems()
     for setting in sorted(settings, key=_set_order):
@@ -178,7 +178,7 @@ def load_config(path: Path, plugins: Iterable[str] = (), settings: Iterable[str]
 
 
 def _make_importable(table: dict[str, Any], path: Path) -> None:
-    """Let `module:Name` find modules beside the config; the folder is recorded, so that a run's own config does too."""
+    """Let `module:Name` find modules beside the config, and record their folder, so that config.toml finds them too."""
     run = table.get("run")
     if isinstance(run, dict) and isinstance(run.setdefault("import_from", ""), str):
         folder = run["import_from"] = str((path.parent / run["import_from"]).resolve())
@@ -192,7 +192,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomli.loads(path.read_text("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:  # of tomli, or of Python for a number too long or a nest too deep
+    except (ValueError, RecursionError) as error:  # of tomli, or of Python: a number too long, or nesting too deep
         raise ConfigError(f"{path}: not TOML: {error}") from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file: {why_missing(path)}") from None
@@ -201,7 +201,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _set_order(setting: str) -> tuple[bool, int]:
-    """Sort a new `use` first, since it drops the options of the old one, and the outer before the inner."""
+    """Sort settings of `use` first, outer before inner, because a new `use` drops the options of the old one."""
     key = setting.partition("=")[0].strip()
     return (False, key.count(".")) if key.endswith(".use") else (True, 0)
 
@@ -215,14 +215,14 @@ def _set(table: dict[str, Any], setting: str, problems: Problems) -> None:
     for depth, name in enumerate(path):
         inner = table.setdefault(name, {})
         if isinstance(inner, str) and depth:
-            inner = table[name] = {"use": str(inner)}  # a bare name, which gets an option
+            inner = table[name] = {"use": str(inner)}  # turn a bare name into a table, to add an option
         if not isinstance(inner, dict):
             problems.add(f"--set {setting}", f"{name} is no table")
             return
         table = inner
     is_part = len(path) > (2 if path[0] == "plugins" else 1)
     if last == "use" and is_part and table.get("use") != value.strip():
-        table.clear()  # the options were those of another
+        table.clear()  # the options belonged to the old choice
     table[last] = Text(value.strip())
 
 
@@ -255,7 +255,7 @@ def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems:
 
 
 def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:
-    """Return the tables of `config` by name, without those that are missing or no tables."""
+    """Return the tables of `config` by name; leave out and report what is missing or not a table."""
     needed, known = ("run", "data", "model"), [field.name for field in fields(Config)[1:]]
     for name in (name for name in config if name not in known):
         problems.add(name, f"unknown table{nearest(name, known)}; known: {', '.join(known)}")
@@ -268,7 +268,7 @@ def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str
 
 
 def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems: Problems) -> None:
-    """Refuse a run with no length or two. A key that is wrong or misspelt is a problem already, and counts as set."""
+    """Refuse a run with no length or two. A wrong or misspelt key is reported already, and counts as set."""
     known, lengths = parameters(RunConfig), ("steps", "epochs")
     given = [key for key in lengths if key in table and checked.get(key, table[key]) is not None]
     if len(given) == 2:

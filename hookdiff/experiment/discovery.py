@@ -1,4 +1,4 @@
-"""Plugins by name, among the entry points of installed packages, or as `module:Class`."""
+"""Finds plugins by name, among the entry points of installed packages, or as `module:Class`."""
 
 import importlib.util
 import inspect
@@ -15,8 +15,8 @@ GROUP = "hookdiff.plugins"
 def installed(group: str = GROUP) -> dict[str, list[EntryPoint]]:
     """Return the entry points of `group` by name, sorted; nothing is imported.
 
-    A name has several if several distributions claim it. An entry point that is found twice, as that of an editable
-    install on the path can be, counts once.
+    A name has several entry points if several distributions claim it. An entry point that is found twice, as happens
+    with an editable install that is on the path, counts once.
     """
     unique = {(entry.name, entry.value, distribution(entry)): entry for entry in entry_points(group=group)}
     found: dict[str, list[EntryPoint]] = {}
@@ -48,7 +48,7 @@ def plugin_class(given: str) -> type:
     for module, requirement in needs.items():
         try:
             spec = importlib.util.find_spec(module)
-        except ModuleNotFoundError:  # the package that it is in
+        except ModuleNotFoundError:  # its parent package is missing
             spec = None
         if spec is None:
             raise PluginError(f"the plugin {given!r} needs the package {module}: pip install '{requirement}'")

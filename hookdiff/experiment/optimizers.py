@@ -1,4 +1,4 @@
-"""The optimizers of [optimizer]: the weights that decay, the kernel, and Muon beside AdamW."""
+"""Makes the optimizers of [optimizer]: groups with and without weight decay, fused kernels, and Muon with AdamW."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("hookdiff")
 AUTO = "auto"  # among the patterns of no_decay
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# LBFGS evaluates the loss several times a step, and SparseAdam takes sparse gradients alone.
+# LBFGS evaluates the loss several times in a step, and SparseAdam takes only sparse gradients.
 _UNFIT = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
 _KINDS = [name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and kind not in _UNFIT]
 OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in sorted(_KINDS, key=str.lower)}
@@ -40,7 +40,7 @@ class Groups:
     no_decay: tuple[str, ...] = field(
         default=(AUTO,),
         metadata=about(
-            'patterns of weights (`"*.pos_embed"`) that `weight_decay` leaves alone; "auto": biases, norms, '
+            'patterns of names of weights without weight decay, such as `"*.pos_embed"`; "auto": biases, norms, '
             "embeddings, and all others of one dimension; `[]`: none"
         ),
     )
@@ -50,7 +50,7 @@ class Groups:
 class Weight:
     """A parameter that is trained, and its role."""
 
-    name: str  # as users know it: of a parametrised weight too, it ends in "weight"
+    name: str  # without parametrisation: "a.weight" rather than "a.parametrizations.weight.original"
     parameter: Tensor
     role: Literal["embedding", "norm", "vector", "matrix", "kernel"]  # vector: a bias, or any other of 1 dimension
     decays: bool = True
@@ -74,10 +74,10 @@ def weights_of(model: nn.Module) -> list[Weight]:
 
 
 def spare(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
-    """Return `weights`, those that `patterns` name without weight decay.
+    """Return `weights`, without weight decay for those that match `patterns`.
 
-    "auto" names biases, the scales of norms, embeddings, and all others of one dimension. Raises ConfigError for a
-    pattern that names none.
+    "auto" matches biases, the scales of norms, embeddings, and all others of one dimension. Raises ConfigError for a
+    pattern that matches none.
     """
     spared = _matching(weights, [pattern for pattern in patterns if pattern != AUTO], "no_decay")
     if AUTO in patterns:
@@ -100,9 +100,9 @@ def _matching(weights: Sequence[Weight], patterns: Iterable[str], key: str) -> s
 def build_optimizers(part: Part, model: nn.Module) -> Any:
     """Make the optimizer of `part`, or several, for every parameter of `model` that requires a gradient.
 
-    Parameters without weight decay are a group of their own. The kernel is the fused one where class, device and dtype
-    have it, unless the config names another. Raises ConfigError for an optimizer that cannot be made, or could not
-    make a step.
+    Parameters without weight decay are in a separate group. The fused kernel is used if class, device and dtype have
+    one, unless the config sets `fused` or `foreach`. Raises ConfigError for an optimizer that cannot be made, or that
+    cannot make a step.
     """
     weights = spare(weights_of(model), part.of(Groups).no_decay)
     if not weights:
@@ -123,14 +123,14 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
 
 
 def check_patterns(part: Part, model: nn.Module) -> None:
-    """Raise ConfigError where a pattern of [optimizer] names no weight of `model`, which may be on the meta device."""
+    """Raise ConfigError if a pattern of [optimizer] matches no weight of `model`, which may be on the meta device."""
     weights = spare(weights_of(model), part.of(Groups).no_decay)
     if part.target is muon:
         _matching(weights, part.arguments.get("adamw", ()), "adamw")
 
 
 def _groups(weights: Sequence[Weight], name: str = "") -> list[dict[str, Any]]:
-    """Return the groups with and without weight decay, those that are not empty."""
+    """Return the parameter groups with and without weight decay; empty ones are left out."""
     decayed = {"name": name or "decay", "params": [w.parameter for w in weights if w.decays]}
     others = [w.parameter for w in weights if not w.decays]
     without = {"name": name or "no_decay", "params": others, "weight_decay": 0.0}
@@ -138,11 +138,11 @@ def _groups(weights: Sequence[Weight], name: str = "") -> list[dict[str, Any]]:
 
 
 def _kernel(kind: Any, arguments: Mapping[str, Any], weights: Sequence[Weight]) -> dict[str, bool]:
-    """Return the argument that picks the fastest kernel, after a step on a small weight of each device and dtype.
+    """Return the argument for the fastest kernel: `fused`, if a step on a small weight of each device and dtype works.
 
-    Fused, or nothing: torch then takes foreach on a GPU and a loop on the CPU, where foreach is no faster; the step
-    count of those stays on the host, so that reading it waits for no device. Only a step shows whether a class has a
-    fused kernel on a device (Adagrad: on the CPU alone).
+    Otherwise return no argument: torch then uses foreach on a GPU and a loop on the CPU, where foreach is no faster;
+    their step count stays on the host, so reading it does not wait for the device. Only a step shows whether a class
+    has a fused kernel on a device (Adagrad: only on the CPU).
     """
     samples = {(w.parameter.device, w.parameter.dtype): w.parameter for w in weights}.values()
 
@@ -156,7 +156,7 @@ def _kernel(kind: Any, arguments: Mapping[str, Any], weights: Sequence[Weight]) 
     if "fused" in arguments_of(kind) and not {"fused", "foreach"} & arguments.keys():
         try:
             return make_a_step(fused=True)
-        except Exception:  # not here, or not with these arguments; any other fault shows in the next step
+        except Exception:  # no fused kernel here, or for these arguments; the step below raises any other error
             pass
     return make_a_step()
 
@@ -188,9 +188,9 @@ def muon(
         momentum: momentum of Muon.
         nesterov: use Nesterov's momentum in Muon.
         ns_steps: steps of the Newton-Schulz iteration that makes an update orthogonal.
-        adjust_lr_fn: how the learning rate follows the shape of a matrix: "match_rms_adamw", updates as large as
-            AdamW's (Liu et al. 2025), "original" or "spectral_unclamped", as torch has them.
-        adamw: patterns of matrices for AdamW: `["patch_in.*", "patch_out.*"]` of "dit", the first and the last.
+        adjust_lr_fn: scaling of the learning rate by the shape of a matrix: "match_rms_adamw" (updates as large as
+            AdamW's, Liu et al. 2025), "original" or "spectral_unclamped", as in torch.
+        adamw: patterns of matrices for AdamW, such as the first and last of "dit": `["patch_in.*", "patch_out.*"]`.
         adamw_lr: learning rate of AdamW.
         adamw_betas: betas of AdamW.
         adamw_eps: epsilon of AdamW.
@@ -201,7 +201,7 @@ def muon(
     kept = _matching(params, adamw, "adamw")
     matrices = [weight for weight in params if weight.role == "matrix" and weight.name not in kept]
     if not matrices:
-        raise ValueError("muon takes matrices, and the model has none that are left to it; nearest: 'adamw'")
+        raise ValueError("muon trains matrices, and the model has none left for it; nearest: 'adamw'")
     own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
     own |= {"adjust_lr_fn": adjust_lr_fn, "lr": lr, "weight_decay": weight_decay}
     first = torch.optim.Muon(_groups(matrices, "muon"), **own)
@@ -211,8 +211,8 @@ def muon(
     own_size, rest_size = (sum(weight.parameter.numel() for weight in weights) for weights in (matrices, rest))
     if own_size < rest_size:
         log.warning(
-            f"muon: has {own_size / (own_size + rest_size):.1%} of the parameters, and AdamW the others\n"
-            "  Muon pays where most of a model is matrices, as in a transformer (model.use = 'dit'); here "
+            f"muon: trains {own_size / (own_size + rest_size):.1%} of the parameters, and AdamW the others\n"
+            "  Muon pays off if most of a model is matrices, as in a transformer (model.use = 'dit'); here "
             "optimizer.use = 'adamw' may do as well"
         )
     rate = lr if adamw_lr is None else adamw_lr

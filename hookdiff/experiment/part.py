@@ -1,4 +1,4 @@
-"""A thing to build: the class or function that a table of the config names, with its checked arguments."""
+"""A part to build: the class or function that a table of the config names, with its checked arguments."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Shared = TypeVar("Shared")
 
 @define(frozen=True, eq=False)
 class Part:
-    """A thing to build, and the checked arguments that a table gives it."""
+    """A class or function to call, and the checked arguments that a table of the config gives it."""
 
     where: str  # the table
     use: str
     target: Callable[..., Any]
     arguments: Mapping[str, Any] = field(factory=dict)
-    key: str = ""  # of the table, with `use` as its value
+    key: str = ""  # the key of the table that holds `use`
     shared: Mapping[type, Mapping[str, Any]] = field(factory=dict)  # arguments of other classes in the same table
 
     def accepts(self, name: str) -> bool:
-        """Whether the target has an argument `name` that the table leaves open."""
+        """Return whether the target has an argument `name` that the table does not set."""
         return name in parameters(self.target) and name not in self.arguments
 
     def given(self, **extra: Any) -> Part:
@@ -34,7 +34,7 @@ class Part:
         return evolve(self, arguments={**self.arguments, **taken})
 
     def build(self, *first: Any) -> Any:
-        """Make the thing; an error because of its arguments becomes a ConfigError that names the table."""
+        """Call the target; an error because of its arguments becomes a ConfigError that names the table."""
         try:
             return self.target(*first, **self.arguments)
         except (ArithmeticError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Problems of a config that only building shows, found without its data and without a loop."""
+"""Finds problems of a config that only building shows, without its data and without a loop."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def try_config(config: Config, *, resume: bool = False) -> None:
     """Find the problems that only building shows, without the data and without a loop.
 
     The model is made on the meta device, which takes no memory, or for real if it cannot be made there; the optimizer
-    on one weight. A run that may `resume` may do so without the file that its model started from.
+    on one weight. With `resume`, the file that the model started from may be missing.
 
     Raises ConfigError that lists every problem.
     """
@@ -62,7 +62,7 @@ def _probe_model(config: Config) -> None:
                 with torch.device("meta"):
                     model = build_model(sized)
             except ConfigError:
-                model = build_model(sized)  # many models look at a value while they are made, which fails on meta alone
+                model = build_model(sized)  # reading a value while the model is made fails only on the meta device
             check_patterns(config.optimizer, model)
         except ConfigError as error:
             errors.append(str(error))
@@ -74,7 +74,7 @@ def _probe_model(config: Config) -> None:
 def try_optimizers(config: Config) -> tuple[Optimizer, ...]:
     """Make the optimizers for one small layer: their groups and rates, without model and data.
 
-    Raises ConfigError for arguments that do not go together, or not with the device.
+    Raises ConfigError for arguments that cannot be combined, or not with the device.
     """
     try:
         device = pick_device(config.run.device)

@@ -21,7 +21,7 @@ class Key:
     name: str
     default: str  # as TOML; an empty string where there is none
     help: str
-    kind: type[Choice] | None = None  # of a key that chooses a part
+    kind: type[Choice] | None = None  # the kind of part, if the key chooses one
 
 
 def keys(target: Callable[..., Any]) -> list[Key]:
@@ -44,7 +44,7 @@ def keys(target: Callable[..., Any]) -> list[Key]:
 
 
 def plain(target: Callable[..., Any]) -> Iterator[str]:
-    """Yield the lines of these tables for a terminal."""
+    """Yield the keys of `target` as lines of text for a terminal."""
     for key in keys(target):
         yield f"  {key.name} = {key.default}".rstrip(" =").ljust(28) + f"  {key.help}"
         for use, part in key.kind.known.items() if key.kind else ():

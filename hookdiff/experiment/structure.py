@@ -1,7 +1,7 @@
 """Turns a TOML table into checked arguments of the attrs class, module or function that it configures.
 
-The rules: no unknown key, no coercion (the string "false" is no bool, 7 is no string; an int is a float), attrs
-validators run field by field, and all problems are reported at once.
+The rules: unknown keys are refused; values are not coerced (the string "false" is no bool, 7 is no string), except int
+to float; attrs validators run field by field; all problems are reported at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Problems(ValueError):
         return "; ".join(line.lstrip(".: ") for line in self.found)
 
     def add(self, where: str, problem: str | BaseException) -> None:
-        """Note a problem at `where`, as "run.steps", or all problems of an error that the value there raised."""
+        """Note a problem at `where`, such as "run.steps", or all problems of an error that the value there raised."""
         if isinstance(problem, Problems):
             self.found += [where + line for line in problem.found]
         elif isinstance(problem, BaseValidationError):
@@ -83,7 +83,7 @@ def arguments(
             result[key] = _value(value, hints[key])
         except _REFUSED as error:
             problems.add(f"{where}.{key}", error)
-    # attrs runs no validator once one field has failed. Here each sees an instance of the fields known so far.
+    # attrs runs no validators once one has failed. Here each validator sees the fields that are known so far.
     so_far = types.SimpleNamespace(**{name: parameter.default for name, parameter in known.items()} | result)
     for key, field in fields_of(target).items():
         if key in result and field.validator is not None:
@@ -96,7 +96,7 @@ def arguments(
 
 
 def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of `target` that a config may set; none where Python does not know them."""
+    """Return the named parameters of `target` that a config may set; none if Python does not know them."""
     skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     try:
         known = inspect.signature(target).parameters
@@ -136,7 +136,7 @@ def _comes_back(default: Any, written: Any, kind: Any) -> bool:
 
 
 def as_toml(value: Any) -> Any:
-    """Return `value` as a TOML value; None where TOML has none for it or for a part of it."""
+    """Return `value` as a TOML value; None if TOML cannot express it or a part of it."""
     if isinstance(value, Every):
         return int(value.amount) if value.unit == "steps" else str(value)
     if isinstance(value, enum.Enum):
@@ -169,7 +169,7 @@ def fields_of(target: Any) -> dict[str, attrs.Attribute[Any]]:
 
 
 def hints_of(target: Any) -> dict[str, Any]:
-    """Return the type of each argument that a config may set; Any where there is none, or only checkers know it."""
+    """Return the type of each argument that a config may set; Any if it has none, or one that cannot be evaluated."""
     fields, inner = fields_of(target), inspect.unwrap(target)
     scope: dict[str, Any] = {}
     for owner in reversed(inner.__mro__) if inspect.isclass(inner) else [inner]:
@@ -214,7 +214,7 @@ def _readings(text: str) -> Iterator[Any]:
 
 
 def _scalar(value: Any, kind: Any) -> Any:
-    # bool is an int for isinstance, and no number for a config.
+    # isinstance counts a bool as an int; a config does not.
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"expected {_NAMES[kind]}, got {value!r}")

@@ -17,11 +17,11 @@ from hookdiff.weights import evaluating
 
 
 def adapt(model: nn.Module) -> nn.Module:
-    """Return `model`; one of diffusers gets the hooks, once, that let it follow the contract.
+    """Return `model`; a model of diffusers gets hooks, once, that make it follow the contract.
 
     In a UNet2DModel the last of `num_class_embeds` embeddings stands for "no class", so it has one class less. A
-    DiTTransformer2DModel has `num_embeds_ada_norm` classes and one more embedding for "no class". Its own dropping of
-    labels in training is switched off, because the objective drops them.
+    DiTTransformer2DModel has `num_embeds_ada_norm` classes and one more embedding for "no class". Its own label dropout
+    in training is switched off, because the objective drops labels.
 
     Raises ValueError for a number of embeddings that leaves no class.
     """
@@ -79,7 +79,7 @@ def check_contract(
     given = (2, *shape)
     try:
         output = _call(model, given, labels, times)
-    except Exception as error:  # whatever a model may raise
+    except Exception as error:  # a model may raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         and_times = "" if times == torch.int64 else f" and times in {str(times).removeprefix('torch.')}"
         raise ValueError(f"cannot be called with images of shape {given}{and_times}: {reason}") from error
@@ -93,7 +93,7 @@ def check_contract(
 
 
 def _call(model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.dtype) -> Any:
-    """Return the output of `model` for zeros, on the meta device, which computes nothing, if it can run there."""
+    """Return the output of `model` for zeros; if it can, it runs on the meta device, which computes nothing."""
 
     def zeros(device: torch.device) -> tuple[Tensor, ...]:
         classes = torch.zeros(shape[0], dtype=torch.int64, device=device)
@@ -108,7 +108,7 @@ def _call(model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.d
     with evaluating(model):
         try:
             return functional_call(model, tensors, zeros(meta), tie_weights=False)
-        except Exception:  # a model that reads values, for example; a mistake shows again below
+        except Exception:  # for example of a model that reads values; the call below repeats other errors
             return model(*zeros(next(model.parameters()).device))
 
 

@@ -34,17 +34,17 @@ def check_images(x: Tensor, in_channels: int, divisor: int, reason: str) -> None
 
 
 def check_timesteps(timesteps: Tensor, num: int) -> None:
-    """Raise ValueError unless `timesteps` has one number an image, in a dtype that does not round."""
+    """Raise ValueError unless `timesteps` has one number per image, in a dtype that does not round."""
     if timesteps.shape != (num,):
-        raise ValueError(f"timesteps has shape {tuple(timesteps.shape)}, expected ({num},): one an image")
+        raise ValueError(f"timesteps has shape {tuple(timesteps.shape)}, expected ({num},): one per image")
     if timesteps.dtype in (torch.bfloat16, torch.float16):
         raise ValueError(f"timesteps is {timesteps.dtype}, which rounds large times, expected integers or float32")
 
 
 def check_labels(labels: Tensor | None, num: int, num_classes: int) -> None:
-    """Raise ValueError unless there are labels if and only if there are classes, one an image and each in range.
+    """Raise ValueError unless there are labels if and only if there are classes, one per image and each in range.
 
-    The range is checked on the CPU alone: on a GPU the host would wait for the answer at every step.
+    The range is checked only on the CPU: on a GPU the host would wait for the answer in every step.
     """
     if labels is None:
         if num_classes:
@@ -57,7 +57,7 @@ def check_labels(labels: Tensor | None, num: int, num_classes: int) -> None:
         raise ValueError("the model got labels and was built without classes: set num_classes, or give no labels")
     if labels.shape != (num,) or labels.dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            f"labels has shape {tuple(labels.shape)} of {labels.dtype}, expected ({num},) of int64: one an image"
+            f"labels has shape {tuple(labels.shape)} of {labels.dtype}, expected ({num},) of int64: one per image"
         )
     if labels.device.type == "cpu" and num and not torch.compiler.is_compiling():
         low, high = map(int, labels.aminmax())

@@ -11,18 +11,18 @@ _TIME_FEATURES = 256
 
 
 class DiT(Network):
-    """A transformer for noisy images, or latents, with one token a patch.
+    """A transformer for noisy images, or latents, with one token per patch.
 
     Each of its `depth` blocks has attention and an MLP, which are normalised, scaled, shifted and gated by the time and
     the class. All gates and the output start as zero, so a fresh model predicts exactly zero and each of its blocks is
     the identity. Layout and initialisation are those of Peebles and Xie 2023 (arXiv:2212.09748), with adaLN-Zero; no
     variance is learned. Raises ValueError for an argument that is out of range or does not fit another; the message
-    names the nearest that does.
+    names the nearest valid value.
 
     Args:
-        in_channels: channels of the images, in and out; a config that leaves them open takes them from the data
-        image_size: side of square training images in pixels, a multiple of `patch_size`; a config that leaves it open
-            takes it from the data; no weight depends on it, so the net also takes other sizes
+        in_channels: channels of the images, in and out; in a config, unless given, those of the data
+        image_size: side of square training images in pixels, a multiple of `patch_size`; in a config, unless given,
+            that of the data; no weight depends on it, so the net also takes other sizes
         patch_size: side of a patch in pixels; 4 is several times faster than 2, and coarser
         hidden_size: features of a token, a multiple of `num_heads` and of 4
         depth: number of blocks
@@ -53,7 +53,7 @@ class DiT(Network):
         check_counts(0, num_classes=num_classes)
         check_dropout(dropout)
         mlp_size = _check_sizes(image_size, patch_size, hidden_size, num_heads, mlp_ratio)
-        # The weights of the time start so small that bf16 would blur neighbours.
+        # The weights of the time embedding start so small that bf16 would round neighbouring times to the same value.
         time = TimeEmbedding(hidden_size, _TIME_FEATURES, autocast=False)
         super().__init__(in_channels, num_classes, time, patch_size, "patch_size")
         patch_values = in_channels * patch_size**2
@@ -95,9 +95,9 @@ class DiT(Network):
 
 
 class DiTBlock(Block):
-    """Attention, then an MLP, each added to its input, n tokens hidden_size, through a gate.
+    """Attention, then an MLP; each result is multiplied by a gate and added to its input, n tokens hidden_size.
 
-    The condition, n hidden_size, scales, shifts and gates.
+    Scales, shifts and gates are linear in the condition, n hidden_size.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DiTBlock(Block):
 
 
 def positions(rows: int, columns: int, num_features: int, device: torch.device) -> Tensor:
-    """Return the place of each of rows * columns patches, row by row, as num_features sines and cosines, float32.
+    """Return the position embedding of rows * columns patches, row by row: num_features sines and cosines, float32.
 
     The first half are the `sinusoids` of the row, the second those of the column; `num_features` is a multiple of 4.
     """

@@ -24,12 +24,12 @@ _DRAWS: dict[str, Callable[[Tensor], Any]] = {
 
 @define(frozen=True, kw_only=True)
 class Initialisation:
-    """What happens to a new model before its optimizer exists. The arguments are keys of the table [model]."""
+    """Options for the initial weights of a new model. The arguments are keys of the config table [model]."""
 
     init: Literal["default", "xavier", "kaiming", "orthogonal"] = field(
         default="default",
         metadata=about(
-            '"default": what the class draws; "xavier" (Glorot & Bengio 2010, eq. 16), "kaiming" (He et al. 2015, '
+            '"default": as the class draws them; "xavier" (Glorot & Bengio 2010, eq. 16), "kaiming" (He et al. 2015, '
             'arXiv 1502.01852, eq. 10), "orthogonal" (Saxe et al. 2013, arXiv 1312.6120): weights of linear layers and '
             "convolutions, with biases of zero; layers that the class starts at zero stay at zero"
         ),
@@ -37,13 +37,13 @@ class Initialisation:
     zero_output: bool = field(
         default=False,
         metadata=about(
-            "start the layer that is called last at zero, so that a new model predicts nothing, "
+            "start the layer that is called last at zero, so that a new model predicts zero, "
             'as "unet" and "dit" do anyway; the log names the layer'
         ),
     )
 
     def apply(self, model: nn.Module, output: str | None) -> None:
-        """Change `model` in place; `output` is the name of its last layer. Raises ValueError for what cannot be."""
+        """Change `model` in place; `output` names its last layer. Raises ValueError if that is needed but None."""
         if self.init != "default":
             draw_weights(model, self.init)
         if self.zero_output:

@@ -61,7 +61,7 @@ class Network(nn.Module):
 
 
 class Block(nn.Module):
-    """Base of blocks that can keep only their inputs in training, and compute the rest again in the backward pass."""
+    """Base of blocks with gradient checkpointing, which keeps only their inputs and recomputes the rest in backward."""
 
     def __init__(self, gradient_checkpointing: bool) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class TimeEmbedding(nn.Module):
         device = timesteps.device.type
         unchanged = self.autocast or device == "meta"  # the meta device has no autocast
         with nullcontext() if unchanged else torch.autocast(device, enabled=False):
-            # The dtype of a model that is cast as a whole; under autocast the weights stay float32.
+            # A model that is cast as a whole needs features in its dtype; under autocast the weights stay float32.
             features = sinusoids(timesteps, self.num_features).to(self.linear1.weight.dtype)
             out: Tensor = self.linear2(F.silu(self.linear1(features)))
             return out

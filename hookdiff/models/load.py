@@ -13,7 +13,7 @@ from hookdiff.errors import ConfigError, nearest, why_missing
 from hookdiff.models.names import is_inside, plain_name
 
 KEY = "model.start_from"
-_MOST_SHOWN = 5  # differences
+_MOST_SHOWN = 5  # differences in a message
 
 Shapes = Mapping[str, tuple[int, ...]]
 log = logging.getLogger("hookdiff")
@@ -23,8 +23,8 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
     """Copy the tensors of the safetensors file at `path` into those of `model` that have their names.
 
     A parametrised weight also takes the tensor that has its plain name. `asked_by` is the key or the option that names
-    the file. Raises ConfigError, and leaves the model as it was, for a file that cannot be used, for one that has other
-    names or shapes unless `partial`, and for one of which nothing fits.
+    the file. Raises ConfigError, and leaves the model as it was, if the file cannot be used, if it has other names or
+    shapes (unless `partial`), and if nothing in it fits.
     """
     given = check_file(path, asked_by)
     own = {
@@ -75,14 +75,14 @@ def check_file(path: Path, asked_by: str = KEY) -> Shapes:
 
 
 def differences(own: Mapping[str, object], given: Mapping[str, object], kind: str = "shape") -> str:
-    """Return how many names and values (of this `kind`) differ, and some of each; an empty string if none."""
+    """Return the number of names and values (of this `kind`) that differ, and some of them; "" if none differ."""
     missing = [name for name in own if name not in given]
     unexpected = [name for name in given if name not in own]
     misshapen = [name for name in own if name in given and given[name] != own[name]]
     total = len(missing) + len(unexpected) + len(misshapen)
     if not total:
         return ""
-    # Generators, because the search for the nearest name takes long: only the lines that are shown need it.
+    # Generators, because the search for the nearest name takes long, and only lines that are shown need it.
     rows = zip_longest(
         (f"missing {name}{nearest(name, unexpected)}" for name in missing),
         (f"unexpected {name}{nearest(name, missing)}" for name in unexpected),

@@ -21,9 +21,9 @@ def as_fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tenso
 
 
 def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of state that `optimizers`, which stay as they are, will have after an update.
+    """Return the bytes of state that `optimizers` will have after an update, without changing them.
 
-    An optimizer that cannot run on fake tensors counts two numbers for each weight, as Adam has.
+    For an optimizer that cannot run on fake tensors, two numbers for each weight are counted, as in Adam.
     """
     return sum(map(_optimizer_bytes, optimizers))
 
@@ -41,23 +41,23 @@ def _optimizer_bytes(optimizer: Optimizer) -> int:
         weight.grad = torch.zeros_like(weight)
     try:
         with mode:
-            type(optimizer).step(like)  # not like.step: a scheduler may have put its own there
-    except Exception:  # whatever an optimizer may raise
+            type(optimizer).step(like)  # not like.step: a scheduler may have replaced it
+    except Exception:  # an optimizer may raise anything
         return sum(2 * weight.nbytes for weight in weights)
     return sum(storages(value for entry in like.state.values() for value in entry.values()).values())
 
 
 def storages(leaves: Iterable[object], device: torch.device | None = None) -> dict[int, int]:
-    """Return the bytes of the storages under the tensors of `leaves`, by address; only those on a kind of `device`."""
+    """Return the bytes of the storages of the tensors in `leaves`, by address; only those on the type of `device`."""
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
     found = (tensor.untyped_storage() for tensor in tensors if device is None or tensor.device.type == device.type)
     return {storage._cdata: storage.nbytes() for storage in found}
 
 
 class HeldBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that are made in the `with`: those that live `now`, and at `most` at one time.
+    """Counts the bytes of storages that are made in the `with`: `now` is the present sum, `most` its peak.
 
-    Storages with an address in `known` were there before: they are not counted, and must live on.
+    Storages with an address in `known` existed before: they are not counted, and must not be freed.
     """
 
     def __init__(self, known: Iterable[int]) -> None:

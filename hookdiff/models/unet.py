@@ -10,33 +10,33 @@ from torch import Tensor, nn
 from hookdiff.models.checks import check_counts, check_dropout, nearest_divisor, nearest_multiples
 from hookdiff.models.layers import Block, LabelEmbedding, Network, TimeEmbedding, attention
 
-# A fixed number of sines and cosines, so that a narrow net reads the time as sharply as a wide one.
+# A fixed number of sines and cosines, so that a narrow net distinguishes times as well as a wide one.
 _TIME_FEATURES = 128
 _MOST_ATTENTION = 32  # pixels: the largest side with attention unless the options ask for it
 
 
 class UNet(Network):
-    """A U-Net for noisy images, with one level a resolution.
+    """A U-Net for noisy images, with one level per resolution.
 
     Each level halves the side of the one before it and has `channels * mult` channels. A level is `num_res_blocks`
     residual blocks on the way down and as many on the way up, each of which also reads the output of its mirror image
     on the way down; two more blocks are at the bottom. A fresh model predicts exactly zero. Parameters are named after
-    their level, `down.0` and `up.0` being full size: `down.0.1.conv1.weight`. A model that is channels_last keeps its
-    images so.
+    their level, `down.0` and `up.0` being full size: `down.0.1.conv1.weight`. A model in the memory format
+    channels_last keeps images in it.
 
     The layout is that of Ho et al. 2020 (arXiv:2006.11239); scale and shift by the time, and heads of a fixed width,
     are from Dhariwal and Nichol 2021 (arXiv:2105.05233). Raises ValueError for an argument that is out of range or does
-    not fit another; the message names the nearest that does.
+    not fit another; the message names the nearest valid value.
 
     Args:
-        in_channels: channels of the images, in and out; a config that leaves them open takes them from the data
-        image_size: side of square training images in pixels, at least 8; a config that leaves it open takes it from
-            the data; the net also takes other sizes that its levels divide
+        in_channels: channels of the images, in and out; in a config, unless given, those of the data
+        image_size: side of square training images in pixels, at least 8; in a config, unless given, that of the data;
+            the net also takes other sizes that its levels divide
         channels: channels of the first level
-        channel_mults: one number a level, finest first: its channels as a multiple of `channels`
-        num_res_blocks: residual blocks a level, each way
-        attention_resolutions: sides, in pixels at `image_size`, of the levels that use self-attention, which costs the
-            fourth power of the side; unless given the last level, if its side is at most 32
+        channel_mults: one number per level, finest first: its channels as a multiple of `channels`
+        num_res_blocks: residual blocks per level, each way
+        attention_resolutions: sides, in pixels at `image_size`, of the levels with self-attention, which costs the
+            fourth power of the side; unless given, the last level, if its side is at most 32
         head_dim: channels of an attention head; the number of heads follows from the channels of the level
         dropout: probability, below 1, that an activation is dropped in training, inside a residual block
         num_classes: number of classes that the network is conditioned on, labels 0 to num_classes - 1; 0: none
@@ -95,13 +95,13 @@ class UNet(Network):
 
     def reset_parameters(self) -> None:
         """Draw all weights afresh, as a model built on the meta device needs after `to_empty`."""
-        # Torch's own small uniform weights, which train better here than those of LeCun or Xavier: by about 1
-        # percent of the loss on 8x8 digits.
+        # Torch's own small uniform weights, which train better here than those of LeCun or Xavier: the loss on 8x8
+        # digits is about 1 percent lower.
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm | LabelEmbedding):
                 module.reset_parameters()
         # A residual branch that starts as zero keeps a deep net as easy to train as a shallow one (Goyal et
-        # al. 2017, arXiv:1706.02677), and a zero output makes the first loss that of predicting nothing.
+        # al. 2017, arXiv:1706.02677), and a zero output makes the first loss that of predicting zero.
         convolutions = [module.conv2 for module in self.modules() if isinstance(module, ResBlock)]
         projections = [module.proj for module in self.modules() if isinstance(module, Attention)]
         last: list[nn.Conv2d | nn.Linear] = [self.conv_out, *convolutions, *projections]
@@ -116,7 +116,7 @@ class UNet(Network):
         for level, blocks in enumerate(self.down):
             if level:
                 # The mean weighs all pixels alike, so its gradient has no checkerboard (Odena et al. 2016,
-                # doi:10.23915/distill.00003), and it does not move the image half a pixel as strides do.
+                # doi:10.23915/distill.00003), and it does not shift the image by half a pixel as strides do.
                 h = F.avg_pool2d(h, 2)
             for block in blocks:
                 h = block(h, condition)
@@ -126,7 +126,7 @@ class UNet(Network):
         for blocks in self.up.values():
             for name, layer in blocks.items():
                 if name == "upsample":
-                    # Repeat, then smooth: a transposed convolution draws checkerboards.
+                    # Repeat pixels, then convolve: a transposed convolution makes checkerboards.
                     h = layer(F.interpolate(h, scale_factor=2.0, mode="nearest"))
                 else:
                     h = layer(torch.cat([h, skips.pop()], dim=1), condition)
@@ -135,7 +135,7 @@ class UNet(Network):
 
 
 class ResBlock(Block):
-    """Two convolutions beside a skip, scaled and shifted by the condition, then attention if it has heads.
+    """Two convolutions with a skip connection, scaled and shifted by the condition; then attention if it has heads.
 
     Maps n width_in h w to n width h w, given the condition, n time_width.
     """
@@ -147,7 +147,7 @@ class ResBlock(Block):
         self.norm1 = _group_norm(width_in)
         self.conv1 = nn.Conv2d(width_in, width, 3, padding=1)
         self.time = nn.Linear(time_width, 2 * width)
-        self.norm2 = _group_norm(width, affine=False)  # the time brings the scale and the shift
+        self.norm2 = _group_norm(width, affine=False)  # the time embedding gives the scale and the shift
         self.dropout = nn.Dropout(dropout)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1)
         self.skip = nn.Identity() if width_in == width else nn.Conv2d(width_in, width, 1)
@@ -163,32 +163,32 @@ class ResBlock(Block):
 
 
 class Attention(nn.Module):
-    """Lets each pixel of n c h w read all others; added to its input (Vaswani et al. 2017, arXiv:1706.03762)."""
+    """Self-attention over the pixels of n c h w, added to its input (Vaswani et al. 2017, arXiv:1706.03762)."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.norm = _group_norm(width)
-        # No bias: softmax cancels that of the keys, and the shift of the norm serves the others.
+        # No bias: softmax cancels a bias of the keys, and the bias of the norm replaces the others.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Pixels by channels is how channels_last lies in memory, so there these are views.
+        # With channels_last these are views, because it stores images as pixels by channels.
         tokens = self.norm(x).flatten(2).transpose(1, 2)
         read: Tensor = self.proj(attention(self.qkv(tokens), self.num_heads)).transpose(1, 2).unflatten(2, x.shape[2:])
         return x + read
 
 
 def _group_norm(width: int, *, affine: bool = True) -> nn.GroupNorm:
-    # Several channels a group: a channel alone would lose the bias of its convolution, and at 1x1 everything.
+    # Several channels per group: normalising a single channel cancels its bias, and at 1x1 all of its signal.
     most = max(1, min(32, width // 4))
     num_groups = max(n for n in range(1, most + 1) if width % n == 0)
     return nn.GroupNorm(num_groups, width, affine=affine)
 
 
 def _check_levels(image_size: int, channel_mults: tuple[int, ...]) -> tuple[int, str]:
-    """Return the number that heights and widths are multiples of, and the reason."""
+    """Return the number that must divide heights and widths, and the reason for messages."""
     if min(channel_mults, default=0) < 1:
         nearest = tuple(max(1, mult) for mult in channel_mults) or (1,)
         raise ValueError(f"channel_mults={channel_mults}: expected a number above 0 for each level; nearest: {nearest}")

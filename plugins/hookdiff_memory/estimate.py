@@ -1,8 +1,8 @@
 """The memory that training a config takes, counted on tensors that have a shape and no values.
 
 Two updates are made with such fake tensors through the loop's own hooks, so the count includes autocast, gradient
-checkpointing and the states of plugins. The numbers are those that an allocator is asked for: its rounding, and the
-workspace of a kernel, come on top.
+checkpointing and the states of plugins. The numbers are the bytes that the allocator is asked for: its rounding, and
+the workspaces of kernels, come on top.
 """
 
 import tempfile
@@ -65,14 +65,14 @@ def estimate_memory(config: Config) -> MemoryEstimate:
     chosen, cpu = pick_device(config.run.device), torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
         for device in (chosen, cpu) if chosen.type == "cuda" else (cpu,):
-            for made_on in (torch.device("meta"), cpu):  # many models look at a value while they are made
+            for made_on in (torch.device("meta"), cpu):  # many models read values while they are made
                 try:
                     return _estimate(config, Path(folder), device, made_on)
                 except Exception as error:  # a model may raise anything
                     problem = error
     if isinstance(problem, ConfigError) and not _needs_values(problem):
         raise problem
-    reason = "it looks at values, and they are made without any" if _needs_values(problem) else _first_line(problem)
+    reason = "it reads values of tensors, which do not exist here" if _needs_values(problem) else _first_line(problem)
     raise UserError(f"the memory of {config.model.use} cannot be counted: {reason}") from problem
 
 
@@ -117,7 +117,7 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
 
     with _saved() as saved:
         update(parts[:1], step=False)
-    activations = _sum_without(saved, held)  # at once: a later tensor may get the address of one that is gone
+    activations = _sum_without(saved, held)  # now, because a later tensor may get the address of a freed one
     gradients = sum(storages(parameter.grad for parameter in loop.model.parameters()).values())
     optimizer: int | None = None
     with noted("the state of the optimizer"):
@@ -138,7 +138,7 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
     for each in loop.optimizers:
         each.zero_grad()
     with HeldBytes(held) as now:
-        update(parts[:2], step=optimizer is not None)  # a second part finds the gradients of the first
+        update(parts[:2], step=optimizer is not None)  # the second part adds to the gradients of the first
 
     fixed = {
         "parameters": sum(parameters.values()),
@@ -173,7 +173,7 @@ def _as_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> n
 
 
 def _batch(loop: Loop, size: int) -> Batch:
-    """Return a batch of zeros. Its values are real, since a network may look at times and labels."""
+    """Return a batch of zeros. Its tensors are real, because a network may read times and labels."""
     inputs = torch.zeros(size, *loop.feed.shape, device=loop.device)
     labels = None if loop.feed.labels is None else torch.zeros(size, dtype=torch.int64, device=loop.device)
     batch = Batch(inputs, labels, torch.zeros(size, dtype=torch.int64))
@@ -208,7 +208,7 @@ def _data(config: Config, loop: Loop) -> int:
         return 0
     if isinstance(samples, InMemory):
         return sum(storages([samples.images, samples.labels], loop.device).values())
-    size = len(samples) * torch.Size(loop.feed.shape).numel()  # decoded, a byte a number
+    size = len(samples) * torch.Size(loop.feed.shape).numel()  # decoded, one byte per value
     fits = size <= torch.cuda.mem_get_info(loop.device)[0] // 4
     return size if fits and config.data.of(Store).place(size) != "none" else 0
 
