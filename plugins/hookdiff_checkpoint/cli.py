@@ -1,4 +1,4 @@
-"""`hookdiff export`: writes the weights of a run for other programs, or a folder that diffusers loads."""
+"""`hookdiff export`: write the weights of a run for other programs, or a folder that diffusers loads."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`hookdiff ema`: makes an average of another length from the snapshots of a run."""
+"""`hookdiff ema`: make an average of another length from the snapshots of a run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`hookdiff lr`: draws the learning rate of a config."""
+"""`hookdiff lr`: draw the learning rate of a config."""
 
 from __future__ import annotations
 
