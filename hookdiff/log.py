@@ -103,7 +103,6 @@ class Log:
         return {name: list(pair) for name, pair in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from saved sums."""
         self._window, self._closed = {}, self._progress.step
         self._sums = {name: (float(total), int(count)) for name, (total, count) in state.items()}
 

@@ -53,7 +53,6 @@ class Plugins(Mapping[str, object]):
         return in_order(getattr(self._manager.hook, hook).get_hookimpls(), rank)
 
     def call(self, hook: str, **arguments: Any) -> Any:
-        """Call a hook by its name."""
         return getattr(self._calls, hook)(**arguments)
 
     def implement(self, hook: str) -> bool:

@@ -53,11 +53,9 @@ class Progress:
         self.samples = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the four counts."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Put the four counts back."""
         for name, value in state.items():
             setattr(self, name, value)
 

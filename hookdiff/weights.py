@@ -88,7 +88,6 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the buffers the values that were kept."""
         for name, kept in self.kept.items():
             module, key = self._places[name]
             value = module._buffers.get(key)

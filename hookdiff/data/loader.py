@@ -104,7 +104,7 @@ def _handle_signals(worker: int) -> None:
 
 
 class _Reader(Dataset[Stack | UserError]):
-    """Reads batches. It returns errors, because torch adds a traceback to the message of an error that it raises."""
+    """Reads batches. A UserError is returned: torch would add a traceback to the message of one raised in a worker."""
 
     def __init__(self, read: Read) -> None:
         self.read = read

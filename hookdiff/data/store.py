@@ -56,7 +56,6 @@ class Store:
 
     @property
     def folder(self) -> Path:
-        """The folder of the caches."""
         user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hookdiff")
         return Path(self.cache_dir or user).expanduser()
 

@@ -125,7 +125,6 @@ class VP(Process):
 
     @cached_property
     def tables(self) -> NoiseSchedule:
-        """The tables of the schedule, with its betas rescaled if asked for."""
         betas = self.schedule.betas(self.timesteps)
         return NoiseSchedule(rescale_betas_zero_snr(betas) if self.rescale_betas_zero_snr else betas)
 
