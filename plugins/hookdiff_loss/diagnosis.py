@@ -105,6 +105,7 @@ class Diagnosis:
     _short: Levels = field(init=False)
     _long: Levels = field(init=False)
     _by_long: bool = field(init=False, default=False)  # the long levels showed the divergence
+    _swing: float = field(init=False, default=0.0)  # size of the oscillation of the last long level, over the loss
     _back_below: float = field(init=False, default=0.0)  # level at which a divergence is over
     _first: float | None = field(init=False, default=None)  # logarithm of the first loss
     _above_first: int = field(init=False, default=0)  # short levels in a row
@@ -215,8 +216,12 @@ class Diagnosis:
 
     def _rising(self, step: int, levels: Levels) -> Findings:
         level, by_long = levels.values[-1], levels is self._long
-        if levels.risen >= IN_A_ROW and (
-            found := self._divergence(step, level, levels.lowest, levels.lowest_at, levels.limit / 2, by_long)
+        # The median of a group that ends within an oscillation moves with its phase.
+        is_swing = by_long and level - levels.lowest < math.log1p(self._swing)
+        if (
+            levels.risen >= IN_A_ROW
+            and not is_swing
+            and (found := self._divergence(step, level, levels.lowest, levels.lowest_at, levels.limit / 2, by_long))
         ):
             return found
         calm = max(levels.values[-IN_A_ROW:]) < self._back_below
@@ -269,8 +274,8 @@ class Diagnosis:
 
     def _swinging(self, step: int, group: Sequence[float]) -> Findings:
         found = period(group)
-        updates, swing = found or (0, 0.0)
-        why = f"by ±{swing:.0%}, once in {updates} updates: at the edge of stability, or data that repeats"
+        updates, self._swing = found or (0, 0.0)
+        why = f"by ±{self._swing:.0%}, once in {updates} updates: at the edge of stability, or data that repeats"
         what = f"the loss has oscillated since step {step - len(group)}"
         finding = Finding("warning", what, why, "a third of the learning rate")
         return {"oscillation": finding} if self.alarms.news(step, "oscillation", finding if found else None) else {}
