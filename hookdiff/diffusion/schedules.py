@@ -45,7 +45,7 @@ class Linear(Schedule):
 
 @define(frozen=True)
 class ScaledLinear(Schedule):
-    """Betas whose square roots grow linearly, as in Stable Diffusion: Rombach et al. 2022 (arXiv 2112.10752).
+    """Betas with square roots that grow linearly, as in Stable Diffusion: Rombach et al. 2022 (arXiv 2112.10752).
 
     The default ends are those of the released models.
     """
@@ -60,7 +60,7 @@ class ScaledLinear(Schedule):
 
 @define(frozen=True)
 class Cosine(Schedule):
-    """Betas whose alphas_cumprod follow a squared cosine: Nichol & Dhariwal 2021 (arXiv 2102.09672), eq. 17."""
+    """Betas with alphas_cumprod that follow a squared cosine: Nichol & Dhariwal 2021 (arXiv 2102.09672), eq. 17."""
 
     offset: float = field(
         default=0.008, validator=between(0, 1), metadata=about("offset that keeps the first betas from being tiny")

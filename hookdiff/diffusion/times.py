@@ -73,7 +73,7 @@ class LogitNormal(Times):
 
 @define(frozen=True)
 class LogNormal(Times):
-    """Noise levels whose logarithm is normal: Karras et al. 2022 (arXiv 2206.00364), table 1.
+    """Noise levels with a normally distributed logarithm: Karras et al. 2022 (arXiv 2206.00364), table 1.
 
     ln(sigma / alpha) is N(mean, std²).
     """

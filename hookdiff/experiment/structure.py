@@ -284,7 +284,7 @@ def _attrs_class(value: Any, kind: Any) -> Any:
 
 
 def _choice(value: Any, kind: type[Choice]) -> Choice:
-    """Read a name, or a table whose `use` is a name and whose other keys are options of the class of that name."""
+    """Read a name, or a table: its `use` is a name, its other keys are options of the class of that name."""
     if isinstance(value, kind):
         return value
     if not isinstance(value, (str, dict)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hookdiff.models.checks import check_images, check_labels, check_timesteps
 
 
-class Network(nn.Module):
+class Network(nn.Module, ABC):
     """Base of networks that predict from noisy images, their times and their classes; see `predict`.
 
     `divisor` divides the height and the width of all images; `divisor_reason` names the cause in messages.
@@ -55,12 +56,12 @@ class Network(nn.Module):
         # Under autocast the prediction has half precision, and a sampler would continue in it.
         return self.predict(x, F.silu(condition)).to(x.dtype)
 
+    @abstractmethod
     def predict(self, x: Tensor, condition: Tensor) -> Tensor:
         """Return the prediction, n c h w, given the features of times and classes, n width."""
-        raise NotImplementedError
 
 
-class Block(nn.Module):
+class Block(nn.Module, ABC):
     """Base of blocks with gradient checkpointing, which keeps only their inputs and recomputes the rest in backward."""
 
     def __init__(self, gradient_checkpointing: bool) -> None:
@@ -73,9 +74,9 @@ class Block(nn.Module):
             return out
         return self.compute(x, condition)
 
+    @abstractmethod
     def compute(self, x: Tensor, condition: Tensor) -> Tensor:
         """Return the output of the block for `x`, given the features of times and classes, n width."""
-        raise NotImplementedError
 
 
 class TimeEmbedding(nn.Module):

@@ -29,4 +29,4 @@ def _revision() -> dict[str, Any] | None:
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], capture_output=True, check=True, text=True, timeout=10).stdout.strip()
+    return subprocess.run(["git", *words], capture_output=True, check=True, text=True, timeout=300).stdout.strip()

@@ -6,15 +6,16 @@ from typing import Any, ClassVar
 from attrs import define, evolve, field
 
 from hookdiff import Loop, hookimpl
+from hookdiff.choices import chosen
 from hookdiff.options import about
-from hookdiff_clip.rules import Norm, Rule, to_rule
+from hookdiff_clip.rules import Norm, Rule
 
 
 @define(eq=False)
 class Clip:
     """Clips the gradients once per step, at their true scale."""
 
-    rule: Rule = field(default=Norm(), converter=to_rule, metadata=about("rule by which gradients are clipped"))
+    rule: Rule = field(default=Norm(), converter=chosen[Rule], metadata=about("rule by which gradients are clipped"))
     moved_keys: ClassVar[Mapping[str, str]] = {
         "mode": "rule = 'adaptive'",
         "statistic": "rule = 'adaptive', 'percentile' or 'zscore'",

@@ -208,8 +208,3 @@ Rule.known = {
     "value": Value,
     "agc": AGC,
 }
-
-
-def to_rule(value: Rule | str) -> Rule:
-    """Return the rule `value`, or the rule with the name `value`."""
-    return Rule.of(value)

@@ -13,10 +13,11 @@ from attrs.validators import ge, gt, le, lt
 from torch import Tensor
 
 from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hookimpl, parse_every
+from hookdiff.choices import chosen
 from hookdiff.findings import judge, listed, warning
 from hookdiff.options import about
 from hookdiff_ema.average import Average, Length, each, make_averages
-from hookdiff_ema.profiles import MAX_STD, Ratio, Warmup, to_warmup
+from hookdiff_ema.profiles import MAX_STD, Ratio, Warmup
 from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, write_snapshot
 from hookdiff_ema.weights import Weights
 
@@ -53,7 +54,9 @@ class EMA:
         default=None, validator=each(gt(0), le(MAX_STD)), metadata=about("width as a share of training, at most 0.2886")
     )
     warmup: Warmup = field(
-        default=Ratio(), converter=to_warmup, metadata=about("how `decay` or `half_life` rises; `std` needs no warm-up")
+        default=Ratio(),
+        converter=chosen[Warmup],
+        metadata=about("how `decay` or `half_life` rises; `std` needs no warm-up"),
     )
     device: Literal["model", "cpu"] = field(
         default="model", metadata=about('"model": on the device of the model; "cpu": saves memory of the GPU')

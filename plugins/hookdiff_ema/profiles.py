@@ -69,11 +69,6 @@ class NoWarmup(Warmup):
 Warmup.known = {"ratio": Ratio, "power": Power, "none": NoWarmup}
 
 
-def to_warmup(value: Warmup | str) -> Warmup:
-    """Return the warm-up `value`, or the warm-up with the name `value`."""
-    return Warmup.of(value)
-
-
 def power_decay(step: float, gamma: float, interval: float = 1) -> float:
     """Return the decay of a power-function average at update `step`, `interval` after the last one: EDM2 eq. 2.
 

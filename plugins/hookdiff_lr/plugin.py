@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hookdiff import Loop, UserError, hookimpl
+from hookdiff.choices import chosen
 from hookdiff.options import about, between
-from hookdiff_lr.schedules import CosineLR, LRSchedule, to_schedule
+from hookdiff_lr.schedules import CosineLR, LRSchedule
 
 log = logging.getLogger("hookdiff")
 
@@ -50,7 +51,7 @@ class LR:
     """
 
     schedule: LRSchedule = field(
-        default=CosineLR(), converter=to_schedule, metadata=about("schedule of the rate after the warm-up")
+        default=CosineLR(), converter=chosen[LRSchedule], metadata=about("schedule of the rate after the warm-up")
     )
     warmup: int = field(default=0, validator=ge(0), metadata=about("linear rise to the highest rate", "steps"))
     start_factor: float = field(

@@ -199,11 +199,6 @@ LRSchedule.known = {
 }
 
 
-def to_schedule(value: LRSchedule | str) -> LRSchedule:
-    """Return the schedule `value`, or the schedule with the name `value`."""
-    return LRSchedule.of(value)
-
-
 def _done(step: int, warmup: int, total: int) -> float:
     """Return the share, in [0, 1], of the way from the end of the warm-up to `total`."""
     return min(1.0, (step - warmup) / max(1, total - warmup))

@@ -499,4 +499,3 @@ def test_the_variance_is_that_of_standardised_data() -> None:
     loop.run()
     expected = float(images.var(correction=0)) / 0.25**2
     assert float(plugin._levels.variance) == pytest.approx(expected, rel=0.02)
-    assert isinstance(Batch(images), Batch)
