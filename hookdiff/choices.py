@@ -7,7 +7,7 @@ script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"`
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
@@ -64,31 +64,35 @@ def find(kind: type[Chosen], use: object) -> type[Chosen]:
 
     Raises PluginError if no class or several have this name, or if the class is of another kind.
     """
-    found = kind.known.get(str(use)) or import_object(_path(kind, use), f"the {kind.kind} {use!r}")
+    found = kind.known.get(str(use)) or import_object(path_of(kind.kind, kind.known, use), f"the {kind.kind} {use!r}")
     if isinstance(found, type) and issubclass(found, kind):
         return found
     raise PluginError(f"{use} is no {kind.kind}: it does not inherit from {kind.__module__}.{kind.__qualname__}")
 
 
-def _path(kind: type[Choice], use: object) -> str:
+def path_of(kind: str, known: Iterable[str], use: object) -> str:
+    """Return the path `module:Name` of `use`, the name of an entry point `kind.use`, or itself a path.
+
+    Raises PluginError if it is neither, with the `known` names, or if several entry points claim the name.
+    """
     name, published = str(use), _published(kind)
     if name not in published and ":" not in name:
-        names = [*kind.known, *published]
-        unknown = "needs a `use`" if use is None else f"unknown {use!r}{nearest(name, names)}"
+        names = [*known, *published]
+        unknown = "needs a name" if use is None else f"unknown {use!r}{nearest(name, names)}"
         raise PluginError(f"{unknown}; known: {', '.join(names)}, or module:Name")
     path, *others = published.get(name, [name])
     if others:
         claims = " and ".join((path, *others))
-        raise PluginError(f"the {kind.kind} {name!r} is claimed by {claims}; uninstall one, or use module:Name")
+        raise PluginError(f"the {kind} {name!r} is claimed by {claims}; uninstall one, or use module:Name")
     return path
 
 
-def _published(kind: type[Choice]) -> dict[str, list[str]]:
-    """Return the paths of the classes that entry points offer for `kind`, by name; a name may have several."""
+def _published(kind: str) -> dict[str, list[str]]:
+    """Return the paths of the objects that entry points offer for `kind`, by name; a name may have several."""
     found: dict[str, list[str]] = {}
-    for entry in entry_points(group=GROUP):
+    for entry in sorted(entry_points(group=GROUP), key=attrgetter("name")):
         group, _, name = entry.name.partition(".")
-        if group == kind.kind and entry.value not in found.setdefault(name, []):
+        if group == kind and entry.value not in found.setdefault(name, []):
             found[name].append(entry.value)
     return found
 
@@ -99,7 +103,7 @@ def name_of(chosen: type[Choice]) -> str:
         if known is chosen:
             return name
     path = f"{chosen.__module__}:{chosen.__qualname__}"
-    return next((name for name, paths in _published(chosen).items() if paths == [path]), path)
+    return next((name for name, paths in _published(chosen.kind).items() if paths == [path]), path)
 
 
 def import_object(path: str, purpose: str) -> Any:

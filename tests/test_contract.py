@@ -97,7 +97,6 @@ OWN_USES = {
     "lr": {"hookdiff/experiment/optimizers.py", "hookdiff/state.py"},  # of a group of weights
     "memory": {"hookdiff/data/store.py"},
     "progress": {"hookdiff/state.py"},
-    "samples": {"hookdiff/cli/sample.py"},
 }
 
 
@@ -166,6 +165,7 @@ def test_attributes_of_a_loop_are_read_only() -> None:
 PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
+    *("hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors", "hookdiff.experiment.optimizers"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory"),
     *("hookdiff.randomness", "hookdiff.testing", "hookdiff.weights"),
 }

@@ -11,7 +11,7 @@ import click
 
 from hookdiff.errors import StorageError, UserError
 
-COMMANDS = ("run", "resume", "check", "sample", "plugins", "hooks")  # packages of plugins add others
+COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
 GROUP = "hookdiff.commands"
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 

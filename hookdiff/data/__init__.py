@@ -1,21 +1,17 @@
 """Sources of samples, and the steps that turn them into batches."""
 
-from hookdiff.data.arrays import Arrays
 from hookdiff.data.batch import Batch
 from hookdiff.data.feed import Feed
 from hookdiff.data.folder import Folder
-from hookdiff.data.hub import HuggingFace
-from hookdiff.data.memory import InMemory, digits, fashion_mnist
+from hookdiff.data.memory import InMemory, digits, fashion_mnist, to_unit_range
 from hookdiff.data.source import Images, Source
 from hookdiff.data.store import Store
 from hookdiff.data.transforms import Transforms
 
 __all__ = [
-    "Arrays",
     "Batch",
     "Feed",
     "Folder",
-    "HuggingFace",
     "Images",
     "InMemory",
     "Source",
@@ -23,4 +19,5 @@ __all__ = [
     "Transforms",
     "digits",
     "fashion_mnist",
+    "to_unit_range",
 ]

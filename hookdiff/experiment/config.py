@@ -15,7 +15,7 @@ from attrs import Attribute, define, evolve, field, fields
 from attrs.validators import ge
 
 from hookdiff.builtin.start import Start
-from hookdiff.choices import import_object
+from hookdiff.choices import import_object, path_of
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
@@ -31,7 +31,7 @@ from hookdiff.plugins import check_partners
 from hookdiff.progress import AUTO, LoopConfig
 
 
-def _is_size(instance: object, attribute: Attribute[Any], value: Any) -> None:
+def _is_size_or_auto(instance: object, attribute: Attribute[Any], value: Any) -> None:
     if value not in (None, AUTO):
         ge(1)(instance, attribute, value)
 
@@ -43,7 +43,7 @@ class RunConfig(LoopConfig):
     # A Loop needs a number; for "auto", a plugin finds it when the run starts.
     micro_batch: int | Literal["auto"] | None = field(  # type: ignore[assignment]
         default=None,
-        validator=_is_size,
+        validator=_is_size_or_auto,
         metadata=about(
             'samples that go through the network at a time; unless given, all; "auto": as many as fit in memory'
         ),
@@ -98,13 +98,8 @@ class Section:
         return Part(self.table, str(use), target, given, self.key, shared)
 
     def _target(self, use: Any) -> Any:
-        names = f"known: {', '.join(self.known)}, or module:Name"
-        if not isinstance(use, str):
-            raise ConfigError(f"{'is missing' if use is None else f'expected a string, got {use!r}'}; {names}")
-        path = self.known.get(use, use)
-        if ":" not in path:
-            raise ConfigError(f"unknown {use!r}{nearest(use, self.known)}; {names}")
-        target = self.find(path, use)
+        path = self.known.get(str(use)) or path_of(self.table if self.key == "use" else self.key, self.known, use)
+        target = self.find(path, str(use))
         if not callable(target):
             raise ConfigError(f"{path} is a {type(target).__name__}, expected a class or a function")
         return target
@@ -120,8 +115,6 @@ SOURCES = {
     "folder": "hookdiff.data:Folder",
     "fashion-mnist": "hookdiff.data:fashion_mnist",
     "torchvision:NAME": "torchvision:NAME",
-    "huggingface": "hookdiff.data:HuggingFace",
-    "array": "hookdiff.data:Arrays",
 }
 MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
 SECTIONS = (

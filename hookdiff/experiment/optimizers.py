@@ -1,9 +1,8 @@
-"""Makes the optimizers of [optimizer]: groups with and without weight decay, fused kernels, and Muon with AdamW."""
+"""Makes the optimizers of [optimizer]: groups with and without weight decay, and fused kernels."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,15 +21,13 @@ from hookdiff.options import about
 if TYPE_CHECKING:
     from hookdiff.experiment.part import Part
 
-log = logging.getLogger("hookdiff")
 AUTO = "auto"  # among the patterns of no_decay
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# LBFGS evaluates the loss several times in a step, and SparseAdam takes only sparse gradients.
-_UNFIT = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+# LBFGS evaluates the loss several times in a step, SparseAdam takes only sparse gradients, and Muon only matrices.
+_UNFIT = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 _KINDS = [name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and kind not in _UNFIT]
 OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in sorted(_KINDS, key=str.lower)}
-OPTIMIZERS["muon"] = "hookdiff.experiment.optimizers:muon"
 
 
 @define(frozen=True, kw_only=True)
@@ -79,14 +76,17 @@ def spare(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
     "auto" matches biases, the scales of norms, embeddings, and all others of one dimension. Raises ConfigError for a
     pattern that matches none.
     """
-    spared = _matching(weights, [pattern for pattern in patterns if pattern != AUTO], "no_decay")
+    spared = matching(weights, [pattern for pattern in patterns if pattern != AUTO], "no_decay")
     if AUTO in patterns:
         spared |= {weight.name for weight in weights if weight.role in ("embedding", "norm", "vector")}
     return [evolve(weight, decays=weight.name not in spared) for weight in weights]
 
 
-def _matching(weights: Sequence[Weight], patterns: Iterable[str], key: str) -> set[str]:
-    """Return the names that match; raises ConfigError for a pattern that no name matches."""
+def matching(weights: Sequence[Weight], patterns: Iterable[str], key: str) -> set[str]:
+    """Return the names that match one of `patterns`, the value of `key` in [optimizer].
+
+    Raises ConfigError for a pattern that no name matches.
+    """
     names, found = [weight.name for weight in weights], set()
     for pattern in patterns:
         matching = {name for name in names if fnmatchcase(name, pattern)}
@@ -100,23 +100,23 @@ def _matching(weights: Sequence[Weight], patterns: Iterable[str], key: str) -> s
 def build_optimizers(part: Part, model: nn.Module) -> Any:
     """Make the optimizer of `part`, or several, for every parameter of `model` that requires a gradient.
 
-    Parameters without weight decay are in a separate group. The fused kernel is used if class, device and dtype have
-    one, unless the config sets `fused` or `foreach`. Raises ConfigError for an optimizer that cannot be made, or that
-    cannot make a step.
+    A class is called with the parameters, those without weight decay in a group of their own. The fused kernel is used
+    if class, device and dtype have one, unless the config sets `fused` or `foreach`. A function is called with a list
+    of `Weight`, so that it can choose by name and role, as `muon` does.
+
+    Raises ConfigError for an optimizer that cannot be made, or that cannot make a step.
     """
     weights = spare(weights_of(model), part.of(Groups).no_decay)
     if not weights:
         raise ConfigError("optimizer: no weight of the model requires a gradient, so there is nothing to train")
-    if part.target is muon:
+    if not inspect.isclass(part.target):
         return part.build(weights)
     known = arguments_of(part.target)
     default = known["weight_decay"].default if "weight_decay" in known else None
     decay = part.arguments.get("weight_decay", default)
-    params: list[Any] = _groups(weights) if decay else [weight.parameter for weight in weights]
-    if not inspect.isclass(part.target):
-        return part.build(params)
+    params: list[Any] = groups(weights) if decay else [weight.parameter for weight in weights]
     try:
-        fused = _kernel(part.target, part.arguments, weights)
+        fused = fastest_kernel(part.target, part.arguments, weights)
     except Exception as error:  # an optimizer may raise anything for its arguments, or in its first step
         raise ConfigError(f"{part.where}: {error}") from error
     return part.given(**fused).build(params)
@@ -125,19 +125,24 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
 def check_patterns(part: Part, model: nn.Module) -> None:
     """Raise ConfigError if a pattern of [optimizer] matches no weight of `model`, which may be on the meta device."""
     weights = spare(weights_of(model), part.of(Groups).no_decay)
-    if part.target is muon:
-        _matching(weights, part.arguments.get("adamw", ()), "adamw")
+    for key, patterns in patterns_of(part).items():
+        matching(weights, patterns, key)
 
 
-def _groups(weights: Sequence[Weight], name: str = "") -> list[dict[str, Any]]:
-    """Return the parameter groups with and without weight decay; empty ones are left out."""
+def patterns_of(part: Part) -> dict[str, tuple[str, ...]]:
+    """Return the arguments of the optimizer that are lists of strings: such a list holds patterns of weights' names."""
+    return {k: v for k, v in part.arguments.items() if isinstance(v, tuple) and all(isinstance(p, str) for p in v)}
+
+
+def groups(weights: Sequence[Weight], name: str = "") -> list[dict[str, Any]]:
+    """Return the parameter groups with and without weight decay, as torch takes them; empty ones are left out."""
     decayed = {"name": name or "decay", "params": [w.parameter for w in weights if w.decays]}
     others = [w.parameter for w in weights if not w.decays]
     without = {"name": name or "no_decay", "params": others, "weight_decay": 0.0}
     return [group for group in (decayed, without) if group["params"]]
 
 
-def _kernel(kind: Any, arguments: Mapping[str, Any], weights: Sequence[Weight]) -> dict[str, bool]:
+def fastest_kernel(kind: Any, arguments: Mapping[str, Any], weights: Sequence[Weight]) -> dict[str, bool]:
     """Return the argument for the fastest kernel: `fused`, if a step on a small weight of each device and dtype works.
 
     Otherwise return no argument: torch then uses foreach on a GPU and a loop on the CPU, where foreach is no faster;
@@ -159,63 +164,3 @@ def _kernel(kind: Any, arguments: Mapping[str, Any], weights: Sequence[Weight]) 
         except Exception:  # no fused kernel here, or for these arguments; the step below raises any other error
             pass
     return make_a_step()
-
-
-def muon(
-    params: Sequence[Weight],
-    *,
-    lr: float = 1e-3,
-    weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    ns_steps: int = 5,
-    adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw",
-    adamw: tuple[str, ...] = (),
-    adamw_lr: float | None = None,
-    adamw_betas: tuple[float, float] = (0.9, 0.999),
-    adamw_eps: float = 1e-8,
-) -> tuple[Optimizer, ...]:
-    """Make Muon for the matrices, and AdamW for the rest: convolutions, embeddings, norms, biases.
-
-    Muon (Jordan et al. 2024) steps along the nearest orthogonal matrix of the momentum, by `ns_steps` of a
-    Newton-Schulz iteration. With "match_rms_adamw" its updates are as large as those of AdamW (Liu et al. 2025, arXiv
-    2502.16982, eq. 4), so that one learning rate serves both.
-
-    Args:
-        params: the weights to train.
-        lr: learning rate of the matrices, and of AdamW unless `adamw_lr` is given.
-        weight_decay: weight decay of both.
-        momentum: momentum of Muon.
-        nesterov: use Nesterov's momentum in Muon.
-        ns_steps: steps of the Newton-Schulz iteration that makes an update orthogonal.
-        adjust_lr_fn: scaling of the learning rate by the shape of a matrix: "match_rms_adamw" (updates as large as
-            AdamW's, Liu et al. 2025), "original" or "spectral_unclamped", as in torch.
-        adamw: patterns of matrices for AdamW, such as the first and last of "dit": `["patch_in.*", "patch_out.*"]`.
-        adamw_lr: learning rate of AdamW.
-        adamw_betas: betas of AdamW.
-        adamw_eps: epsilon of AdamW.
-
-    Raises:
-        ValueError: there is no matrix, or a pattern matches no weight.
-    """
-    kept = _matching(params, adamw, "adamw")
-    matrices = [weight for weight in params if weight.role == "matrix" and weight.name not in kept]
-    if not matrices:
-        raise ValueError("muon trains matrices, and the model has none left for it; nearest: 'adamw'")
-    own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-    own |= {"adjust_lr_fn": adjust_lr_fn, "lr": lr, "weight_decay": weight_decay}
-    first = torch.optim.Muon(_groups(matrices, "muon"), **own)
-    rest = [weight for weight in params if weight not in matrices]
-    if not rest:
-        return (first,)
-    own_size, rest_size = (sum(weight.parameter.numel() for weight in weights) for weights in (matrices, rest))
-    if own_size < rest_size:
-        log.warning(
-            f"muon: trains {own_size / (own_size + rest_size):.1%} of the parameters, and AdamW the others\n"
-            "  Muon pays off if most of a model is matrices, as in a transformer (model.use = 'dit'); here "
-            "optimizer.use = 'adamw' may do as well"
-        )
-    rate = lr if adamw_lr is None else adamw_lr
-    of_adamw: dict[str, Any] = {"lr": rate, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": weight_decay}
-    of_adamw |= _kernel(torch.optim.AdamW, of_adamw, rest)
-    return first, torch.optim.AdamW(_groups(rest, "adamw"), **of_adamw)

@@ -14,7 +14,7 @@ from hookdiff.data import Transforms
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.build import build_model, build_sampling, pick_device
 from hookdiff.experiment.config import Config
-from hookdiff.experiment.optimizers import build_optimizers, check_patterns, muon
+from hookdiff.experiment.optimizers import build_optimizers, check_patterns, patterns_of
 from hookdiff.experiment.structure import Problems, missing
 from hookdiff.models.load import check_file
 from hookdiff.plugins import Plugins
@@ -25,7 +25,7 @@ def try_config(config: Config, *, resume: bool = False) -> None:
     """Find the problems that only building shows, without the data and without a loop.
 
     The model is made on the meta device, which takes no memory, or for real if it cannot be made there; the optimizer
-    on one weight. With `resume`, the file that the model started from may be missing.
+    on a few small layers. With `resume`, the file that the model started from may be missing.
 
     Raises ConfigError that lists every problem.
     """
@@ -72,7 +72,7 @@ def _probe_model(config: Config) -> None:
 
 
 def try_optimizers(config: Config) -> tuple[Optimizer, ...]:
-    """Make the optimizers for one small layer: their groups and rates, without model and data.
+    """Make the optimizers for a few small layers: their groups and rates, without model and data.
 
     Raises ConfigError for arguments that cannot be combined, or not with the device.
     """
@@ -81,5 +81,6 @@ def try_optimizers(config: Config) -> tuple[Optimizer, ...]:
     except ConfigError:  # which `try_config` reports
         device = torch.device("cpu")
     part = config.optimizer  # without the patterns, which name weights of the model
-    known = {key: value for key, value in part.arguments.items() if part.target is not muon or key != "adamw"}
-    return as_tuple(build_optimizers(evolve(part, arguments=known, shared={}), nn.Linear(2, 2, device=device)))
+    known = {key: value for key, value in part.arguments.items() if key not in patterns_of(part)}
+    layers = nn.Linear(8, 8), nn.Conv2d(1, 1, 1), nn.LayerNorm(1), nn.Embedding(1, 1)  # a weight of each role
+    return as_tuple(build_optimizers(evolve(part, arguments=known, shared={}), nn.Sequential(*layers).to(device)))

@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from hookdiff import Feed, InMemory, UserError
-from hookdiff.data import Arrays, Folder, Store, Transforms
+from hookdiff.data import Folder, Store, Transforms
+from hookdiff_array import Arrays
 from tests.conftest import check_facts, refused, warnings
 
 Noise = Callable[..., Image.Image]

@@ -1,5 +1,6 @@
 import pytest
 import tomli
+import tomli_w
 import torch
 
 from hookdiff import ConfigError, Feed, InMemory, PluginError, UserError, hookimpl, load_config
@@ -291,3 +292,49 @@ def test_plugins_that_save_runs_have_no_part_in_single_steps(config, tmp_path):
         "checkpoint": "object",
         "ema": "EMA",
     }
+
+
+PUBLISHED = """
+import torch
+from torch import nn
+
+def dots(num: int = 32):
+    return torch.rand(num, 1, 8, 8).round()
+
+class Net(nn.Module):
+    def __init__(self, in_channels: int, width: int = 4):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(in_channels, width, 3, padding=1), nn.Conv2d(width, in_channels, 1))
+
+    def forward(self, x, timesteps):
+        return self.layers(x)
+
+def only_kernels(params, lr: float = 0.1):
+    return torch.optim.SGD([weight.parameter for weight in params if weight.role == "kernel"], lr=lr)
+"""
+
+
+def test_a_package_publishes_a_source_a_model_and_an_optimizer(tmp_path, install):
+    entries = {
+        "source.dots": "hd_house:dots",
+        "model.net": "hd_house:Net",
+        "optimizer.kernels": "hd_house:only_kernels",
+    }
+    install("hookdiff-house", entries, group="hookdiff.parts", hd_house=PUBLISHED)
+    tables = {"data": {"source": "dots", "num": 16}, "model": {"use": "net"}, "optimizer": {"use": "kernels"}}
+    path = tmp_path / "house.toml"
+    path.write_text(tomli_w.dumps({"run": {"steps": 1, "batch_size": 8}, **tables}))
+    config = load_config(path)
+    try_config(config)
+    with build_loop(config, tmp_path / "run") as loop:
+        assert [tuple(p.shape) for p in loop.optimizers[0].param_groups[0]["params"]] == [(4, 1, 3, 3), (1, 4, 1, 1)]
+        assert len(loop.feed) == 16
+    table = tomli.loads((tmp_path / "run" / "config.toml").read_text())
+    assert {name: table[name][key] for name, key in (("data", "source"), ("model", "use"), ("optimizer", "use"))} == {
+        "data": "dots",
+        "model": "net",
+        "optimizer": "kernels",
+    }
+    for key, wrong, right in (("data.source", "dost", "dots"), ("model.use", "nat", "net")):
+        with refused(ConfigError, key, repr(wrong), repr(right)):
+            load_config(path, settings=[f"{key}={wrong}"])

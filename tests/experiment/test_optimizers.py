@@ -13,11 +13,12 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, Loop, build_loop, load_config
-from hookdiff.experiment.optimizers import OPTIMIZERS, Groups, build_optimizers, muon, spare, weights_of
+from hookdiff.experiment.optimizers import OPTIMIZERS, Groups, build_optimizers, groups, spare, weights_of
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.probe import try_config
 from hookdiff.state import as_tuple
 from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
+from hookdiff_muon import muon
 from tests.conftest import check_facts, refused
 
 
@@ -265,9 +266,9 @@ def test_a_model_without_a_weight_to_train_is_refused() -> None:
         built(toy_model().requires_grad_(False))
 
 
-def test_a_function_gets_the_groups_and_makes_any_optimizer() -> None:
+def test_a_function_gets_the_weights_and_makes_any_optimizer() -> None:
     def mine(params: Any, lr: float = 0.1, weight_decay: float = 0.2) -> Any:
-        return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
+        return torch.optim.SGD(groups(params), lr=lr, weight_decay=weight_decay)
 
     (optimizer,) = built(nn.Linear(2, 2), mine)
     assert [(group["name"], group["weight_decay"]) for group in optimizer.param_groups] == [
@@ -298,10 +299,10 @@ def load(folder: Path, *settings: str, **optimizer: Any) -> Any:
 
 def test_all_optimizers_of_torch_are_there() -> None:
     kinds = {name.lower() for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
-    assert kinds - {"optimizer"} == {*OPTIMIZERS, "lbfgs", "sparseadam"}
+    assert kinds - {"optimizer", "muon"} == {*OPTIMIZERS, "lbfgs", "sparseadam"}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "muon"])
 def test_every_optimizer_trains_and_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
     config = load(tmp_path, use=name, lr=1e-3)
     try_config(config)

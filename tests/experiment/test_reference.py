@@ -23,15 +23,16 @@ MADE_FROM = {Feed: {"source", "transforms", "store"}}  # parts that other keys o
 
 def configured() -> dict[str, Any]:
     """Return each class and function of hookdiff that has keys in a config, by a name for messages."""
-    paths = {**MODELS, **SOURCES, "muon": OPTIMIZERS["muon"]}
-    ours = {name: import_object(path, name) for name, path in paths.items() if path.startswith("hookdiff.")}
+    paths = {**MODELS, **SOURCES}
+    core = {name: import_object(path, name) for name, path in paths.items() if path.startswith("hookdiff.")}
     shared = {kind.__name__: kind for section in SECTIONS for kind in section.shared}
-    plugins = {
-        f"plugins.{name}": entry.load()
-        for name, (entry, *_) in installed().items()
+    published = {
+        entry.name: entry.load()
+        for group in ("hookdiff.parts", "hookdiff.plugins")
+        for (entry, *_) in installed(group).values()
         if entry.dist and entry.dist.name == "hookdiff"
     }
-    return {"run": RunConfig, "diffusion": Diffusion, "sampling": Sampling, **shared, **ours, **plugins}
+    return {"run": RunConfig, "diffusion": Diffusion, "sampling": Sampling, **shared, **core, **published}
 
 
 def without_help(where: str, target: Callable[..., Any], seen: set[type[Choice]]) -> Iterator[str]:
@@ -65,7 +66,8 @@ def test_the_config_reference_has_every_table_and_every_name() -> None:
     assert {"[run]", "[data]", "[model]", "[diffusion]", "[optimizer]", "[sampling]", "[plugins.progress]"} <= {
         *headings
     }
-    assert [name for name in (*MODELS, *SOURCES, *OPTIMIZERS) if f'"{name}"' not in page] == []
+    published = [name.partition(".")[2] for name in installed("hookdiff.parts")]
+    assert [name for name in (*MODELS, *SOURCES, *OPTIMIZERS, *published) if f'"{name}"' not in page] == []
 
 
 class Shape(Choice):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.errors import UserError
+from hookdiff import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,11 +48,10 @@ def command(
     RUN stands for its newest checkpoint. All images are written as one grid. --steps, --sampler and --guidance-scale
     replace the values of the config. With --image, a higher --strength leaves less of the picture.
     """
-    from hookdiff import experiment
+    from hookdiff import SampleRequest, UnknownWeights, build_loop, load_config
     from hookdiff.disk import CONFIG, check_writable, run_of, save_grid, writing
-    from hookdiff.experiment.config import load_config
-    from hookdiff.models.load import load_into
-    from hookdiff.sampling import SampleRequest, UnknownWeights
+    from hookdiff.experiment import try_config
+    from hookdiff.models import load_into
 
     source = run_of(run)
     changed = {"steps": steps, "sampler": sampler, "guidance.scale": guidance_scale}
@@ -63,9 +62,9 @@ def command(
         raise UserError(f"--labels {labels}: expected integers separated by commas, such as 0,1,2") from None
     file = Path(weights) if weights and weights.endswith(".safetensors") else None
     config = load_config(source / CONFIG, settings=settings)
-    experiment.try_config(config, resume=True)
+    try_config(config, resume=True)
     hooks = ("prepare_model", "restore", "sample", "offer_weights")
-    loop = experiment.build_loop(config, source, resume=run, hooks=hooks)
+    loop = build_loop(config, source, resume=run, hooks=hooks)
     out = out or source / "samples" / f"seed-{seed}.png"
     check_writable(out)
     with loop:
@@ -88,9 +87,8 @@ def _picture(path: Path, shape: tuple[int, ...]) -> Tensor:
     """Return the picture at `path` as an input of the model: c h w in [-1, 1]."""
     from PIL import Image
 
-    from hookdiff.data.memory import to_unit_range
+    from hookdiff.data import Transforms, to_unit_range
     from hookdiff.data.source import reason
-    from hookdiff.data.transforms import Transforms
 
     channels, *sides = shape
     if channels not in (1, 3) or len(set(sides)) != 1:

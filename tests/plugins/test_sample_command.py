@@ -11,6 +11,14 @@ from tests.conftest import check_facts, write_small
 NEWEST = "run/checkpoints/step-00000002"
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch, write_config):
+    """Change to a folder with a config."""
+    write_config(run={"log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}, plugins={"lr": {"total": 6}})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Return a folder with a run of two steps."""

@@ -6,12 +6,18 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from PIL import Image
 
 from hookdiff import Feed, UserError
-from hookdiff.data import HuggingFace, Store, Transforms
-from tests.conftest import refused
+from hookdiff.data import Store, Transforms
+from hookdiff_huggingface import HuggingFace
+from tests.conftest import pixels, refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
+
+
+def picture(seed: int, side: int = 10) -> Image.Image:
+    return Image.fromarray(pixels(seed, side))
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +31,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def made(alone: Any, noise: Any) -> Any:
+def made(alone: Any) -> Any:
     """Nine pictures in three classes, with names and captions."""
     features = alone.Features(
         {
@@ -37,45 +43,45 @@ def made(alone: Any, noise: Any) -> Any:
     )
     rows = {
         "caption": [f"{'even' if k % 2 == 0 else 'odd'}" for k in range(9)],
-        "pixels": [noise(k, 10, 8) for k in range(9)],
+        "pixels": [picture(k) for k in range(9)],
         "kind": [k % 3 for k in range(9)],
         "count": list(range(9)),
     }
     return alone.Dataset.from_dict(rows, features=features)
 
 
-def assert_is(data: HuggingFace, noise: Any, labels: Any, classes: Any) -> None:
+def assert_is(data: HuggingFace, labels: Any, classes: Any) -> None:
     assert len(data) == 9
     assert (None if data.labels is None else data.labels.tolist(), data.classes) == (labels, classes)
     for index in range(9):
-        assert numpy.array_equal(numpy.array(data.load(index)), numpy.array(noise(index, 10, 8)))
+        assert numpy.array_equal(numpy.array(data.load(index)), pixels(index))
 
 
-def test_a_saved_set(tmp_path: Path, made: Any, noise: Any) -> None:
+def test_a_saved_set(tmp_path: Path, made: Any) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
     data = HuggingFace(str(tmp_path / "saved"))
-    assert_is(data, noise, [k % 3 for k in range(9)], ("ant", "bee", "cat"))
+    assert_is(data, [k % 3 for k in range(9)], ("ant", "bee", "cat"))
     assert data.describe(4) == f"{tmp_path}/saved[4]"
     assert data.fingerprint() == HuggingFace(str(tmp_path / "saved")).fingerprint()
     assert HuggingFace(str(tmp_path / "saved"), label_column="none").labels is None
-    assert_is(HuggingFace(str(tmp_path / "saved"), label_column="count"), noise, list(range(9)), None)
+    assert_is(HuggingFace(str(tmp_path / "saved"), label_column="count"), list(range(9)), None)
     words = HuggingFace(str(tmp_path / "saved"), label_column="caption", image_column="pixels")
-    assert_is(words, noise, [k % 2 for k in range(9)], ("even", "odd"))
+    assert_is(words, [k % 2 for k in range(9)], ("even", "odd"))
 
 
-def test_a_saved_set_with_splits(tmp_path: Path, alone: Any, made: Any, noise: Any) -> None:
+def test_a_saved_set_with_splits(tmp_path: Path, alone: Any, made: Any) -> None:
     alone.DatasetDict({"train": made, "test": made.select(range(3))}).save_to_disk(str(tmp_path / "saved"))
-    assert_is(HuggingFace(str(tmp_path / "saved")), noise, [k % 3 for k in range(9)], ("ant", "bee", "cat"))
+    assert_is(HuggingFace(str(tmp_path / "saved")), [k % 3 for k in range(9)], ("ant", "bee", "cat"))
     assert len(HuggingFace(str(tmp_path / "saved"), split="test")) == 3
     with refused(ValueError, "'tets'", "'test'", "train, test"):
         HuggingFace(str(tmp_path / "saved"), split="tets")
 
 
 @pytest.mark.parametrize("where", ["set", "set/part-0.parquet"])
-def test_parquet_files(tmp_path: Path, made: Any, noise: Any, where: str) -> None:
+def test_parquet_files(tmp_path: Path, made: Any, where: str) -> None:
     (tmp_path / "set").mkdir()
     made.to_parquet(str(tmp_path / "set" / "part-0.parquet"))
-    assert_is(HuggingFace(str(tmp_path / where)), noise, [k % 3 for k in range(9)], ("ant", "bee", "cat"))
+    assert_is(HuggingFace(str(tmp_path / where)), [k % 3 for k in range(9)], ("ant", "bee", "cat"))
 
 
 def test_parquet_files_of_several_splits(tmp_path: Path, made: Any) -> None:
@@ -84,8 +90,11 @@ def test_parquet_files_of_several_splits(tmp_path: Path, made: Any) -> None:
     assert (len(HuggingFace(str(tmp_path / "set"))), len(HuggingFace(str(tmp_path / "set"), split="test"))) == (9, 4)
 
 
-def test_a_folder_of_images(tmp_path: Path, write_folder: Any) -> None:
-    paths = write_folder(tmp_path / "set", 9)
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    paths = [tmp_path / "set" / ("ant", "bee", "cat")[k % 3] / f"{k}.png" for k in range(9)]
+    for k, path in enumerate(paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(k).save(path)
     data = HuggingFace(str(tmp_path / "set"))
     assert (len(data), data.classes) == (9, ("ant", "bee", "cat"))
     assert data.labels is not None
@@ -141,16 +150,16 @@ def test_it_trains_as_any_source(tmp_path: Path, made: Any) -> None:
         assert torch.equal(labels, found[0][1])
 
 
-def test_images_that_are_missing_are_listed(tmp_path: Path, alone: Any, noise: Any) -> None:
-    rows = {"image": [noise(0, 4, 4), None, noise(2, 4, 4)]}
+def test_images_that_are_missing_are_listed(tmp_path: Path, alone: Any) -> None:
+    rows = {"image": [picture(0, 4), None, picture(2, 4)]}
     alone.Dataset.from_dict(rows, features=alone.Features({"image": alone.Image()})).save_to_disk(str(tmp_path / "set"))
     with refused(UserError, 1, 3, "set[1]"):
         Feed(HuggingFace(str(tmp_path / "set")))
 
 
-def test_labels_that_are_missing(tmp_path: Path, alone: Any, noise: Any) -> None:
+def test_labels_that_are_missing(tmp_path: Path, alone: Any) -> None:
     image, label = alone.Image(), alone.ClassLabel(names=["ant", "bee"])
-    rows = {"image": [noise(k, 4, 4) for k in range(3)], "label": [1, None, 0], "name": ["a", None, "b"]}
+    rows = {"image": [picture(k, 4) for k in range(3)], "label": [1, None, 0], "name": ["a", None, "b"]}
     features = alone.Features({"image": image, "label": label, "name": alone.Value("string")})
     alone.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
     data = HuggingFace(str(tmp_path / "set"))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hookdiff import UserError
-from hookdiff.data import Arrays, Feed, Store, Transforms
+from hookdiff.data import Feed, Store, Transforms
+from hookdiff_array import Arrays
 from tests.conftest import refused
 
 RGB = numpy.random.default_rng(0).integers(0, 256, (6, 3, 5, 7), dtype=numpy.uint8)

@@ -1,0 +1,5 @@
+"""Images in one numpy file: `source = "array"`."""
+
+from hookdiff_array.source import Arrays
+
+__all__ = ["Arrays"]

@@ -1,0 +1,5 @@
+"""Image data sets of Hugging Face: `source = "huggingface"`."""
+
+from hookdiff_huggingface.source import HuggingFace
+
+__all__ = ["HuggingFace"]
