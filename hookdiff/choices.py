@@ -70,15 +70,15 @@ def find(kind: type[Chosen], use: object) -> type[Chosen]:
     raise PluginError(f"{use} is no {kind.kind}: it does not inherit from {kind.__module__}.{kind.__qualname__}")
 
 
-def path_of(kind: str, known: Iterable[str], use: object) -> str:
-    """Return the path `module:Name` of `use`, the name of an entry point `kind.use`, or itself a path.
+def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> str:
+    """Return the path `module:Name` of `use`, the value of `key`: the name of an entry point "kind.name", or a path.
 
     Raises PluginError if it is neither, with the `known` names, or if several entry points claim the name.
     """
     name, published = str(use), _published(kind)
     if name not in published and ":" not in name:
         names = [*known, *published]
-        unknown = "needs a name" if use is None else f"unknown {use!r}{nearest(name, names)}"
+        unknown = f"needs a `{key}`" if use is None else f"unknown {use!r}{nearest(name, names)}"
         raise PluginError(f"{unknown}; known: {', '.join(names)}, or module:Name")
     path, *others = published.get(name, [name])
     if others:

@@ -76,7 +76,7 @@ def test_a_choice_is_an_object_a_name_or_a_table() -> None:
 
 
 def test_a_table_without_a_name_is_of_the_default() -> None:
-    with refused(PluginError, "name", "square", "circle"):
+    with refused(PluginError, "`use`", "square", "circle"):
         Shape.of({"side": 3.0})
     assert isinstance(diffusion.Process.of({"timesteps": 500}), diffusion.VP)
     assert diffusion.Guidance.of({"scale": 2.0}) == diffusion.ClassifierFree(2.0)

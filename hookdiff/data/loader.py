@@ -19,9 +19,9 @@ from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError
 from hookdiff.randomness import derive_seed
 
-Sample = tuple[Tensor, int | None, int]  # pixels after the first stage, c h w; label; index
+LoadedSample = tuple[Tensor, int | None, int]  # pixels after the first stage, c h w; label; index
 Stack = tuple[Tensor, Tensor | None, Tensor]  # the same for a batch
-Read = Callable[[int, int], Sample]  # takes an epoch and an index
+Read = Callable[[int, int], LoadedSample]  # takes an epoch and an index
 
 
 class Loader:
@@ -117,7 +117,7 @@ class _Reader(Dataset[Stack | UserError]):
             return error
 
 
-def read_image(source: Images, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int) -> Sample:
+def read_image(source: Images, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int) -> LoadedSample:
     """Return the first stage of a picture, or of its first readable successor if it is unreadable.
 
     `successors` holds the next sample for each sample. Raises Unreadable if it is None, or no sample can be read.
@@ -131,7 +131,7 @@ def read_image(source: Images, fit: Callable[[Any], Tensor], successors: Any, ep
                 raise
 
 
-def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, index: int) -> Sample:
+def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, index: int) -> LoadedSample:
     """Return an item of a map-style data set, after seeding all default generators by (seed, epoch, index).
 
     Raises UserError for an item that cannot be used.
@@ -151,7 +151,7 @@ def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, ind
         raise UserError(f"sample {index} of the data: {reason(error)}") from error
 
 
-def _stack(samples: Sequence[Sample]) -> Stack:
+def _stack(samples: Sequence[LoadedSample]) -> Stack:
     images, labels, indices = zip(*samples, strict=True)
     for image, index in zip(images, indices, strict=True):
         if (image.shape, image.dtype) != (images[0].shape, images[0].dtype):

@@ -5,7 +5,14 @@ from hookdiff.diffusion.clipping import Clamp, Clipping, DynamicThreshold, NoCli
 from hookdiff.diffusion.guidance import ClassifierFree, Guidance
 from hookdiff.diffusion.losses import L1, MSE, Huber, Loss
 from hookdiff.diffusion.objective import Diffusion
-from hookdiff.diffusion.prediction import EDMPrediction, Epsilon, FlowPrediction, Prediction, Sample, VPrediction
+from hookdiff.diffusion.prediction import (
+    EDMPrediction,
+    Epsilon,
+    FlowPrediction,
+    Prediction,
+    SamplePrediction,
+    VPrediction,
+)
 from hookdiff.diffusion.process import EDM, IMAGE, VP, Flow, Point, Process
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.schedules import Cosine, Linear, ScaledLinear, Schedule, Sigmoid
@@ -53,7 +60,7 @@ __all__ = [
     "Point",
     "Prediction",
     "Process",
-    "Sample",
+    "SamplePrediction",
     "Sampling",
     "ScaledLinear",
     "Schedule",

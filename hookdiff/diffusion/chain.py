@@ -30,18 +30,18 @@ class Chain:
     steps: int  # from noise to image
     labels: Tensor | None
     generators: Sequence[Generator]
-    before: tuple[Tensor, Point] | None = None  # x0 and point of the previous step, kept by solvers that need them
+    previous: tuple[Tensor, Point] | None = None  # x0 and start of the previous step, kept by solvers that need them
 
-    def look(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
+    def predict(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
         """Return the clipped image (x0) and the noise that the network predicts for `x` at the point `at`."""
         diffusion = self.diffusion
 
-        def ask(noisy: Tensor, labels: Tensor | None) -> Tensor:
+        def network(noisy: Tensor, labels: Tensor | None) -> Tensor:
             dtype = torch.int64 if isinstance(at.time, int) else noisy.dtype
             times = torch.full((len(noisy),), at.time, device=noisy.device, dtype=dtype)
             return diffusion.predict(self.net, noisy, times, labels, at.alpha, at.sigma)
 
-        output = self.guidance.output(ask, x, at, self.labels).to(x.dtype)
+        output = self.guidance.output(network, x, at, self.labels).to(x.dtype)
         x0, noise = diffusion.prediction.x0_and_noise(output, x, at.alpha, at.sigma)
         if not self.clipping.clips:
             return x0, noise

@@ -81,7 +81,7 @@ class Epsilon(Prediction):
 
 
 @define(frozen=True)
-class Sample(Prediction):
+class SamplePrediction(Prediction):
     """The output is the image, x0."""
 
     needs_sigma = True
@@ -173,7 +173,7 @@ class EDMPrediction(Prediction):
 # The names are those of diffusers' schedulers, where these have them.
 Prediction.known = {
     "epsilon": Epsilon,
-    "sample": Sample,
+    "sample": SamplePrediction,
     "v_prediction": VPrediction,
     "flow_prediction": FlowPrediction,
     "edm": EDMPrediction,

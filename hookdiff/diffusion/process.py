@@ -49,7 +49,7 @@ class Process(Choice, ABC):
     default_clipping: ClassVar[str] = "none"
 
     has_timesteps: ClassVar[bool] = False  # times are int64, 0 to T - 1; else float32
-    knows_image: ClassVar[bool] = False  # the times of training go down to the clean image (sigma = 0)
+    reaches_image: ClassVar[bool] = False  # the times of training go down to the clean image (sigma = 0)
     straight: ClassVar[bool] = True  # Heun's method integrates in alpha and sigma; else in sigma / alpha
 
     @property
@@ -196,7 +196,7 @@ class Flow(Process):
 
     default_prediction = "flow_prediction"
     default_sampler = "euler"
-    knows_image = True
+    reaches_image = True
 
     @property
     def ratio_range(self) -> tuple[float, float]:

@@ -145,8 +145,8 @@ class Sampling:
                     x = q_sample(diffusion.normalize(images[rows].to(made)), x, points[0].alpha, points[0].sigma)
                 given = labels[rows].to(made.device) if labels is not None and diffusion.conditional else None
                 chain = Chain(net, diffusion, clipping, self.guidance, self.steps, given, generators[rows])
-                for now, after in pairwise((*points, IMAGE)):
-                    x = solver.step(chain, x, now, after)
+                for point, next_point in pairwise((*points, IMAGE)):
+                    x = solver.step(chain, x, point, next_point)
                 shown = diffusion.denormalize(x)
                 made[rows] = shown.clamp(-1, 1) if clipping.clips else shown  # denormalize has rounded
         return made

@@ -25,13 +25,13 @@ class Solver(Choice, ABC):
     kind = "sampler"
 
     @abstractmethod
-    def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        """Return x at the point `after` for `x` (n c h w) at `now`; `chain.look` calls the network."""
+    def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
+        """Return x at the point `end` for `x` (n c h w) at `start`; `chain.predict` calls the network."""
 
 
-def _added_variance(now: Point, after: Point) -> float:
-    """Return the variance of x_now given x_after, which is beta for neighbouring timesteps."""
-    return max(0.0, now.sigma**2 - (now.alpha / after.alpha * after.sigma) ** 2)
+def _added_variance(start: Point, end: Point) -> float:
+    """Return the variance of x_start given x_end, which is beta for neighbouring timesteps."""
+    return max(0.0, start.sigma**2 - (start.alpha / end.alpha * end.sigma) ** 2)
 
 
 @define(frozen=True)
@@ -44,10 +44,10 @@ class DDIM(Solver):
 
     eta: float = field(default=0.0, validator=between(0, 1), metadata=about("share of DDPM's noise added in each step"))
 
-    def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        x0, noise = chain.look(x, now)
-        fresh = self.eta**2 * _added_variance(now, after) * (after.sigma / now.sigma) ** 2  # variance
-        mean = after.alpha * x0 + math.sqrt(max(0.0, after.sigma**2 - fresh)) * noise
+    def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
+        x0, noise = chain.predict(x, start)
+        fresh = self.eta**2 * _added_variance(start, end) * (end.sigma / start.sigma) ** 2  # variance
+        mean = end.alpha * x0 + math.sqrt(max(0.0, end.sigma**2 - fresh)) * noise
         return chain.noised(mean, math.sqrt(fresh))
 
 
@@ -65,12 +65,12 @@ class DDPM(Solver):
         metadata=about('variance of the added noise: the posterior\'s, "fixed_small", or beta, "fixed_large"'),
     )
 
-    def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        x0, _ = chain.look(x, now)
-        beta, kept = _added_variance(now, after), (after.sigma / now.sigma) ** 2
-        mean = (after.alpha * beta / now.sigma**2) * x0 + (now.alpha / after.alpha * kept) * x
+    def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
+        x0, _ = chain.predict(x, start)
+        beta, kept = _added_variance(start, end), (end.sigma / start.sigma) ** 2
+        mean = (end.alpha * beta / start.sigma**2) * x0 + (start.alpha / end.alpha * kept) * x
         variance = beta * kept if self.variance == "fixed_small" else beta
-        return chain.noised(mean, math.sqrt(variance) if after.sigma else 0.0)  # the image itself gets no noise
+        return chain.noised(mean, math.sqrt(variance) if end.sigma else 0.0)  # the image itself gets no noise
 
 
 @define(frozen=True)
@@ -82,50 +82,50 @@ class Churning(Solver):
     churn_max: float = field(default=math.inf, validator=ge(0), metadata=about("S_tmax: max. sigma / alpha with churn"))
     churn_noise: float = field(default=1.0, validator=gt(0), metadata=about("S_noise: std of the fresh noise"))
 
-    def raised(self, now: Point, steps: int) -> float:
-        """Return the noise level sigma / alpha to which x at `now` is raised before one of `steps` steps."""
-        churns = now.alpha and self.churn_min <= now.ratio <= self.churn_max
-        return now.ratio * (1 + (min(self.churn / steps, math.sqrt(2) - 1) if churns else 0.0))
+    def raised(self, start: Point, steps: int) -> float:
+        """Return the noise level sigma / alpha to which x at `start` is raised before one of `steps` steps."""
+        churns = start.alpha and self.churn_min <= start.ratio <= self.churn_max
+        return start.ratio * (1 + (min(self.churn / steps, math.sqrt(2) - 1) if churns else 0.0))
 
-    def churned(self, chain: Chain, x: Tensor, now: Point) -> tuple[Tensor, Point]:
+    def churned(self, chain: Chain, x: Tensor, start: Point) -> tuple[Tensor, Point]:
         """Return `x` with fresh noise added, and the noisier point that it is then at."""
-        level = self.raised(now, chain.steps)
-        if level == now.ratio:
-            return x, now
+        level = self.raised(start, chain.steps)
+        if level == start.ratio:
+            return x, start
         higher = chain.diffusion.process.at(level)
-        std = self.churn_noise * math.sqrt(level**2 - now.ratio**2)
-        return chain.noised(x / now.alpha, std) * higher.alpha, higher
+        std = self.churn_noise * math.sqrt(level**2 - start.ratio**2)
+        return chain.noised(x / start.alpha, std) * higher.alpha, higher
 
 
 @define(frozen=True)
 class Euler(Churning):
     """Euler's method for the probability flow: Karras et al. 2022 (arXiv 2206.00364), algorithm 2, no correction."""
 
-    def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        x, now = self.churned(chain, x, now)
+    def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
+        x, start = self.churned(chain, x, start)
         # In any coordinates of the probability flow ODE, an Euler step holds the predicted x0 and noise constant.
-        return q_sample(*chain.look(x, now), after.alpha, after.sigma)
+        return q_sample(*chain.predict(x, start), end.alpha, end.sigma)
 
 
 @define(frozen=True)
 class Heun(Churning):
     """Heun's method, two calls of the network a step: Karras et al. 2022 (arXiv 2206.00364), algorithms 1 and 2."""
 
-    def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        x, now = self.churned(chain, x, now)
-        x0, noise = chain.look(x, now)
-        end = q_sample(x0, noise, after.alpha, after.sigma)
+    def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
+        x, start = self.churned(chain, x, start)
+        x0, noise = chain.predict(x, start)
+        x_end = q_sample(x0, noise, end.alpha, end.sigma)
         process = chain.diffusion.process
         unreadable = chain.diffusion.prediction.needs_sigma or chain.clipping.clips  # they divide by sigma
-        if not after.sigma and (unreadable or not process.knows_image):
-            return end  # no correction at sigma = 0, as in algorithm 2
-        if not now.alpha and not process.straight:
-            return end  # sigma / alpha is infinite
-        x0_after, noise_after = chain.look(end, after)
-        slope = (noise + noise_after) / 2
+        if not end.sigma and (unreadable or not process.reaches_image):
+            return x_end  # no correction at sigma = 0, as in algorithm 2
+        if not start.alpha and not process.straight:
+            return x_end  # sigma / alpha is infinite
+        x0_end, noise_end = chain.predict(x_end, end)
+        slope = (noise + noise_end) / 2
         if process.straight:
-            return x + (after.alpha - now.alpha) * (x0 + x0_after) / 2 + (after.sigma - now.sigma) * slope
-        return after.alpha * (x / now.alpha + (after.ratio - now.ratio) * slope)
+            return x + (end.alpha - start.alpha) * (x0 + x0_end) / 2 + (end.sigma - start.sigma) * slope
+        return end.alpha * (x / start.alpha + (end.ratio - start.ratio) * slope)
 
 
 @define(frozen=True)
@@ -136,15 +136,15 @@ class DPMSolver2M(Solver):
     is infinite at both ends.
     """
 
-    def step(self, chain: Chain, x: Tensor, now: Point, after: Point) -> Tensor:
-        x0, _ = chain.look(x, now)
-        before, chain.before = chain.before, (x0, now)
-        linear = after.sigma / now.sigma * x
+    def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
+        x0, _ = chain.predict(x, start)
+        previous, chain.previous = chain.previous, (x0, start)
+        linear = end.sigma / start.sigma * x
         # alpha' (1 - exp(-h)), in a form that stays correct where lambda is infinite
-        weight = after.alpha - now.alpha * after.sigma / now.sigma
-        if before is not None and after.sigma:
-            h, h_before = math.log(now.ratio / after.ratio), math.log(before[1].ratio / now.ratio)
-            x0 = x0 + (x0 - before[0]) * (h / (2 * h_before))
+        weight = end.alpha - start.alpha * end.sigma / start.sigma
+        if previous is not None and end.sigma:
+            h, h_previous = math.log(start.ratio / end.ratio), math.log(previous[1].ratio / start.ratio)
+            x0 = x0 + (x0 - previous[0]) * (h / (2 * h_previous))
         return linear + weight * x0
 
 

@@ -98,7 +98,8 @@ class Section:
         return Part(self.table, str(use), target, given, self.key, shared)
 
     def _target(self, use: Any) -> Any:
-        path = self.known.get(str(use)) or path_of(self.table if self.key == "use" else self.key, self.known, use)
+        kind = self.table if self.key == "use" else self.key  # "model", "optimizer", "source"
+        path = self.known.get(str(use)) or path_of(kind, self.known, use, self.key)
         target = self.find(path, str(use))
         if not callable(target):
             raise ConfigError(f"{path} is a {type(target).__name__}, expected a class or a function")

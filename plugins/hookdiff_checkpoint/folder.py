@@ -43,7 +43,7 @@ class NewerFormat(UserError):
 
 
 @define(frozen=True)
-class Found:
+class CheckpointInfo:
     """A checkpoint with an intact manifest; its files have not been verified."""
 
     path: Path
@@ -52,7 +52,7 @@ class Found:
     metrics: Mapping[str, float]  # values logged at its step
 
     @classmethod
-    def of(cls, path: Path, manifest: Mapping[str, Any]) -> Found:
+    def of(cls, path: Path, manifest: Mapping[str, Any]) -> CheckpointInfo:
         """Return the checkpoint that `manifest` describes; raises one of `_FOREIGN` if it cannot."""
         progress = manifest["parts"]["progress"]["values"]
         position, epoch, *others = (index(progress[name]) for name in _COUNTS)
@@ -68,7 +68,7 @@ def file_of(part: str) -> str:
     return f"{'%2E' + name[1:] if name.startswith('.') else name}.safetensors"
 
 
-def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> Found:
+def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> CheckpointInfo:
     """Write the folder `path`, which appears completely or not at all.
 
     Each part with tensors has a file of its own, and each plugin is a part: `model.safetensors` and `ema.safetensors`
@@ -86,10 +86,10 @@ def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> Foun
         stamp = b'{"sha256": "%s",\n' % hashlib.sha256(text).hexdigest().encode()
         with new_file(folder / MANIFEST) as unnamed:  # a manifest that exists is complete
             write_file(unnamed, stamp + text)
-    return Found.of(path, manifest)
+    return CheckpointInfo.of(path, manifest)
 
 
-def find_checkpoints(run_dir: Path) -> tuple[list[Found], list[UserError]]:
+def find_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[UserError]]:
     """Return the checkpoints in a run directory, newest first, and the errors of those that cannot be read.
 
     `run_dir` may also be a checkpoint itself. Raises NewerFormat, and UserError if the folder cannot be read.
@@ -97,7 +97,7 @@ def find_checkpoints(run_dir: Path) -> tuple[list[Found], list[UserError]]:
     found, problems = [], []
     for path in [run_dir] if os.path.lexists(run_dir / MANIFEST) else _folders(run_dir / FOLDER):
         try:
-            found.append(Found.of(path, read_manifest(path)))
+            found.append(CheckpointInfo.of(path, read_manifest(path)))
         except NewerFormat:
             raise
         except UserError as error:
@@ -144,7 +144,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not stamp:
         raise UserError(f"{path}: {MANIFEST} is damaged: it has no SHA-256 of itself")
     try:
-        Found.of(path, manifest)
+        CheckpointInfo.of(path, manifest)
     except _FOREIGN as error:
         raise _foreign(path, error) from None
     return dict(manifest)

@@ -10,19 +10,21 @@ from attrs import define, field
 
 from hookdiff import Finding, UserError, nearest
 from hookdiff.findings import listed
-from hookdiff_checkpoint.folder import REMOVED, STEP, Found, read_checkpoint
+from hookdiff_checkpoint.folder import REMOVED, STEP, CheckpointInfo, read_checkpoint
 
 _LEFT = re.compile(rf"\.({STEP.pattern})(\.partial|\.replaced|\{REMOVED})")
 
 
-def choose(found: Sequence[Found], last: int, every: int, best: str | None, highest: bool) -> list[Found]:
+def choose(
+    found: Sequence[CheckpointInfo], last: int, every: int, best: str | None, highest: bool
+) -> list[CheckpointInfo]:
     """Return the checkpoints to keep of `found`, which are sorted, newest first.
 
     These are the `last` newest, one of `every` saves (0: none), and the one with the best value named `best`, which is
     the lowest unless `highest`.
     """
 
-    def rank(one: Found) -> float:
+    def rank(one: CheckpointInfo) -> float:
         value = one.metrics.get(best or "")
         return math.inf if value is None else -value if highest else value
 

@@ -12,7 +12,7 @@ from attrs.validators import ge
 from hookdiff import Alarms, Due, Every, Loop, Reason, StorageError, UserError, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff.options import about
-from hookdiff_checkpoint.folder import FOLDER, STEP, Found, NewerFormat, find_checkpoints, read_checkpoint
+from hookdiff_checkpoint.folder import FOLDER, STEP, CheckpointInfo, NewerFormat, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.keep import Logged, choose, settle
 from hookdiff_checkpoint.origin import origin
 from hookdiff_checkpoint.writer import Writer, split
@@ -166,7 +166,7 @@ class Checkpoint:
             loop.resources.callback(self._writer.close)
         self._is_open = True
 
-    def _kept(self, found: Sequence[Found]) -> list[Found]:
+    def _kept(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         return choose(found, self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
 
     def _save(self, loop: Loop) -> None:

@@ -84,7 +84,7 @@ def write_folder(out: Path, model: Any, sampling: Equivalent, shape: Sequence[in
 def _with_timesteps(objective: Any, sampling: Any) -> Equivalent:
     process, sampler, spacing, clipping = objective.process, sampling.sampler, sampling.spacing, sampling.clipping
     steps, timesteps = sampling.steps, process.timesteps
-    _check("diffusion.prediction", objective.prediction, (parts.Epsilon, parts.Sample, parts.VPrediction))
+    _check("diffusion.prediction", objective.prediction, (parts.Epsilon, parts.SamplePrediction, parts.VPrediction))
     _check("sampling.spacing", spacing, (parts.Trailing, parts.Leading))
     _check("sampling.clipping", clipping, (parts.NoClipping, parts.Clamp, parts.DynamicThreshold))
     if timesteps % steps:

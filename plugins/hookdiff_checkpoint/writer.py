@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookdiff import UserError
 from hookdiff.disk import check_tensors, flatten, make_folder
-from hookdiff_checkpoint.folder import Found, Parts, write_checkpoint
+from hookdiff_checkpoint.folder import CheckpointInfo, Parts, write_checkpoint
 from hookdiff_checkpoint.keep import remove
 
 log = logging.getLogger("hookdiff")
@@ -90,8 +90,8 @@ class Writer:
     """Writes the checkpoints of one run, one at a time, and removes those that `choose` does not return."""
 
     folder: Path
-    known: dict[Path, Found]  # checkpoints of the run; used by the thread alone during a save
-    choose: Callable[[Sequence[Found]], list[Found]]  # returns the checkpoints to keep, given all, newest first
+    known: dict[Path, CheckpointInfo]  # checkpoints of the run; used by the thread alone during a save
+    choose: Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]  # of all, newest first, those to keep
     _staging: Staging = field(factory=Staging, init=False)
     _pool: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
     job: Future[Path] | None = field(default=None, init=False)  # current save, until its `result` is taken
@@ -146,6 +146,6 @@ class Writer:
                 except OSError as error:  # the new checkpoint is complete nevertheless
                     log.warning("%s cannot be removed: %s", one.path, error.strerror or error)
 
-    def _newest_first(self) -> list[Found]:
+    def _newest_first(self) -> list[CheckpointInfo]:
         found = [one for one in self.known.values() if one.path.exists()]
         return sorted(found, key=lambda one: (one.place, one.number), reverse=True)

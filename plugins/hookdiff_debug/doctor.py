@@ -17,8 +17,8 @@ from torch import Generator, Tensor
 from hookdiff import Batch, Config, Finding, Loop, SampleRequest, build_loop, evaluating
 from hookdiff.disk import run_of, save_grid
 from hookdiff_debug import checks, measure
-from hookdiff_debug.measure import LEVELS, Level, Outputs
-from hookdiff_debug.trial import SETTLED, Trial, train
+from hookdiff_debug.measure import LEVELS, SETTLED, Level, Outputs
+from hookdiff_debug.trial import Trial, train
 
 # Plugins that have a part in a step or in sampling; those that write files, or measure now and then, have none.
 _IN_A_STEP = (

@@ -13,6 +13,7 @@ from hookdiff import Batch, Loop, evaluating
 
 # Fractions of the way from image to noise at which the network is measured.
 LEVELS = (0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.98)
+SETTLED = 6  # updates, after which a network whose layers start as zero has a gradient everywhere
 
 
 @define(frozen=True)

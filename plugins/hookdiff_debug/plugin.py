@@ -10,10 +10,9 @@ from attrs.validators import ge
 from hookdiff import Alarms, Batch, Due, Every, Finding, Loop, NonFinite, hookimpl, parse_every
 from hookdiff.options import about
 from hookdiff_debug.checks import check_gradients, check_inputs, check_outputs, check_response
-from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
+from hookdiff_debug.measure import SETTLED, measure_inputs, measure_layers, measure_outputs, untouched
 
 _EARLY = 64  # last of the early updates that are always measured: most mistakes show at once
-_SETTLED = 4  # updates, after which a network whose layers start as zero has a gradient everywhere
 _SILENT = 2  # measurements in a row in which a layer has no gradient
 
 
@@ -45,7 +44,7 @@ class Debug:
 
     @hookimpl
     def before_step(self, loop: Loop, batch: Batch) -> None:
-        self._batch = batch if self._looks(loop) else None
+        self._batch = batch if self._is_due(loop) else None
         if self._batch is not None:
             self._look_at_inputs(loop, batch)
 
@@ -65,7 +64,7 @@ class Debug:
         with untouched(loop):
             outputs = measure_outputs(loop, self._batch[slice(min(self.num, loop.config.micro_batch or self.num))])
         layers = measure_layers(loop)
-        settled = step >= _SETTLED
+        settled = step >= SETTLED
         for name, layer in layers.items():
             self._silent[name] = self._silent.get(name, 0) + 1 if settled and layer.norm == 0 else 0
         silent = [name for name, looks in self._silent.items() if looks >= _SILENT]
@@ -89,7 +88,7 @@ class Debug:
             loop.log(self._numbers, detail=True)
             self._batch = None
 
-    def _looks(self, loop: Loop) -> bool:
+    def _is_due(self, loop: Loop) -> bool:
         step, progress = loop.progress.step + 1, loop.progress
         early = step <= _EARLY and step & (step - 1) == 0
         epoch_began = progress.samples == 0 and self.every.after_epoch(progress.epoch)

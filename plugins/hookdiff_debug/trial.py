@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from hookdiff import Batch, Loop
 from hookdiff.models.memory import HeldBytes, storages
-from hookdiff_debug.measure import Inputs, Layer, eager, measure_inputs, measure_layers, merged
+from hookdiff_debug.measure import SETTLED, Inputs, Layer, eager, measure_inputs, measure_layers, merged
 
-SETTLED = 6  # updates, after which a network whose layers start as zero has a gradient everywhere
 _AT_WHOLE_RATE = 25  # updates after a warm-up that is longer than the trial
 _TIME_LIMIT = 30.0  # seconds
 

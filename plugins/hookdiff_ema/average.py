@@ -60,13 +60,13 @@ class Average:
         return self.still
 
     @property
-    def looks(self) -> list[float | int | None]:
+    def still_state(self) -> list[float | int | None]:
         """The state of `count_still`. Costs a transfer."""
         return [float(self.still), None if self._seen is None else int(self._seen)]
 
-    @looks.setter
-    def looks(self, looks: list[Any]) -> None:
-        self.still, self._seen = looks
+    @still_state.setter
+    def still_state(self, state: list[Any]) -> None:
+        self.still, self._seen = state
 
 
 def _bits(value: Tensor) -> Tensor:

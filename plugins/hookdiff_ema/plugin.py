@@ -24,7 +24,7 @@ from hookdiff_ema.weights import Weights
 NAME = "ema"  # of the first average, in a SampleRequest
 # Keys of the state, beside those of the model.
 NUM_UPDATES, LABELS, FURTHER = "ema.num_updates", "ema.labels", "ema.averages"
-LOOKS, ALARMS = "ema.looks", "ema.alarms"
+STILL, ALARMS = "ema.still", "ema.alarms"
 STILL = "ema/still"  # logged: number of updates since an average last changed, the largest of all averages
 MANY = 200  # updates without a change after which to warn
 BACK = 0.8  # share of max_distance below which the average follows the weights again
@@ -211,7 +211,7 @@ class EMA:
             NUM_UPDATES: self.num_updates,
             LABELS: labels,
             FURTHER: dict(zip(labels[1:], others, strict=True)),
-            LOOKS: [average.looks for average in self._averages],
+            STILL: [average.still_state for average in self._averages],
             ALARMS: self._alarms.state_dict(),
         }
 
@@ -227,12 +227,12 @@ class EMA:
             )
         first = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         others = [state[FURTHER][label] for label in saved[1:]]
-        for average, values, looks in zip(self._averages, [first, *others], state[LOOKS], strict=True):
+        for average, values, still in zip(self._averages, [first, *others], state[STILL], strict=True):
             if differing := values.keys() ^ self._weights.in_model_keys(average.shadow).keys():
                 raise UserError(f"the saved average is of another model: only one of the two has {min(differing)!r}")
             for name, value in average.shadow.items():
                 value.copy_(values[name])
-            average.looks = looks
+            average.still_state = still
         self._alarms.load_state_dict(state[ALARMS])
         self.num_updates = state[NUM_UPDATES]
         self._snapped, self._cleared = None, False

@@ -59,7 +59,7 @@ class GradientMonitor(Limits):
     _growth: Tensor = field(init=False)  # largest ratio of two such sizes in a row, since the last logged step
     _noise: NoiseScale = field(init=False)
     _alarms: Alarms = field(factory=Alarms, init=False)
-    _looks: int = field(default=0, init=False)  # diagnoses made
+    _num_diagnoses: int = field(default=0, init=False)  # diagnoses made
     _found: Counter[str] = field(factory=Counter, init=False)  # of them, those with each cause
     _num_nan: int = field(default=0, init=False)  # steps that were not finite
 
@@ -190,7 +190,7 @@ class GradientMonitor(Limits):
         )
         self.findings = diagnose(numbers, self)
         if steps >= EARLY or self.findings:
-            self._looks += 1
+            self._num_diagnoses += 1
             self._found.update(self.findings.keys())
         for cause, finding in self.findings.items():
             names = self._tensors(cause)
@@ -228,7 +228,7 @@ class GradientMonitor(Limits):
     @hookimpl
     def on_stop(self, loop: Loop) -> None:
         was_done = loop.reason == "done" and loop.progress.step == loop.first_step  # and has been logged before
-        if loop.is_main and not was_done and (conclusion := conclude(self._looks, self._found, self._num_nan)):
+        if loop.is_main and not was_done and (conclusion := conclude(self._num_diagnoses, self._found, self._num_nan)):
             log.info("gradients: %s", conclusion)
 
     def history(self) -> dict[str, NDArray[np.floating[Any]]]:
@@ -244,7 +244,7 @@ class GradientMonitor(Limits):
         """Return the history, the noise scale, and the reported findings."""
         noise = self._noise.state if self._noise.known else None
         tensors = {"history": self._rows(), "size": self._size, "growth": self._growth, "noise": noise}
-        counts = {"looks": self._looks, "found": dict(self._found), "num_nan": self._num_nan}
+        counts = {"num_diagnoses": self._num_diagnoses, "found": dict(self._found), "num_nan": self._num_nan}
         return {**tensors, **counts, "alarms": self._alarms.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -258,4 +258,5 @@ class GradientMonitor(Limits):
         if state["noise"] is not None:
             self._noise.load(state["noise"])
         self._alarms.load_state_dict(state["alarms"])
-        self._looks, self._found, self._num_nan = state["looks"], Counter(state["found"]), state["num_nan"]
+        self._num_diagnoses, self._num_nan = state["num_diagnoses"], state["num_nan"]
+        self._found = Counter(state["found"])

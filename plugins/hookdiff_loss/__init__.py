@@ -1,5 +1,5 @@
 """Monitors the loss: its trend, its value at each noise level, and that of held-out samples."""
 
-from hookdiff_loss.plugin import Loss
+from hookdiff_loss.plugin import LossMonitor
 
-__all__ = ["Loss"]
+__all__ = ["LossMonitor"]

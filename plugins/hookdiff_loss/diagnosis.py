@@ -89,7 +89,7 @@ class Levels:
 
 
 @define(eq=False)
-class Diagnosis:
+class LossTrends:
     """Finds events and trends in one loss after another. It stops at a loss without a logarithm: 0 or less."""
 
     window: int = 100  # updates with which a loss is compared

@@ -109,7 +109,7 @@ class NoiseLevels:
             above = errors - floors > (1 - LEARNED) * (variances - floors) + TOLERANCE * variances
             streak = torch.where(above, self.streak + updates, 0)
             self.streak = torch.where(counts > 0, streak, self.streak)
-            values["loss/unlearnt"] = (self.streak >= self.patience).sum()
+            values["loss/unlearned"] = (self.streak >= self.patience).sum()
         return values
 
     def unlearned(self) -> list[int]:

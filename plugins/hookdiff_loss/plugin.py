@@ -10,7 +10,7 @@ from torch import Tensor
 from hookdiff import Alarms, Batch, Due, Every, Loop, Reason, hookimpl, parse_every
 from hookdiff.findings import little_learned, report
 from hookdiff.options import about
-from hookdiff_loss.diagnosis import Diagnosis, Findings
+from hookdiff_loss.diagnosis import Findings, LossTrends
 from hookdiff_loss.held_out import Overfitting, fixed_loss, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
 from hookdiff_loss.smoothing import Smoothed
@@ -19,7 +19,7 @@ WORSE = 1.1  # error over the target's variance, which is the error of a constan
 
 
 @define(eq=False)
-class Loss:
+class LossMonitor:
     """Reports a loss that spikes, diverges, oscillates or stays flat, overfitting, and noise levels not learned.
 
     It logs the smoothed loss, the loss in bins of the log-SNR beside their floor (see `Diffusion.floor`), and the loss
@@ -54,7 +54,7 @@ class Loss:
         metadata=about("how often the loss of held-out samples is measured, beside the end of the run"),
     )
     _smoothed: Smoothed = field(init=False)
-    _diagnosis: Diagnosis = field(init=False)
+    _diagnosis: LossTrends = field(init=False)
     _levels: NoiseLevels = field(init=False)
     _inputs: Tensor | None = field(init=False, default=None)  # images of the step under way
     _updates: int = field(init=False, default=0)  # since the noise levels were logged
@@ -69,7 +69,7 @@ class Loss:
         if 0 < self.plateau < 10 * self.window:
             raise ValueError(f"plateau ({self.plateau}) must be at least 10 times window ({self.window}), or 0")
         self._smoothed, self._overfitting = Smoothed(self.decay), Overfitting(self._alarms)
-        self._diagnosis = Diagnosis(self.window, self.spike, self.plateau, self._alarms)
+        self._diagnosis = LossTrends(self.window, self.spike, self.plateau, self._alarms)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -132,7 +132,7 @@ class Loss:
         if "loss/held_out" in values:
             report(step, self._overfitting.observe(step, values["loss/held_out"], values["loss/trained_on"]))
         self._unexplained = values.get("loss/unexplained", self._unexplained)
-        if values.get("loss/unlearnt", self._unlearned) != self._unlearned:
+        if values.get("loss/unlearned", self._unlearned) != self._unlearned:
             unlearned = self._levels.unlearned()  # a second transfer
             self._unlearned = len(unlearned)
             why = (

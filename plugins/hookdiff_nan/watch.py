@@ -46,7 +46,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 @define(frozen=True)
-class Place:
+class NamedModule:
     """A module, as a report names it."""
 
     name: str  # empty: the whole model
@@ -55,7 +55,7 @@ class Place:
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.kind})"
 
-    def is_inside(self, outer: Place) -> bool:
+    def is_inside(self, outer: NamedModule) -> bool:
         """Whether this module is a part of `outer`, but not `outer` itself."""
         return self.name != outer.name and (not outer.name or self.name.startswith(f"{outer.name}."))
 
@@ -64,12 +64,12 @@ class Place:
 class Forward:
     """The first module whose output is not finite."""
 
-    place: Place
+    place: NamedModule
     inputs: list[str]  # texts of `describe`
     outputs: list[str]
     inputs_finite: bool
     has_nan: bool  # an output holds a NaN, not only infinities
-    last_finite: Place | None  # the module that finished before it
+    last_finite: NamedModule | None  # the module that finished before it
     dtype: torch.dtype  # of the first output that is not finite
 
 
@@ -77,8 +77,8 @@ class Forward:
 class Backward:
     """The first gradient that is not finite, in the order of the backward pass."""
 
-    takers: list[Place]  # the innermost modules with the tensor as an input: the gradient came from one of them
-    maker: Place | None  # the innermost module with the tensor as an output
+    takers: list[NamedModule]  # the innermost modules with the tensor as an input: the gradient came from one of them
+    maker: NamedModule | None  # the innermost module with the tensor as an output
     parameter: str | None  # its name, if it is the gradient of a parameter
     gradient: str  # text of `describe`
 
@@ -95,15 +95,15 @@ class Watch:
     given_finite: bool = field(default=True, init=False)  # all arguments of the model were finite
     returned_finite: bool = field(default=False, init=False)  # the model was called, and all its outputs were finite
     autocast: torch.dtype | None = field(default=None, init=False)  # of the model's forward, if autocast was on
-    _last: Place | None = field(default=None, init=False)
+    _last: NamedModule | None = field(default=None, init=False)
     # Keys are a graph node and its output number: keys that hold tensors would keep all activations alive.
-    _takers: dict[tuple[Any, int], list[Place]] = field(factory=dict, init=False)
-    _makers: dict[tuple[Any, int], Place] = field(factory=dict, init=False)
+    _takers: dict[tuple[Any, int], list[NamedModule]] = field(factory=dict, init=False)
+    _makers: dict[tuple[Any, int], NamedModule] = field(factory=dict, init=False)
     _handles: list[Any] = field(factory=list, init=False)
 
     def __enter__(self) -> Watch:
         for name, module in self.model.named_modules():
-            place = Place(name, type(module).__name__)
+            place = NamedModule(name, type(module).__name__)
             self._handles += [
                 module.register_forward_pre_hook(partial(self._before, place), with_kwargs=True),
                 module.register_forward_hook(partial(self._after, place), with_kwargs=True),
@@ -119,7 +119,7 @@ class Watch:
             handle.remove()
         self._handles, self._takers, self._makers = [], {}, {}
 
-    def _before(self, place: Place, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, place: NamedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = tensors((args, kwargs))
         if not place.name:
             device = next(module.parameters()).device.type
@@ -130,7 +130,7 @@ class Watch:
             if (key := self._listen(value)) is not None:
                 self._takers[key].append(place)
 
-    def _after(self, place: Place, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, place: NamedModule, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         made = tensors(output)
         for value in made:
             if (key := self._listen(value)) is not None:

@@ -124,7 +124,7 @@ class MySampler(Solver):
     noise: float = 0.5
 
     def step(self, chain, x, now, after):
-        x0, noise = chain.look(x, now)
+        x0, noise = chain.predict(x, now)
         return after.alpha * x0 + self.noise * after.sigma * noise
 
 @define(frozen=True)

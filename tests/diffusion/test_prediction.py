@@ -16,7 +16,7 @@ from hookdiff.diffusion import (
     FlowPrediction,
     Prediction,
     Process,
-    Sample,
+    SamplePrediction,
     VPrediction,
 )
 from hookdiff.diffusion.prediction import noise_from_x0, q_sample
@@ -54,7 +54,7 @@ def test_example() -> None:
     assert float(x_t**2 + v**2) == approx(0.58)
     assert float(x0**2 + noise**2) == approx(0.58)
     assert Epsilon().target(x0, noise, *at(499)) is noise
-    assert Sample().target(x0, noise, *at(499)) is x0
+    assert SamplePrediction().target(x0, noise, *at(499)) is x0
 
 
 @pytest.mark.parametrize("name", PREDICTIONS)
@@ -189,7 +189,7 @@ def test_error_ratios_in_the_signal_to_noise_ratio(angle: float) -> None:
     snr = (alpha / sigma) ** 2
     expected: dict[Prediction, float] = {
         Epsilon(): snr,
-        Sample(): 1,
+        SamplePrediction(): 1,
         VPrediction(): snr + 1,
         FlowPrediction(): (sqrt(snr) + 1) ** 2,
     }
@@ -240,14 +240,14 @@ def test_edm_table(
     sigma_data: float, sigma: float, c_skip: float, c_out: float, c_in: float, c_noise: float, weight: float
 ) -> None:
     assert preconditioning(sigma_data, sigma) == pytest.approx((c_skip, c_out, c_in, c_noise), rel=1e-9)
-    found = EDMWeighting(sigma_data).weights(Sample(), scalar(1.0), scalar(sigma))
+    found = EDMWeighting(sigma_data).weights(SamplePrediction(), scalar(1.0), scalar(sigma))
     assert float(found) == pytest.approx(weight, rel=1e-9)
 
 
 @given(st.floats(1e-3, 1e3), spreads)
 def test_edm_identities(sigma: float, sigma_data: float) -> None:
     c_skip, c_out, c_in, c_noise = preconditioning(sigma_data, sigma)
-    weight = float(EDMWeighting(sigma_data).weights(Sample(), scalar(1.0), scalar(sigma)))
+    weight = float(EDMWeighting(sigma_data).weights(SamplePrediction(), scalar(1.0), scalar(sigma)))
     assert weight * c_out**2 == approx(1)
     assert c_in**2 * (sigma**2 + sigma_data**2) == approx(1)
     assert (1 - c_skip) ** 2 * sigma_data**2 + c_skip**2 * sigma**2 == approx(c_out**2)

@@ -60,11 +60,11 @@ class Chain:
     steps = 10
     clipping = NoClipping()
 
-    def __init__(self, *pairs: tuple[Tensor, Tensor], straight: bool = True, before: Any = None) -> None:
-        self.pairs, self.before = iter(pairs), before
+    def __init__(self, *pairs: tuple[Tensor, Tensor], straight: bool = True, previous: Any = None) -> None:
+        self.pairs, self.previous = iter(pairs), previous
         self.diffusion = Diffusion(Flow() if straight else VP())
 
-    def look(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
+    def predict(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
         return next(self.pairs)
 
     def noised(self, mean: Tensor, std: float) -> tuple[Tensor, float]:
@@ -87,7 +87,7 @@ def heun_step(x: Tensor, first: Any, second: Any, now: Point, after: Point, stra
 
 
 def dpmpp_2m_step(x: Tensor, x0: Tensor, before: tuple[Tensor, Point] | None, now: Point, after: Point) -> Tensor:
-    chain: Any = Chain((x0, x0), before=before)
+    chain: Any = Chain((x0, x0), previous=before)
     return DPMSolver2M().step(chain, x, now, after)
 
 

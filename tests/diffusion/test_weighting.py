@@ -19,7 +19,7 @@ from hookdiff.diffusion import (
     Epsilon,
     MinSNR,
     Prediction,
-    Sample,
+    SamplePrediction,
     UniformWeighting,
     Weighting,
 )
@@ -166,7 +166,9 @@ def test_options() -> None:
     assert float(MinSNR(2.0).weights(Epsilon(), alpha, sigma)) == pytest.approx(2 / snr)
     assert float(P2(k=2.0, gamma=0.5).weights(Epsilon(), alpha, sigma)) == pytest.approx((2 + snr) ** -0.5)
     expected = (0.3**2 + 0.25**2) / (0.3 * 0.25) ** 2
-    assert float(EDMWeighting(0.25).weights(Sample(), torch.ones(1), torch.tensor([0.3]))) == pytest.approx(expected)
+    assert float(EDMWeighting(0.25).weights(SamplePrediction(), torch.ones(1), torch.tensor([0.3]))) == pytest.approx(
+        expected
+    )
 
 
 @pytest.mark.parametrize(

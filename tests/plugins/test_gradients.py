@@ -582,4 +582,4 @@ class TestState:
                     pass
             states.append(monitor.state_dict())
         assert len(said(caplog)) == 1
-        assert (states[1]["looks"], states[1]["found"]) == (2, {"exploding": 1})  # of both parts
+        assert (states[1]["num_diagnoses"], states[1]["found"]) == (2, {"exploding": 1})  # of both parts

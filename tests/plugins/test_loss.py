@@ -20,7 +20,7 @@ from hookdiff.data import digits
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Process
 from hookdiff.disk import flatten
 from hookdiff.testing import CountTransfers, assert_same, toy_loop
-from hookdiff_loss import Loss
+from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
 
@@ -64,7 +64,7 @@ def adamw(lr: float) -> Any:
     return lambda model: torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
 
-def make(plugin: Loss | None = None, held_out: int = 0, lr: float = 1e-3, **options: Any) -> tuple[Loop, Heard]:
+def make(plugin: LossMonitor | None = None, held_out: int = 0, lr: float = 1e-3, **options: Any) -> tuple[Loop, Heard]:
     heard = Heard()
     plugins = {"loss": plugin} if plugin else {}
     loop = toy_loop(
@@ -87,7 +87,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("lr", [0.1, 1.0])
 def test_a_learning_rate_far_too_high_is_the_first_finding(lr: float, caplog: pytest.LogCaptureFixture) -> None:
-    make(Loss(), lr=lr, steps=100, log_every=50)[0].run()
+    make(LossMonitor(), lr=lr, steps=100, log_every=50)[0].run()
     texts = warnings(caplog)
     assert all("learning rate probably too high" in text for text in texts)
     assert 1 <= len(texts) <= 2  # again if much worse
@@ -95,7 +95,7 @@ def test_a_learning_rate_far_too_high_is_the_first_finding(lr: float, caplog: py
 
 
 def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    make(Loss(patience=300), held_out=40, steps=800, objective=Diffusion(prediction="v_prediction"))[0].run()
+    make(LossMonitor(patience=300), held_out=40, steps=800, objective=Diffusion(prediction="v_prediction"))[0].run()
     assert warnings(caplog) == []
 
 
@@ -122,7 +122,7 @@ def test_a_loss_that_ran_away_is_reported_with_the_nan(caplog: pytest.LogCapture
                     for parameter in loop.model.parameters():
                         parameter.mul_(1e3 if loop.progress.step < 152 else math.nan)
 
-    loop, _ = make(Loss(), before={"explode": Explode()}, steps=200)
+    loop, _ = make(LossMonitor(), before={"explode": Explode()}, steps=200)
     assert loop.run() == "on_nan"
     assert warnings(caplog)[0].startswith("step 152: learning rate probably too high")
     assert " of step 150, " in warnings(caplog)[0]
@@ -137,20 +137,20 @@ def test_levels_at_which_nothing_is_learned_are_named_once(caplog: pytest.LogCap
         def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
             return super().forward(x, timesteps) * (timesteps < 500).view(-1, 1, 1, 1)
 
-    loop, heard = make(Loss(patience=200), model=Half(), lr=3e-3, steps=600, log_every=50)
+    loop, heard = make(LossMonitor(patience=200), model=Half(), lr=3e-3, steps=600, log_every=50)
     loop.run()
     (text,) = warnings(caplog)
     assert "for 200 updates" in text
     below = float(re.findall(r"log-SNR below (-?[\d.]+)", text)[0])
     assert -1 <= below <= 2  # the log-SNR at half the time is 0
-    assert heard.values[600]["loss/unlearnt"] > 3
+    assert heard.values[600]["loss/unlearned"] > 3
 
 
 # Numbers
 
 
 def test_the_smoothed_loss_is_logged() -> None:
-    loop, heard = make(Loss(decay=0.9), steps=20)
+    loop, heard = make(LossMonitor(decay=0.9), steps=20)
     loop.run()
     for step in (10, 20):
         weights = 0.9 ** numpy.arange(step)[::-1]
@@ -164,7 +164,7 @@ def test_the_smoothed_loss_is_logged() -> None:
 @pytest.mark.parametrize("process", [VP(schedule="cosine"), Flow(), EDM()], ids=["cosine", "flow", "edm"])
 @pytest.mark.parametrize("micro_batch", [None, 12])
 def test_bins_hold_the_means_of_the_samples_since_the_last_log(process: Process, micro_batch: int | None) -> None:
-    plugin, diffusion = Loss(), Diffusion(process, weighting="min_snr")
+    plugin, diffusion = LossMonitor(), Diffusion(process, weighting="min_snr")
     loop, heard = make(plugin, objective=diffusion, steps=20, micro_batch=micro_batch)
     loop.run()
     edges = [-math.inf, *bin_edges(diffusion, 12), math.inf]
@@ -247,16 +247,18 @@ def test_on_white_noise_the_best_network_is_at_the_floor() -> None:
             return self.one * x * (t - 0.25 * (1 - t)) / (0.25 * (1 - t) ** 2 + t**2)
 
     data = InMemory(0.5 * torch.randn(512, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
-    loop, heard = make(Loss(), model=Best(), objective=Diffusion(Flow()), data=data, lr=0.0, steps=40, log_every=40)
+    loop, heard = make(
+        LossMonitor(), model=Best(), objective=Diffusion(Flow()), data=data, lr=0.0, steps=40, log_every=40
+    )
     loop.run()
     logged = heard.values[40]
     for name in [name for name in logged if name.startswith("loss/snr-")]:
         assert logged[name] == pytest.approx(logged[name.replace("snr", "floor")], rel=0.1)
-    assert logged["loss/unlearnt"] == 0
+    assert logged["loss/unlearned"] == 0
 
 
 def test_a_loss_other_than_the_squared_error_has_no_floor() -> None:
-    loop, heard = make(Loss(), objective=Diffusion(loss="l1"), steps=10)
+    loop, heard = make(LossMonitor(), objective=Diffusion(loss="l1"), steps=10)
     loop.run()
     assert any(name.startswith("loss/snr-") for name in heard.values[10])
     assert not any("floor" in name or "un" in name for name in heard.values[10])
@@ -273,7 +275,7 @@ def test_a_batch_that_is_skipped_does_not_spoil_the_floor() -> None:
         def on_nan(self) -> str:
             return "skip"
 
-    loop, heard = make(Loss(), before={"spoil": Spoil()}, steps=10)
+    loop, heard = make(LossMonitor(), before={"spoil": Spoil()}, steps=10)
     loop.run()
     assert loop.progress.position == 11
     assert heard.values[10]["loss/unexplained"] > 0
@@ -282,13 +284,13 @@ def test_a_batch_that_is_skipped_does_not_spoil_the_floor() -> None:
 
 def test_an_objective_without_noise_levels_is_not_split() -> None:
     heard = Heard()
-    toy_loop({"loss": Loss(), "heard": heard}).run()
+    toy_loop({"loss": LossMonitor(), "heard": heard}).run()
     assert heard.values[20].keys() == {"loss", "grad_norm", "loss/smooth", "loss/deviation", "loss/spikes"}
 
 
 def test_it_adds_no_transfer_between_logs() -> None:
     counts = []
-    for plugin in (None, Loss()):
+    for plugin in (None, LossMonitor()):
         with CountTransfers() as transfers:
             make(plugin, steps=30)[0].run()
         counts.append(transfers.count)
@@ -307,7 +309,7 @@ class Still:
 
 
 def test_the_held_out_loss_has_the_same_noise_each_time() -> None:
-    loop, heard = make(Loss(every=4), 50, before={"still": Still()}, steps=10, model=Net(dropout=0.5))
+    loop, heard = make(LossMonitor(every=4), 50, before={"still": Still()}, steps=10, model=Net(dropout=0.5))
     loop.run()
     measured = [logged["loss/held_out"] for logged in heard.values.values() if "loss/held_out" in logged]
     assert len(measured) == 3  # at 4, at 8, and at the end
@@ -315,7 +317,7 @@ def test_the_held_out_loss_has_the_same_noise_each_time() -> None:
 
 
 def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
-    loop, heard = make(Loss(every=10), 50, steps=10)
+    loop, heard = make(LossMonitor(every=10), 50, steps=10)
     loop.run()
     images = (
         Feed(digits().images[:400], held_out=50)
@@ -337,14 +339,14 @@ def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
 
 @pytest.mark.parametrize(("every", "steps"), [("1 epochs", [10, 20, 24]), (12, [12, 24]), (0, [])])
 def test_the_held_out_loss_is_measured_when_due(every: Any, steps: list[int]) -> None:
-    loop, heard = make(Loss(every=every), 80, steps=24)
+    loop, heard = make(LossMonitor(every=every), 80, steps=24)
     loop.run()
     assert [step for step, logged in heard.values.items() if "loss/held_out" in logged] == steps
 
 
 def test_the_training_is_the_same_with_held_out_measurements() -> None:
     runs = []
-    for plugin in (None, Loss(every=3)):
+    for plugin in (None, LossMonitor(every=3)):
         loop, _ = make(plugin, 50, steps=12, model=Net(dropout=0.3, norm=True), micro_batch=8)
         loop.run()
         assert all(module.training for module in loop.model.modules())
@@ -353,7 +355,7 @@ def test_the_training_is_the_same_with_held_out_measurements() -> None:
 
 
 def test_without_samples_held_out_there_is_nothing_to_measure() -> None:
-    loop, heard = make(Loss(every=1), steps=4)
+    loop, heard = make(LossMonitor(every=1), steps=4)
     loop.run()
     assert not any("loss/held_out" in logged for logged in heard.values.values())
 
@@ -394,7 +396,7 @@ def test_other_curves_are_not_overfitting() -> None:
 
 def test_a_net_that_memorises_its_samples_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"objective": Diffusion(Flow()), "data": InMemory(digits().images[:40])}
-    loop, heard = make(Loss(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
+    loop, heard = make(LossMonitor(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
     loop.run()
     assert any("overfitted since step" in text for text in warnings(caplog))
     assert heard.values[800]["loss/held_out_gap"] > 0.5
@@ -422,7 +424,7 @@ class Restored:
 @pytest.mark.parametrize("cut", [3, 10, 14])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(cut: int) -> None:
     def start(restored: Restored) -> tuple[Loop, Heard]:
-        loop, heard = make(Loss(every=5, window=20, plateau=0), 50, before={"restored": restored}, steps=24)
+        loop, heard = make(LossMonitor(every=5, window=20, plateau=0), 50, before={"restored": restored}, steps=24)
         loop.run()
         return loop, heard
 
@@ -437,8 +439,8 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(cut: int) -> None:
 
 def test_the_number_of_bins_may_change_on_resume() -> None:
     restored = Restored(keep=7)
-    make(Loss(), before={"restored": restored}, steps=7)[0].run()
-    loop, heard = make(Loss(bins=20), before={"restored": Restored(restored.kept)}, steps=20)
+    make(LossMonitor(), before={"restored": restored}, steps=7)[0].run()
+    loop, heard = make(LossMonitor(bins=20), before={"restored": Restored(restored.kept)}, steps=20)
     loop.run()
     assert any(name.startswith("loss/snr-15:") for name in heard.values[20])
 
@@ -449,8 +451,8 @@ from torch import distributed
 rank = int(sys.argv[1])
 distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 sys.path.insert(0, sys.argv[3])
-from test_loss import Loss, Still, make
-loop, heard = make(Loss(every=10), 50, before={"still": Still()}, steps=10)
+from test_loss import LossMonitor, Still, make
+loop, heard = make(LossMonitor(every=10), 50, before={"still": Still()}, steps=10)
 loop.run()
 values = {name: value for name, value in heard.values[10].items() if "snr" in name or "out" in name}
 bins = loop.plugins["loss"]._levels
@@ -483,18 +485,18 @@ def test_ranks_sum_their_samples(tmp_path: Path) -> None:
 )
 def test_a_bad_value_is_refused(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=key if key != "every" else "soon"):
-        Loss(**{key: value})
+        LossMonitor(**{key: value})
 
 
 def test_a_plateau_needs_ten_windows() -> None:
     with pytest.raises(ValueError, match=r"plateau \(500\) must be at least 10 times window \(100\), or 0"):
-        Loss(plateau=500)
+        LossMonitor(plateau=500)
 
 
 def test_the_variance_is_that_of_standardised_data() -> None:
     # The variance is that of the data as the process has it, also where the config standardises.
     images = torch.rand(400, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    plugin = Loss()
+    plugin = LossMonitor()
     loop, _ = make(plugin, data=InMemory(images), objective=Diffusion(data_std=0.25, data_mean=0.1), steps=12)
     loop.run()
     expected = float(images.var(correction=0)) / 0.25**2

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from hookdiff import Finding
-from hookdiff_loss.diagnosis import Diagnosis, Kind, period, trend
+from hookdiff_loss.diagnosis import Kind, LossTrends, period, trend
 from hookdiff_loss.smoothing import Smoothed
 
 NOISES: dict[str, Callable[[random.Random], float]] = {
@@ -31,14 +31,14 @@ def noisy(levels: Iterable[float], seed: int = 0, noise: str = "normal 10 %") ->
     return (level * NOISES[noise](generator) for level in levels)
 
 
-def findings(losses: Iterable[float], diagnosis: Diagnosis | None = None) -> list[tuple[int, Kind, Finding]]:
+def findings(losses: Iterable[float], diagnosis: LossTrends | None = None) -> list[tuple[int, Kind, Finding]]:
     """Return the findings, each with its update and its kind."""
-    diagnosis = diagnosis or Diagnosis()
+    diagnosis = diagnosis or LossTrends()
     seen = ((step, diagnosis.observe(step, loss)) for step, loss in enumerate(losses, 1))
     return [(step, kind, finding) for step, found in seen for kind, finding in found.items()]
 
 
-def kinds(losses: Iterable[float], diagnosis: Diagnosis | None = None) -> list[str]:
+def kinds(losses: Iterable[float], diagnosis: LossTrends | None = None) -> list[str]:
     return [kind for _, kind, _ in findings(losses, diagnosis)]
 
 
@@ -52,18 +52,18 @@ def began(finding: Finding) -> int:
 
 @given(st.integers(0, 10**6), st.sampled_from(list(NOISES)))
 def test_stationary_noise_has_no_finding(seed: int, noise: str) -> None:
-    assert kinds(noisy([1.0] * 3000, seed, noise), Diagnosis(plateau=0)) == []
+    assert kinds(noisy([1.0] * 3000, seed, noise), LossTrends(plateau=0)) == []
 
 
 @pytest.mark.parametrize("noise", ["normal 10 %", "chi-square of 4"])
 def test_the_rate_of_false_alarms_is_below_one_in_a_hundred_thousand(noise: str) -> None:
-    assert kinds(noisy([1.0] * 100_000, 1, noise), Diagnosis(plateau=0)) == []
+    assert kinds(noisy([1.0] * 100_000, 1, noise), LossTrends(plateau=0)) == []
 
 
 def test_heavy_tails_are_reported_less_and_less() -> None:
     generator = random.Random(0)
     curve = [math.exp(0.1 * (generator.expovariate(1) - generator.expovariate(1))) for _ in range(50_000)]  # Laplace
-    found = kinds(curve, Diagnosis(plateau=0))
+    found = kinds(curve, LossTrends(plateau=0))
     assert set(found) <= {"spike"}
     assert len(found) <= 3  # of 50,000 updates that are each beyond 10 deviations with 17 chances in a million
 
@@ -79,7 +79,7 @@ def test_a_falling_curve_has_no_finding(seed: int, noise: str, waits: int, pace:
     # As in real runs: flat while the learning rate warms up, then fast, then slower and slower.
     steps = [max(0, step - waits) for step in range(2000)]
     levels = [0.1 * (1 + step) ** -power + 0.9 * math.exp(-step / pace) for step in steps]
-    assert kinds(noisy(levels, seed, noise), Diagnosis(plateau=0)) == []
+    assert kinds(noisy(levels, seed, noise), LossTrends(plateau=0)) == []
 
 
 def test_an_easy_batch_has_no_finding() -> None:
@@ -112,7 +112,7 @@ def test_of_many_spikes_fewer_and_fewer_are_reported() -> None:
     curve = list(noisy([1.0] * 6000))
     for k in range(40):
         curve[200 + 140 * k] = 10.0  # the window has forgotten the one before
-    diagnosis = Diagnosis(plateau=0)
+    diagnosis = LossTrends(plateau=0)
     found = findings(curve, diagnosis)
     assert [began(finding) for *_, finding in found] == [201 + 140 * k for k in (0, 1, 3, 7, 15, 31)]
     assert "spike 32 " in found[-1][2].why
@@ -122,8 +122,8 @@ def test_of_many_spikes_fewer_and_fewer_are_reported() -> None:
 def test_the_threshold_is_in_deviations() -> None:
     curve = list(noisy([1.0] * 1000, noise="normal 2 %"))
     curve[499] = 1.6  # 23 deviations
-    assert kinds(curve, Diagnosis(spike=15)) == ["spike"]
-    assert kinds(curve, Diagnosis(spike=35)) == []
+    assert kinds(curve, LossTrends(spike=15)) == ["spike"]
+    assert kinds(curve, LossTrends(spike=35)) == []
 
 
 def test_a_drop_that_stays_is_reported_and_the_new_level_is_usual() -> None:
@@ -138,7 +138,7 @@ def test_a_drop_that_stays_is_reported_and_the_new_level_is_usual() -> None:
 @given(st.integers(0, 10**6), st.floats(1.01, 1.2))
 def test_a_loss_that_grows_diverges(seed: int, growth: float) -> None:
     levels = [1.0] * 600 + [min(1e6, growth**k) for k in range(600)]
-    found = findings(noisy(levels, seed), Diagnosis(plateau=0))
+    found = findings(noisy(levels, seed), LossTrends(plateau=0))
     (step, _, first) = found[0]
     assert began(first) <= 600
     assert {kind for _, kind, _ in found} == {"divergence"}
@@ -148,7 +148,7 @@ def test_a_loss_that_grows_diverges(seed: int, growth: float) -> None:
 
 @given(st.integers(0, 10**6), st.sampled_from([3.0, 10.0, 1e4]))
 def test_a_loss_that_jumps_and_stays_diverges(seed: int, factor: float) -> None:
-    ((step, kind, finding),) = findings(noisy([1.0] * 505 + [factor] * 300, seed), Diagnosis(plateau=0))
+    ((step, kind, finding),) = findings(noisy([1.0] * 505 + [factor] * 300, seed), LossTrends(plateau=0))
     assert kind == "divergence"
     assert 525 < step <= 540
     assert f" at step {step}, " in finding.why
@@ -156,28 +156,28 @@ def test_a_loss_that_jumps_and_stays_diverges(seed: int, factor: float) -> None:
 
 def test_a_slow_rise_under_much_noise_is_found_by_the_long_levels() -> None:
     levels = [1.0] * 2000 + [2.5] * 2000
-    found = findings(noisy(levels, noise="normal 60 %"), Diagnosis(plateau=0))
+    found = findings(noisy(levels, noise="normal 60 %"), LossTrends(plateau=0))
     assert [step for step, *_ in found] == [2300]
 
 
 @given(st.integers(0, 10**6), st.floats(5, 1e6))
 def test_a_network_that_is_ruined_by_its_first_updates_diverges(seed: int, factor: float) -> None:
     levels = [1.0] + [factor * math.exp(-k / 100) for k in range(140)]
-    ((step, kind, finding),) = findings(noisy(levels, seed), Diagnosis(plateau=0))
+    ((step, kind, finding),) = findings(noisy(levels, seed), LossTrends(plateau=0))
     assert (step, kind, began(finding)) == (30, "divergence", 1)
 
 
 def test_a_smaller_ruin_is_found_if_a_constant_prediction_would_be_better() -> None:
     curve = list(noisy([1.0] + [1.6] * 100))
     for nothing, expected in ((False, []), (True, [(30, "divergence")])):
-        diagnosis = Diagnosis()
+        diagnosis = LossTrends()
         found = [(step, kind) for step, loss in enumerate(curve, 1) for kind in diagnosis.observe(step, loss, nothing)]
         assert found == expected
 
 
 def test_a_poor_start_is_not_a_divergence() -> None:
     for levels in ([1.0] * 100, [1.0 * math.exp(-k / 50) for k in range(200)]):
-        diagnosis, found = Diagnosis(), list[str]()
+        diagnosis, found = LossTrends(), list[str]()
         for step, loss in enumerate(noisy(levels, noise="normal 2 %"), 1):
             found += diagnosis.observe(step, loss, worse_than_nothing=True)
         assert found == []
@@ -185,27 +185,27 @@ def test_a_poor_start_is_not_a_divergence() -> None:
 
 def test_it_is_reported_again_only_when_it_has_become_much_worse() -> None:
     levels = [1.0] * 300 + [3.0] * 500 + [30.0] * 500 + [1.0] * 500 + [3.0] * 300
-    found = findings(noisy(levels), Diagnosis(plateau=0))
+    found = findings(noisy(levels), LossTrends(plateau=0))
     assert [kind for _, kind, _ in found] == ["divergence"] * 2 + ["recovery", "divergence"]
     assert [step // 100 for step, *_ in found] == [3, 8, 13, 18]
     assert [finding.severity for *_, finding in found] == ["warning"] * 2 + ["info", "warning"]
 
 
 def test_a_divergence_under_way_is_found_at_the_end() -> None:
-    diagnosis = Diagnosis()
+    diagnosis = LossTrends()
     assert findings([*noisy([1.0] * 300), 4.0, 90.0, 1e5], diagnosis) == []
     finding = diagnosis.conclude(303)["divergence"]
     assert "1e+05 at step 303, " in finding.why
     assert began(finding) == 300
     assert diagnosis.conclude(304) == {}  # once
 
-    early = Diagnosis()
+    early = LossTrends()
     assert findings([1.0, 1.1, 0.9] * 4 + [40.0, 1e3, 1e5], early) == []
     assert list(early.conclude(15)) == ["divergence"]
-    calm = Diagnosis()
+    calm = LossTrends()
     findings(noisy([1.0] * 300), calm)
     assert calm.conclude(300) == {}
-    assert Diagnosis().conclude(0) == {}
+    assert LossTrends().conclude(0) == {}
 
 
 # Plateaus
@@ -229,7 +229,7 @@ def test_a_loss_that_still_falls_is_not_on_a_plateau(seed: int) -> None:
 
 
 def test_too_much_noise_hides_a_plateau() -> None:
-    assert kinds(noisy([1.0] * 4000, noise="normal 60 %"), Diagnosis(plateau=1000)) == []
+    assert kinds(noisy([1.0] * 4000, noise="normal 60 %"), LossTrends(plateau=1000)) == []
 
 
 # Oscillation
@@ -239,7 +239,7 @@ def test_too_much_noise_hides_a_plateau() -> None:
 @example(0, 14, 1.0)  # the medians of 100 updates differ, since 14 does not divide 100
 def test_a_swing_is_reported_once_with_its_period_and_size(seed: int, updates: int, swing: float) -> None:
     levels = [math.exp(swing * math.cos(2 * math.pi * k / updates)) for k in range(1000)]
-    ((_, kind, finding),) = findings(noisy(levels, seed, "normal 2 %"), Diagnosis(plateau=0))
+    ((_, kind, finding),) = findings(noisy(levels, seed, "normal 2 %"), LossTrends(plateau=0))
     assert (kind, finding.severity) == ("oscillation", "warning")
     size, period = map(int, re.findall(r"\d+", finding.why))
     assert period % updates == 0
@@ -264,7 +264,7 @@ def test_the_scale_of_the_loss_has_no_effect(seed: int, exponent: float) -> None
 def test_it_goes_on_where_it_was_saved(seed: int, cut: int) -> None:
     levels = [1.0] * 600 + [9.0] * 7 + [1.0] * 300 + [5.0] * 100 + [0.2] * 500
     curve = list(noisy(levels, seed))
-    whole, first, second = Diagnosis(), Diagnosis(), Diagnosis()
+    whole, first, second = LossTrends(), LossTrends(), LossTrends()
     expected = [whole.observe(step, loss) for step, loss in enumerate(curve, 1)]
     before = [first.observe(step, loss) for step, loss in enumerate(curve[:cut], 1)]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -276,14 +276,14 @@ def test_it_goes_on_where_it_was_saved(seed: int, cut: int) -> None:
 
 
 def test_a_saved_state_is_a_copy() -> None:
-    diagnosis = Diagnosis()
+    diagnosis = LossTrends()
     findings(noisy([1.0] * 250), diagnosis)
     state = diagnosis.state_dict()
     text = json.dumps(state)
     for step, loss in enumerate(noisy([1.0] * 50, 1), 251):
         diagnosis.observe(step, loss)
     assert json.dumps(state) == text
-    again = Diagnosis()
+    again = LossTrends()
     again.load_state_dict(state)
     findings(noisy([1.0] * 50, 1), again)
     assert json.dumps(state) == text

@@ -19,7 +19,7 @@ from hookdiff.testing import toy_loop
 from hookdiff_debug import Debug
 from hookdiff_ema import EMA
 from hookdiff_gradients import GradientMonitor
-from hookdiff_loss import Loss
+from hookdiff_loss import LossMonitor
 from hookdiff_memory import Memory
 from hookdiff_progress import ProgressBar
 from hookdiff_progress.plugin import clock, total_steps
@@ -241,7 +241,13 @@ def test_details_are_for_the_sinks_and_every_line_has_the_loss(capsys: pytest.Ca
 
 
 def test_lines_of_a_run_with_every_monitor_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
-    monitors = {"ema": EMA(), "debug": Debug(), "loss": Loss(), "gradients": GradientMonitor(), "memory": Memory()}
+    monitors = {
+        "ema": EMA(),
+        "debug": Debug(),
+        "loss": LossMonitor(),
+        "gradients": GradientMonitor(),
+        "memory": Memory(),
+    }
     toy_loop({"bar": ProgressBar(), **monitors}, steps=20, log_every=10, micro_batch=4).run()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2  # none for the looks of debug

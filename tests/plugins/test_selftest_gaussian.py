@@ -74,7 +74,7 @@ def on_v(wrong: Callable[[Any], Any]) -> Patch:
 
 
 def ddim_that_looks_at_the_wrong_timestep(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
-    x0, noise = chain.look(x, now)
+    x0, noise = chain.predict(x, now)
     return after.alpha * x0 + now.sigma * noise if after.sigma else x0
 
 
@@ -83,8 +83,8 @@ def ddpm_with_beta_for_its_small_variance(self: Solver, chain: Chain, x: Any, no
 
 
 def dpmpp_with_the_full_difference(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
-    x0, _ = chain.look(x, now)
-    before, chain.before = chain.before, (x0, now)
+    x0, _ = chain.predict(x, now)
+    before, chain.previous = chain.previous, (x0, now)
     if before is not None and after.sigma:
         x0 = x0 + (x0 - before[0])
     return after.sigma / now.sigma * x + (after.alpha - now.alpha * after.sigma / now.sigma) * x0
