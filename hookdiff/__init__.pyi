@@ -1,5 +1,6 @@
 from .builtin import builtin_plugins as builtin_plugins
 from .data import Batch as Batch, Feed as Feed, InMemory as InMemory
+from .dispatch import PASS as PASS
 from .errors import (
     ConfigError as ConfigError,
     HookError as HookError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from hookdiff.data.batch import Batch
 from hookdiff.errors import UserError
+from hookdiff.findings import listed
 from hookdiff.hookspecs import hookimpl
 from hookdiff.objective import LossOutput
 from hookdiff.sampling import SampleRequest, Samples
@@ -17,6 +19,9 @@ from hookdiff.weights import evaluating
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
+
+
+log = logging.getLogger("hookdiff")
 
 
 class Defaults:
@@ -33,7 +38,6 @@ class Defaults:
     @hookimpl(trylast=True)
     def micro_step(self, loop: Loop, batch: Batch) -> LossOutput:
         output = loop.hook.compute_loss(loop=loop, batch=batch)
-        assert output is not None
         # Weighted by its number of samples, because the last micro-batch may be smaller.
         share = len(batch) * loop.num_ranks / batch.total
         loop.hook.backward(loop=loop, loss=output.loss if share == 1 else output.loss * share)
@@ -61,6 +65,8 @@ class Defaults:
 
     @hookimpl(tryfirst=True)
     def between_steps(self, loop: Loop) -> None:
+        if loop.log.due or loop.progress.step == loop.first_step + 1:
+            _warn_of_unheld(loop)  # also later, because a plugin may thaw weights
         loop.log.flush()
 
     @hookimpl(trylast=True)
@@ -79,6 +85,15 @@ class Defaults:
                 **_wanted(loop, request),
             )
         return Samples(images, name)
+
+
+def _warn_of_unheld(loop: Loop) -> None:
+    if names := loop.gradients.unheld():
+        log.warning(
+            "no optimizer holds these parameters, so they never change: %s; freeze them (requires_grad_(False)), or "
+            "give them to an optimizer",
+            listed(names, 5),
+        )
 
 
 def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 pluggy's own call costs 1 us and more, and it reverses `trylast` ties. Here the implementations of a hook are sorted and
 bound to their arguments once the plugins are registered, so a call is a loop over plain functions. The meaning of every
-marker is pluggy's.
+marker is pluggy's, but an implementation of a seam leaves the answer to the next one by returning PASS and not None.
 """
 
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import itemgetter
-from typing import Any
+from types import NoneType
+from typing import Any, Final, Never, cast
 
 from attrs import define
 from pluggy import HookImpl
@@ -18,6 +20,37 @@ from hookdiff.errors import HookError
 Arguments = Mapping[str, Any]
 Bound = Callable[[Arguments], Any]
 Watch = Callable[[str, str], AbstractContextManager[object]]  # takes the names of a plugin and of a hook
+
+log = logging.getLogger("hookdiff")
+
+
+class _Pass:
+    """The result of a seam in a plugin that leaves it to the next plugin; it fits every return type."""
+
+    def __repr__(self) -> str:
+        return "PASS"
+
+
+PASS: Final[Never] = cast(Never, _Pass())
+
+
+@define(frozen=True)
+class Contract:
+    """The rules of one hook."""
+
+    name: str
+    is_seam: bool
+    returns: type  # what a plain implementation may return; None and PASS aside
+    to_the_end: bool = False  # every implementation is called, and the first error is raised at the end
+
+
+@define(frozen=True)
+class Call:
+    """An implementation of a hook, bound to the arguments that it takes."""
+
+    plugin: str
+    is_wrapper: bool
+    run: Bound
 
 
 def in_order(impls: Sequence[HookImpl], rank: Mapping[str, int]) -> list[HookImpl]:
@@ -30,62 +63,112 @@ def in_order(impls: Sequence[HookImpl], rank: Mapping[str, int]) -> list[HookImp
     return sorted(impls, key=key)
 
 
-def compile_hook(
-    name: str, impls: Sequence[HookImpl], firstresult: bool, watch: Watch | None = None
-) -> Callable[..., Any]:
-    """Return the function that calls the ordered `impls` of hook `name` with keyword arguments.
+def bind(impl: HookImpl, hook: str, watch: Watch | None = None) -> Call:
+    """Return the call of `impl`. An error that it raises gets a note with the names of plugin and hook.
 
-    A seam that ends in None raises HookError. Otherwise a wrapper that forgets to return the result of its `yield`
-    would go unnoticed. If `watch` is given, each implementation runs inside of `watch(plugin, name)`.
+    If `watch` is given, the implementation runs inside of `watch(plugin, hook)`.
     """
-    bound = [(impl, _bind(impl) if watch is None else _watched(impl, name, watch)) for impl in impls]
-    wrappers = [call for impl, call in bound if impl.wrapper]
-    plain = [call for impl, call in bound if not impl.wrapper]
-    names = ", ".join(impl.plugin_name for impl in impls)
+    plugin, names = impl.plugin_name, impl.argnames
+    function = impl.function if watch is None or impl.wrapper else _watched(impl.function, plugin, hook, watch)
+    take = itemgetter(*names) if len(names) > 1 else None
+
+    def run(arguments: Arguments) -> Any:
+        try:
+            if take is not None:
+                return function(*take(arguments))
+            return function(arguments[names[0]]) if names else function()
+        except Exception as error:
+            add_note(error, plugin, hook)
+            raise
+
+    if watch is not None and impl.wrapper:
+        return Call(plugin, True, lambda arguments: _WatchedWrapper(run(arguments), lambda: watch(plugin, hook)))
+    return Call(plugin, impl.wrapper, run)
+
+
+def add_note(error: BaseException, plugin: str, hook: str) -> None:
+    """Note on `error` that it left the implementation of `hook` in `plugin`; the core itself is not named."""
+    if plugin != "defaults":
+        error.add_note(f"hookdiff: in the hook {hook!r} of the plugin {plugin!r}")
+
+
+def compile_hook(contract: Contract, calls: Sequence[Call]) -> Callable[..., Any]:
+    """Return the function that calls the ordered `calls` of a hook with keyword arguments.
+
+    It raises HookError, with the names of plugin and hook, for a result that the contract does not allow; where no
+    result is expected, it logs a warning. A seam calls its implementations until one returns something other than
+    PASS; a moment returns a list of all results.
+    """
+    plain = [(call.plugin, call.run) for call in calls if not call.is_wrapper]
+    returns = contract.returns
+
+    useless: set[str] = set()  # plugins with a result that nothing takes
 
     def moment(arguments: Arguments) -> list[Any]:
-        return [result for call in plain if (result := call(arguments)) is not None]
+        results = []
+        for plugin, run in plain:
+            if (result := run(arguments)) is None:
+                continue
+            if returns is NoneType:
+                if plugin not in useless:
+                    useless.add(plugin)
+                    log.warning("%s", _refusal(contract, plugin, result))
+            elif not isinstance(result, returns):
+                raise HookError(_refusal(contract, plugin, result))
+            results.append(result)
+        return results
 
     def seam(arguments: Arguments) -> Any:
-        for call in plain:
-            if (result := call(arguments)) is not None:
+        for plugin, run in plain:
+            if (result := run(arguments)) is not PASS:
+                if not isinstance(result, returns):
+                    raise HookError(_refusal(contract, plugin, result))
                 return result
-        return None
+        raise HookError(f"every implementation of the hook {contract.name!r} returned PASS")
 
-    body: Bound = seam if firstresult else moment
-    for wrapper in reversed(wrappers):
-        body = _surround(name, wrapper, body)
+    def to_the_end(arguments: Arguments) -> list[Any]:
+        errors: list[Exception] = []
+        for plugin, run in plain:
+            try:
+                run(arguments)
+            except Exception as error:
+                if errors:
+                    log.exception("the plugin %r failed in the hook %r too", plugin, contract.name)
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return []
 
-    def call_seam(**arguments: Any) -> Any:
-        if (result := body(arguments)) is None:
-            raise HookError(f"the hook {name!r} ended in None; it went through: {names}")
-        return result
-
-    def call_moment(**arguments: Any) -> Any:
-        return body(arguments)
-
-    return call_seam if firstresult else call_moment
-
-
-def _bind(impl: HookImpl) -> Bound:
-    function, names = impl.function, impl.argnames
-    if not names:
-        return lambda arguments: function()
-    if len(names) == 1:
-        (name,) = names
-        return lambda arguments: function(arguments[name])
-    take = itemgetter(*names)
-    return lambda arguments: function(*take(arguments))
+    body: Bound = seam if contract.is_seam else to_the_end if contract.to_the_end else moment
+    for call in reversed([call for call in calls if call.is_wrapper]):
+        body = _surround(contract, call, body)
+    return lambda **arguments: body(arguments)
 
 
-def _watched(impl: HookImpl, name: str, watch: Watch) -> Bound:
-    call, plugin = _bind(impl), impl.plugin_name
-    if impl.wrapper:
-        return lambda arguments: _WatchedWrapper(call(arguments), lambda: watch(plugin, name))
+def _refusal(contract: Contract, plugin: str, result: object) -> str:
+    where = f"the plugin {plugin!r} returned {_shown(result)} from the hook {contract.name!r}"
+    if contract.returns is NoneType:
+        return f"{where}, which ignores results"
+    expected = f"expected {_named(contract.returns)}"
+    if result is None:
+        return f"{where}, {expected}; a plugin that leaves it to the next returns hookdiff.PASS"
+    return f"{where}, {expected}{', or PASS to leave it to the next' if contract.is_seam else ''}"
 
-    def watched(arguments: Arguments) -> Any:
-        with watch(plugin, name):
-            return call(arguments)
+
+def _shown(result: object) -> str:
+    return (
+        repr(result) if result is None or isinstance(result, bool | int | float | str) else f"a {_named(type(result))}"
+    )
+
+
+def _named(kind: type) -> str:
+    return "True or False" if kind is bool else kind.__name__
+
+
+def _watched(function: Callable[..., Any], plugin: str, hook: str, watch: Watch) -> Callable[..., Any]:
+    def watched(*arguments: Any) -> Any:
+        with watch(plugin, hook):
+            return function(*arguments)
 
     return watched
 
@@ -113,28 +196,42 @@ class _WatchedWrapper:
         self.generator.close()
 
 
-def _surround(name: str, wrapper: Bound, body: Bound) -> Bound:
+def _surround(contract: Contract, wrapper: Call, body: Bound) -> Bound:
     """Run `body` at the `yield` of `wrapper`, which sees its result or its exception."""
+    hook, plugin = contract.name, wrapper.plugin
+    gives_list = not contract.is_seam and contract.returns is not NoneType
+    returns = contract.returns if contract.is_seam else list if gives_list else object
+
+    def checked(result: Any) -> Any:
+        if not isinstance(result, returns):
+            raise HookError(
+                f"the plugin {plugin!r} returned {_shown(result)} from its wrapper of the hook {hook!r}, expected "
+                f"{_named(returns)}: return the result of its yield"
+            )
+        return result
 
     def call(arguments: Arguments) -> Any:
-        around: Generator[None, Any, Any] = wrapper(arguments)
+        around: Generator[None, Any, Any] = wrapper.run(arguments)
+        thrown: BaseException | None = None
         try:
-            next(around)
-        except StopIteration:
-            raise HookError(f"a wrapper of the hook {name!r} returned without a yield") from None
-        try:
-            result = body(arguments)
-        except BaseException as error:
             try:
+                next(around)
+            except StopIteration:
+                raise HookError(f"the plugin {plugin!r} wraps the hook {hook!r} and returned without a yield") from None
+            try:
+                result = body(arguments)
+            except BaseException as error:
+                thrown = error
                 around.throw(error)
-            except StopIteration as end:
-                return end.value
-        else:
-            try:
+            else:
                 around.send(result)
-            except StopIteration as end:
-                return end.value
+        except StopIteration as end:
+            return checked(end.value)
+        except Exception as error:
+            if error is not thrown:
+                add_note(error, plugin, hook)
+            raise
         around.close()
-        raise HookError(f"a wrapper of the hook {name!r} has a second yield")
+        raise HookError(f"the plugin {plugin!r} wraps the hook {hook!r} and has a second yield")
 
     return call

@@ -24,21 +24,32 @@ class Gradients:
     factor calls `scale_`, which keeps the norms right. A plugin that changes gradients in another way calls `clear`
     afterwards.
 
-    Only the gradients of parameters that an optimizer holds are read: `names` and `parameters`, in the model's order.
-    `dtype` is that of the norms: float32, or float64 if a weight is float64.
+    Only the gradients of parameters that an optimizer holds are read: `names` and `parameters`, in the model's order,
+    then those of other modules. A frozen parameter has no gradient; it takes part from the step on in which it is
+    thawed. `dtype` is that of the norms: float32, or float64 if a weight is float64.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         # The gradients of other parameters are never cleared: they grow from step to step, and move no weight.
-        held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad and p in held}
+        held = {p: None for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        named = {name: p for name, p in model.named_parameters() if p in held}
+        own = set(named.values())
+        named |= {f"(not of the model) {k}": p for k, p in enumerate(p for p in held if p not in own)}
         self.names, self.parameters = list(named), list(named.values())
+        self._others = {name: p for name, p in model.named_parameters() if p not in held}
         # At least float32, where the squares of half precision do not overflow; torch refuses a dtype that narrows.
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
         self._norms: Tensor | None = None
         self._measured: list[Tensor] = []  # the gradients that `_norms` were computed from
         self._host_loss: float | None = None
         self._host_total: float | None = None
+
+    def unheld(self) -> list[str]:
+        """Return the parameters of the model that want a gradient and that no optimizer holds, each once."""
+        found = [name for name, parameter in self._others.items() if parameter.requires_grad]
+        for name in found:
+            del self._others[name]
+        return found
 
     def begin(self, loss: Tensor) -> None:
         """Begin a step with this `loss`; forget the norms of the step before."""

@@ -1,8 +1,8 @@
 """The whole contract between the loop and its plugins: every hook is a method of `Hooks`.
 
-A *moment* calls every plugin. A *seam* (`firstresult=True`) calls plugins until one returns something other than None;
-the default in `defaults.py` is called last. A plugin replaces a seam, or surrounds it with `wrapper=True`. The method
-of a plugin takes only the arguments that it uses.
+A *moment* calls every plugin. A *seam* (`firstresult=True`) calls plugins until one returns a result; the default in
+`defaults.py` is called last. A plugin replaces a seam, or returns PASS to leave it to the next plugin, or surrounds the
+seam with `wrapper=True`. The method of a plugin takes only the arguments that it uses.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Hooks(Protocol):
     def on_stop(self, loop: Loop, reason: Reason) -> None:
         """Moment: once at the end of every run, with the reason: done, time, signal, plugin, on_nan or error.
 
-        May change: files; no state.
+        It reaches all plugins that have started, also if one of them raises an error. May change: files; no state.
         """
 
 

@@ -78,6 +78,7 @@ class Loop(ReadOnly):
         self.first_step: Final = 0  # updates made before this process began
         self.start_time: Final = time.monotonic()  # of this process
         self.reason: Final[Reason | None] = None  # why the run is over
+        self.message: Final = ""  # of `stop`
         self.log: Final = Log(self.progress, config.log_every, partial(self.plugins.call, loop=self))
         self.output: Final = LossOutput(torch.zeros(()))  # of the newest step
         self.resources: Final = ExitStack()  # plugins push their clean-up
@@ -97,9 +98,9 @@ class Loop(ReadOnly):
                 pass
         return self.reason or "done"
 
-    def stop(self, reason: Reason = "plugin") -> None:
-        """End the run after the current step; the first reason given counts."""
-        self._set(reason=self.reason or reason)
+    def stop(self, reason: Reason = "plugin", message: str = "") -> None:
+        """End the run after the current step; the first call counts. `message` stands in the summary of the run."""
+        self._set(reason=self.reason or reason, message=self.message if self.reason else message)
 
     def sample(self, request: SampleRequest) -> Samples:
         """Make images by the hook `sample`."""
@@ -139,7 +140,7 @@ class Loop(ReadOnly):
         return self._state.state_dict()
 
     def __enter__(self) -> Loop:
-        self._set(start_time=time.monotonic(), reason=None)
+        self._set(start_time=time.monotonic(), reason=None, message="")
         with ExitStack() as on_error:
             on_error.push(self)
             self.prepare()
@@ -207,8 +208,7 @@ class Loop(ReadOnly):
         verdict = nonfinite.decide(report, self.hook.on_nan(loop=self, report=report))
         loss, norm = self.gradients.loss, self.gradients.total_norm
         if verdict == "stop":
-            # The batch is not counted as consumed, so that a resumed run begins with it.
-            self.stop("on_nan")
+            self.stop("on_nan")  # the batch is not counted, so that a resumed run begins with it
             return Step(self.progress.step, "stopped", loss, norm)
         if verdict == "rollback":
             self._state.roll_back(self.hook.restore(loop=self), self.first_step, self._fresh)

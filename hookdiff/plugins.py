@@ -1,19 +1,39 @@
 """The plugins of one Loop: checked against the contract, and called in order."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from types import SimpleNamespace
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import NoneType, SimpleNamespace
 from typing import Any, cast
 
 import pluggy
+from attrs import evolve
+from torch import nn
 
 from hookdiff.defaults import Defaults
-from hookdiff.dispatch import Watch, compile_hook, in_order
+from hookdiff.dispatch import Call, Contract, Watch, bind, compile_hook, in_order
 from hookdiff.errors import PluginError, nearest
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
+from hookdiff.objective import LossOutput
+from hookdiff.sampling import Samples
+
+log = logging.getLogger("hookdiff")
 
 # A plugin's tensors are saved in a file with the plugin's name; these names are taken.
 RESERVED = ("defaults", "manifest", "model", "optimizers")
+# The results of the hooks, as `Hooks` declares them; the others return nothing.
+RESULTS: Mapping[str, type] = {
+    "wrap_net": nn.Module,
+    "restore": Mapping,
+    "micro_step": LossOutput,
+    "compute_loss": LossOutput,
+    "backward": bool,
+    "unscale": bool,
+    "on_nan": str,
+    "optimizer_step": bool,
+    "sample": Samples,
+    "offer_weights": Mapping,
+}
 
 
 class Plugins(Mapping[str, object]):
@@ -31,9 +51,11 @@ class Plugins(Mapping[str, object]):
         self._manager.add_hookspecs(Hooks)
         for name, plugin in self._plugins.items():
             check_plugin(name, plugin)
-            self._register(name, plugin)
+        check_distinct(self._plugins)
         check_partners({name: type(plugin) for name, plugin in self._plugins.items()})
-        self._register("defaults", Defaults())
+        for name, plugin in (*self._plugins.items(), ("defaults", Defaults())):
+            self._register(name, plugin)
+        self._started: set[str] = set()
         self._calls = SimpleNamespace()
         self.hook = cast(Hooks, self._calls)
         self.instrument(None)
@@ -67,8 +89,51 @@ class Plugins(Mapping[str, object]):
         call hooks (`micro_step` calls `compute_loss`), so contexts nest.
         """
         for name in HOOK_NAMES:
-            firstresult = bool(getattr(self._manager.hook, name).spec.opts["firstresult"])
-            setattr(self._calls, name, compile_hook(name, self.order(name), firstresult, watch))
+            calls = [bind(impl, name, watch) for impl in self.order(name)]
+            setattr(self._calls, name, self._compiled(name, calls))
+
+    def _compiled(self, name: str, calls: list[Call]) -> Callable[..., Any]:
+        is_seam = bool(getattr(self._manager.hook, name).spec.opts["firstresult"])
+        contract = Contract(name, is_seam, RESULTS.get(name, NoneType), to_the_end=name == "on_stop")
+        if name == "on_start":
+            return self._starting(contract, calls)
+        if name == "on_stop":
+            return self._stopping(contract, calls)
+        return compile_hook(contract, calls)
+
+    def _starting(self, contract: Contract, calls: list[Call]) -> Callable[..., Any]:
+        """Return `on_start`, which notes the plugins that have started."""
+
+        def noted(call: Call) -> Call:
+            def run(arguments: Mapping[str, Any]) -> Any:
+                result = call.run(arguments)
+                self._started.add(call.plugin)
+                return result
+
+            return evolve(call, run=run)
+
+        start = compile_hook(contract, [noted(call) for call in calls])
+
+        def on_start(**arguments: Any) -> Any:
+            self._started = set(self._plugins) - {call.plugin for call in calls}  # those that have nothing to start
+            return start(**arguments)
+
+        return on_start
+
+    def _stopping(self, contract: Contract, calls: list[Call]) -> Callable[..., Any]:
+        """Return `on_stop`, which reaches all plugins that have started."""
+
+        def on_stop(**arguments: Any) -> Any:
+            started = [call for call in calls if call.plugin in self._started]
+            self._started = set()
+            try:
+                return compile_hook(contract, started)(**arguments)
+            except Exception:
+                if arguments["reason"] != "error":
+                    raise
+                log.exception("on_stop failed too, after the error that ended the run")  # which must not be hidden
+
+        return on_stop
 
     def _register(self, name: str, plugin: object) -> None:
         try:
@@ -113,6 +178,13 @@ def check_plugin(name: str, plugin: object) -> None:
             raise PluginError(f"the plugin {name!r}: there is no hook {hook!r}{nearest(hook, HOOK_NAMES)}")
         if options["hookwrapper"]:
             raise PluginError(f"the plugin {name!r}: use wrapper=True in place of hookwrapper=True in {attribute}")
+        if inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member):
+            raise PluginError(f"the plugin {name!r}: {attribute} is `async`, so it would never run; write `def`")
+        if inspect.isgeneratorfunction(member) and not options["wrapper"]:
+            raise PluginError(
+                f"the plugin {name!r}: {attribute} has a `yield`, so it would never run; write "
+                "@hookimpl(wrapper=True) to surround the hook, or return instead"
+            )
 
 
 def _static(plugin: object, attribute: str) -> object:
@@ -121,9 +193,30 @@ def _static(plugin: object, attribute: str) -> object:
     return member.__func__ if isinstance(member, staticmethod | classmethod) else member
 
 
+def check_distinct(plugins: Mapping[str, object]) -> None:
+    """Raise PluginError for two plugins that are the same object, or of one class that compares by value.
+
+    pluggy would take the two for one.
+    """
+    by_class: dict[type, str] = {}
+    for name, plugin in plugins.items():
+        kind = type(plugin)
+        other = by_class.setdefault(kind, name)
+        if other != name and plugins[other] is plugin:
+            raise PluginError(f"the plugins {other!r} and {name!r} are the same object; make one for each name")
+        if other != name and kind.__eq__ is not object.__eq__:
+            raise PluginError(
+                f"the plugins {other!r} and {name!r} are both a {kind.__name__}, which compares by value: write "
+                f"@define(eq=False) above the class"
+            )
+
+
 def check_partners(classes: Mapping[str, type]) -> None:
     """Raise PluginError if the `requires` or `conflicts` of a plugin (names of plugins) are not met."""
     for name, kind in classes.items():
+        for key in ("requires", "conflicts"):
+            if isinstance(names := getattr(kind, key, ()), str):
+                raise PluginError(f"the plugin {name!r}: {key} is the string {names!r}; write {key} = ({names!r},)")
         required: Iterable[str] = getattr(kind, "requires", ())
         if missing := [other for other in required if other not in classes]:
             raise PluginError(

@@ -5,6 +5,7 @@ updates, noise that causes a NaN would be drawn again for ever.
 """
 
 import functools
+import hashlib
 
 import torch
 from torch import Generator, Tensor
@@ -26,15 +27,22 @@ def splitmix64(value: int) -> int:
 def derive_seed(seed: int, stream: str, position: int = 0, rank: int = 0, part: int = 0) -> int:
     """Mix five numbers into a seed in [0, 2**64).
 
-    `part` is the micro-batch (stream "model") or the sample (stream "augment") of a position. Each number goes
-    through SplitMix64 in turn, so neighbouring positions share nothing. torch's CPU generators use the low 32 bits.
+    `stream` is one of STREAMS, or a name of a plugin's own, such as "mixup". `part` is the micro-batch (stream
+    "model") or the sample (stream "augment") of a position. Each number goes through SplitMix64 in turn, so
+    neighbouring positions share nothing. torch's CPU generators use the low 32 bits.
     """
     return _extend(_prefix(seed, stream, rank), position, part)
 
 
 @functools.lru_cache(maxsize=64)
 def _prefix(seed: int, stream: str, rank: int) -> int:
-    return splitmix64(splitmix64(splitmix64(seed & _MASK) ^ STREAMS.index(stream)) ^ rank)
+    return splitmix64(splitmix64(splitmix64(seed & _MASK) ^ _number(stream)) ^ rank)
+
+
+def _number(stream: str) -> int:
+    if stream in STREAMS:
+        return STREAMS.index(stream)
+    return int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8])
 
 
 def _extend(prefix: int, position: int, part: int) -> int:

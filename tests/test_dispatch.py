@@ -1,9 +1,10 @@
 import pluggy
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
-from hookdiff import HookError, UserError, hookimpl
-from hookdiff.dispatch import compile_hook, in_order
+from hookdiff import PASS, HookError, UserError, hookimpl
+from hookdiff.dispatch import Contract, bind, compile_hook, in_order
 from hookdiff.hookspecs import Hooks
 from hookdiff.plugins import Plugins
 from hookdiff.testing import toy_loop
@@ -22,13 +23,13 @@ class Other(Exception):
 
 
 def plain(name, hook, heard, answer, **marks):
-    """Return a plugin that notes that it was called and returns `answer`, or raises it."""
+    """Return a plugin that notes that it was called and returns `answer`, or raises it. From a seam, None is PASS."""
 
     def call():
         heard.append(name)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return PASS if hook == SEAM and answer is None else answer
 
     return type("Plain", (), {hook: staticmethod(hookimpl(**marks)(call))})()
 
@@ -45,21 +46,19 @@ def around(name, hook, heard, reaction, **marks):
         except Mine as error:
             heard.append(f"{name} saw {error!r}")
             if reaction == "swallow":
-                return f"{name} instead"
+                return [f"{name} instead"]
             if reaction == "raise another":
                 raise Other(name) from error
             raise
         heard.append(f"{name} saw {result!r}")
-        if reaction == "replace":
-            return [name, result]
-        return None if reaction == "lose" else result
+        return [name, result] if reaction == "replace" else result
 
     return type("Around", (), {hook: staticmethod(hookimpl(wrapper=True, **marks)(call))})()
 
 
 phases = st.sampled_from([{}, {"tryfirst": True}, {"trylast": True}])
 answers = st.none() | st.integers(0, 3) | st.just(False) | st.builds(Mine)
-reactions = st.sampled_from(["pass on", "replace", "lose", "swallow", "raise another", "fail at once"])
+reactions = st.sampled_from(["pass on", "replace", "swallow", "raise another", "fail at once"])
 kinds = st.tuples(st.just(plain), answers, phases) | st.tuples(st.just(around), reactions, phases)
 
 
@@ -89,16 +88,22 @@ def in_pluggy(hook, plugins):
     return getattr(manager.hook, hook)
 
 
+def compiled(hook, impls):
+    """Return our own function for the hook; any result is allowed."""
+    contract = Contract(hook, is_seam=hook == SEAM, returns=object)
+    return compile_hook(contract, [bind(impl, hook) for impl in impls])
+
+
 @given(drawn=st.lists(kinds, max_size=7))
 def test_a_moment_gives_the_results_of_pluggy(drawn):
     heard = []
     plugins = make(MOMENT, drawn, heard)
-    ours, theirs = getattr(Plugins(plugins).hook, MOMENT), in_pluggy(MOMENT, plugins)
+    ours, theirs = compiled(MOMENT, Plugins(plugins).order(MOMENT)), in_pluggy(MOMENT, plugins)
     assert outcome(lambda: ours(**ARGUMENTS[MOMENT]), heard) == outcome(lambda: theirs(**ARGUMENTS[MOMENT]), heard)
 
 
 @given(drawn=st.lists(kinds, max_size=7))
-def test_a_seam_gives_the_result_of_pluggy_except_none(drawn):
+def test_a_seam_gives_the_result_of_pluggy(drawn):
     heard = []
     plugins = make(SEAM, drawn, heard)
     last = plain("default", SEAM, heard, "by default", trylast=True)
@@ -106,15 +111,12 @@ def test_a_seam_gives_the_result_of_pluggy_except_none(drawn):
     order = Plugins(plugins).order(SEAM)[:-1]
     manager = pluggy.PluginManager("hookdiff")
     manager.register(last, "default")
-    ours = compile_hook(SEAM, [*order, *manager.hook.backward.get_hookimpls()], firstresult=True)
-    theirs = in_pluggy(SEAM, {**plugins, "default": last})
-    expected = outcome(lambda: theirs(**ARGUMENTS[SEAM]), heard)
-    got = outcome(lambda: ours(**ARGUMENTS[SEAM]), heard)
-    if expected[:2] == ("returned", None):
-        assert (got[0], got[2]) == ("HookError", expected[2])
-        check_facts(got[1], SEAM, ", ".join([*(impl.plugin_name for impl in order), "default"]))
-    else:
-        assert got == expected
+    ours = compiled(SEAM, [*order, *manager.hook.backward.get_hookimpls()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "PASS", None)  # pluggy's own way to leave it to the next
+        theirs = in_pluggy(SEAM, {**plugins, "default": last})
+        expected = outcome(lambda: theirs(**ARGUMENTS[SEAM]), heard)
+    assert outcome(lambda: ours(**ARGUMENTS[SEAM]), heard) == expected
 
 
 @given(drawn=st.lists(kinds, max_size=8))
@@ -140,8 +142,8 @@ def test_the_outermost_wrapper_has_the_last_word():
     heard = []
     drawn = [(around, "replace", {}), (around, "swallow", {}), (plain, Mine("broken"), {})]
     result = getattr(Plugins(make(MOMENT, drawn, heard)).hook, MOMENT)(**ARGUMENTS[MOMENT])
-    assert result == ["p0", "p1 instead"]
-    assert heard == ["p0 before", "p1 before", "p2", "p1 saw Mine('broken')", "p0 saw 'p1 instead'"]
+    assert result == ["p0", ["p1 instead"]]
+    assert heard == ["p0 before", "p1 before", "p2", "p1 saw Mine('broken')", "p0 saw ['p1 instead']"]
 
 
 def hook_of(plugin):
@@ -194,7 +196,88 @@ def test_golden_message_of_a_wrapper_that_forgets_to_return():
 
     with pytest.raises(HookError) as caught:
         toy_loop({"forgetful": Forgetful()}).run()
-    assert str(caught.value) == "the hook 'optimizer_step' ended in None; it went through: forgetful, defaults"
+    assert str(caught.value) == (
+        "the plugin 'forgetful' returned None from its wrapper of the hook 'optimizer_step', expected True or False: "
+        "return the result of its yield"
+    )
+
+
+def test_golden_message_of_a_seam_that_forgets_to_return():
+    class Forgetful:
+        @hookimpl
+        def optimizer_step(self, loop):
+            for optimizer in loop.optimizers:
+                optimizer.step()
+
+    loop = toy_loop({"forgetful": Forgetful()})
+    with pytest.raises(HookError) as caught:
+        loop.run()
+    assert str(caught.value) == (
+        "the plugin 'forgetful' returned None from the hook 'optimizer_step', expected True or False; a plugin that "
+        "leaves it to the next returns hookdiff.PASS"
+    )
+    assert loop.progress.step == 0
+
+
+@pytest.mark.parametrize(
+    ("hook", "result", "facts"),
+    [
+        ("compute_loss", torch.ones(()), ("Tensor", "LossOutput", "PASS")),
+        ("micro_step", None, (None, "LossOutput", "PASS")),
+        ("unscale", 1, (1, "True", "False")),
+        ("wrap_net", "net", ("net", "Module")),
+        ("on_nan", True, (True, "str")),
+        ("offer_weights", ["ema"], ("list", "Mapping")),
+    ],
+)
+def test_a_result_of_a_wrong_type_is_refused_with_plugin_and_hook(hook, result, facts):
+    method = hookimpl(lambda self: result)
+    plugins = Plugins({"odd": type("Odd", (), {hook: method})()})
+    with refused(HookError, "'odd'", repr(hook), *facts):
+        plugins.call(hook, loop=None, batch=None, net=None, report=None, index=0, count=1)
+
+
+def test_a_result_that_nothing_takes_is_warned_of_once(caplog):
+    class Returns:
+        @hookimpl
+        def after_backward(self):
+            return False
+
+    toy_loop({"returns": Returns()}, steps=3).run()
+    (message,) = caplog.messages
+    check_facts(message, "'returns'", "'after_backward'", False)
+
+
+def test_a_seam_that_every_plugin_leaves_to_the_next_is_done_by_the_core():
+    class Leaves:
+        @hookimpl
+        def optimizer_step(self):
+            return PASS
+
+    loop = toy_loop({"one": Leaves(), "two": Leaves()}, steps=2)
+    loop.run()
+    assert loop.progress.step == 2
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_an_error_has_a_note_of_plugin_and_hook(wraps):
+    class Broken:
+        @hookimpl(wrapper=wraps)
+        def after_backward(self):
+            if wraps:
+                yield
+            raise KeyError("mine")
+
+    class Around:
+        @hookimpl(wrapper=True)
+        def after_backward(self):
+            return (yield)
+
+    Broken.after_backward = Broken.after_backward if wraps else hookimpl(lambda self: {}["mine"])
+    with pytest.raises(KeyError) as caught:
+        toy_loop({"around": Around(), "broken": Broken()}).run()
+    (note,) = caught.value.__notes__
+    check_facts(note, "'broken'", "'after_backward'")
 
 
 @pytest.mark.parametrize("takes", [(), ("loop",), ("images",), ("step", "loop"), ("loop", "step", "images")])
@@ -215,9 +298,11 @@ def test_hooks_take_keywords_only():
 
 def test_falsy_results_count_and_none_does_not():
     drawn = [(plain, answer, {}) for answer in (None, 0, False, None, 2)]
-    assert getattr(Plugins(make(MOMENT, drawn, [])).hook, MOMENT)(**ARGUMENTS[MOMENT]) == [0, False, 2]
-    assert getattr(Plugins(make(SEAM, drawn, heard := [])).hook, SEAM)(**ARGUMENTS[SEAM]) == 0
-    assert heard == ["p0", "p1"]  # a plugin that comes after the answer is not asked
+    impls = {hook: Plugins(make(hook, drawn, heard := [])).order(hook)[:5] for hook in (MOMENT, SEAM)}
+    assert compiled(MOMENT, impls[MOMENT])(**ARGUMENTS[MOMENT]) == [0, False, 2]
+    heard.clear()
+    assert compiled(SEAM, impls[SEAM])(**ARGUMENTS[SEAM]) == 0
+    assert heard == ["p0", "p1"]  # a plugin that comes after the answer is not called
 
 
 def test_an_error_of_a_plugin_travels_untouched():

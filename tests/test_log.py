@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hookdiff import Loop, SampleRequest, hookimpl
+from hookdiff import PASS, Loop, SampleRequest, hookimpl
 from hookdiff.testing import toy_loop
 from tests.conftest import Logged
 
@@ -229,8 +229,8 @@ def test_a_step_that_changes_nothing_does_not_close_the_means_again(cut: bool) -
             loop.log.average({"position": float(loop.progress.position)})
 
         @hookimpl
-        def optimizer_step(self, loop: Loop) -> bool | None:
-            return False if loop.progress.position in (2, 3) else None  # right after the means of step 2
+        def optimizer_step(self, loop: Loop) -> bool:
+            return False if loop.progress.position in (2, 3) else PASS  # right after the means of step 2
 
         @hookimpl
         def before_step(self, loop: Loop) -> None:

@@ -1,3 +1,4 @@
+import json
 import logging
 import math
 
@@ -6,7 +7,20 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from hookdiff import Batch, HookError, InMemory, Loop, LoopConfig, LossOutput, SampleRequest, UserError, hookimpl
+from hookdiff import (
+    PASS,
+    Batch,
+    HookError,
+    InMemory,
+    Loop,
+    LoopConfig,
+    LossOutput,
+    SampleRequest,
+    UserError,
+    builtin_plugins,
+    hookimpl,
+)
+from hookdiff.cli.summary import summary
 from hookdiff.randomness import derive_seed
 from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
 from tests.conftest import Clock, Logged, Restores, StopAt, check_facts, refused
@@ -129,6 +143,153 @@ def test_an_error_travels_and_everything_is_closed():
         toy_loop({"broken": Broken(), "recorder": recorder}).run()
     assert recorder.heard[-1] == "on_stop error"
     assert closed == ["closed"]
+
+
+class Starts:
+    """Writes down that it started and stopped, and fails in some of its hooks."""
+
+    def __init__(self, name, heard, *fails):
+        self.name, self.heard, self.fails = name, heard, fails
+
+    def note(self, hook):
+        self.heard.append(f"{self.name} {hook}")
+        if hook in self.fails:
+            raise RuntimeError(f"{self.name} failed in {hook}")
+
+    @hookimpl
+    def on_start(self):
+        self.note("on_start")
+
+    @hookimpl
+    def after_backward(self):
+        self.note("after_backward")
+
+    @hookimpl
+    def on_stop(self):
+        self.note("on_stop")
+
+
+class StopsOnly:
+    def __init__(self, heard):
+        self.heard = heard
+
+    @hookimpl
+    def on_stop(self):
+        self.heard.append("on_stop")
+
+
+def test_on_stop_reaches_all_plugins_and_the_first_error_is_raised(caplog):
+    heard = []
+    plugins = {
+        name: Starts(name, heard, *fails) for name, fails in {"a": ["on_stop"], "b": ["on_stop"], "c": []}.items()
+    }
+    with refused(RuntimeError, "a", "on_stop"):
+        toy_loop(plugins, steps=1).run()
+    assert [entry for entry in heard if "on_stop" in entry] == ["a on_stop", "b on_stop", "c on_stop"]
+    check_facts(caplog.text, "'b'", "'on_stop'", "b failed in on_stop")
+
+
+def test_on_stop_reaches_those_that_started_and_does_not_hide_the_error_of_the_other(caplog):
+    heard = []
+    plugins = {"a": Starts("a", heard, "on_stop"), "b": Starts("b", heard, "on_start"), "c": Starts("c", heard)}
+    with refused(RuntimeError, "b", "on_start"):
+        toy_loop({**plugins, "has nothing to start": StopsOnly(heard)}).run()
+    assert heard == ["a on_start", "b on_start", "a on_stop", "on_stop"]
+    check_facts(caplog.text, "a failed in on_stop")
+
+
+def test_an_error_of_a_step_is_not_hidden_by_on_stop(caplog):
+    with refused(RuntimeError, "a", "after_backward"):
+        toy_loop({"a": Starts("a", [], "after_backward", "on_stop")}).run()
+    check_facts(caplog.text, "a failed in on_stop")
+
+
+def test_a_loop_that_runs_again_starts_and_stops_again():
+    heard = []
+    loop = toy_loop({"a": Starts("a", heard)}, steps=1)
+    loop.run()
+    loop.run()
+    assert heard == ["a on_start", "a after_backward", "a on_stop", "a on_start", "a on_stop"]
+
+
+def test_a_stop_has_a_message_that_the_run_records(tmp_path):
+    class Stops:
+        @hookimpl
+        def after_optimizer_step(self, loop):
+            loop.stop("plugin", f"fd is below 3 at step {loop.progress.step}")
+
+    loop = toy_loop({**builtin_plugins(signals=False), "stops": Stops()}, run_dir=tmp_path / "run")
+    assert loop.run() == "plugin"
+    assert loop.message == "fd is below 3 at step 1"
+    record = json.loads((tmp_path / "run" / "outcome.json").read_text())
+    assert record == {"reason": "plugin", "message": loop.message, "step": 1, "epoch": 0}
+    check_facts(summary(loop, "plugin", "mine", 1.0), loop.message)
+
+
+class Thaws:
+    """Freezes the last layer, and thaws it before step 3."""
+
+    @hookimpl
+    def prepare_model(self, loop):
+        loop.model[-1].requires_grad_(False)
+
+    @hookimpl
+    def before_step(self, loop):
+        loop.model[-1].requires_grad_(loop.progress.step >= 2)
+
+
+def test_a_weight_that_is_thawed_is_in_the_norm_and_the_finite_check():
+    class Norms:
+        def __init__(self):
+            self.found = []
+
+        @hookimpl
+        def after_backward(self, loop):
+            grads = [p.grad for p in loop.model.parameters() if p.grad is not None]
+            self.found.append(
+                (len(grads), loop.gradients.total_norm, float(torch.cat([*map(torch.ravel, grads)]).norm()))
+            )
+
+    norms = Norms()
+    toy_loop({"thaws": Thaws(), "norms": norms}, steps=4).run()
+    counts = [count for count, _, _ in norms.found]
+    assert counts[1] < counts[2]
+    for _, read, expected in norms.found:
+        assert read == pytest.approx(expected, rel=1e-5)
+
+    class Spoils:
+        @hookimpl(wrapper=True)
+        def backward(self, loop):
+            done = yield
+            for parameter in loop.model[-1].parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.nan)
+            return done
+
+    loop = toy_loop({"thaws": Thaws(), "spoils": Spoils(), "recorder": (recorder := Recorder())}, steps=4)
+    assert loop.run() == "on_nan"
+    assert recorder.named("on_nan") == ["on_nan 2"]
+    assert all(value.isfinite().all() for value in weights(loop).values())
+
+
+@pytest.mark.parametrize("name", ["config", "net", "optimizers", "progress", "mine"])
+def test_the_attributes_of_a_loop_are_read_only(name):
+    loop = toy_loop()
+    with refused(AttributeError, name):
+        setattr(loop, name, None)
+
+
+def test_a_weight_that_no_optimizer_holds_is_warned_of_once(caplog):
+    def first_layer(model):
+        return torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    toy_loop({"thaws": Thaws()}, optimizers=first_layer, steps=20, log_every=5).run()
+    (message,) = caplog.messages
+    check_facts(message, "3.weight", "3.bias")
+    caplog.clear()
+    toy_loop(optimizers=first_layer, steps=20, log_every=5).run()
+    (message,) = caplog.messages
+    check_facts(message, "3.weight", "3.bias")
 
 
 def test_pull_style_sees_the_loss_logs_and_stops():
@@ -313,7 +474,7 @@ def test_a_held_update_is_not_counted():
     class Hold:
         @hookimpl
         def optimizer_step(self, loop):
-            return False if loop.progress.position == 1 else None
+            return False if loop.progress.position == 1 else PASS
 
     recorder = Recorder()
     loop = toy_loop({"hold": Hold(), "recorder": recorder}, steps=3)

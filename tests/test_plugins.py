@@ -71,6 +71,24 @@ class NoGenerator:
         return None
 
 
+class ForgetsWrapper:
+    @hookimpl
+    def optimizer_step(self):
+        return (yield)
+
+
+class Async:
+    @hookimpl
+    async def before_step(self):
+        pass
+
+
+class AsyncWrapper:
+    @hookimpl
+    async def before_step(self):
+        yield
+
+
 REFUSED = {
     "a class": (Good, ["Good()"]),
     "a method without the marker": (Unmarked(), ["after_backward", "@hookimpl"]),
@@ -82,6 +100,11 @@ REFUSED = {
     "an argument that there is not": (Greedy(), ["on_start", "batch"]),
     "an old wrapper": (OldWrapper(), ["sample", "wrapper=True", "hookwrapper=True"]),
     "a wrapper that is no generator": (NoGenerator(), ["sample"]),
+    "a generator that is no wrapper": (ForgetsWrapper(), ["optimizer_step", "@hookimpl(wrapper=True)"]),
+    "an async method": (Async(), ["before_step", "async"]),
+    "an async generator": (AsyncWrapper(), ["before_step", "async"]),
+    "requires as a string": (type("R", (), {"requires": "ema"})(), ["requires", "('ema',)"]),
+    "conflicts as a string": (type("C", (), {"conflicts": "ema"})(), ["conflicts", "('ema',)"]),
 }
 
 
@@ -89,6 +112,20 @@ REFUSED = {
 def test_a_plugin_that_does_not_fit_the_contract_is_refused(plugin, facts):
     with refused(PluginError, "mine", *facts):
         Plugins({"mine": plugin})
+
+
+@define
+class ByValue:
+    every: int = 1
+
+
+def test_two_plugins_that_pluggy_takes_for_one_are_refused():
+    with refused(PluginError, "'one'", "'two'", "ByValue", "@define(eq=False)"):
+        Plugins({"one": ByValue(), "two": ByValue(2)})
+    same = Good()
+    with refused(PluginError, "'one'", "'two'"):
+        Plugins({"one": same, "two": same})
+    assert list(Plugins({"one": ByValue(), "two": Good(), "three": Good()})) == ["one", "two", "three"]
 
 
 def test_golden_message_of_a_hook_that_does_not_exist():
@@ -239,7 +276,7 @@ class Around:
         try:
             result = yield
         except KeyError:
-            return "mended"
+            return False
         return result
 
 
@@ -248,24 +285,24 @@ class Answers:
     def backward(self, loss):
         if loss == "bad":
             raise KeyError("fault")
-        return loss
+        return True
 
 
 def test_a_wrapper_is_watched_before_and_after_its_yield_and_others_between():
     plugins, watch = Plugins({"answers": Answers(), "around": Around()}), Watch()
     hook = plugins.hook
     plugins.instrument(watch)
-    assert hook.backward(loop=None, loss=3) == 3  # also through a `hook` that was taken before
+    assert hook.backward(loop=None, loss=3) is True  # also through a `hook` that was taken before
     assert watch.seen == [
         *("around.backward", "end of around", "answers.backward", "end of answers", "around.backward", "end of around")
     ]
     watch.seen.clear()
-    assert hook.backward(loop=None, loss="bad") == "mended"
+    assert hook.backward(loop=None, loss="bad") is False
     assert watch.seen[3] == "'fault' in answers"
     assert watch.seen[5:] == ["around.backward", "end of around"]
     watch.seen.clear()
     plugins.instrument(None)
-    assert hook.backward(loop=None, loss=3) == 3
+    assert hook.backward(loop=None, loss=3) is True
     assert watch.seen == []
 
 

@@ -60,6 +60,12 @@ def test_neighbours_have_different_seeds(one: tuple[int, str, int], place: int, 
     assert 0 <= derive_seed(*one) != derive_seed(*other) < 2**64  # type: ignore[arg-type]
 
 
+def test_a_plugin_has_streams_of_its_own() -> None:
+    names = ("mixup", "cutmix", "Mixup", *STREAMS)
+    assert len({derive_seed(0, name, 5) for name in names}) == len(names)
+    assert derive_seed(0, "mixup", 5) == 15530471381581132893  # the same in every process and version
+
+
 def test_a_run_never_draws_the_same_numbers_twice() -> None:
     grid = itertools.product(range(3), STREAMS, range(20), range(3), range(3))
     seeds = [derive_seed(*address) & 0xFFFFFFFF for address in grid]  # what a CPU generator sees of them

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hookdiff import Loop, UserError, hookimpl
+from hookdiff import PASS, Loop, UserError, hookimpl
 from hookdiff.disk import flatten, unflatten
 from hookdiff.errors import NoCheckpoint
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
@@ -422,7 +422,7 @@ def test_a_rollback_takes_back_a_plugin_that_began_anew_in_this_process() -> Non
 
 def test_a_rollback_to_the_start_forgets_the_optimizers_moments() -> None:
     class Start:
-        state = None
+        state: Any = PASS
 
         @hookimpl
         def on_start(self, loop: Loop) -> None:

@@ -1,16 +1,21 @@
 """The plugin that makes the run directory: it locks it early, and writes to it once nothing else can fail."""
 
 import errno
+import json
+import logging
 import shutil
 
 import tomli_w
 from attrs import define, field
 
-from hookdiff.disk.files import new_file, write_file, writing
+from hookdiff.disk.files import cannot_write, new_file, write_file, writing
 from hookdiff.disk.lock import LOCK, lock_run_dir
-from hookdiff.disk.paths import CONFIG, check_run_dir
+from hookdiff.disk.paths import CONFIG, OUTCOME, check_run_dir
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
+from hookdiff.progress import Reason
+
+log = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
@@ -71,3 +76,16 @@ class RunDir:
             config = tomli_w.dumps(loop.hparams) or "# This run was started by a script.\n"
             with new_file(path / CONFIG) as partial:
                 write_file(partial, config.encode())
+
+    @hookimpl(trylast=True)
+    def on_stop(self, loop: Loop, reason: Reason) -> None:
+        """Record why and where the run has ended; a disk that fails gives a warning."""
+        if loop.run_dir is None or not self._is_ready or not loop.is_main:
+            return
+        progress = loop.progress
+        record = {"reason": reason, "message": loop.message, "step": progress.step, "epoch": progress.epoch}
+        try:
+            with new_file(loop.run_dir / OUTCOME) as partial:
+                write_file(partial, f"{json.dumps(record)}\n".encode())
+        except OSError as error:
+            log.warning("%s", cannot_write(loop.run_dir / OUTCOME, error))

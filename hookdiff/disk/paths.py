@@ -6,6 +6,7 @@ from hookdiff.disk.lock import LOCK
 from hookdiff.errors import UserError, nearest
 
 CONFIG = "config.toml"
+OUTCOME = "outcome.json"  # why and where the run has ended
 _LEFTOVERS = {LOCK, f".{CONFIG}.partial"}  # files of a run that was killed before its first step
 
 

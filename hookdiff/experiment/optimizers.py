@@ -45,7 +45,7 @@ class Groups:
 
 @define(frozen=True, eq=False)
 class Weight:
-    """A parameter that is trained, and its role."""
+    """A parameter and its role."""
 
     name: str  # without parametrisation: "a.weight" rather than "a.parametrizations.weight.original"
     parameter: Tensor
@@ -54,7 +54,7 @@ class Weight:
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """Return each parameter of `model` that requires a gradient, once, in the model's order."""
+    """Return each parameter of `model` once, in the model's order, frozen ones too: a plugin may thaw them later."""
     owners: dict[Tensor, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -67,7 +67,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
             return "norm"
         return {0: "vector", 1: "vector", 2: "matrix"}.get(parameter.ndim, "kernel")
 
-    return [Weight(plain_name(n), p, role(p)) for n, p in model.named_parameters() if p.requires_grad]
+    return [Weight(plain_name(name), parameter, role(parameter)) for name, parameter in model.named_parameters()]
 
 
 def spare(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
@@ -98,7 +98,7 @@ def matching(weights: Sequence[Weight], patterns: Iterable[str], key: str) -> se
 
 
 def build_optimizers(part: Part, model: nn.Module) -> Any:
-    """Make the optimizer of `part`, or several, for every parameter of `model` that requires a gradient.
+    """Make the optimizer of `part`, or several, for every parameter of `model`.
 
     A class is called with the parameters, those without weight decay in a group of their own. The fused kernel is used
     if class, device and dtype have one, unless the config sets `fused` or `foreach`. A function is called with a list
@@ -107,7 +107,7 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
     Raises ConfigError for an optimizer that cannot be made, or that cannot make a step.
     """
     weights = spare(weights_of(model), part.of(Groups).no_decay)
-    if not weights:
+    if not any(weight.parameter.requires_grad for weight in weights):
         raise ConfigError("optimizer: no weight of the model requires a gradient, so there is nothing to train")
     if not inspect.isclass(part.target):
         return part.build(weights)

@@ -11,7 +11,7 @@ from attrs.validators import ge, gt
 from torch import Tensor
 from torch.amp import GradScaler, autocast
 
-from hookdiff import Loop, LossOutput, NonFinite, UserError, hookimpl
+from hookdiff import PASS, Loop, LossOutput, NonFinite, UserError, hookimpl
 from hookdiff.options import about
 from hookdiff.weights import Buffers
 
@@ -71,7 +71,7 @@ class AMP:
         if self.scaler is not None:
             self._buffers.keep()
 
-    @hookimpl(wrapper=True)
+    @hookimpl(wrapper=True, tryfirst=True)  # outside of all other wrappers, so that what they compute is cast too
     def compute_loss(self, loop: Loop) -> Generator[None, LossOutput, LossOutput]:
         if self._dtype is None:
             return (yield)
@@ -79,16 +79,16 @@ class AMP:
             return (yield)
 
     @hookimpl
-    def backward(self, loss: Tensor) -> bool | None:
+    def backward(self, loss: Tensor) -> bool:
         if self.scaler is None:
-            return None
+            return PASS
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return True
 
     @hookimpl
-    def unscale(self, loop: Loop) -> bool | None:
+    def unscale(self, loop: Loop) -> bool:
         if self.scaler is None:
-            return None
+            return PASS
         for optimizer in loop.optimizers:
             self.scaler.unscale_(optimizer)
         # The loop needs the same transfer later, so it costs nothing here.

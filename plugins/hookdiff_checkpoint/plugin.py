@@ -9,7 +9,7 @@ from typing import Any, Literal
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff import Alarms, Due, Every, Loop, Reason, StorageError, UserError, hookimpl, parse_every
+from hookdiff import PASS, Alarms, Due, Every, Loop, Reason, StorageError, UserError, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff.options import about
 from hookdiff_checkpoint.folder import FOLDER, STEP, CheckpointInfo, NewerFormat, find_checkpoints, read_checkpoint
@@ -66,9 +66,9 @@ class Checkpoint:
         self._is_open, self._is_storable, self._writer = False, False, None
 
     @hookimpl
-    def restore(self, loop: Loop) -> dict[str, Any] | None:
+    def restore(self, loop: Loop) -> dict[str, Any]:
         sources = [loop.run_dir if self._is_open else None, loop.resume]  # a rollback reads the run's own directory
-        return next((state for source in sources if source and (state := self._newest(source))), None)
+        return next((state for source in sources if source and (state := self._newest(source))), PASS)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:

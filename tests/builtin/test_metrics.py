@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hookdiff import Loop, hookimpl
+from hookdiff import PASS, Loop, hookimpl
 from hookdiff.builtin import Metrics
 from hookdiff.builtin.metrics import read_metrics
 from hookdiff.testing import toy_loop
@@ -180,7 +180,7 @@ def test_a_damaged_end_is_cut_to_the_last_whole_line_with_a_warning(
 
 def test_a_rollback_removes_later_lines(tmp_path: Path) -> None:
     class Back:
-        state = None
+        state: Any = PASS
 
         @hookimpl(wrapper=True)
         def compute_loss(self, loop: Loop) -> Any:

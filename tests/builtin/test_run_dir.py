@@ -118,7 +118,7 @@ def test_overwriting_leaves_the_lock_and_nothing_else(tmp_path):
     (tmp_path / "checkpoints" / "step-1" / "file").touch()
     (tmp_path / "link").symlink_to("/etc")
     toy_loop({"run_dir": RunDir(overwrite=True)}, run_dir=tmp_path, steps=1).run()
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", CONFIG}
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", CONFIG, "outcome.json"}
     assert (tmp_path / ".lock").stat().st_ino == before
 
 

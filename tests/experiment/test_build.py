@@ -251,7 +251,7 @@ def test_a_run_that_starts_replaces_the_earlier_one(config, tmp_path):
     earlier_run(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
     build_loop(config(), tmp_path / "run", overwrite=True).run()
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", CONFIG, "metrics.jsonl"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", CONFIG, "metrics.jsonl", "outcome.json"}
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 

@@ -55,6 +55,8 @@ def test_the_role_of_each_weight() -> None:
         "body.1.bias": "norm",
         "body.2.weight": "matrix",
         "body.2.bias": "vector",
+        "fixed.weight": "matrix",
+        "fixed.bias": "vector",
     }
 
 
@@ -63,10 +65,10 @@ def decayed(model: nn.Module, *patterns: str) -> list[str]:
 
 
 def test_weight_decay_is_for_matrices_and_kernels() -> None:
-    assert decayed(Parts(), "auto") == ["position", "body.0.weight", "body.2.weight"]
-    assert decayed(Parts(), "auto", "pos*") == ["body.0.weight", "body.2.weight"]
-    assert decayed(Parts(), "body.*", "scale") == ["position", "token.weight", "norm.weight", "norm.bias"]
-    assert len(decayed(Parts())) == 11
+    assert decayed(Parts(), "auto") == ["position", "body.0.weight", "body.2.weight", "fixed.weight"]
+    assert decayed(Parts(), "auto", "pos*") == ["body.0.weight", "body.2.weight", "fixed.weight"]
+    assert decayed(Parts(), "body.*", "scale", "fixed.*") == ["position", "token.weight", "norm.weight", "norm.bias"]
+    assert len(decayed(Parts())) == 13
 
 
 def test_a_pattern_that_names_no_weight_is_refused() -> None:
@@ -80,13 +82,14 @@ def test_the_groups_are_those_that_one_would_write_by_hand() -> None:
     first, second = optimizer.param_groups
     assert (first["name"], first["weight_decay"]) == ("decay", 0.1)
     assert (second["name"], second["weight_decay"]) == ("no_decay", 0.0)
-    assert {id(p) for p in first["params"]} == {id(model.position), id(model.body[0].weight), id(model.body[2].weight)}
+    decayed = (model.position, model.body[0].weight, model.body[2].weight, model.fixed.weight)
+    assert {id(p) for p in first["params"]} == {*map(id, decayed)}
 
 
 @pytest.mark.parametrize(("kind", "arguments"), [(torch.optim.AdamW, {"weight_decay": 0.0}), (torch.optim.SGD, {})])
 def test_without_weight_decay_there_is_one_group(kind: Any, arguments: Any) -> None:
     (optimizer,) = built(Parts(), kind, **arguments)
-    assert [len(group["params"]) for group in optimizer.param_groups] == [11]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [13]
 
 
 def layers(draw: Any, depth: int) -> Any:
@@ -121,13 +124,13 @@ models = st.composite(layers)(3)
 @given(
     model=models, kind=st.sampled_from([torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, muon]), data=st.data()
 )
-def test_every_weight_that_is_trained_is_in_one_group(model: nn.Module, kind: Any, data: Any) -> None:
-    wanted = [p for p in model.parameters() if p.requires_grad]
+def test_every_weight_is_in_one_group_also_a_frozen_one(model: nn.Module, kind: Any, data: Any) -> None:
+    wanted = list(model.parameters())
     names = [weight.name for weight in weights_of(model)]
     assert [id(weight.parameter) for weight in weights_of(model)] == [id(p) for p in wanted]
     patterns = data.draw(st.lists(st.sampled_from(["auto", *names]), max_size=3))
-    nothing = not any(w.role == "matrix" for w in weights_of(model)) if kind is muon else not wanted
-    if nothing:
+    no_matrix = kind is muon and not any(weight.role == "matrix" for weight in weights_of(model))
+    if no_matrix or not any(parameter.requires_grad for parameter in wanted):
         with refused(ConfigError, "optimizer"):
             built(model, kind, patterns)
         return
@@ -140,7 +143,7 @@ def test_every_weight_that_is_trained_is_in_one_group(model: nn.Module, kind: An
 def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     first, second = built(Parts(), muon, lr=0.02, adamw_lr=1e-3, weight_decay=0.3)
     model_names = {id(weight.parameter): weight.name for weight in weights_of(Parts())}
-    assert len(model_names) == 11
+    assert len(model_names) == 13
     assert (type(first).__name__, type(second).__name__) == ("Muon", "AdamW")
     shown = [
         (group["name"], group["lr"], group["weight_decay"], sorted(tuple(p.shape) for p in group["params"]))
@@ -148,9 +151,9 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
         for group in optimizer.param_groups
     ]
     assert shown == [
-        ("muon", 0.02, 0.3, [(4, 3)]),
+        ("muon", 0.02, 0.3, [(2, 2), (4, 3)]),
         ("adamw", 1e-3, 0.3, [(1, 6, 4), (3, 2, 3, 3)]),
-        ("adamw", 1e-3, 0.0, [(), (2, 3), (2, 3), (3,), (3,), (3,), (4,), (5, 4)]),
+        ("adamw", 1e-3, 0.0, [(), (2,), (2, 3), (2, 3), (3,), (3,), (3,), (4,), (5, 4)]),
     ]
     assert second.param_groups[0]["fused"]
 
@@ -167,10 +170,10 @@ def test_muon_leaves_matrices_to_adamw_on_request() -> None:
 
 
 def test_muon_warns_if_it_has_less_than_half_of_a_model(caplog: pytest.LogCaptureFixture) -> None:
-    built(Parts(), muon)  # its matrix has 12 of 136 parameters
+    built(Parts(), muon)  # the matrices have 16 of 142 parameters
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    check_facts(record.getMessage(), "muon", "8.8%", "optimizer.use", "'adamw'")
+    check_facts(record.getMessage(), "muon", "11.3%", "optimizer.use", "'adamw'")
     caplog.clear()
     built(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(6)), muon)  # half
     assert not caplog.messages

@@ -51,6 +51,23 @@ def test_the_net_computes_in_the_precision_asked_for(precision, dtype):
     assert all(parameter.dtype == torch.float32 for parameter in loop.model.parameters())
 
 
+@pytest.mark.parametrize("amp_first", [False, True])
+def test_other_wrappers_of_the_loss_compute_in_the_precision_too(amp_first):
+    class Around:
+        def __init__(self):
+            self.seen = []
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self, loop, batch):
+            self.seen.append(loop.net(batch.inputs).dtype)
+            return (yield)
+
+    around, amp = Around(), AMP("bf16")
+    plugins = {"amp": amp, "around": around} if amp_first else {"around": around, "amp": amp}
+    toy_loop(plugins, steps=1).run()
+    assert around.seen == [torch.bfloat16]
+
+
 def test_off_changes_nothing():
     plain, off = toy_loop(), toy_loop({"amp": AMP("off")})
     plain.run()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from hookdiff import ConfigError, UserError, hookimpl, load_config
+from hookdiff import PASS, ConfigError, UserError, hookimpl, load_config
 from hookdiff.experiment import try_config
 from hookdiff.testing import toy_loop
 from hookdiff_lr import (
@@ -227,7 +227,7 @@ def test_a_skipped_step_does_not_advance_the_schedule():
     class Hold:
         @hookimpl
         def optimizer_step(self, loop):
-            return False if loop.progress.position in (3, 4) else None
+            return False if loop.progress.position in (3, 4) else PASS
 
     plain, held = Look(), Look()
     toy_loop({"lr": LR(), "look": plain}).run()

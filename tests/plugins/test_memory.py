@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hookdiff import hookimpl
+from hookdiff import PASS, hookimpl
 from hookdiff.testing import CountTransfers, toy_loop
 from hookdiff_memory import Memory
 from hookdiff_memory.plugin import MIB, empty_cache, measure
@@ -94,7 +94,7 @@ class Litter:
 
     @hookimpl
     def unscale(self, loop):
-        return False if loop.progress.position in self.void else None
+        return False if loop.progress.position in self.void else PASS
 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
