@@ -256,8 +256,8 @@ print(*sys.modules)
     modules = fresh_python(code)
     assert (tmp_path / "run" / "config.toml").exists()
     assert {module.partition(".")[0] for module in modules if module.startswith("hookdiff_")} == {"hookdiff_clip"}
-    on_request = {"builtin.micro_batch", "models.memory"}
-    assert not {f"hookdiff.{name}" for name in on_request} & modules
+    asked_for = {"builtin.micro_batch", "models.memory"}
+    assert not {f"hookdiff.{name}" for name in asked_for} & modules
     assert not {"torchvision", "aim", "safetensors.torch"} & modules
 
 

@@ -156,7 +156,7 @@ def test_all_tensors_are_read_together() -> None:
             loop.log.average({f"b{number}": torch.tensor(float(number)), "c": 2.0})
         assert host.reads == 0
         loop.log.flush()
-    assert host.reads == 2  # one for the values, one for the means
+    assert host.reads == 2  # one read for the values, one for the means
     ((_, logged),) = sink.calls
     assert [logged[f"a{n}"] for n in range(50)] == [logged[f"b{n}"] for n in range(50)] == list(range(50))
     assert (logged["text"], logged["c"]) == (1.5, 2.0)

@@ -36,7 +36,7 @@ def test_evaluated_images_have_the_classes_of_the_data() -> None:
 
 
 class ByClass(nn.Module):
-    """Predicts an image as bright as a quarter of its label."""
+    """Predicts an image with a quarter of its label in each pixel."""
 
     num_classes = 4
 
@@ -79,7 +79,7 @@ def test_a_start_from_images_reaches_the_sampler() -> None:
             assert strength == 0.3
             return images + 0.5
 
-    seen: Any = Seen()  # its signature is shorter than that of a sampler
+    seen: Any = Seen()  # `Seen` has a shorter signature than a sampler
     with loop() as running, running.using(sampler=seen):
         images = torch.zeros(2, 1, 4, 4)
         assert brightness(running.sample(SampleRequest(2, images=images, strength=0.3)).images) == [0.5, 0.5]

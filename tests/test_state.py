@@ -252,7 +252,7 @@ def test_optimizer_state_of_a_parameter_that_is_not_held_is_refused() -> None:
 
 
 class Slowing(Optimizer):
-    """Divides its steps by their count, kept in the groups of weights."""
+    """Divides the learning rate by the number of steps, kept in the groups of weights."""
 
     def __init__(self, weights: Any, lr: float) -> None:
         super().__init__(weights, {"lr": lr, "count": 0})

@@ -229,7 +229,7 @@ def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start
             assert hookdiff("run", "small.toml", "--out", "run", way) == (2, "", in_use)
         assert (folder / "run" / CONFIG).exists()
         loaded = {int(path.name.partition("-")[2]) for path in folder.glob("worker-*")}
-        workers = loaded - {process.pid, os.getpid()}  # the run itself looked at the shape of the data
+        workers = loaded - {process.pid, os.getpid()}  # the run itself loads a sample for its shape
         assert len(workers) == 2
         for worker in workers:
             # A stopped worker outlives the run: it cannot check, every five seconds, that the run is alive.
@@ -244,4 +244,4 @@ def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start
             os.kill(worker, signal.SIGKILL)  # fails if a worker was not alive
     (took_over,) = [message for message in caplog.messages if str(process.pid) in message]
     check_facts(took_over, "run")
-    assert any("checkpoint" in message for message in caplog.messages)  # there is none yet: the run starts anew
+    assert any("checkpoint" in message for message in caplog.messages)  # the run has no checkpoint yet and starts anew

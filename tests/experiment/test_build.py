@@ -114,7 +114,7 @@ def test_plugins_without_the_hooks_are_left_out(config, tmp_path):
     loop = build_loop(config(plugins=["ema", "clip", "checkpoint"]), tmp_path, hooks=("restore", "offer_weights"))
     heard = [name for name, plugin in loop.plugins.items() if type(plugin) is not object]
     assert heard == ["ema", "checkpoint"]
-    assert "clip" in loop.plugins  # its name stays, so that its saved state is not of an unknown plugin
+    assert "clip" in loop.plugins  # the name stays, so that the saved state is not of an unknown plugin
 
 
 def test_the_data_gives_the_arguments_that_the_config_leaves_open(config, tmp_path):

@@ -43,7 +43,7 @@ def change(table, dotted, value):
 
 
 def problems(path, *args, **kwargs):
-    """Return the problems of the config at `path`, a line each; the first line of the message counts them."""
+    """Return the problems of the config at `path`, one line each; the first line of the message counts them."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, *args, **kwargs)
     first, *lines = str(caught.value).split("\n")
