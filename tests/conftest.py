@@ -27,10 +27,10 @@ settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True
 settings.register_profile("deep", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a script starts what it puts in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The nets of the tests are tiny: a second thread costs more than it brings.
+# The nets of the tests are so small that a second thread would only slow them down.
 torch.set_num_threads(1)
 
 SMALL: dict[str, Any] = {
@@ -62,15 +62,15 @@ head_dim = 8
 
 
 def check_facts(text: object, *facts: object) -> None:
-    """Assert that every fact (a file, a key, a number, a name) is in the text; sentences may be worded in any way."""
+    """Assert that the text has every fact (a file, a key, a number, a name); its other words are free."""
     for fact in map(str, facts):
-        # As a word of its own: 5 is not in 50, 5.1 or 0.5.
+        # A fact is found only as a whole word: 5 is not in 50, 5.1 or 0.5.
         found = re.search(rf"(?<!\d\.)(?:\b|(?=\W)){re.escape(fact)}(?:\b|(?<=\W))(?!\.\d)", str(text))
         assert found, f"{fact} is not in: {text}"
 
 
 def refused(error: type[BaseException], *facts: object) -> Any:
-    """Return the context that expects an error of this type, with all these facts in its message."""
+    """Return a context that expects an error of this type with all these facts in its message."""
 
     def check(caught: BaseException) -> bool:
         check_facts(caught, *facts)
@@ -81,9 +81,9 @@ def refused(error: type[BaseException], *facts: object) -> Any:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Return a function that starts the command line in `folder`, as a process and a group of its own.
+    """Return a function that starts the command line in `folder`, in a process group of its own.
 
-    The modules in the folder can be imported. What still runs at the end of the test is killed.
+    The process can import the modules in the folder. It is killed at the end of the test.
     """
     started = []
 
@@ -103,11 +103,11 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     yield call
     for process in started:
-        with process:  # which closes its pipes
+        with process:  # the end of the block closes the pipes
             process.kill()
 
 
-PATIENCE = 300  # seconds that a process may take, on a machine that is busy
+PATIENCE = 300  # seconds that a process may take on a busy machine
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -125,7 +125,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    """Wait until the process has made a file."""
+    """Wait until the process has made the file `path`; fail if the process ends without it."""
     wait_until(lambda: path.exists() or process.poll() is not None)
     assert path.exists(), process.communicate()
 
@@ -137,9 +137,9 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def write_small(path: Path, **tables: Any) -> Path:
-    """Write the config of a small net, and return its path.
+    """Write a config that trains a small net, and return its path.
 
-    Tables take the place of its own; those of [run] are added to its own.
+    Each given table replaces the one in `SMALL`, except [run]: its keys are added to those in `SMALL`.
     """
     path.write_text(tomli_w.dumps({**SMALL, **tables, "run": {**SMALL["run"], **tables.get("run", {})}}))
     return path
@@ -147,13 +147,13 @@ def write_small(path: Path, **tables: Any) -> Path:
 
 @pytest.fixture
 def write_config(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes a config as `write_small` does, into a file of `tmp_path`."""
+    """Return a function that calls `write_small` with a file in `tmp_path`."""
     return lambda name="small.toml", **tables: write_small(tmp_path / name, **tables)
 
 
 @pytest.fixture
 def load_small(write_config: Callable[..., Path]) -> Callable[..., Any]:
-    """Return a function that loads what `write_config` writes, with settings as `--set` takes them, and plugins."""
+    """Return a function that writes a config by `write_config` and loads it; settings are written as for `--set`."""
     from hookdiff import load_config
 
     def load(*settings: str, plugins: Iterable[str] = (), **tables: Any) -> Any:
@@ -163,25 +163,25 @@ def load_small(write_config: Callable[..., Path]) -> Callable[..., Any]:
 
 
 def pixels(seed: int, side: int = 10) -> Any:
-    """Return the pixels of an RGB picture that no other seed gives."""
+    """Return the random pixels of an RGB picture; each seed gives another picture."""
     return numpy.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=numpy.uint8)
 
 
 @pytest.fixture
 def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change to a folder with pictures of two classes, and with `config.toml`, which trains on them."""
+    """Change to a folder with pictures of two classes and a `config.toml` that trains on them; return the folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.toml").write_text(PICTURES)
     for k in range(24):
         path = tmp_path / "pictures" / ("ant", "bee")[k % 4 == 3] / f"{k:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels(k % 20, 10 if k % 20 else 12)).save(path)  # the last four are the first again
+        Image.fromarray(pixels(k % 20, 10 if k % 20 else 12)).save(path)  # the last four pictures repeat the first four
     return tmp_path
 
 
 @pytest.fixture
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return a function that writes a module into `tmp_path`, from where it can be imported."""
+    """Return a function that writes an importable module into `tmp_path`."""
 
     def write(name: str, source: str) -> None:
         (tmp_path / f"{name}.py").write_text(source)
@@ -192,7 +192,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 
 @pytest.fixture
 def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Return a function that runs the command line in this process: its exit code, stdout and stderr."""
+    """Return a function that runs the command line in this process and returns its exit code, stdout and stderr."""
     from hookdiff.cli import main
 
     def call(*words: object) -> tuple[int, str, str]:
@@ -208,7 +208,7 @@ def hookdiff(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Return a function that installs a distribution: its metadata, its entry points, its modules."""
+    """Return a function that installs a distribution with its metadata, entry points and modules."""
     before = set(sys.modules)
 
     def made(
@@ -240,7 +240,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 @pytest.fixture
 def mount() -> Iterator[Callable[..., None]]:
-    """Return a function that mounts, given the words of that command; what it mounted goes with the test."""
+    """Return a function that runs `mount` with the given arguments; the end of the test unmounts everything."""
     places = []
 
     def call(*words: object) -> None:
@@ -260,7 +260,7 @@ def mount() -> Iterator[Callable[..., None]]:
 
 @pytest.fixture
 def small_disk(mount: Callable[..., None]) -> Callable[[Path], Path]:
-    """Return a function that makes a folder which is a disk of its own, of 4 MB."""
+    """Return a function that makes a folder and mounts a disk of 4 MB on it."""
 
     def make(place: Path) -> Path:
         place.mkdir(parents=True)
@@ -272,7 +272,7 @@ def small_disk(mount: Callable[..., None]) -> Callable[[Path], Path]:
 
 @pytest.fixture
 def disk(tmp_path: Path, small_disk: Callable[[Path], Path]) -> Path:
-    """A disk of its own, of 4 MB."""
+    """Return a folder on which a disk of 4 MB is mounted."""
     return small_disk(tmp_path / "disk")
 
 
@@ -282,30 +282,30 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def fill(disk: Path, room: int = 0) -> None:
-    """Leave `room` bytes of a disk of its own."""
+    """Fill a mounted disk until only `room` bytes are free."""
     free(disk)
     with (disk / "ballast").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - room)
 
 
 def free(disk: Path) -> None:
-    """Give back what `fill` took."""
+    """Free the space that `fill` has taken."""
     (disk / "ballast").unlink(missing_ok=True)
 
 
 def read_only(disk: Path) -> None:
-    """Make a disk of its own read-only, once nothing is being written on it."""
+    """Make a mounted disk read-only, as soon as no process is writing to it."""
     wait_until(lambda: not subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode)
 
 
 def saved(loop: Loop) -> dict[str, Any]:
-    """Return the state of a run as a file would give it back: it shares nothing with the run."""
+    """Return a copy of the state of a run, as a checkpoint would give it back; the copy shares nothing with the run."""
     tensors, tree = flatten(loop.state_dict())
     return unflatten({name: tensor.detach().clone() for name, tensor in tensors.items()}, copy.deepcopy(tree))
 
 
 class Restores:
-    """A plugin with a state from which the run goes on, if it has one; it keeps that of the step `at`."""
+    """A plugin that restores the run from `state`, if it has one, and keeps the state after step `at`."""
 
     def __init__(self, state: Any = None, at: int | None = None) -> None:
         self.state, self.at = state, at
@@ -321,7 +321,7 @@ class Restores:
 
 
 class Logged:
-    """A plugin that keeps what is logged: the step and the values of each call."""
+    """A plugin that records the step and the values of each call of `on_log`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, dict[str, float]]] = []
@@ -331,13 +331,13 @@ class Logged:
         self.calls.append((step, dict(values)))
 
     def of(self, name: str) -> dict[int, float]:
-        """Return the values of one name, by step."""
+        """Return the values that were logged under `name`, by step."""
         return {step: values[name] for step, values in self.calls if name in values}
 
 
 @pytest.fixture
 def second_rank() -> Iterator[None]:
-    """Let this process be the second of two ranks; collectives return at once."""
+    """Make this process the second of two ranks; collective operations return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
@@ -346,7 +346,7 @@ def second_rank() -> Iterator[None]:
 
 
 class Clock:
-    """A plugin that takes the place of time.monotonic: each step takes ten seconds."""
+    """A plugin that replaces the clock time.monotonic; each step takes ten seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = float(int(time.monotonic()))
@@ -358,7 +358,7 @@ class Clock:
 
 
 class StopAt:
-    """A plugin that ends the run after a step; run again, it goes on."""
+    """A plugin that ends the run after step `step`; the next run of the same loop continues."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -1,4 +1,4 @@
-"""The import graph of hookdiff: its rooms, the layers they lie in, imports that run back up, and circles.
+"""The import graph of hookdiff: its rooms and their layers, the imports that run back up, and the circles.
 
 A room is a folder of hookdiff/, a file beside these folders, or the whole of plugins/. Imports for type checkers count.
 `python tests/import_graph.py [ROOT]` prints the numbers.
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-Graph = dict[str, set[str]]  # what each file, or each room, imports
+Graph = dict[str, set[str]]  # the imports of each file or room
 
 
 def files(root: Path) -> dict[str, Path]:
@@ -23,7 +23,7 @@ def files(root: Path) -> dict[str, Path]:
 
 
 def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    """Yield the modules of `known` that the file imports, or takes a name from."""
+    """Yield the modules of `known` that the file imports, or imports a name from."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
@@ -34,7 +34,7 @@ def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
 
 
 def file_graph(root: Path) -> Graph:
-    """Return which module imports which."""
+    """Return the modules that each module imports."""
     known = files(root)
     return {name: {other for other in imports(path, known) if other != name} for name, path in known.items()}
 
@@ -46,7 +46,7 @@ def room(module: str) -> str:
 
 
 def room_graph(graph: Graph) -> Graph:
-    """Return which room imports which."""
+    """Return the rooms that each room imports."""
     rooms: Graph = {}
     for module, others in graph.items():
         rooms.setdefault(room(module), set()).update(room(other) for other in others if room(other) != room(module))
@@ -54,7 +54,7 @@ def room_graph(graph: Graph) -> Graph:
 
 
 def circles(graph: Graph) -> list[set[str]]:
-    """Return the sets of nodes that reach one another (Tarjan 1972), from the least dependent on."""
+    """Return the sets of nodes that reach one another (Tarjan 1972); each set comes after the sets that it imports."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -81,12 +81,12 @@ def circles(graph: Graph) -> list[set[str]]:
 
 
 def back_up(graph: Graph) -> set[tuple[str, str]]:
-    """Return imports without which no circle would be left, found greedily (Eades et al. 1993)."""
+    """Return imports to remove so that no circle is left, found greedily (Eades et al. 1993)."""
     found = set()
     for group in circles(graph):
         inside = {node: graph[node] & group for node in group}
         while inside:
-            # The lowest of what is left: the room that the others import most, and that imports the least of them.
+            # The lowest remaining room has the most imports by other rooms, less its own imports of them.
             lowest = max(sorted(inside), key=lambda n: sum(n in others for others in inside.values()) - len(inside[n]))
             found |= {(lowest, other) for other in inside.pop(lowest)}
             inside = {node: others - {lowest} for node, others in inside.items()}
@@ -94,7 +94,7 @@ def back_up(graph: Graph) -> set[tuple[str, str]]:
 
 
 def layers(graph: Graph) -> int:
-    """Return the length of the longest way down, imports that run back up aside."""
+    """Return the length of the longest chain of imports, without those that run back up."""
     up = back_up(graph)
     down = {node: {other for other in others if (node, other) not in up} for node, others in graph.items()}
     depth: dict[str, int] = {}
@@ -104,7 +104,7 @@ def layers(graph: Graph) -> int:
 
 
 def main(root: Path) -> None:
-    """Print the numbers."""
+    """Print the numbers of rooms, layers and imports back up, and the circles of files."""
     modules = file_graph(root)
     rooms = room_graph(modules)
     print(f"{len(rooms)} rooms, {layers(rooms)} layers, {len(back_up(rooms))} imports back up")

@@ -41,7 +41,7 @@ KINDS = [
     diffusion.Clipping,
     diffusion.Guidance,
 ]
-OPTIONS: dict[type, dict[str, Any]] = {diffusion.Shifted: {"shift": 2.0}}  # without a default
+OPTIONS: dict[type, dict[str, Any]] = {diffusion.Shifted: {"shift": 2.0}}  # options that have no default
 PARTS = [part for kind in KINDS for part in kind.known.values()]
 
 MINE = """
@@ -61,7 +61,7 @@ class Outer:
 
 @pytest.fixture
 def mine(install: Callable[..., None]) -> None:
-    """Install the modules hd_mine and hd_other, and no entry point."""
+    """Install the modules hd_mine and hd_other without an entry point."""
     install("hookdiff-modules", hd_mine=MINE, hd_other=MINE)
 
 
@@ -72,10 +72,10 @@ def test_a_choice_is_an_object_a_name_or_a_table() -> None:
     assert Shape.of({"use": "circle", "radius": 3.0}) == Circle(3.0)
     given = {"use": "circle"}
     Shape.of(given)
-    assert given == {"use": "circle"}  # which is the caller's
+    assert given == {"use": "circle"}  # the table of the caller is not changed
 
 
-def test_a_table_without_a_name_is_of_the_default() -> None:
+def test_a_table_without_use_needs_a_default() -> None:
     with refused(PluginError, "`use`", "square", "circle"):
         Shape.of({"side": 3.0})
     assert isinstance(diffusion.Process.of({"timesteps": 500}), diffusion.VP)
@@ -83,7 +83,7 @@ def test_a_table_without_a_name_is_of_the_default() -> None:
 
 
 @pytest.mark.parametrize(("use", "nearest"), [("sqare", "'square'"), ("cirle", "'circle'")])
-def test_an_unknown_name_gets_the_nearest(use: str, nearest: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest(use: str, nearest: str) -> None:
     with refused(PluginError, f"'{use}'", nearest, "square", "circle", "module:Name"):
         find(Shape, use)
 
@@ -94,7 +94,7 @@ def test_a_value_that_is_no_name_is_refused(use: object) -> None:
         find(Shape, use)
 
 
-def test_a_class_of_the_users_own(mine: None) -> None:
+def test_a_class_of_the_user_is_found_by_its_path(mine: None) -> None:
     part = Shape.of({"use": "hd_mine:Mine", "size": 5.0})
     assert (type(part).__name__, part.size, part.use) == ("Mine", 5.0, "hd_mine:Mine")
     inner = Shape.of("hd_mine:Outer.Inner")
@@ -114,7 +114,7 @@ def test_a_class_of_the_users_own(mine: None) -> None:
         ("hookdiff.diffusion:Euler", ["hookdiff.diffusion:Euler", "shape", "Shape"]),
     ],
 )
-def test_a_class_of_another_kind_is_refused(mine: None, use: str, facts: list[str]) -> None:
+def test_a_class_that_is_missing_or_of_another_kind_is_refused(mine: None, use: str, facts: list[str]) -> None:
     with refused(PluginError, *facts):
         find(Shape, use)
 
@@ -130,7 +130,7 @@ def test_a_published_class_is_known_by_its_name(install: Callable[..., None]) ->
         find(diffusion.Weighting, "mine")
 
 
-def test_nothing_is_imported_to_find_another(install: Callable[..., None]) -> None:
+def test_finding_a_class_imports_no_other(install: Callable[..., None]) -> None:
     install("hookdiff-broken", {"shape.broken": "hd_broken:Mine"}, group="hookdiff.parts", hd_broken="1 / 0\n")
     assert Shape.of("square").use == "square"
     with refused(PluginError, "'brokn'", "'broken'"):
@@ -138,12 +138,12 @@ def test_nothing_is_imported_to_find_another(install: Callable[..., None]) -> No
     assert "hd_broken" not in sys.modules
 
 
-def test_two_claimants_of_a_name_are_both_named(install: Callable[..., None]) -> None:
+def test_two_classes_published_under_one_name_are_both_reported(install: Callable[..., None]) -> None:
     install("hookdiff-one", {"shape.mine": "hd_mine:Mine"}, group="hookdiff.parts", hd_mine=MINE)
     install("hookdiff-two", {"shape.mine": "hd_other:Mine"}, group="hookdiff.parts", hd_other=MINE)
     with refused(PluginError, "shape", "'mine'", "hd_mine:Mine", "hd_other:Mine"):
         find(Shape, "mine")
-    assert Shape.of("hd_other:Mine").use == "hd_other:Mine"  # which finds it again
+    assert Shape.of("hd_other:Mine").use == "hd_other:Mine"  # module:Name still finds the class
 
 
 def test_a_distribution_that_is_seen_twice_counts_once(install: Callable[..., None]) -> None:
@@ -152,13 +152,13 @@ def test_a_distribution_that_is_seen_twice_counts_once(install: Callable[..., No
     assert Shape.of("mine").use == "mine"
 
 
-def test_own_names_come_before_published_ones(install: Callable[..., None]) -> None:
+def test_built_in_names_come_before_published_ones(install: Callable[..., None]) -> None:
     install("hookdiff-mine", {"shape.square": "hd_mine:Mine"}, group="hookdiff.parts", hd_mine=MINE)
     assert find(Shape, "square") is Square
 
 
 @pytest.mark.parametrize("part", PARTS, ids=name_of)
-def test_every_part_is_found_by_its_name_and_is_its_options(part: type[Choice]) -> None:
+def test_every_part_is_found_by_its_name_and_compares_by_its_options(part: type[Choice]) -> None:
     options = OPTIONS.get(part, {})
     made = part(**options)
     (kind,) = (kind for kind in KINDS if issubclass(part, kind))

@@ -1,4 +1,4 @@
-"""What holds for the sources as a whole: who calls which hook, and who may know whom."""
+"""Rules for all the sources: the calls of hooks, and the imports that each module may have."""
 
 import ast
 import functools
@@ -42,13 +42,13 @@ def parsed(path: Path) -> ast.Module:
 
 
 def fresh_python(code: str) -> set[str]:
-    """The words that `code` prints in a process of its own."""
+    """Return the words that `code` prints in a new Python process."""
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return set(run.stdout.split())
 
 
 def hook_calls(tree: ast.Module) -> Iterator[ast.Call]:
-    """Calls of `hook.NAME(...)` and `....hook.NAME(...)`."""
+    """Yield the calls of `hook.NAME(...)` and `....hook.NAME(...)`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner = node.func.value
@@ -59,7 +59,7 @@ def hook_calls(tree: ast.Module) -> Iterator[ast.Call]:
 
 
 def imports(tree: ast.AST, at_run_time: bool = False) -> Iterator[tuple[str, str | None]]:
-    """Modules and what is taken from each; with `at_run_time` those that only type checkers see are left out."""
+    """Yield each imported module and the name taken from it; `at_run_time` leaves out imports for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
@@ -81,7 +81,7 @@ def test_every_hook_is_called_as_its_spec_says() -> None:
             assert not call.args, f"{where}: hooks take keywords only"
             assert sorted(str(keyword.arg) for keyword in call.keywords) == sorted(specs[hook]), where
             called.add(hook)
-    assert called | {"on_log", "on_images"} == set(HOOK_NAMES)  # no hook that never fires; Log calls these two
+    assert called | {"on_log", "on_images"} == set(HOOK_NAMES)  # every hook is called; Log calls these two by name
 
 
 def test_the_core_knows_no_plugin() -> None:
@@ -91,10 +91,10 @@ def test_the_core_knows_no_plugin() -> None:
         assert found is None, f"{name(path)} names {found}"
 
 
-# Names that the core has a use of its own for, and where: a folder, a number that is logged, a part of the state.
+# Names of plugins that the core also uses for something else, such as a logged value, with the files that use them.
 OWN_USES = {
     "loss": {"hookdiff/cli/summary.py", "hookdiff/diffusion/losses.py", "hookdiff/loop.py"},
-    "lr": {"hookdiff/experiment/optimizers.py", "hookdiff/state.py"},  # of a group of weights
+    "lr": {"hookdiff/experiment/optimizers.py", "hookdiff/state.py"},  # the learning rate of a group of weights
     "memory": {"hookdiff/data/store.py"},
     "progress": {"hookdiff/state.py"},
 }
@@ -112,7 +112,7 @@ def loop_class() -> ast.ClassDef:
     return loop
 
 
-def test_the_loop_is_read_in_five_minutes() -> None:
+def test_the_loop_and_its_step_are_short() -> None:
     assert len((CORE / "loop.py").read_text("utf-8").splitlines()) < 220
     (step,) = (node for node in loop_class().body if isinstance(node, ast.FunctionDef) and node.name == "run_step")
     assert step.end_lineno is not None
@@ -121,7 +121,7 @@ def test_the_loop_is_read_in_five_minutes() -> None:
 
 @functools.cache
 def attributes_of_the_loop() -> set[str]:
-    """What `Loop.__init__` sets."""
+    """Return the names of the attributes that `Loop.__init__` sets."""
     (init,) = (node for node in loop_class().body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     return {
         node.target.attr
@@ -131,7 +131,7 @@ def attributes_of_the_loop() -> set[str]:
 
 
 def assigned(tree: ast.Module) -> Iterator[ast.Attribute]:
-    """Attributes of other objects than `self` that are assigned, changed, deleted, or set by name."""
+    """Yield the attributes that are set or deleted on objects other than `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             if not (isinstance(node.value, ast.Name) and node.value.id == "self"):
@@ -161,7 +161,7 @@ def test_attributes_of_a_loop_are_read_only() -> None:
                 setattr(loop, attribute, None)
 
 
-# Public modules, beside the names of `hookdiff` itself: what few plugins need is taken from these.
+# Modules that plugins may import from, besides `hookdiff` itself: they have the names that few plugins need.
 PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
@@ -172,7 +172,7 @@ PUBLIC = {
 
 
 @pytest.mark.parametrize("path", [path for path in PLUGIN_FILES if path not in SCRIPTS], ids=name)
-def test_a_plugin_knows_the_public_names_and_itself(path: Path) -> None:
+def test_a_plugin_imports_only_public_names_and_its_own_package(path: Path) -> None:
     own = path.relative_to(ROOT / "plugins").parts[0]
     for module, taken in imports(parsed(path)):
         top = module.partition(".")[0]
@@ -184,7 +184,7 @@ def test_a_plugin_knows_the_public_names_and_itself(path: Path) -> None:
             assert top == own, f"{name(path)} imports {module}"
 
 
-# The rooms of the core, lowest first: each may import those before it. See docs/architecture.md.
+# The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
 ROOMS = [
     *("errors", "readonly", "ranks", "findings", "randomness", "options", "choices", "gradients", "dispatch"),
     *("disk", "data", "progress", "objective", "sampling", "weights", "models", "diffusion"),
@@ -192,10 +192,10 @@ ROOMS = [
     *("loop", "hookspecs", "defaults", "plugins"),
     *("sinks", "testing", "builtin", "experiment", "cli", "__init__"),
 ]
-CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # these name `Loop` for type checkers
+CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # the other three import `Loop` for type checkers
 
 
-def test_every_room_has_its_rank() -> None:
+def test_every_room_is_in_the_list() -> None:
     rooms = {path.relative_to(CORE).parts[0].removesuffix(".py") for path in CORE_FILES}
     assert rooms == set(ROOMS)
 
@@ -208,7 +208,7 @@ def test_the_docs_list_the_rooms_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=name)
-def test_imports_go_down(path: Path) -> None:
+def test_a_room_imports_only_lower_rooms(path: Path) -> None:
     own = path.relative_to(CORE).parts[0].removesuffix(".py")
     at_run_time = {module for module, _ in imports(parsed(path), at_run_time=True)}
     for module in import_graph.imports(path, MODULES):
@@ -218,18 +218,18 @@ def test_imports_go_down(path: Path) -> None:
         assert down or in_circle, f"{name(path)} imports {module}"
 
 
-def test_there_is_no_circle_but_one() -> None:
+def test_there_is_only_one_circle_of_imports() -> None:
     found = [group for group in import_graph.circles(import_graph.file_graph(ROOT)) if len(group) > 1]
     assert found == [{f"hookdiff.{part}" for part in CIRCLE}]
 
 
-def test_they_are_imported_without_the_loop() -> None:
+def test_data_diffusion_and_models_are_imported_without_the_loop() -> None:
     modules = fresh_python("import sys, hookdiff.data, hookdiff.diffusion, hookdiff.models; print(*sys.modules)")
     assert {"hookdiff.data", "hookdiff.diffusion", "hookdiff.models"} <= modules
     assert not {"hookdiff.loop", "hookdiff.plugins", "hookdiff.experiment", *PACKAGES} & modules
 
 
-def test_a_run_imports_nothing_that_it_was_not_asked_for(tmp_path: Path) -> None:
+def test_a_run_imports_only_the_packages_that_it_uses(tmp_path: Path) -> None:
     config = """
         [run]
         steps = 2
@@ -261,12 +261,12 @@ print(*sys.modules)
     assert not {"torchvision", "aim", "safetensors.torch"} & modules
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     for path in (*CORE_FILES, *PLUGIN_FILES):
         assert ast.get_docstring(parsed(path)), name(path)
 
 
-def test_every_public_name_exists_and_says_what_it_is() -> None:
+def test_every_public_name_exists_and_has_a_docstring() -> None:
     for public in hookdiff.__all__:
         value = getattr(hookdiff, public)
         assert value.__doc__ or public in ("Reason", "Verdict", "hookimpl"), public
@@ -277,6 +277,6 @@ def test_public_names_are_imported_on_first_use() -> None:
     assert "torch" not in fresh_python("import sys, hookdiff, hookdiff.cli; hookdiff.UserError; print(*sys.modules)")
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Trainer"):
         hookdiff.Trainer  # noqa: B018

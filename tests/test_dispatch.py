@@ -10,7 +10,7 @@ from hookdiff.plugins import Plugins
 from hookdiff.testing import toy_loop
 from tests.conftest import check_facts, refused
 
-MOMENT, SEAM = "on_nan", "backward"  # both of two arguments
+MOMENT, SEAM = "on_nan", "backward"  # each hook takes two arguments
 ARGUMENTS = {MOMENT: {"loop": "the loop", "report": "the report"}, SEAM: {"loop": "the loop", "loss": "the loss"}}
 
 
@@ -35,7 +35,7 @@ def plain(name, hook, heard, answer, **marks):
 
 
 def around(name, hook, heard, reaction, **marks):
-    """Return a plugin that wraps the hook: it notes what it sees at its yield, and reacts."""
+    """Return a plugin that wraps the hook: it records the result or the error at its yield, and reacts."""
 
     def call():
         heard.append(f"{name} before")
@@ -78,7 +78,10 @@ def outcome(call, heard):
 
 
 def in_pluggy(hook, plugins):
-    """Return pluggy's own hook. What is registered last is called first there, but of several `trylast` it is last."""
+    """Return pluggy's own hook, with the plugins registered so that pluggy calls them in our order.
+
+    In pluggy the hook registered last is called first; among `trylast` hooks it is called last.
+    """
     manager = pluggy.PluginManager("hookdiff")
     manager.add_hookspecs(Hooks)
 
@@ -107,7 +110,7 @@ def test_a_seam_gives_the_result_of_pluggy(drawn):
     heard = []
     plugins = make(SEAM, drawn, heard)
     last = plain("default", SEAM, heard, "by default", trylast=True)
-    # Plugins brings a default of its own, which would need a real loss.
+    # `Plugins` adds its own default last; that default would need a real loss.
     order = Plugins(plugins).order(SEAM)[:-1]
     manager = pluggy.PluginManager("hookdiff")
     manager.register(last, "default")
@@ -128,17 +131,17 @@ def test_the_order_is_wrappers_then_phases_then_the_config(drawn):
         return (
             kind is plain,
             0 if "tryfirst" in marks else 2 if "trylast" in marks else 1,
-        )  # a stable sort does the rest
+        )  # the sort is stable: ties keep the order of the config
 
     assert [impl.plugin_name for impl in Plugins(plugins).order(MOMENT)] == sorted(plugins, key=key)
 
 
-def test_ties_are_called_as_they_are_ranked():
+def test_ties_are_called_in_the_order_of_their_ranks():
     impls = Plugins(make(MOMENT, [(plain, 0, {"trylast": True})] * 3, [])).order(MOMENT)
     assert [i.plugin_name for i in in_order(impls, {"p0": 2, "p1": 0, "p2": 1})] == ["p1", "p2", "p0"]
 
 
-def test_the_outermost_wrapper_has_the_last_word():
+def test_the_outermost_wrapper_decides_the_result():
     heard = []
     drawn = [(around, "replace", {}), (around, "swallow", {}), (plain, Mine("broken"), {})]
     result = getattr(Plugins(make(MOMENT, drawn, heard)).hook, MOMENT)(**ARGUMENTS[MOMENT])
@@ -305,7 +308,7 @@ def test_falsy_results_count_and_none_does_not():
     assert heard == ["p0", "p1"]  # a plugin that comes after the answer is not called
 
 
-def test_an_error_of_a_plugin_travels_untouched():
+def test_an_error_of_a_plugin_is_raised_unchanged():
     error = UserError("mine")
     drawn = [(around, "pass on", {}), (plain, error, {})]
     with pytest.raises(UserError) as caught:

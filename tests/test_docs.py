@@ -35,7 +35,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout as a reader has it, with the run that the tutorial begins with, in short."""
+    """Return a folder with the examples and a short version of the first run in the tutorial."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "examples").symlink_to(ROOT / "examples")
     first = shlex.split(blocks("docs/tutorial.md", "sh")[0])[1:]
@@ -52,11 +52,11 @@ def test_all_code_is_in_a_language_that_is_tested() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_python_runs(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The blocks of a page are one program, read from top to bottom; the run that it looks at is the short one.
+def test_the_python_code_runs(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The blocks of a page are one program; it reads the short run in `folder`.
     monkeypatch.chdir(folder)
     for line in "".join(blocks(page, "sh")).splitlines():
-        if line.startswith("hookdiff export"):  # what it writes is loaded
+        if line.startswith("hookdiff export"):  # the program loads the exported file
             monkeypatch.setattr(sys, "argv", [*shlex.split(line), "--overwrite"])
             with pytest.raises(SystemExit, match=r"^0$"):
                 main()
@@ -73,7 +73,7 @@ def commands() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("line", list(commands()))
-def test_commands_run(
+def test_the_commands_run(
     line: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, command, *rest = shlex.split(line)
@@ -84,7 +84,7 @@ def test_commands_run(
     if command == "resume":
         rest += ["--steps", "6"]
     if command == "export":
-        rest.append("--overwrite")  # of a test before
+        rest.append("--overwrite")  # an earlier test may have written the same file
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [program, command, *rest])
     with pytest.raises(SystemExit) as end:
@@ -94,7 +94,7 @@ def test_commands_run(
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_batch_scripts_are_bash() -> None:
+def test_the_batch_scripts_are_valid_bash() -> None:
     scripts = re.findall(
         r"^```\n(#!/bin/bash\n.*?)^```$", (ROOT / "docs" / "how-to.md").read_text("utf-8"), re.M | re.S
     )
@@ -105,7 +105,7 @@ def test_batch_scripts_are_bash() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")])
-def test_toml_is_understood(page: str, tmp_path: Path) -> None:
+def test_the_toml_is_valid(page: str, tmp_path: Path) -> None:
     for block in blocks(page, "toml"):
         table = tomli.loads(block)
         if "project" in table:
@@ -136,13 +136,13 @@ def test_the_readme_names_every_plugin_and_every_hook() -> None:
 
 
 @pytest.mark.skipif(not (ROOT / "hookdiff").is_dir(), reason="needs the sources, which the pages link to")
-def test_links_lead_somewhere() -> None:
+def test_linked_files_exist() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text("utf-8")):
             assert link.startswith("https://") or ((ROOT / page).parent / link).exists(), f"{page}: {link}"
 
 
-def test_the_lines_beside_make_are_those_of_the_makefile() -> None:
+def test_the_commands_of_the_readme_are_in_the_makefile() -> None:
     rules = (ROOT / "Makefile").read_text("utf-8")
     (command,) = blocks("README.md", "sh")
     assert command.strip() in rules

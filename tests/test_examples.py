@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them."""
+"""The examples run as a user runs them."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the published plugin is installed into."""
+    """Install the published plugin into a folder, and return the folder."""
     project = tmp_path_factory.mktemp("third_party")
     shutil.copytree(EXAMPLES / "third_party", project, dirs_exist_ok=True)
     site = tmp_path_factory.mktemp("site")
@@ -25,7 +25,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_a_published_plugin_is_found_configured_heard_in_order_and_removed(
+def test_a_published_plugin_is_found_configured_called_in_order_and_removed(
     site: Path, tmp_path: Path, write_config: Any, start: Any
 ) -> None:
     own = {"ema": {}, "lookahead": {"every": 2, "alpha": 0.8}}
@@ -51,14 +51,14 @@ def test_a_published_plugin_is_found_configured_heard_in_order_and_removed(
     assert code == 0, err
     check_facts(out.splitlines()[0], "done", 10)
 
-    # Removed: the name is gone, and the message says what there is.
+    # Without its package the name is unknown, and the message lists the installed plugins.
     code, _, err = run("check", config, folder=tmp_path)
     assert code == 2
     check_facts(err, "'lookahead'", "ema")
     assert "Traceback" not in err
 
 
-def test_lookahead_is_that_of_the_paper(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookahead_follows_its_paper(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from hookdiff.testing import toy_loop, toy_model, weights
@@ -90,7 +90,7 @@ def test_embed_trains_in_both_styles(tmp_path: Path) -> None:
     assert (tmp_path / "embed.png").is_file()
 
 
-def test_the_first_example_is_a_good_config(hookdiff: Any) -> None:
+def test_the_basic_example_is_a_valid_config(hookdiff: Any) -> None:
     code, out, err = hookdiff("check", EXAMPLES / "basic.toml", "--plugins", "ema,amp,fid")
     assert code == 0, err
     assert tomli.loads(out)["run"]["plugins"][-3:] == ["ema", "amp", "fid"]

@@ -1,4 +1,4 @@
-"""Findings: their text, the order of rules, and that each is reported once."""
+"""Findings: their text, the order of the rules, and the reports; each finding is reported once."""
 
 import json
 import logging
@@ -52,14 +52,14 @@ def test_the_first_rule_that_holds_decides():
     assert found(20) == FINE
 
 
-def test_each_is_reported_once_and_again_after_it_was_over(caplog):
+def test_a_finding_is_reported_once_and_again_after_it_was_over(caplog):
     alarms = Alarms()
     for step, finding in enumerate([None, HOT, HOT, FINE, HOT, None, HOT], 1):
         alarms.check(step, "heat", finding)
     assert [text.partition(":")[0] for text in caplog.messages] == ["step 2", "step 5", "step 7"]
 
 
-def test_keys_are_independent_and_a_change_of_severity_is_news():
+def test_keys_are_independent_and_a_change_of_severity_is_reported():
     alarms = Alarms()
     assert [alarms.news(1, key, HOT) for key in ("a", "b", "a")] == [HOT, HOT, None]
     assert [alarms.news(2, "a", finding) for finding in (BURNS, BURNS, HOT)] == [BURNS, None, HOT]
@@ -68,19 +68,19 @@ def test_keys_are_independent_and_a_change_of_severity_is_news():
     assert ("a" in alarms, "b" in alarms) == (False, True)
 
 
-def test_a_number_that_crosses_a_threshold_to_and_fro_is_one_finding():
+def test_a_finding_with_hysteresis_is_over_below_a_lower_threshold():
     alarms = Alarms()
     degrees = [70, 55, 70, 55, 40, 70]
     found = [alarms.news(step, "heat", HOT if d > 60 else None, over=d < 50) for step, d in enumerate(degrees)]
     assert found == [HOT, None, None, None, None, HOT]
 
 
-def test_after_a_quiet_period_it_is_news():
+def test_a_finding_is_reported_again_after_a_quiet_period():
     alarms = Alarms()
     assert [step for step in (1, 10, 20, 31, 40) if alarms.news(step, "heat", HOT, quiet=10)] == [1, 31]
 
 
-def test_what_has_grown_much_is_news():
+def test_a_finding_is_reported_again_when_its_size_has_grown():
     alarms = Alarms()
     sizes = [1.0, 2.0, 3.9, 4.0, 15.0, 1.0, 16.0]
     assert [size for size in sizes if alarms.news(0, "heat", HOT, size=size, growth=4)] == [1.0, 4.0, 16.0]
@@ -105,7 +105,7 @@ def test_a_resumed_run_reports_what_the_whole_run_would(events, cut):
 
 
 @pytest.mark.parametrize(("finding", "level"), [(Finding("info", ""), "INFO"), (HOT, "WARNING"), (BURNS, "WARNING")])
-def test_the_level_of_a_report(finding, level, caplog):
+def test_a_report_is_logged_at_info_or_warning(finding, level, caplog):
     caplog.set_level(logging.INFO)
     report(3, finding)
     report(4, None)
@@ -139,7 +139,7 @@ def test_only_the_main_rank_reports(tmp_path):
     assert ["step 1: hot" in text for text in texts] == [True, False]
 
 
-def test_the_wording_has_the_numbers():
+def test_the_texts_have_the_numbers():
     probably, surely = rate_too_high("it rose"), rate_too_high("it rose", 0.5, "error")
     assert (probably.severity, surely.severity) == ("warning", "error")
     assert probably.what != surely.what
@@ -154,7 +154,7 @@ def test_the_wording_has_the_numbers():
     assert " 3 of 4 MiB" in memory_short(3 * 2**20, 4 * 2**20).what
 
 
-def test_shares_and_lists():
+def test_shares_are_percentages_and_long_lists_are_shortened():
     assert [percent(share) for share in (0.0, 0.1234567, 1.0)] == ["0%", "12.3%", "100%"]
     assert percent(math.nan) == "an unknown share"
     assert [listed([1, 2, 3], most) for most in (1, 2, 3)] == ["1 and 2 more", "1, 2 and 1 more", "1, 2, 3"]

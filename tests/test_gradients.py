@@ -22,7 +22,7 @@ def gradients_of(rows: list[list[float]], loss: float = 0.5, dtype: torch.dtype 
 
 
 @given(rows=values, loss=st.floats(-1e3, 1e3, width=32))
-def test_norms_are_those_of_plain_python(rows: list[list[float]], loss: float) -> None:
+def test_norms_equal_those_of_plain_python(rows: list[list[float]], loss: float) -> None:
     gradients = gradients_of(rows, loss)
     norms = [math.hypot(*row) for row in rows]
     assert gradients.norms.tolist() == pytest.approx(norms, rel=1e-5, abs=1e-30)
@@ -32,7 +32,7 @@ def test_norms_are_those_of_plain_python(rows: list[list[float]], loss: float) -
 
 
 @given(rows=values, factor=st.floats(0, 100, width=32))
-def test_norms_follow_a_factor(rows: list[list[float]], factor: float) -> None:
+def test_scaling_the_gradients_scales_their_norms(rows: list[list[float]], factor: float) -> None:
     gradients = gradients_of(rows)
     gradients.scale_(factor)
     norms, total = gradients.norms.tolist(), gradients.total_norm
@@ -43,7 +43,7 @@ def test_norms_follow_a_factor(rows: list[list[float]], factor: float) -> None:
         assert torch.equal(gradient, torch.tensor(row) * factor)
 
 
-def test_norms_hold_until_they_are_cleared_or_a_step_begins() -> None:
+def test_norms_are_kept_until_they_are_cleared_or_a_step_begins() -> None:
     gradients = gradients_of([[3.0, 4.0]])
     assert gradients.total_norm == 5
     gradients.tensors()[0].mul_(2)
@@ -70,7 +70,7 @@ def test_gradients_that_are_not_finite_are_named(rows: list[list[float]], loss: 
     assert gradients.nonfinite() == named
 
 
-def test_finite_gradients_whose_squares_overflow_get_a_true_norm() -> None:
+def test_finite_gradients_get_a_true_norm_although_their_squares_overflow() -> None:
     gradients = gradients_of([[3e25], [0.0, -4e25]])
     assert (gradients.total_norm, gradients.finite) == (math.inf, False)
     assert gradients.nonfinite() == []
@@ -112,7 +112,7 @@ def test_parameters_without_a_gradient_are_left_out() -> None:
     assert list(loop.gradients.named()) == ["0.bias", "3.weight", "3.bias"]
     assert len(loop.gradients.norms) == 3
     loop.gradients.named()["3.bias"].zero_()
-    assert loop.gradients.tensors()[2].eq(0).all()  # the gradients themselves, in the same order
+    assert loop.gradients.tensors()[2].eq(0).all()  # tensors() gives the same tensors as named(), in the same order
 
 
 def test_a_weight_that_no_optimizer_holds_is_not_read() -> None:

@@ -1,4 +1,4 @@
-"""What can differ between the sources and what pip installs: modules, entry points, data files, the command, types."""
+"""The installed package is complete: its modules, entry points, data files, command and types."""
 
 import importlib
 import pkgutil
@@ -82,7 +82,7 @@ def test_all_packages_are_known() -> None:
 
 
 @pytest.mark.parametrize("package", ["hookdiff", *PACKAGES])
-def test_each_module_is_there_and_typed(package: str) -> None:
+def test_each_module_is_installed_with_its_types(package: str) -> None:
     module = importlib.import_module(package)
     assert (files(module) / "py.typed").is_file()
     for found in pkgutil.walk_packages(module.__path__, f"{package}."):
@@ -90,7 +90,7 @@ def test_each_module_is_there_and_typed(package: str) -> None:
             importlib.import_module(found.name)
 
 
-def test_each_public_name_is_there() -> None:
+def test_each_public_name_is_installed() -> None:
     for name in hookdiff.__all__:
         assert getattr(hookdiff, name) is not None
 

@@ -1,4 +1,4 @@
-"""Ten trials of benchmarks/kill.py with shorter runs: a run that is killed anywhere ends as if it never was."""
+"""Ten trials of benchmarks/kill.py with shorter runs: a killed and resumed run equals an uninterrupted one."""
 
 import subprocess
 import sys
@@ -12,8 +12,8 @@ KILL = Path(__file__).resolve().parent.parent / "benchmarks" / "kill.py"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and waits for a process with a timeout, as Linux does")
-def test_a_run_that_is_killed_ends_as_the_run_that_was_never_stopped() -> None:
-    # A process of its own: it forks, and must not have had any threads.
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one() -> None:
+    # kill.py forks, so it needs a process that never had a second thread.
     command = [sys.executable, str(KILL), "--trials", "10", "--seed", "1", "--steps", "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,7 +16,7 @@ from tests.conftest import Logged
 
 
 class Sink(Logged):
-    """Writes down what reaches the sinks, call by call."""
+    """Records the values and the images that are logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Sink(Logged):
 
 
 class Average:
-    """Averages one value a step; at the steps in `cuts` it asks for the state, as a checkpoint does."""
+    """Averages one value a step; after the steps in `cuts` it takes the state of the log, as a checkpoint does."""
 
     def __init__(self, values: list[float], as_tensor: bool = False, cuts: tuple[int, ...] = ()) -> None:
         self.values, self.as_tensor, self.cuts = values, as_tensor, cuts
@@ -106,7 +106,7 @@ def test_a_mean_counts_only_the_steps_that_gave_a_value() -> None:
     assert [values.get("seldom") for _, values in sink.calls] == [3.5, None]
 
 
-def test_values_of_a_step_arrive_once_it_is_over_and_together() -> None:
+def test_the_values_of_a_step_arrive_together_after_it() -> None:
     class Chatty:
         @hookimpl
         def before_step(self, loop: Loop) -> None:
@@ -122,7 +122,7 @@ def test_values_of_a_step_arrive_once_it_is_over_and_together() -> None:
     assert sink.calls == [entry for step in (1, 2, 3) for entry in ((-1, {}), (step, {"a": 7.0, "b": 0.5}))]
 
 
-def test_values_logged_last_of_all_arrive_too() -> None:
+def test_values_logged_as_the_run_stops_arrive() -> None:
     class Late:
         @hookimpl(trylast=True)
         def on_stop(self, loop: Loop) -> None:
@@ -156,13 +156,13 @@ def test_all_tensors_are_read_together() -> None:
             loop.log.average({f"b{number}": torch.tensor(float(number)), "c": 2.0})
         assert host.reads == 0
         loop.log.flush()
-    assert host.reads == 2  # one for the values, one for the means
+    assert host.reads == 2  # one read for the values, one for the means
     ((_, logged),) = sink.calls
     assert [logged[f"a{n}"] for n in range(50)] == [logged[f"b{n}"] for n in range(50)] == list(range(50))
     assert (logged["text"], logged["c"]) == (1.5, 2.0)
 
 
-def test_a_step_reads_the_device_once_however_many_ask() -> None:
+def test_a_step_reads_the_device_once_for_all_plugins() -> None:
     class Curious:
         @hookimpl
         def after_backward(self, loop: Loop) -> None:
@@ -187,7 +187,7 @@ def test_tensors_may_be_on_any_device() -> None:
     assert sink.calls == [(0, {"a": 0.0, "b": 1.0, "c": 2.0, "d": 3.0})]
 
 
-def test_nothing_keeps_a_graph_alive() -> None:
+def test_values_with_a_graph_are_logged() -> None:
     weight = torch.ones((), requires_grad=True)
     loop = toy_loop({"sink": (sink := Sink())}, log_every=1)
     loop.progress.step = 1
@@ -198,7 +198,7 @@ def test_nothing_keeps_a_graph_alive() -> None:
 
 
 @pytest.mark.parametrize("log_every", [1, 3, 7])
-def test_due_is_every_so_many_steps(log_every: int) -> None:
+def test_a_log_is_due_every_log_every_steps(log_every: int) -> None:
     due = []
 
     class Look:
@@ -222,7 +222,7 @@ def test_pictures_arrive_at_once_as_bytes() -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_step_that_changes_nothing_does_not_close_the_means_again(cut: bool) -> None:
+def test_a_held_step_does_not_log_the_means_again(cut: bool) -> None:
     class Hold:
         @hookimpl
         def after_backward(self, loop: Loop) -> None:
@@ -241,7 +241,7 @@ def test_a_step_that_changes_nothing_does_not_close_the_means_again(cut: bool) -
     assert sink.of("position") == {2: 0.5, 4: (2 + 3 + 4 + 5) / 4}
 
 
-def test_a_sum_and_a_count_are_a_mean_and_nothing_where_nothing_was_counted() -> None:
+def test_a_sum_with_its_count_is_logged_as_a_mean_unless_the_count_is_zero() -> None:
     class Levels:
         @hookimpl
         def after_optimizer_step(self, loop: Loop) -> None:

@@ -27,7 +27,7 @@ from tests.conftest import Clock, Logged, Restores, StopAt, check_facts, refused
 
 
 class Recorder:
-    """Writes down every hook it hears."""
+    """Records every call of its hooks."""
 
     def __init__(self):
         self.heard = []
@@ -101,7 +101,7 @@ def test_hooks_fire_in_the_order_of_the_contract():
     assert recorder.heard == [*expected, "on_stop done"]
 
 
-def test_epoch_end_does_not_fire_because_the_last_step_was_reached():
+def test_the_last_step_of_a_run_does_not_end_its_epoch():
     recorder = Recorder()
     toy_loop({"recorder": recorder}, steps=3, batch_size=8).run()
     assert recorder.named("on_epoch_end") == []
@@ -126,7 +126,7 @@ def test_a_plugin_can_stop_the_run():
     assert loop.progress.step == 3
 
 
-def test_an_error_travels_and_everything_is_closed():
+def test_an_error_is_raised_and_the_resources_are_closed():
     closed = []
 
     class Broken:
@@ -292,7 +292,7 @@ def test_a_weight_that_no_optimizer_holds_is_warned_of_once(caplog):
     check_facts(message, "3.weight", "3.bias")
 
 
-def test_pull_style_sees_the_loss_logs_and_stops():
+def test_pull_style_gives_the_loss_logs_values_and_can_stop():
     logged, recorder, losses = Logged(), Recorder(), []
     with toy_loop({"logged": logged, "recorder": recorder}) as loop:
         for step in loop.steps():
@@ -316,7 +316,7 @@ def test_any_micro_batch_gives_the_same_step_up_to_rounding(micro):
 
 
 def test_an_uneven_last_micro_batch_counts_by_its_samples():
-    # Windows of 4 and 2 samples with gradients 1, 2, 3, 4 and 10, 20: the mean is 40 / 6, not the mean of means.
+    # Micro-batches of 4 and 2 samples with gradients 1, 2, 3, 4 and 10, 20: the mean is 40 / 6, not the mean of means.
     gradients = torch.tensor([1.0, 2, 3, 4, 10, 20]).unsqueeze(1)
     model = nn.Linear(1, 1, bias=False)
     seen = []
@@ -345,7 +345,7 @@ def test_dropout_is_a_function_of_the_position():
 
 
 class NaNAt:
-    """An objective whose loss, or whose gradient alone, is not finite at chosen draws."""
+    """An objective with a NaN loss at the draws in `bad`, or with only a gradient that is not finite."""
 
     def __init__(self, bad, gradient_only=False):
         self.bad, self.gradient_only, self.noises = bad, gradient_only, []
@@ -362,12 +362,12 @@ class NaNAt:
             return output
         if self.gradient_only:
             weight = next(net.parameters())
-            return LossOutput(output.loss + (weight - weight).sqrt().sum() * 0)  # 0 forwards, 0 * inf backwards
+            return LossOutput(output.loss + (weight - weight).sqrt().sum() * 0)  # forward: 0; backward: 0 * inf
         return LossOutput(output.loss * math.nan, output.per_sample * math.nan)
 
 
 @pytest.mark.parametrize("gradient_only", [False, True])
-def test_a_nan_reaches_on_nan_before_any_weight_moves(gradient_only, caplog):
+def test_a_nan_reaches_on_nan_before_any_weight_changes(gradient_only, caplog):
     loop = toy_loop({"recorder": (recorder := Recorder())}, objective=NaNAt({2}, gradient_only))
     before = []
     with caplog.at_level(logging.ERROR), loop:
@@ -378,7 +378,7 @@ def test_a_nan_reaches_on_nan_before_any_weight_moves(gradient_only, caplog):
     assert recorder.named("on_nan") == ["on_nan 2"]
     assert loop.reason == "on_nan"
     assert_same(weights(loop), before[-1])
-    assert loop.progress.step == loop.progress.position == 2  # a resumed run meets the batch again
+    assert loop.progress.step == loop.progress.position == 2  # a resumed run gets the same batch again
     assert ("0.weight" in caplog.text) or not gradient_only
     assert math.isfinite(step.loss) == gradient_only
 
@@ -511,7 +511,7 @@ def test_optimizers_are_made_from_the_prepared_model():
     assert held == ["3.weight", "3.bias"]
 
 
-def test_sampling_disturbs_nothing():
+def test_sampling_does_not_change_the_training():
     class Look:
         @hookimpl
         def after_optimizer_step(self, loop):
@@ -537,7 +537,7 @@ def test_asking_for_weights_that_no_plugin_offers_is_an_error():
         loop.sample(SampleRequest(1, weights="ema"))
 
 
-def test_two_loops_live_side_by_side():
+def test_two_loops_in_one_process_are_independent():
     alone = toy_loop(seed=1)
     alone.run()
     with toy_loop(seed=1) as one, toy_loop(seed=2) as two:
@@ -546,8 +546,7 @@ def test_two_loops_live_side_by_side():
     assert_same(weights(one), weights(alone))
 
 
-def test_the_loop_trains_anything():
-    """A classifier, with a plain function for an objective and data that has labels."""
+def test_the_loop_trains_a_classifier():
     images, labels = torch.randn(64, 3), torch.arange(64) % 2
     images[:, 0] += 4 * labels
 

@@ -1,4 +1,4 @@
-"""Plugins together: in any order, without any of them, and cut in two by a resume."""
+"""Plugins work together: in any order, without any one of them, and in a resumed run."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from hookdiff.experiment.structure import Problems, arguments
 from hookdiff.testing import assert_same, toy_loop, toy_model
 from tests.conftest import check_facts
 
-# Options with which each plugin does something in 12 steps; one that is not named here has its defaults.
+# Options with which each plugin does something in 12 steps; a plugin that is not named here has its defaults.
 OPTIONS: dict[str, dict[str, Any]] = {
     "amp": {"precision": "fp16", "init_scale": 2.0**22, "growth_interval": 4},
     "checkpoint": {"every": 2, "keep_last": 9},
@@ -39,12 +39,12 @@ KINDS: dict[str, Any] = {
     for name, (entry, *_) in installed().items()
     if entry.dist is not None and entry.dist.name == "hookdiff"
 }
-DEAR = {"aim", "compile"}  # seconds a run
+DEAR = {"aim", "compile"}  # a run with one of these takes seconds
 LOCAL = [name for name in KINDS if name not in DEAR]
 
 
 class Listener:
-    """A plugin of the user's own: reads gradients, logs, keeps a state, and writes down what is logged."""
+    """A plugin of a user: it reads gradients, logs values, keeps a state, and records the logged values."""
 
     def __init__(self) -> None:
         self.updates = torch.zeros(1)
@@ -61,7 +61,7 @@ class Listener:
 
     @hookimpl
     def on_log(self, step: int, values: Mapping[str, float]) -> None:
-        # The memory of the process belongs to the machine and not to the run.
+        # The memory in use differs between equal runs.
         own = {name: value for name, value in values.items() if not name.startswith("memory/")}
         self.logged.setdefault(step, {}).update(own)
 
@@ -73,7 +73,7 @@ class Listener:
 
 
 def net() -> nn.Module:
-    """The toy net behind a layer that takes digits: dropout included."""
+    """Return the toy net with dropout, between layers that take and give digits."""
     before = torch.get_rng_state()
     torch.manual_seed(1)
     model = nn.Sequential(
@@ -87,7 +87,7 @@ DATA = InMemory(digits().images[:40])
 
 
 def build(names: Iterable[str], run_dir: Path, listener: Listener | None = None, resume: bool = False) -> Loop:
-    """A loop of 12 steps, with 4 batches in an epoch and the plugins in the order of `names`."""
+    """Return a loop of 12 steps, with 4 batches in an epoch and the plugins in the order of `names`."""
     plugins = {
         name: (listener or Listener()) if name == "listener" else KINDS[name](**OPTIONS.get(name, {})) for name in names
     }
@@ -97,7 +97,7 @@ def build(names: Iterable[str], run_dir: Path, listener: Listener | None = None,
 
 
 def outcome(loop: Loop) -> tuple[dict[str, Tensor], str]:
-    """The state of a run: its tensors, and the rest as text. JSON tells a float from another to the last bit."""
+    """Return the tensors in the state of a run, and the rest as JSON: it writes floats to the last bit."""
     tensors, tree = flatten(loop.state_dict())
     return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(tree, sort_keys=True)
 
@@ -117,7 +117,7 @@ def sorted_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loop, Listener
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Pictures and weights that a run left, by name."""
+    """Return the pictures and weights that a run wrote, by path."""
     found = [path for path in folder.rglob("*") if path.suffix in (".png", ".safetensors")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
@@ -166,7 +166,7 @@ def test_all_plugins_can_be_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["checkpoint", "debug", "ema", "fid", "gradients", "loss", "nan", "progress", "samples"]
 )
-def test_a_plugin_that_only_looks_changes_no_weight(name: str, tmp_path: Path) -> None:
+def test_a_plugin_that_only_watches_changes_no_weight(name: str, tmp_path: Path) -> None:
     alone, watched = build([], tmp_path), build([name], tmp_path)
     alone.run()
     watched.run()
@@ -175,21 +175,21 @@ def test_a_plugin_that_only_looks_changes_no_weight(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", KINDS)
 class TestEveryPlugin:
-    """What each plugin of this distribution keeps to; one that is new is tested as soon as it has an entry point."""
+    """Rules for each plugin of this distribution; a new plugin is tested as soon as it has an entry point."""
 
-    def test_a_resumed_run_is_the_run_that_was_never_stopped(self, name: str, tmp_path: Path) -> None:
+    def test_a_resumed_run_equals_an_uninterrupted_one(self, name: str, tmp_path: Path) -> None:
         for module in getattr(KINDS[name], "needs", {}):
             pytest.importorskip(module)
         names = list(dict.fromkeys([name, "checkpoint"]))
         whole = build(names, tmp_path / "whole")
         whole.run()
-        for cut in (4, 6):  # where an epoch ends, and in the middle of one
+        for cut in (4, 6):  # at the end of an epoch, and in the middle of one
             saved = Path("checkpoints") / f"step-{cut:08d}"
             folder = tmp_path / f"from-{cut}"
             shutil.copytree(tmp_path / "whole" / saved, folder / saved)
             again = build(names, folder, resume=True)
             for parameter in again.model.parameters():
-                nn.init.ones_(parameter)  # they come from the checkpoint
+                nn.init.ones_(parameter)  # the checkpoint must replace these weights
             again.run()
             assert_same_outcome(again, whole)
 
@@ -213,16 +213,16 @@ class TestEveryPlugin:
         assert kind.__eq__ is object.__eq__
         assert len({kind(), kind()}) == 2
 
-    def test_it_says_what_it_does(self, name: str) -> None:
+    def test_it_has_a_docstring(self, name: str) -> None:
         kind = KINDS[name]
         assert kind.__doc__
-        assert not kind.__doc__.startswith(f"{kind.__name__}(")  # as a dataclass would say
+        assert not kind.__doc__.startswith(f"{kind.__name__}(")  # a dataclass without a docstring gets such a text
 
     def test_it_needs_no_settings(self, name: str) -> None:
         fields = attrs.fields(KINDS[name])
         assert [field.name for field in fields if field.init and field.default is attrs.NOTHING] == []
 
-    def test_its_package_carries_its_name_and_its_types(self, name: str) -> None:
+    def test_its_package_has_its_name_and_its_types(self, name: str) -> None:
         (entry,) = installed()[name]
         package = entry.value.partition(":")[0]
         assert package == f"hookdiff_{name}"

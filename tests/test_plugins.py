@@ -22,7 +22,7 @@ def test_the_hooks_are_those_of_the_contract():
 
 
 @pytest.mark.parametrize("name", RESERVED)
-def test_names_of_the_core_are_taken(name):
+def test_names_of_the_core_are_refused(name):
     with refused(PluginError, name):
         Plugins({name: Good()})
 
@@ -36,7 +36,7 @@ class Inherits(Unmarked):
     pass
 
 
-class HasOneOfItsOwn(Good):
+class MethodOfTheInstance(Good):
     def __init__(self):
         self.after_backward = lambda: None
 
@@ -91,13 +91,13 @@ class AsyncWrapper:
 
 REFUSED = {
     "a class": (Good, ["Good()"]),
-    "a method without the marker": (Unmarked(), ["after_backward", "@hookimpl"]),
-    "an inherited one": (Inherits(), ["after_backward", "@hookimpl"]),
-    "one of the instance": (HasOneOfItsOwn(), ["after_backward", "@hookimpl"]),
-    "a static one": (type("S", (), {"on_start": staticmethod(print)})(), ["on_start", "@hookimpl"]),
-    "a class method": (type("C", (), {"on_start": classmethod(print)})(), ["on_start", "@hookimpl"]),
-    "a specname that there is not": (MisspeltName(), ["'before_stepp'", "'before_step'"]),
-    "an argument that there is not": (Greedy(), ["on_start", "batch"]),
+    "an unmarked method": (Unmarked(), ["after_backward", "@hookimpl"]),
+    "an unmarked inherited method": (Inherits(), ["after_backward", "@hookimpl"]),
+    "an unmarked method of the instance": (MethodOfTheInstance(), ["after_backward", "@hookimpl"]),
+    "an unmarked static method": (type("S", (), {"on_start": staticmethod(print)})(), ["on_start", "@hookimpl"]),
+    "an unmarked class method": (type("C", (), {"on_start": classmethod(print)})(), ["on_start", "@hookimpl"]),
+    "an unknown specname": (MisspeltName(), ["'before_stepp'", "'before_step'"]),
+    "an unknown argument": (Greedy(), ["on_start", "batch"]),
     "an old wrapper": (OldWrapper(), ["sample", "wrapper=True", "hookwrapper=True"]),
     "a wrapper that is no generator": (NoGenerator(), ["sample"]),
     "a generator that is no wrapper": (ForgetsWrapper(), ["optimizer_step", "@hookimpl(wrapper=True)"]),
@@ -146,13 +146,13 @@ def test_a_hook_may_have_another_name_in_the_plugin():
 
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
-def test_static_and_class_methods_are_heard(kind):
+def test_static_and_class_methods_are_called(kind):
     function = (lambda loop: loop) if kind is staticmethod else (lambda cls, loop: loop)
     plugin = type("Odd", (), {"on_start": kind(hookimpl(function))})()
     assert Plugins({"odd": plugin}).hook.on_start(loop=3) == [3]
 
 
-def test_nothing_but_methods_is_touched():
+def test_properties_and_unset_fields_are_not_read():
     @define(eq=False)
     class Careful:
         ready: int = field(init=False)  # an unset slot
@@ -186,7 +186,7 @@ class Hates(Good):
     conflicts = ("ema",)
 
 
-def test_requires_names_all_that_is_missing():
+def test_all_missing_requirements_are_reported():
     with refused(PluginError, "mine", "ema", "amp"):
         Plugins({"mine": Needs()})
     with refused(PluginError, "mine", "amp") as caught:
@@ -196,14 +196,14 @@ def test_requires_names_all_that_is_missing():
 
 
 @pytest.mark.parametrize("order", [["mine", "ema"], ["ema", "mine"]])
-def test_conflicts_are_found_in_any_order(order):
+def test_conflicts_are_refused_in_any_order(order):
     plugins = {"mine": Hates(), "ema": Good()}
     with refused(PluginError, "mine", "ema"):
         Plugins({name: plugins[name] for name in order})
     assert len(Plugins({"mine": Hates()})) == 1
 
 
-def test_it_is_a_mapping_in_the_order_given():
+def test_plugins_are_a_mapping_in_the_given_order():
     first, second = Good(), Good()
     plugins = Plugins({"b": first, "a": second})
     assert dict(plugins) == {"b": first, "a": second}
@@ -215,7 +215,7 @@ def test_it_is_a_mapping_in_the_order_given():
         plugins["c"]
 
 
-def test_later_changes_of_the_mapping_it_was_made_from_change_nothing():
+def test_later_changes_of_the_given_mapping_have_no_effect():
     given = {"a": Good()}
     plugins = Plugins(given)
     given["b"] = Good()
@@ -251,7 +251,7 @@ def test_order_lists_the_plugins_as_they_are_called():
 
 
 class Watch:
-    """Writes down which plugin is entered, left, and seen failing."""
+    """Records each plugin that is entered, that fails, and that is left."""
 
     def __init__(self):
         self.seen = []
@@ -262,7 +262,7 @@ class Watch:
         try:
             yield
         except StopIteration:
-            raise  # how a wrapper ends
+            raise  # a wrapper ends with StopIteration
         except Exception as error:
             self.seen.append(f"{error} in {plugin}")
             raise
@@ -288,7 +288,7 @@ class Answers:
         return True
 
 
-def test_a_wrapper_is_watched_before_and_after_its_yield_and_others_between():
+def test_a_wrapper_is_watched_before_and_after_its_yield_and_other_plugins_between():
     plugins, watch = Plugins({"answers": Answers(), "around": Around()}), Watch()
     hook = plugins.hook
     plugins.instrument(watch)
@@ -306,7 +306,7 @@ def test_a_wrapper_is_watched_before_and_after_its_yield_and_others_between():
     assert watch.seen == []
 
 
-def test_a_watched_wrapper_keeps_the_contract():
+def test_a_watched_wrapper_must_yield_once():
     class Twice:
         @hookimpl(wrapper=True)
         def backward(self):
@@ -331,12 +331,12 @@ def test_a_watched_wrapper_keeps_the_contract():
     assert closed == [True]
 
 
-def test_a_watched_run_is_the_run_itself():
+def test_a_watched_run_gives_the_same_weights():
     watched, alone, watch = toy_loop(), toy_loop(), Watch()
     watched.plugins.instrument(watch)
     watched.run()
     alone.run()
     assert_same(weights(watched), weights(alone))
     inner = watch.seen.index("defaults.compute_loss")
-    assert watch.seen[inner - 1] == "defaults.micro_step"  # which calls it, so it is inside
+    assert watch.seen[inner - 1] == "defaults.micro_step"  # micro_step calls compute_loss, so it is entered first
     assert watch.seen.count("defaults.optimizer_step") == 20

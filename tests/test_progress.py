@@ -46,7 +46,7 @@ def test_every_unit_is_read(text: int | str, every: Every) -> None:
     "value",
     ["", "soon", "-5", "5 days", "2 Epochs", "h", True, None, 1.5, "1.5 epochs", "0.5", "inf", "nan", "9" * 400],
 )
-def test_anything_else_is_refused_by_its_value(value: Any) -> None:
+def test_any_other_value_is_refused_and_named(value: Any) -> None:
     with refused(ValueError, repr(value)):
         parse_every(value)
 
@@ -60,7 +60,7 @@ def test_anything_else_is_refused_by_its_value(value: Any) -> None:
         (Every(0.25, "seconds"), "0.25 s"),
     ],
 )
-def test_it_is_written_in_full(every: Every, text: str) -> None:
+def test_an_interval_is_written_in_full(every: Every, text: str) -> None:
     assert str(every) == text
 
 
@@ -73,12 +73,12 @@ def test_steps_and_epochs_are_due_at_their_multiples(amount: int, count: int) ->
 
 
 @pytest.mark.parametrize("unit", ["steps", "epochs", "seconds"])
-def test_nothing_is_never(unit: str) -> None:
+def test_an_interval_of_zero_is_never_due(unit: str) -> None:
     due = Due(Every(0, unit))
     assert not any(due.after_step(number) or due.after_epoch(number) for number in range(1, 5))
 
 
-def test_time_is_measured_from_the_last_time_it_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_is_measured_from_the_last_due_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [105.0, 109.9, 110.0, 111.0, 119.9, 127.0, 136.0, 137.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     due = Due("10 s", since=100.0)
@@ -95,7 +95,7 @@ def test_due_reads_the_text_of_a_config() -> None:
 
 
 @given(outcomes=st.lists(st.sampled_from(["updated", "void", "skipped", "held"]), max_size=20))
-def test_a_batch_is_always_gone_and_a_step_only_counts_when_weights_changed(outcomes: list[Any]) -> None:
+def test_every_batch_counts_but_only_an_update_counts_as_a_step(outcomes: list[Any]) -> None:
     progress = Progress()
     steps = [progress.consume(8, outcome, 0.5, 2.0) for outcome in outcomes]
     updates = [outcome == "updated" for outcome in outcomes]
@@ -127,7 +127,7 @@ def test_progress_is_saved_whole(counts: tuple[int, int, int, int]) -> None:
         ({"steps": 10, "epochs": 2}, (5, 2), 0, "done"),
         ({"steps": 10, "max_time": "1 min"}, (5, 0), 59.9, None),
         ({"steps": 10, "max_time": "1 min"}, (5, 0), 60, "time"),
-        ({"steps": 10, "max_time": "1 min"}, (10, 0), 61, "done"),  # what is done needs no resume
+        ({"steps": 10, "max_time": "1 min"}, (10, 0), 61, "done"),  # a run that is done needs no resume
         ({"max_time": 0}, (5, 0), 1e9, None),
     ],
 )

@@ -8,7 +8,7 @@ from hookdiff import SampleRequest
 from hookdiff.randomness import STREAMS, Randomness, derive_seed, splitmix64, splitmix64_tensor, uniforms
 
 CPU = torch.device("cpu")
-GAMMA = 0x9E3779B97F4A7C15  # by which SplitMix64 moves its state before each output
+GAMMA = 0x9E3779B97F4A7C15  # SplitMix64 adds this to its state before each output
 
 addresses = st.tuples(
     st.integers(0, 2**32), st.sampled_from(STREAMS), st.integers(0, 2**32), st.integers(0, 64), st.integers(0, 2**32)
@@ -42,7 +42,7 @@ def test_one_bit_changes_about_half_of_the_output(value: int, bit: int) -> None:
         ((1, "evaluate", 10**6), 3629177935965067233),
     ],
 )
-def test_the_mix_never_changes(address: tuple[int, str, int], seed: int) -> None:
+def test_the_seed_of_an_address_never_changes(address: tuple[int, str, int], seed: int) -> None:
     # Another seed for the same address would break every resume, replay and published curve.
     assert derive_seed(*address) == seed
 
@@ -68,7 +68,7 @@ def test_a_plugin_has_streams_of_its_own() -> None:
 
 def test_a_run_never_draws_the_same_numbers_twice() -> None:
     grid = itertools.product(range(3), STREAMS, range(20), range(3), range(3))
-    seeds = [derive_seed(*address) & 0xFFFFFFFF for address in grid]  # what a CPU generator sees of them
+    seeds = [derive_seed(*address) & 0xFFFFFFFF for address in grid]  # a CPU generator uses only these 32 bits
     assert len(set(seeds)) == len(seeds) == 3240
 
 
@@ -77,7 +77,7 @@ def test_streams_are_never_reordered() -> None:
 
 
 @given(address=st.tuples(st.sampled_from(STREAMS), st.integers(0, 10**6)), drawn=st.integers(0, 1500))
-def test_a_generator_begins_anew_whatever_it_gave_before(address: tuple[str, int], drawn: int) -> None:
+def test_a_generator_starts_anew_whatever_was_drawn_before(address: tuple[str, int], drawn: int) -> None:
     random = Randomness(seed=5, rank=1)
     random.generator(*address, CPU)
     torch.rand(drawn, generator=random.generator("noise", 3, CPU))
@@ -102,13 +102,13 @@ def test_ranks_draw_different_noise() -> None:
     assert len({draw.numpy().tobytes() for draw in draws}) == 4
 
 
-def test_the_numbers_themselves_are_known() -> None:
+def test_the_drawn_numbers_never_change() -> None:
     draw = torch.randn(3, generator=Randomness(3).generator("noise", 1, CPU))
     assert draw.tolist() == pytest.approx([-0.12092422, 0.23691024, -0.37860397])
 
 
 @given(position=st.integers(0, 10**6), part=st.integers(0, 100))
-def test_seeding_dropout_is_torchs_own_seeding(position: int, part: int) -> None:
+def test_seeding_dropout_equals_manual_seed_of_torch(position: int, part: int) -> None:
     Randomness(seed=7, rank=2).seed_dropout(position, part, CPU)
     got = torch.nn.functional.dropout(torch.ones(100))
     torch.manual_seed(derive_seed(7, "model", position, 2, part))
@@ -123,7 +123,7 @@ def test_an_image_has_a_generator_of_its_own(start: int, num: int) -> None:
 
 
 @given(values=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
-def test_tensors_are_mixed_as_numbers_are(values: list[int]) -> None:
+def test_tensors_are_mixed_like_numbers(values: list[int]) -> None:
     mixed = splitmix64_tensor(torch.tensor(values)).tolist()
     assert [value % 2**64 for value in mixed] == [splitmix64(value % 2**64) for value in values]
 

@@ -9,7 +9,7 @@ from hookdiff.ranks import first_rank_says, num_ranks, rank
 from tests.conftest import PATIENCE
 
 
-def test_a_process_that_is_alone_is_the_first_of_one() -> None:
+def test_a_single_process_is_the_first_of_one_rank() -> None:
     assert (rank(), num_ranks()) == (0, 1)
     assert [first_rank_says(value) for value in (True, False)] == [True, False]
 
@@ -24,7 +24,7 @@ wait = datetime.timedelta(seconds=300)
 distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=wait)
 
 class Evaluates:
-    "Sums over the ranks after a step, and two numbers more when it is due: a rank that is alone there gets no answer."
+    "Sums over the ranks after each step, and again when it is due: all ranks must be due at the same step."
     due, steps = None, []
     @hookimpl
     def on_start(self, loop):
@@ -44,7 +44,7 @@ first = toy_loop({"evaluates": plugin}, steps=10_000)
 second = toy_loop({"evaluates": plugin}, steps=10_000, max_time="0.3 s")
 for loop in (first, second):
     distributed.barrier()
-    time.sleep(0.15 * rank)  # its clock begins later
+    time.sleep(0.15 * rank)  # the clock of the second rank starts later
     loop.run()
 print("RESULT", (first.progress.step, second.reason, second.progress.step, plugin.steps))
 distributed.destroy_process_group()
@@ -52,7 +52,7 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
-def test_intervals_of_time_are_due_on_all_ranks_at_one_step(tmp_path: Path) -> None:
+def test_intervals_of_time_are_due_on_all_ranks_at_the_same_step(tmp_path: Path) -> None:
     started = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],

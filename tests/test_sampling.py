@@ -24,11 +24,11 @@ def test_the_label_of_an_image_is_the_same_in_any_request(
     assert all(0 <= label < num_classes for label in whole)
 
 
-def test_images_to_look_at_have_the_classes_in_turn() -> None:
+def test_sampled_images_have_the_classes_in_turn() -> None:
     assert SampleRequest(5, start=2).default_labels(3, torch.zeros(9, dtype=torch.int64)) == (2, 0, 1, 2, 0)
 
 
-def test_images_that_are_measured_have_the_classes_of_the_data() -> None:
+def test_evaluated_images_have_the_classes_of_the_data() -> None:
     known = torch.tensor([0] * 70 + [1] * 30)
     labels = SampleRequest(4000, stream="evaluate").default_labels(3, known)
     assert [labels.count(k) / 4000 for k in range(3)] == pytest.approx([0.7, 0.3, 0], abs=0.03)
@@ -36,7 +36,7 @@ def test_images_that_are_measured_have_the_classes_of_the_data() -> None:
 
 
 class ByClass(nn.Module):
-    """Answers with noise whose removal leaves an image as bright as its class."""
+    """Predicts an image with a quarter of its label in each pixel."""
 
     num_classes = 4
 
@@ -60,7 +60,7 @@ def brightness(images: Tensor) -> list[float]:
     return images.mean((1, 2, 3)).tolist()
 
 
-def test_a_loop_samples_the_classes_in_turn_or_those_that_are_wanted() -> None:
+def test_a_loop_samples_the_classes_in_turn_or_the_given_labels() -> None:
     with loop() as running:
         assert brightness(running.sample(SampleRequest(5)).images) == pytest.approx([0, 0.25, 0.5, 0.75, 0])
         wanted = running.sample(SampleRequest(3, labels=(3, -1, 1))).images
@@ -68,7 +68,7 @@ def test_a_loop_samples_the_classes_in_turn_or_those_that_are_wanted() -> None:
 
 
 @pytest.mark.parametrize("labels", [(0, 1, 4), (0, 1), (-2, 0, 0)])
-def test_labels_that_cannot_be_are_refused(labels: tuple[int, ...]) -> None:
+def test_invalid_labels_are_refused(labels: tuple[int, ...]) -> None:
     with loop() as running, refused(UserError, "labels", 0, 3, -1):
         running.sample(SampleRequest(3, labels=labels))
 
@@ -79,13 +79,13 @@ def test_a_start_from_images_reaches_the_sampler() -> None:
             assert strength == 0.3
             return images + 0.5
 
-    seen: Any = Seen()  # it takes less than a sampler may be given
+    seen: Any = Seen()  # `Seen` has a shorter signature than a sampler
     with loop() as running, running.using(sampler=seen):
         images = torch.zeros(2, 1, 4, 4)
         assert brightness(running.sample(SampleRequest(2, images=images, strength=0.3)).images) == [0.5, 0.5]
 
 
-def test_training_gives_the_network_labels_and_leaves_some_out() -> None:
+def test_training_gives_the_network_labels_and_drops_some() -> None:
     seen: list[Tensor] = []
 
     class Recording(ByClass):
@@ -134,7 +134,7 @@ def test_weights_are_lent_by_name_and_come_back() -> None:
             with loop.weights(name) as lent:
                 assert loop.weights_name == lent == expected
                 assert_same(weights(loop), {key: factor * value for key, value in own.items()})
-                with loop.weights(None) as again:  # a plugin that samples may be asked while weights are lent
+                with loop.weights(None) as again:  # a plugin may sample while weights are lent
                     assert again == expected
         with pytest.raises(ZeroDivisionError), loop.weights("two"):
             raise ZeroDivisionError

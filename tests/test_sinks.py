@@ -21,7 +21,7 @@ def make_loop(plugins: Mapping[str, object], steps: int = 4) -> Loop:
 
 @define(eq=False)
 class Recorder(Sink):
-    """Notes its calls; `failing` names the one that calls `fail`."""
+    """Records its calls; the call with the name `failing` calls `fail`."""
 
     failing: str = ""
     fail: Callable[[], object] = lambda: 1 / 0
@@ -65,7 +65,7 @@ class Pictures:
         loop.log.images({"last": torch.zeros(2, 3, 4, 4)})
 
 
-def test_takes_everything_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_gets_everything_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     sink = Recorder()
     make_loop({"sink": sink, "pictures": Pictures()}).run()
     assert sink.names == ["open", "scalars", "images", "scalars", "scalars", "scalars", "images", "scalars", "close"]
@@ -76,7 +76,7 @@ def test_takes_everything_that_is_logged(caplog: pytest.LogCaptureFixture) -> No
     assert not warnings(caplog)
 
 
-def test_is_called_on_one_thread_of_its_own() -> None:
+def test_a_sink_is_called_on_one_thread_of_its_own() -> None:
     sink = Recorder()
     make_loop({"sink": sink}).run()
     assert len(sink.threads) == 1
@@ -95,7 +95,7 @@ def test_golden_warning_of_a_sink_that_is_switched_off(failing: str, caplog: pyt
         f"Recorder is switched off, the run goes on: {failing}: ZeroDivisionError: division by zero"
     ]
     assert sink.names.count(failing) == 1
-    assert sink.names[sink.names.index(failing) + 1 :] in ([], ["close"])  # what it holds is let go
+    assert sink.names[sink.names.index(failing) + 1 :] in ([], ["close"])  # after a failure a sink is only closed
     assert len(other.calls) == 9
     assert_same(weights(loop), weights(without))
 
@@ -114,7 +114,7 @@ def test_a_sink_that_fails_twice_warns_once(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("failing", ["open", "scalars", "close"])
-def test_a_sink_that_hangs_is_left_behind(failing: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_goes_on_without_a_sink_that_hangs(failing: str, caplog: pytest.LogCaptureFixture) -> None:
     released = threading.Event()
     sink = Recorder(failing=failing, fail=released.wait, timeout=0.5)
     assert make_loop({"sink": sink}).run() == "done"
@@ -124,7 +124,7 @@ def test_a_sink_that_hangs_is_left_behind(failing: str, caplog: pytest.LogCaptur
     released.set()
 
 
-def test_the_sinks_own_timeout_error_is_no_hang(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_timeout_error_of_the_sink_is_no_hang(caplog: pytest.LogCaptureFixture) -> None:
     def give_up() -> None:
         raise TimeoutError("server")
 
@@ -136,7 +136,7 @@ def test_the_sinks_own_timeout_error_is_no_hang(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_interrupts_pass(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interrupt_in_a_sink_ends_the_run(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
     def interrupt() -> None:
         raise error
 
@@ -166,7 +166,7 @@ def test_other_ranks_write_nothing(second_rank: None) -> None:
     assert sink.calls == []
 
 
-def test_opens_after_its_state_is_loaded() -> None:
+def test_a_sink_opens_after_its_state_is_loaded() -> None:
     class Stateful(Recorder):
         def state_dict(self) -> dict[str, Any]:
             return {}
@@ -181,7 +181,7 @@ def test_opens_after_its_state_is_loaded() -> None:
     assert sink.names[:2] == ["load", "open"]
 
 
-def test_a_second_run_of_the_loop_opens_again() -> None:
+def test_a_second_run_of_the_loop_opens_the_sink_again() -> None:
     sink = Recorder()
     loop = make_loop({"sink": sink, "stop": StopAt(1)}, steps=2)
     loop.run()
@@ -189,7 +189,7 @@ def test_a_second_run_of_the_loop_opens_again() -> None:
     assert sink.names == ["open", "scalars", "close"] * 2
 
 
-def test_values_arrive_as_they_are() -> None:
+def test_nan_and_infinity_arrive_unchanged() -> None:
     class Odd:
         @hookimpl
         def after_optimizer_step(self, loop: Loop) -> None:
@@ -210,6 +210,6 @@ def test_pictures_have_one_or_three_channels(channels: int, shape: tuple[int, ..
     assert torch.equal(pictures.flatten(), images.flatten())
 
 
-def test_a_timeout_is_positive() -> None:
+def test_a_timeout_must_be_positive() -> None:
     with refused(ValueError, "timeout"):
         Recorder(timeout=0)

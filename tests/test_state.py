@@ -18,7 +18,7 @@ from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from tests.conftest import Restores, check_facts, refused, saved, warnings
 
-# Few letters, so that keys meet: these are the ones with a meaning in a flat name.
+# Few characters, so that keys collide; /, ~, 0 and 1 have a meaning in a flat name.
 keys = st.text("/~01aé", max_size=3)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
 tensors = st.integers(0, 99).map(lambda number: torch.tensor([number]))
@@ -31,7 +31,7 @@ states = st.dictionaries(keys, inside, max_size=4)
 
 
 def comparable(node: Any) -> Any:
-    """A tensor becomes a pair that `==` can tell from every other leaf."""
+    """Return the state with each tensor as a pair that `==` can compare."""
     if isinstance(node, Mapping):
         return {key: comparable(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -40,7 +40,7 @@ def comparable(node: Any) -> Any:
 
 
 @given(state=states)
-def test_a_state_survives_being_taken_apart(state: dict[str, Any]) -> None:
+def test_a_flattened_state_can_be_restored(state: dict[str, Any]) -> None:
     flat, tree = flatten(state)
     assert comparable(unflatten(flat, tree)) == comparable(state)
 
@@ -60,13 +60,13 @@ def test_an_empty_key_is_a_key() -> None:
     assert comparable(unflatten(*flatten(state))) == comparable(state)
 
 
-def test_names_are_paths_and_those_of_a_model_stay_as_they_are() -> None:
+def test_names_are_paths_and_names_of_weights_are_unchanged() -> None:
     flat, tree = flatten({"0.weight": torch.zeros(1), "a/b": {"c~d": torch.zeros(1), "n": 1}})
     assert list(flat) == ["0.weight", "a~1b/c~0d"]
     assert tree == {"a/b": {"n": 1}}
 
 
-def test_taking_a_state_apart_leaves_it_as_it_was() -> None:
+def test_flattening_a_state_does_not_change_it() -> None:
     state = {"a": {"t": torch.zeros(1), "n": 1}}
     flat, tree = flatten(state)
     unflatten(flat, tree)["a"]["n"] = 2
@@ -92,7 +92,7 @@ def test_a_value_that_a_state_cannot_hold_is_named_by_its_place(state: Any, plac
 
 
 class Momenta(Optimizer):
-    """Takes the mean of its last two gradients, which it keeps in a list."""
+    """Steps along the mean of the last two gradients, kept in a list."""
 
     def __init__(self, weights: Any, lr: float) -> None:
         super().__init__(weights, {"lr": lr})
@@ -117,7 +117,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
-def test_any_optimizer_goes_on_where_it_was(make: Callable[[nn.Module], Any]) -> None:
+def test_any_optimizer_resumes_from_its_saved_state(make: Callable[[nn.Module], Any]) -> None:
     whole, memory = toy_loop(optimizers=make), Restores(at=7)
     toy_loop({"memory": memory}, optimizers=make, steps=7).run()
     whole.run()
@@ -127,7 +127,7 @@ def test_any_optimizer_goes_on_where_it_was(make: Callable[[nn.Module], Any]) ->
     assert_same(flatten(again.state_dict())[0], flatten(whole.state_dict())[0])
 
 
-def test_optimizer_state_finds_its_parameter_in_another_order() -> None:
+def test_optimizer_state_goes_by_name_and_not_by_order() -> None:
     def backwards(model: nn.Module) -> Optimizer:
         first, *others = reversed(list(model.parameters()))
         return AdamW([{"params": others[::-1]}, {"params": [first]}], lr=0.01, fused=True)
@@ -154,7 +154,7 @@ def test_a_state_moves_between_kernels(kept: bool, loaded: bool) -> None:
         torch.testing.assert_close(weights(again)[name], value)  # the kernels round differently
 
 
-def test_hyper_parameters_are_the_configs() -> None:
+def test_hyper_parameters_come_from_the_new_optimizer() -> None:
     memory = Restores(at=3)
     toy_loop({"memory": memory}, steps=3).run()
 
@@ -181,7 +181,7 @@ def test_moments_keep_the_memory_format_of_their_weights() -> None:
     memory = Restores(at=1)
     loop({"memory": memory}, steps=1).run()
     state = memory.state["optimizers"]["0"]["weights"]["weight"]
-    state["exp_avg"] = state["exp_avg"].contiguous()  # as safetensors gives it back
+    state["exp_avg"] = state["exp_avg"].contiguous()  # safetensors gives back contiguous tensors
     with loop({"memory": memory}) as again:
         entry = again.optimizers[0].state[again.model.weight]  # type: ignore[index]
         assert entry["exp_avg"].is_contiguous(memory_format=torch.channels_last)
@@ -197,7 +197,7 @@ def test_loading_shares_no_tensor_with_the_given_state() -> None:
 
 
 def refusal(change: Callable[[dict[str, Any]], object]) -> str:
-    """Return the message about a checkpoint that `change` has changed."""
+    """Return the error message for a state that `change` has modified."""
     loop = toy_loop(steps=2)
     loop.run()
     state = saved(loop)
@@ -214,14 +214,14 @@ def test_golden_message_of_a_missing_and_an_unexpected_weight() -> None:
     assert lines == ["  missing 0.weight; did you mean '0.wieght'?", "  unexpected 0.wieght; did you mean '0.weight'?"]
 
 
-def test_both_shapes_are_named() -> None:
+def test_a_weight_of_another_shape_is_refused_with_both_shapes() -> None:
     check_facts(refusal(lambda state: state["model"].update({"3.bias": torch.zeros(5)})), "3.bias", (5,), (4,))
 
 
-def test_a_wholly_foreign_model_takes_a_few_lines() -> None:
+def test_the_message_about_another_model_is_cut_to_a_few_lines() -> None:
     message = refusal(lambda state: state.update(model={f"x{n}": torch.zeros(1) for n in range(100)}))
     assert len(message.splitlines()) == 7
-    check_facts(message.splitlines()[-1], 99)  # more: of 4 missing and 100 unexpected, 5 are shown
+    check_facts(message.splitlines()[-1], 99)  # 4 missing and 100 unexpected: 5 are shown, 99 are not
 
 
 def test_a_refused_model_is_left_as_it_was() -> None:
@@ -252,7 +252,7 @@ def test_optimizer_state_of_a_parameter_that_is_not_held_is_refused() -> None:
 
 
 class Slowing(Optimizer):
-    """Takes ever shorter steps, by a count that is kept in the groups of weights."""
+    """Divides the learning rate by the number of steps, kept in the groups of weights."""
 
     def __init__(self, weights: Any, lr: float) -> None:
         super().__init__(weights, {"lr": lr, "count": 0})
@@ -265,7 +265,7 @@ class Slowing(Optimizer):
                 weight.sub_(weight.grad, alpha=group["lr"] / group["count"])
 
 
-def test_counts_in_the_groups_of_an_optimizer_go_on() -> None:
+def test_counts_in_the_groups_of_an_optimizer_are_restored() -> None:
     def make(lr: float, groups: int = 1) -> Callable[[nn.Module], Optimizer]:
         layers = (lambda m: [m[0], m[3]]) if groups == 2 else lambda m: [m]
         return lambda m: Slowing([{"params": list(layer.parameters())} for layer in layers(m)], lr)
@@ -291,7 +291,7 @@ def test_another_optimizer_is_refused() -> None:
 
 
 class Counter:
-    """Counts updates, and keeps the count."""
+    """Counts updates, and saves the count in its state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -307,7 +307,7 @@ class Counter:
         self.count = state["count"]
 
 
-def test_plugins_go_on_where_they_were() -> None:
+def test_plugins_resume_from_their_saved_state() -> None:
     memory = Restores(at=7)
     toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
     counter = Counter()
@@ -315,7 +315,7 @@ def test_plugins_go_on_where_they_were() -> None:
     assert counter.count == 20
 
 
-def test_a_plugin_without_saved_state_must_be_called_fresh() -> None:
+def test_a_plugin_without_saved_state_must_be_named_as_fresh() -> None:
     memory = Restores(at=7)
     toy_loop({"memory": memory}, steps=7).run()
     with refused(UserError, "--fresh counter", "fresh=['counter']"):
@@ -335,7 +335,7 @@ def test_all_plugins_without_saved_state_are_named_at_once() -> None:
         loop.run()
 
 
-def test_a_fresh_plugin_does_not_take_up_its_saved_state() -> None:
+def test_a_fresh_plugin_does_not_load_its_saved_state() -> None:
     memory = Restores(at=7)
     toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
     counter = Counter()
@@ -344,7 +344,7 @@ def test_a_fresh_plugin_does_not_take_up_its_saved_state() -> None:
     assert counter.count == 13
 
 
-def test_state_of_no_plugin_of_the_run_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_state_without_its_plugin_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     memory = Restores(at=7)
     toy_loop({"counter": Counter(), "memory": memory}, steps=8).run()
     loop = toy_loop({"memory": memory})
@@ -354,7 +354,7 @@ def test_state_of_no_plugin_of_the_run_is_warned_of(caplog: pytest.LogCaptureFix
     assert loop.progress.step == 20
 
 
-def test_the_state_is_never_that_of_borrowed_weights() -> None:
+def test_no_state_can_be_taken_while_weights_are_lent() -> None:
     class Holds:
         @hookimpl
         def offer_weights(self, loop: Loop) -> Any:
@@ -366,7 +366,7 @@ def test_the_state_is_never_that_of_borrowed_weights() -> None:
 
 
 class RollBackAt:
-    """Spoils the loss of one batch, and asks to go back."""
+    """Makes the loss NaN at `positions`, and asks for a rollback."""
 
     def __init__(self, *positions: int) -> None:
         self.positions = positions
@@ -383,7 +383,7 @@ class RollBackAt:
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
-def test_a_rollback_brings_back_everything_but_the_place_in_the_data(make: Callable[[nn.Module], Any]) -> None:
+def test_a_rollback_restores_everything_but_the_position_in_the_data(make: Callable[[nn.Module], Any]) -> None:
     memory, counter, then = Restores(at=3), Counter(), []
 
     class Look:
@@ -402,7 +402,7 @@ def test_a_rollback_brings_back_everything_but_the_place_in_the_data(make: Calla
     assert [progress["samples"] for _, progress, _ in then] == [24, 36]
 
 
-def test_a_rollback_takes_back_a_plugin_that_began_anew_in_this_process() -> None:
+def test_a_rollback_restores_a_fresh_plugin_only_from_states_of_its_own_run() -> None:
     memory, counter, found = Restores(at=3), Counter(), []
     toy_loop({"memory": memory, "counter": Counter()}, steps=3).run()
     memory.at = 6
@@ -416,11 +416,11 @@ def test_a_rollback_takes_back_a_plugin_that_began_anew_in_this_process() -> Non
     plugins = {"counter": counter, "memory": memory, "bad": RollBackAt(4, 8), "look": Look()}
     loop = toy_loop(plugins, steps=8, fresh=["counter"])
     loop.run()
-    # The state of step 3 is not its own; that of step 6, after its 4 updates, is.
+    # The state of step 3 is older than this run, so the counter keeps its 1; the state of step 6 has its count, 4.
     assert found == [(3, 1), (6, 4)]
 
 
-def test_a_rollback_to_the_start_forgets_the_optimizers_moments() -> None:
+def test_a_rollback_to_the_start_removes_the_moments_of_the_optimizer() -> None:
     class Start:
         state: Any = PASS
 
@@ -443,19 +443,19 @@ def test_a_rollback_to_the_start_forgets_the_optimizers_moments() -> None:
     assert seen == [0, 4, 4, 0, 4, 4]
 
 
-def test_a_rollback_needs_somewhere_to_go() -> None:
+def test_a_rollback_without_a_saved_state_is_refused() -> None:
     with refused(UserError, "rollback"):
         toy_loop({"bad": RollBackAt(2)}).run()
 
 
-def test_without_a_checkpoint_the_run_starts_anew_unless_a_place_was_named(
+def test_without_a_checkpoint_the_run_starts_anew_unless_a_path_was_given(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     run = tmp_path / "run"
     loop = toy_loop({"keeps": Restores({})}, run_dir=run, resume=True, steps=3)
     assert loop.run() == "done"
-    assert caplog.messages == []  # nothing was there
+    assert caplog.messages == []  # there was no run directory
     run.mkdir()
     (run / "metrics.jsonl").touch()
     assert toy_loop({"keeps": Restores({})}, run_dir=run, resume=True, steps=3).run() == "done"
@@ -468,7 +468,7 @@ def test_without_a_checkpoint_the_run_starts_anew_unless_a_place_was_named(
         toy_loop({"keeps": Restores({})}, run_dir=run, resume=tmp_path / "rum", steps=3).run()
 
 
-def test_a_run_that_no_plugin_restores_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_run_that_no_plugin_restores_is_refused_and_not_changed(tmp_path: Path) -> None:
     toy_loop({"checkpoint": Checkpoint(every=2)}, run_dir=tmp_path, steps=4).run()
     before = sorted(tmp_path.rglob("*"))
     for resume in (True, tmp_path):
@@ -488,7 +488,7 @@ def test_another_seed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["random", "data"])
-def test_a_part_that_hookdiff_did_not_write_is_named(part: str, tmp_path: Path) -> None:
+def test_an_invalid_part_of_a_state_is_named(part: str, tmp_path: Path) -> None:
     first = toy_loop(steps=2)
     first.run()
     state = {**first.state_dict(), part: None}
@@ -496,7 +496,7 @@ def test_a_part_that_hookdiff_did_not_write_is_named(part: str, tmp_path: Path) 
         toy_loop({"keeps": Restores(state)}, run_dir=tmp_path, resume=True, steps=3).run()
 
 
-def test_another_number_of_samples_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_samples_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def loop(samples: int, **options: Any) -> Loop:
         data = torch.zeros(samples, 1, 4, 4)
         return toy_loop({"checkpoint": Checkpoint(every=2)}, data=data, run_dir=tmp_path, **options)
@@ -509,7 +509,7 @@ def test_another_number_of_samples_is_warned_of(tmp_path: Path, caplog: pytest.L
     check_facts(warning, "data", 30, 40)
 
 
-def test_places_may_be_text(tmp_path: Path) -> None:
+def test_paths_may_be_strings(tmp_path: Path) -> None:
     plugins = {"checkpoint": Checkpoint(every=2)}
     toy_loop(plugins, run_dir=str(tmp_path / "run"), steps=2).run()
     again = toy_loop(plugins, run_dir=str(tmp_path / "other"), resume=str(tmp_path / "run"), steps=4)

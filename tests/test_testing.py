@@ -1,4 +1,4 @@
-"""`CountTransfers`, for tests of plugins, counts each transfer once."""
+"""`CountTransfers` counts each transfer to the host once."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch import nn
 from hookdiff.testing import CountTransfers, toy_loop
 
 
-def test_each_look_at_a_tensor_counts_once() -> None:
+def test_each_read_of_a_tensor_counts_once() -> None:
     vector, scalar = torch.ones(3), torch.ones(())
     with CountTransfers() as transfers:
         vector.tolist()
@@ -31,7 +31,7 @@ def test_values_that_stay_on_the_device_do_not_count() -> None:
     assert transfers.count == 0
 
 
-def test_a_loop_looks_once_a_step_and_a_slow_optimizer_more_often() -> None:
+def test_a_loop_reads_once_a_step_and_an_unfused_optimizer_more_often() -> None:
     def adamw(fused: bool) -> int:
         loop = toy_loop(
             log_every=100,

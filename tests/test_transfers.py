@@ -1,4 +1,4 @@
-"""How often a step makes the host wait for the device: with every plugin that looks at it, once."""
+"""A step makes the host wait for the device once, even with every plugin that watches it."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hookdiff.models import UNet
 from hookdiff.testing import CountTransfers
 
 STEPS, LOG_EVERY = 23, 10
-# All that takes part in a step or watches it, with what costs most.
+# Every plugin that takes part in a step or watches it, with its most costly options.
 WATCHING: dict[str, dict[str, Any]] = {
     "ema": {"decay": [0.99, 0.999]},
     "amp": {"precision": "bf16"},
@@ -30,7 +30,7 @@ WATCHING: dict[str, dict[str, Any]] = {
 
 
 def counts(folder: Path, plugins: dict[str, object], **config: Any) -> list[int]:
-    """Run, and return the transfers of each step: from the moment its batch is there to the end of what it logs."""
+    """Run, and return the number of transfers in each step, from its batch to the end of its logging."""
     torch.manual_seed(0)
     loop = Loop(
         UNet(in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8),
@@ -54,18 +54,18 @@ def counts(folder: Path, plugins: dict[str, object], **config: Any) -> list[int]
 
 
 @pytest.mark.parametrize("config", [{}, {"micro_batch": 3}], ids=["whole", "micro-batches"])
-def test_a_step_with_all_that_watches_it_makes_one_transfer(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_a_step_with_all_plugins_that_watch_it_makes_one_transfer(tmp_path: Path, config: dict[str, Any]) -> None:
     plugins: dict[str, object] = {"metrics": Metrics()}
     plugins |= {name: plugin_class(name)(**options) for name, options in WATCHING.items()}
     found = counts(tmp_path, plugins, **config)
-    # Those of debug are its own: the updates 1, 2, 4 and so on, and every 1000.
+    # The updates 1, 2, 4, 8 and 16 do not count here: debug makes transfers of its own in these.
     plain = [count for step, count in enumerate(found, 1) if step % LOG_EVERY and step & (step - 1)]
     assert plain == [1] * 16
-    # The values that are logged go to the host together.
+    # All logged values go to the host in one more transfer.
     assert [found[step - 1] for step in range(LOG_EVERY, STEPS, LOG_EVERY)] == [2, 2]
 
 
-def test_a_kind_of_clipping_costs_none(tmp_path: Path) -> None:
+def test_clipping_makes_no_transfer_of_its_own(tmp_path: Path) -> None:
     for rule in ("norm", "value", "adaptive", "agc"):
         found = counts(tmp_path / rule, {"clip": plugin_class("clip")(rule=rule)})
         assert max(count for step, count in enumerate(found, 1) if step % LOG_EVERY) == 1, rule

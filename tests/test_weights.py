@@ -6,7 +6,7 @@ from hookdiff.weights import Buffers
 
 
 class Odd(nn.Module):
-    """A buffer that is replaced, one that grows, one that is not there, and batch norm's."""
+    """A module with a buffer that is replaced, one that grows, one that is None, and those of batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def test_all_buffers_get_their_kept_values_back() -> None:
         buffers.put_back()
         assert_same(values(model), before)
         model(torch.randn(4, 3))
-    assert model.inner[0].running_mean is statistics  # in place: captured graphs keep addresses
+    assert model.inner[0].running_mean is statistics  # restored in place: captured graphs keep addresses
     assert model.inner[0].running_var.isfinite().all()
 
 

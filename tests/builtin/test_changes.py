@@ -41,7 +41,7 @@ def set_keys(config):
     return {(table, key): value for table in config for key, value in config[table].items() if value is not None}
 
 
-def test_lists_are_equal_to_tuples_and_numbers_to_numbers():
+def test_lists_equal_tuples_and_integers_equal_floats():
     assert not list(changes({"a": {"b": [1, 2], "c": 1}}, {"a": {"b": (1, 2), "c": 1.0}}, {}))
 
 
@@ -54,14 +54,14 @@ def test_a_date_equals_its_text_in_a_checkpoint():
     assert tree["config"] == {"data": {"since": "2026-11-22", "hours": ["08:30:00"]}}
 
 
-def test_a_key_that_the_checkpoint_lacks_is_no_change_at_its_default():
+def test_a_missing_key_of_the_checkpoint_has_its_default():
     defaults = {"data": {"flip": 0.0, "resize": 8}}
     assert not list(changes({"data": {}}, {"data": {"flip": 0.0}}, defaults))
     assert list(changes({"data": {}}, {"data": {"flip": 0.5}}, defaults)) == [("data.flip", None, 0.5)]
     assert list(changes({"data": {"flip": 0.5}}, {"data": {"flip": 0.0}}, defaults)) == [("data.flip", 0.5, 0.0)]
 
 
-def test_a_plugin_of_only_one_config_changes_the_list_alone():
+def test_a_plugin_of_only_one_config_is_one_change_of_the_list():
     old = {"run": {"plugins": ["ema"]}, "plugins": {"ema": {"decay": 0.9}, "lr": {"warmup": 2}}}
     new = {"run": {"plugins": ["lr"]}, "plugins": {"lr": {"warmup": 3}, "fid": {"every": 4}}}
     assert [key for key, *_ in changes(old, new, {})] == ["run.plugins", "plugins.lr.warmup"]
@@ -101,7 +101,7 @@ def test_the_fixed_keys_are_in_the_docs():
 
 
 class Kept:
-    """Restores the state at the end of the run before."""
+    """Restores the state at the end of the previous run."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -118,7 +118,7 @@ class Kept:
 
 @pytest.fixture
 def runs(write_config, tmp_path, caplog):
-    """Return a function that trains two steps with `settings`, from the state of the run before if there was one."""
+    """Return a function that trains with `settings`, from the state of the previous call if there was one."""
     kept, path = Kept(), write_config()
     caplog.set_level(logging.INFO)
 
@@ -140,7 +140,7 @@ def test_golden_line_of_the_changes(runs):
         "changed since the checkpoint: run.steps 2 -> 4, run.batch_size 16 -> 8, run.micro_batch (not set) -> 4, "
         "data.flip 0.0 -> 0.5, diffusion.loss.use 'mse' -> 'l1', optimizer.lr 0.001 -> 0.0005"
     ]
-    # A micro-batch that is tried out is logged when it is found.
+    # A change to "auto" is logged once its size is found.
     (line,) = runs("run.micro_batch=auto", steps=4)
     check_facts(line, "run.batch_size 8 -> 16", "data.flip 0.5 -> 0.0", "optimizer.lr 0.0005 -> 0.001")
     assert "run.micro_batch" not in line
@@ -188,7 +188,7 @@ def test_the_state_of_a_script_without_a_config_is_not_compared(tmp_path, caplog
     state = started.state_dict()
     assert state["config"] == {}
     resumed(tmp_path, state, {"run": {"seed": 1}})
-    del state["config"], state["data"], state["random"]  # of an older version
+    del state["config"], state["data"], state["random"]  # older versions did not save these
     resumed(tmp_path, state, {"run": {"seed": 1}})
     assert caplog.messages == []
 

@@ -15,13 +15,13 @@ from tests.conftest import Restores, StopAt, check_facts, fill, free, records, s
 
 
 def train(run_dir: Path | None, at: int = 0, extra: Mapping[str, object] | None = None) -> Any:
-    """Train 20 steps, and return the state after step `at`."""
+    """Train for 20 steps, and return the state after step `at`."""
     keeper = Restores(at=at)
     toy_loop({"metrics": Metrics(), "keeper": keeper, **(extra or {})}, run_dir=run_dir).run()
     return keeper.state
 
 
-def goes_on(
+def continue_from(
     run_dir: Path, state: Any, steps: int = 20, resume: Path | bool = True, extra: Mapping[str, object] | None = None
 ) -> Any:
     """Continue from `state`, and return the state at the end."""
@@ -35,7 +35,7 @@ def length(state: Any) -> Any:
     return state["plugins"]["metrics"]["bytes"]
 
 
-def test_each_step_that_logged_is_one_line(tmp_path: Path) -> None:
+def test_each_step_that_logs_writes_one_line(tmp_path: Path) -> None:
     began = time.time()
     train(tmp_path)
     assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
@@ -92,7 +92,7 @@ def test_golden_warning_of_lines_that_a_new_run_replaces(tmp_path: Path, caplog:
 def test_a_resumed_run_cuts_the_lines_after_its_checkpoint(tmp_path: Path, at: int) -> None:
     state = train(tmp_path, at)
     before = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
-    end = goes_on(tmp_path, state)
+    end = continue_from(tmp_path, state)
     after = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
     assert after[: at // 5] == before[: at // 5]
     assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
@@ -113,14 +113,14 @@ def test_the_first_step_of_a_resumed_run_cuts_the_file_whether_or_not_it_writes(
         def before_step(self) -> None:
             assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
 
-    end = goes_on(tmp_path, state, steps=14, extra={"looks": Looks()})
+    end = continue_from(tmp_path, state, steps=14, extra={"looks": Looks()})
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
     assert length(end) == length(state)
 
 
 def test_a_state_without_lines_empties_the_file(tmp_path: Path) -> None:
     state = train(tmp_path, 3)
-    goes_on(tmp_path, state, steps=4)
+    continue_from(tmp_path, state, steps=4)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
@@ -130,7 +130,7 @@ def test_a_branch_begins_with_the_lines_of_its_source(tmp_path: Path, of: str) -
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
     checkpoint.mkdir(parents=True)
-    goes_on(tmp_path / "branch", state, steps=17, resume=checkpoint if of == "checkpoint" else tmp_path / "run")
+    continue_from(tmp_path / "branch", state, steps=17, resume=checkpoint if of == "checkpoint" else tmp_path / "run")
     after = (tmp_path / "branch" / "metrics.jsonl").read_bytes()
     assert after.splitlines()[:2] == before.splitlines()[:2]
     assert [line["step"] for line in records(tmp_path / "branch")] == [5, 10, 15]
@@ -140,7 +140,7 @@ def test_a_branch_begins_with_the_lines_of_its_source(tmp_path: Path, of: str) -
 def test_a_lost_file_begins_anew_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = train(tmp_path, 10)
     (tmp_path / "metrics.jsonl").unlink()
-    goes_on(tmp_path, state)
+    continue_from(tmp_path, state)
     assert [line["step"] for line in records(tmp_path)] == [15, 20]
     (warning,) = warnings(caplog)
     check_facts(warning, tmp_path / "metrics.jsonl", "step 10")
@@ -149,7 +149,7 @@ def test_a_lost_file_begins_anew_with_a_warning(tmp_path: Path, caplog: pytest.L
 def test_a_branch_of_a_lone_checkpoint_begins_without_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = train(tmp_path / "run", 10)
     (tmp_path / "lone").mkdir()
-    goes_on(tmp_path / "branch", state, resume=tmp_path / "lone")
+    continue_from(tmp_path / "branch", state, resume=tmp_path / "lone")
     assert [line["step"] for line in records(tmp_path / "branch")] == [15, 20]
     assert caplog.messages == []
 
@@ -165,17 +165,17 @@ def test_a_damaged_end_is_cut_to_the_last_whole_line_with_a_warning(
         for zeros in (0, len(whole) - left):  # some file systems keep the length and lose the blocks
             path.write_bytes(whole[:left] + bytes(zeros))
             caplog.clear()
-            again = goes_on(tmp_path, state, 13)  # it is saved before it logs again
+            again = continue_from(tmp_path, state, 13)  # the run ends before it logs again
             kept = 0 if left < first else first if left < both else both
             assert path.read_bytes() == whole[:kept]
             assert length(again) == kept
             assert len(warnings(caplog)) == (kept < both)
             for warning in warnings(caplog):
                 check_facts(warning, path, f"{both - kept} bytes", f"step {5 if kept else 0}", "step 10")
-            goes_on(tmp_path, again, 15)
+            continue_from(tmp_path, again, 15)
             there = [5, 10][: whole[:kept].count(b"\n")]
             assert [line["step"] for line in records(tmp_path)] == [*there, 15]
-            assert len(warnings(caplog)) == (kept < both)  # once
+            assert len(warnings(caplog)) == (kept < both)  # no second warning
 
 
 def test_a_rollback_removes_later_lines(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`micro_batch = "auto"`: the size that is found when memory runs out, and a trial without traces."""
+"""`micro_batch = "auto"` finds the size that fits in memory; its trial changes nothing."""
 
 import sys
 
@@ -84,7 +84,7 @@ def test_golden_message_when_not_even_one_sample_fits(wide, start):
 
 
 class Full:
-    """Raises an error of short memory for more than `most` samples at a time."""
+    """Raises an out-of-memory error for more than `most` samples at a time."""
 
     def __init__(self, most, kind=torch.OutOfMemoryError):
         self.most, self.kind, self.tried = most, kind, []
@@ -108,7 +108,7 @@ def test_the_batch_is_halved_until_it_fits(batch_size, most):
         while expected > most:
             expected = (expected + 1) // 2
         assert found == expected
-        # A second part is tried beside the gradients of the first.
+        # A second micro-batch is tried while the gradients of the first are in memory.
         assert full.tried[-2:] == ([found] * 2 if batch_size >= 2 * found else full.tried[-2:])
         assert all(parameter.grad is None for parameter in loop.model.parameters())
 
@@ -169,7 +169,7 @@ def test_the_trial_changes_nothing():
     assert torch.equal(state, plain_state)
 
 
-def test_only_short_memory_becomes_a_user_error():
+def test_only_an_out_of_memory_error_becomes_a_user_error():
     loop = toy_loop({"full": Full(0, RuntimeError), "micro_batch": FitMicroBatch()})
     with refused(UserError, "run.micro_batch", "cpu"), loop:
         pass
@@ -196,7 +196,7 @@ def test_only_short_memory_becomes_a_user_error():
         (ValueError("out of memory"), False),
     ],
 )
-def test_errors_of_short_memory_are_recognised(error, expected):
+def test_out_of_memory_errors_are_recognised(error, expected):
     assert is_out_of_memory(error) is expected
 
 

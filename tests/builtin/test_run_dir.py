@@ -24,7 +24,7 @@ import torch
 from hookdiff import UserError, hookimpl
 
 class Samples(torch.utils.data.Dataset):
-    "Loaded by workers, each of which leaves a file with its process id."
+    "Each worker that loads a sample leaves a file with its process id."
 
     def __len__(self):
         return 64
@@ -76,7 +76,7 @@ def test_a_second_loop_in_the_same_directory_is_refused(tmp_path):
         run_dir_loop(tmp_path / "other").run()
     assert (run / ".lock").read_text() == ""
     run_dir_loop(run).run()
-    first.run()  # once more
+    first.run()  # a second run of the first loop
 
 
 def test_a_directory_that_another_run_has_just_made_is_refused(tmp_path):
@@ -122,7 +122,7 @@ def test_overwriting_leaves_the_lock_and_nothing_else(tmp_path):
     assert (tmp_path / ".lock").stat().st_ino == before
 
 
-def test_a_lock_that_cannot_be_written_is_one_message(tmp_path):
+def test_a_lock_that_cannot_be_written_is_a_user_error(tmp_path):
     (tmp_path / ".lock").mkdir()
     with refused(UserError, tmp_path, "Is a directory"):
         run_dir_loop(tmp_path).run()
@@ -157,7 +157,7 @@ def test_a_run_on_a_full_disk_exits_with_1(folder, disk, hookdiff):
         check_facts(err, "disk/run", "No space left on device")
 
     fill(disk, room=4096)  # enough for the lock
-    for _ in range(2):  # before the directory is there, and after
+    for _ in range(2):  # before the run directory exists, and after
         is_refused("run", "small.toml", "--out", "disk/run")
     free(disk)
     assert hookdiff("run", "small.toml", "--out", "disk/run", "--set", "run.steps=2")[0] == 0
@@ -229,10 +229,11 @@ def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start
             assert hookdiff("run", "small.toml", "--out", "run", way) == (2, "", in_use)
         assert (folder / "run" / CONFIG).exists()
         loaded = {int(path.name.partition("-")[2]) for path in folder.glob("worker-*")}
-        workers = loaded - {process.pid, os.getpid()}  # the run itself looked at the shape of the data
+        workers = loaded - {process.pid, os.getpid()}  # the run itself loads a sample for its shape
         assert len(workers) == 2
         for worker in workers:
-            os.kill(worker, signal.SIGSTOP)  # so that they outlive the run, which they check every five seconds
+            # A stopped worker outlives the run: it cannot check, every five seconds, that the run is alive.
+            os.kill(worker, signal.SIGSTOP)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -243,4 +244,4 @@ def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start
             os.kill(worker, signal.SIGKILL)  # fails if a worker was not alive
     (took_over,) = [message for message in caplog.messages if str(process.pid) in message]
     check_facts(took_over, "run")
-    assert any("checkpoint" in message for message in caplog.messages)  # there is none yet: the run starts anew
+    assert any("checkpoint" in message for message in caplog.messages)  # the run has no checkpoint yet and starts anew

@@ -1,4 +1,4 @@
-"""Signals: the first and the second, in the main process, in forked ones and in other threads."""
+"""The first and the second signal, in the main process, in forked processes and in other threads."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ class Sends:
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Check that a test restores the handlers of this process; no signal can end the process meanwhile."""
+    """Check that each test restores the signal handlers; a signal that the run lets through fails the test."""
     numbers = (INT, TERM, signal.SIGUSR1)
     before = {
         number: signal.signal(number, lambda *_: pytest.fail("the run let a signal through")) for number in numbers

@@ -34,7 +34,7 @@ def seen(num: int, state: dict[str, Any] | None = None, **config: Any) -> list[t
 
 
 @pytest.mark.parametrize("num", [1, 4, 5, 6, 13])
-@pytest.mark.parametrize("batch_size", [8, 12])  # 5 batches an epoch; and 3, with 4 samples left over
+@pytest.mark.parametrize("batch_size", [8, 12])  # 5 batches an epoch; or 3, with 4 samples left over
 def test_the_batches_after_the_skipped_ones_are_the_same(num: int, batch_size: int) -> None:
     assert seen(num, batch_size=batch_size) == seen(0, batch_size=batch_size)[num:]
 
@@ -53,7 +53,7 @@ def test_a_resumed_run_skips_from_its_position() -> None:
     state = saved(first)
     assert seen(2, state) == seen(0)[9:]
     kept = toy_loop({"state": Restores(state), "skip_batches": SkipBatches(2)}, steps=7)
-    kept.run()  # it is done already
+    kept.run()  # the run is already done
     assert_same(weights(kept), weights(first))
     assert (kept.progress.step, kept.progress.position) == (7, 9)
 

@@ -32,7 +32,7 @@ def test_a_new_run_starts_from_the_weights_of_another(config, tmp_path):
         assert loop.hparams["model"]["start_from"] == str(file)
         with loop:
             assert_same(weights(loop), load_file(file))
-            assert_same(loop.plugins["ema"].shadow, load_file(file))  # it starts there too
+            assert_same(loop.plugins["ema"].shadow, load_file(file))  # the average starts from the file too
             assert loop.progress.step == 0
 
 

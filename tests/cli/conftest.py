@@ -1,4 +1,4 @@
-"""A folder with a config and a module, in which the command line is run."""
+"""The tests run the command line in a folder with a config and a module."""
 
 import pytest
 

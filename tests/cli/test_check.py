@@ -21,7 +21,7 @@ def check(hookdiff, write_config, tmp_path, monkeypatch):
 
 
 def test_a_config_with_a_dit_is_printed_with_every_default(check):
-    code, out, err = check("model.hidden_size=1152", "model.depth=28", "model.num_heads=16")  # takes no memory
+    code, out, err = check("model.hidden_size=1152", "model.depth=28", "model.num_heads=16")  # no weights are allocated
     assert (code, err) == (0, "")
     assert tomli.loads(out)["model"] == {
         "use": "dit",

@@ -40,7 +40,7 @@ def test_help_imports_neither_torch_nor_plugins(folder, start, words):
     assert not {name for name in imported if name.split(".")[0] in ("torch", "numpy") or name.startswith("hookdiff_")}
 
 
-def test_hooks_prints_the_contract(hookdiff, folder):
+def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
     code, out, _ = hookdiff("hooks")
     assert code == 0
     assert [line.split("(")[0] for line in out.splitlines() if re.match(r"\w+\(", line)] == list(HOOK_NAMES)

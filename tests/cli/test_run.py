@@ -159,4 +159,4 @@ def test_golden_message_of_a_signal_and_the_end_at_the_second(folder, start):
     assert process.stderr.readline() == "stopping after this step; a second signal ends the process at once\n"
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert finish(process)[0] == -signal.SIGINT  # which shells give as 130
+    assert finish(process)[0] == -signal.SIGINT  # shells report this as 130

@@ -48,14 +48,14 @@ def test_safetensors_reads_the_written_tensors(kinds, tmp_path_factory):
     assert (written.bytes, written.sha256) == (len(data), hashlib.sha256(data).hexdigest())
 
 
-def test_the_file_equals_that_of_safetensors(tmp_path):
+def test_the_file_equals_the_file_of_safetensors(tmp_path):
     tensors = {"b": torch.randn(3, 4), "a": torch.randn(2), "c": torch.ones(1, dtype=torch.float64)}
     save_file(tensors, tmp_path / "library", {"format": "pt"})
     write_tensors(tmp_path / "ours", tensors)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "library").read_bytes()
 
 
-def test_tensors_may_share_memory_and_lie_in_any_order(tmp_path):
+def test_tensors_may_share_memory_and_have_any_memory_layout(tmp_path):
     base = torch.randn(4, 3, 5, 5)
     tensors = {
         "whole": base,

@@ -119,12 +119,12 @@ def test_folders_are_made_and_an_old_file_is_replaced(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["grid.png"]
 
 
-def test_a_grid_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "grid.png"
     before = saved(noise(4, 1, 8, 8), path, scale=1)
     with pytest.raises(RuntimeError):
         save_grid(torch.zeros(4, 1, 8), path)
-    (tmp_path / ".grid.png.partial").mkdir()  # as good as a full disk
+    (tmp_path / ".grid.png.partial").mkdir()  # writing fails as on a full disk
     with refused(OSError, ".grid.png.partial"):
         save_grid(noise(4, 1, 8, 8) // 2, path)
     with Image.open(path) as picture:

@@ -3,13 +3,13 @@ from hookdiff.disk.paths import CONFIG, check_run_dir
 from tests.conftest import refused
 
 
-def test_a_first_run_may_start_anywhere(tmp_path):
+def test_a_first_run_may_start_in_a_new_or_an_empty_directory(tmp_path):
     check_run_dir(tmp_path / "new" / "deep")
-    check_run_dir(tmp_path)  # there, but empty
+    check_run_dir(tmp_path)  # an empty directory
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_earlier_run_is_kept_unless_asked(tmp_path):
+def test_an_earlier_run_is_refused_without_resume_or_overwrite(tmp_path):
     (tmp_path / CONFIG).write_text("# earlier\n")
     with refused(UserError, tmp_path, "--resume", "--overwrite"):
         check_run_dir(tmp_path)

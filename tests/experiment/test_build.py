@@ -73,18 +73,18 @@ def config(user_module, load_small):
     return loaded
 
 
-def test_a_loop_is_built_as_the_config_says(config, tmp_path):
+def test_a_loop_is_built_from_the_config(config, tmp_path):
     loop = build_loop(config("optimizer.lr=0.5", "run.seed=4", plugins=["ema"]), tmp_path / "run")
     assert list(loop.plugins) == ["run_dir", "metrics", "ema"]
     assert (loop.config.seed, loop.feed.shape) == (4, (1, 8, 8))
     assert (loop.objective.process.timesteps, loop.sampler.steps) == (20, 2)
-    assert not (tmp_path / "run").exists()  # before it starts
+    assert not (tmp_path / "run").exists()  # only a run that starts makes it
     with loop:
         assert loop.optimizers[0].param_groups[0]["lr"] == 0.5
         assert loop.optimizers[0].param_groups[0]["fused"]
 
 
-def test_the_model_comes_from_the_seed_of_the_run_alone(config, tmp_path):
+def test_the_model_depends_only_on_the_seed_of_the_run(config, tmp_path):
     torch.manual_seed(1)
     one = build_loop(config("run.seed=4"), tmp_path / "a")
     torch.manual_seed(2)
@@ -114,12 +114,12 @@ def test_plugins_without_the_hooks_are_left_out(config, tmp_path):
     loop = build_loop(config(plugins=["ema", "clip", "checkpoint"]), tmp_path, hooks=("restore", "offer_weights"))
     heard = [name for name, plugin in loop.plugins.items() if type(plugin) is not object]
     assert heard == ["ema", "checkpoint"]
-    assert "clip" in loop.plugins  # by name alone: its saved state is no stranger's
+    assert "clip" in loop.plugins  # the name stays, so that the saved state is not of an unknown plugin
 
 
 def test_the_data_gives_the_arguments_that_the_config_leaves_open(config, tmp_path):
     loop = build_loop(config(model="Net"), tmp_path / "run")
-    assert loop.model.facts == (1, 8, None)  # whether it gets classes is up to the config
+    assert loop.model.facts == (1, 8, None)  # only the config gives classes to a network that does not need them
     assert loop.hparams["model"].items() >= {"use": "hd_user:Net", "in_channels": 1, "image_size": 8}.items()
     assert "num_classes" not in loop.hparams["model"]
     loop = build_loop(config("model.image_size=4", "model.num_classes=12", model="Net"), tmp_path / "run")
@@ -128,7 +128,7 @@ def test_the_data_gives_the_arguments_that_the_config_leaves_open(config, tmp_pa
     assert loop.model.facts == (1, 8, (10, 1))
 
 
-def test_data_without_labels_or_sides(config):
+def test_only_images_give_an_image_size(config):
     given = config(model="Net")
     flat = fit_to_data(given, Feed(InMemory(torch.zeros(5, 3))))
     assert flat.model.arguments == {"in_channels": 3}
@@ -157,7 +157,7 @@ def test_a_part_that_cannot_be_trained_is_refused_with_its_table(config, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["metrics", "run_dir"])
-def test_names_of_the_core_are_taken(config, tmp_path, name):
+def test_names_of_the_core_are_refused(config, tmp_path, name):
     with refused(ConfigError, "run.plugins", repr(name)):
         build_loop(config(plugins=[f"hd_user:{name}"]), tmp_path / "run")
 
@@ -187,8 +187,8 @@ def test_a_probe_lists_all_problems(config):
         check_facts(line, *facts)
 
 
-def test_a_probe_leaves_the_memory_alone(config):
-    try_config(config("model.channels=262144"))  # terabytes
+def test_a_probe_allocates_no_weights(config):
+    try_config(config("model.channels=262144"))  # terabytes of weights
 
 
 def test_a_probe_takes_models_that_cannot_be_made_on_the_meta_device(config):
@@ -202,20 +202,20 @@ def test_a_probe_refuses_a_plugin_that_breaks_the_contract(config):
         try_config(config(plugins=["hd_user:Unheard"]))
 
 
-def test_auto_is_a_device_that_is_there():
+def test_auto_picks_an_available_device():
     expected = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     assert pick_device("auto").type == expected
     assert pick_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "cpu:", "cuda:99", "hpu", "meta"])
-def test_a_device_that_is_not_there(name):
+def test_an_unusable_device_is_refused(name):
     with refused(ConfigError, "run.device", repr(name)):
         pick_device(name)
 
 
 def tree(path):
-    """Return the files below `path` but for the lock, which a run that is refused leaves."""
+    """Return the files below `path` without the lock, because a refused run leaves its lock."""
     return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
@@ -236,7 +236,7 @@ def test_a_foreign_directory_or_file_is_never_overwritten(tmp_path):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("plugins", [["hd_user:Late"], ["hd_user:Late", "ema", "checkpoint"]])
-def test_a_run_that_cannot_start_leaves_everything_as_it_was(config, tmp_path, overwrite, plugins):
+def test_a_run_that_cannot_start_changes_no_file(config, tmp_path, overwrite, plugins):
     path = tmp_path / "runs" / "mine"
     before = earlier_run(path) if overwrite else {}
     with refused(UserError, "not today"):
@@ -255,7 +255,7 @@ def test_a_run_that_starts_replaces_the_earlier_one(config, tmp_path):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_run_directory_that_cannot_be_made_is_an_error_of_the_user(tmp_path):
+def test_a_run_directory_that_cannot_be_made_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with refused(UserError, tmp_path / "file" / "run"):
         toy_loop({"run_dir": RunDir()}, run_dir=tmp_path / "file" / "run").run()
@@ -267,7 +267,7 @@ def test_a_run_directory_that_cannot_be_made_is_an_error_of_the_user(tmp_path):
     assert (tmp_path / "real" / CONFIG).exists()
 
 
-def test_the_run_directory_is_made_after_all_others_have_started(tmp_path):
+def test_the_run_directory_is_made_after_all_other_plugins_have_started(tmp_path):
     seen = []
 
     class Looks:
@@ -285,7 +285,7 @@ def test_a_file_that_a_part_cannot_open_is_refused_with_its_table(tmp_path):
         Part("data", "mine", open, {"file": str(tmp_path / "gone")}).build()
 
 
-def test_plugins_that_save_runs_have_no_part_in_single_steps(config, tmp_path):
+def test_a_loop_that_does_not_restore_leaves_out_the_checkpoint_plugin(config, tmp_path):
     checked = config(plugins=["checkpoint", "ema"])
     loop = build_loop(checked, tmp_path / "run", hooks=("prepare_model", "before_step", "offer_weights"))
     assert {name: type(plugin).__name__ for name, plugin in loop.plugins.items() if name in checked.plugins} == {

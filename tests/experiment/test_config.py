@@ -43,7 +43,7 @@ def change(table, dotted, value):
 
 
 def problems(path, *args, **kwargs):
-    """Return the lines of the refusal of the config at `path`, after the first, which counts them."""
+    """Return the problems of the config at `path`, one line each; the first line of the message counts them."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, *args, **kwargs)
     first, *lines = str(caught.value).split("\n")
@@ -67,7 +67,7 @@ def test_a_good_config_is_read_with_its_types(path):
     assert config.optimizer.arguments == {"lr": 1e-3}
 
 
-def test_the_smallest_config(tmp_path):
+def test_three_keys_are_a_whole_config(tmp_path):
     text = '[run]\nsteps = 1\n[data]\nsource = "digits"\n[model]\nuse = "unet"\n'
     config = load_config(write(tmp_path / "small.toml", text))
     assert config.optimizer.use == "adamw"
@@ -81,7 +81,7 @@ def test_numbers_and_times_have_their_types(path):
 
 
 @pytest.mark.parametrize(
-    ("dotted", "value", "facts"),  # the facts: the value that is refused, the nearest, what is allowed
+    ("dotted", "value", "facts"),  # facts: the refused value, the nearest name, the allowed values
     [
         ("run.batchsize", 3, ("'batch_size'", "steps", "epochs")),
         ("data.sorce", "x", ("'source'", "image_size", "resize")),
@@ -140,10 +140,10 @@ def test_numbers_and_times_have_their_types(path):
         ("plugins.lr.schedule", "cos", ("constant", "linear", "'cosine'", "'cos'")),
     ],
 )
-def test_one_slip_is_one_problem_with_its_place(tmp_path, dotted, value, facts):
+def test_one_mistake_is_one_problem_with_its_place(tmp_path, dotted, value, facts):
     lines = problems(write(tmp_path / "bad.toml", change(GOOD, dotted, value)))
     if dotted == "run":
-        lines.pop()  # it has no length either
+        lines.pop()  # a second problem: the run has no length
     (line,) = lines
     assert place(line) == dotted
     check_facts(line, *facts)
@@ -157,14 +157,14 @@ def test_one_slip_is_one_problem_with_its_place(tmp_path, dotted, value, facts):
         ("data.source", "torchvision:MNIST", "data", ("torchvision:MNIST", "root")),
     ],
 )
-def test_keys_that_need_or_exclude_others_are_the_tables_problem(tmp_path, dotted, value, table, facts):
+def test_keys_that_need_or_exclude_others_are_reported_at_their_table(tmp_path, dotted, value, table, facts):
     (line,) = problems(write(tmp_path / "bad.toml", change(GOOD, dotted, value)))
     assert place(line) == table
     check_facts(line, *facts)
 
 
 @pytest.mark.parametrize("table", ["run", "data", "model"])
-def test_a_missing_table(tmp_path, table):
+def test_a_missing_table_is_reported(tmp_path, table):
     path = write(tmp_path / "bad.toml", {name: rest for name, rest in GOOD.items() if name != table})
     lines = problems(path)
     assert {place(line) for line in lines} == {table}
@@ -172,7 +172,7 @@ def test_a_missing_table(tmp_path, table):
 
 
 @pytest.mark.parametrize(("data", "model"), [({}, {}), ({"drop_last": True}, {"channels": 8})])
-def test_a_missing_key(tmp_path, data, model):
+def test_a_missing_key_is_reported(tmp_path, data, model):
     path = write(tmp_path / "bad.toml", {**GOOD, "data": data, "model": model})
     source, use = problems(path)
     check_facts(source, "data.source", *SOURCES, "module:Name")
@@ -180,7 +180,7 @@ def test_a_missing_key(tmp_path, data, model):
 
 
 @pytest.mark.parametrize(
-    ("run", "expected"),  # the places, and a fact of the line at each
+    ("run", "expected"),  # the place of each problem, and a fact of its line
     [
         ({}, {"run": "steps"}),
         ({"step": 5}, {"run.step": "'steps'"}),
@@ -238,14 +238,14 @@ def test_a_file_that_is_no_toml_is_refused_with_the_place(tmp_path, content, fac
         read_toml(path)
 
 
-def test_a_missing_file_gets_the_nearest(path):
+def test_a_missing_file_is_refused_with_the_nearest(path):
     with refused(ConfigError, path.with_name("mien.toml"), "'mine.toml'"):
         load_config(path.with_name("mien.toml"))
     with refused(ConfigError, path.parent / "nowhere" / "mine.toml"):
         load_config(path.parent / "nowhere" / "mine.toml")
 
 
-def test_a_directory_is_no_config(tmp_path):
+def test_a_directory_is_refused(tmp_path):
     with refused(ConfigError, tmp_path, "directory"):
         load_config(tmp_path)
 
@@ -268,7 +268,7 @@ def test_conflicts_and_requirements_are_refused(tmp_path, monkeypatch):
     assert greedy.arguments == {"must": 3}
 
 
-def test_plugins_are_added_and_taken_away(path):
+def test_plugins_are_added_and_removed(path):
     assert load_config(path, ["clip", "no:ema", "clip"]).run.plugins == ("lr", "clip")
     assert load_config(path, ["lr"]).run.plugins == ("ema", "lr")
     assert list(load_config(path, ["no:ema", "ema"]).plugins) == ["lr", "ema"]
@@ -276,7 +276,7 @@ def test_plugins_are_added_and_taken_away(path):
     check_facts(line, "--plugins no:emma", "'emma'", "'ema'")
 
 
-def test_plugins_are_added_to_those_that_are_set(path):
+def test_plugins_are_added_to_those_of_a_setting(path):
     config = load_config(path, ["clip", "no:lr"], ['run.plugins=["lr", "ema"]'])
     assert config.run.plugins == ("ema", "clip")
 
@@ -315,7 +315,7 @@ def test_a_setting_needs_a_table_a_key_and_a_value(path, setting):
     check_facts(line, f"--set {setting}", "table.key=value")
 
 
-def test_a_setting_inside_of_a_value(path):
+def test_a_setting_inside_a_value_is_refused(path):
     (line,) = problems(path, settings=["run.steps.x=3"])
     check_facts(line, "--set run.steps.x=3", "steps")
     step, decay = problems(path, settings=["plugins.ema.decay=2", "run.step=3"])
@@ -324,11 +324,11 @@ def test_a_setting_inside_of_a_value(path):
 
 
 def same(one, other):
-    """Whether two configs configure the same; a NaN is like a NaN."""
+    """Return whether two configs are equal; here NaN equals NaN."""
     return repr(one.resolved()) == repr(other.resolved()) and one.run == other.run
 
 
-def test_resolved_is_read_as_the_same_config(tmp_path):
+def test_a_resolved_config_is_read_as_the_same_config(tmp_path):
     usable = [name for name, (entry, *_) in sorted(installed().items()) if name != "aim" or find_spec("aim")]
     table = {**GOOD, "run": {**GOOD["run"], "plugins": usable, "max_time": "1000 h"}}
     table["plugins"] = {"checkpoint": {"every": "2 epochs"}, "samples": {"every": "90 s"}, "fid": {"every": 0}}
@@ -379,7 +379,7 @@ def mutated(steps):
         if not isinstance(inner, dict):
             continue
         if kind == "replace":
-            if place in COSTLY and isinstance(new[0], int) and new[0] > 100:  # there are loops of that length
+            if place in COSTLY and isinstance(new[0], int) and new[0] > 100:  # a large number is slow to build
                 continue
             inner[key] = new[0]
         elif key in inner:
@@ -393,7 +393,7 @@ QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, Hea
 
 
 def load_or_refuse(path, plugins=(), given=()):
-    """Load and probe, expecting a UserError at most. A config that loads is written and read again as the same."""
+    """Load and probe a config; only a UserError is allowed. A config that loads is the same when read back."""
     config = None
     with contextlib.suppress(UserError):
         config = load_config(path, plugins, given)
@@ -414,7 +414,7 @@ def test_a_mutated_config_loads_or_is_refused(tmp_path, steps):
 
 @given(text=st.text() | st.text("[]=.\"'#{}\n run1ab,", max_size=40))
 @QUICK
-def test_any_text_is_refused(tmp_path, text):
+def test_random_text_is_refused(tmp_path, text):
     path = tmp_path / "text.toml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with refused(UserError, path):
@@ -456,7 +456,7 @@ def test_any_setting_and_any_plugin_name_loads_or_is_refused(tmp_path, given, pl
         "plugins.lr.schedule=constant",
     ],
 )
-def test_a_problem_that_only_building_shows_is_refused_with_its_table(path, setting):
+def test_a_problem_that_only_building_finds_is_refused_with_its_table(path, setting):
     config = load_config(path, settings=[setting, *(["optimizer.fused=true"] if "foreach" in setting else [])])
     table = setting.partition(".")[0]
     if table == "plugins":
@@ -467,5 +467,5 @@ def test_a_problem_that_only_building_shows_is_refused_with_its_table(path, sett
         assert place(str(caught.value).split("\n")[1].strip()).partition(".")[0] == table
 
 
-def test_the_name_of_a_config_without_one_is_that_of_its_file(tmp_path):
+def test_a_config_without_a_name_is_named_after_its_file(tmp_path):
     assert load_config(write(Path(tmp_path / "my run.toml"), GOOD)).run.name == "my run"

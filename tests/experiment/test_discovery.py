@@ -13,40 +13,40 @@ def test_an_installed_plugin_is_found_by_its_name(install):
     install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=PLUGIN)
     (entry,) = installed()["mine"]
     assert distribution(entry) == "hookdiff-mine 1.0"
-    assert "hd_mine" not in sys.modules  # finding imports nothing
+    assert "hd_mine" not in sys.modules  # finding a plugin does not import it
     assert plugin_class("mine").__name__ == "Mine"
 
 
-def test_names_come_sorted(install):
+def test_installed_names_are_sorted(install):
     install("hookdiff-z", {"zz": "z:Z", "a0": "z:A"})
     names = list(installed())
     assert names == sorted(names)
     assert {"zz", "a0", "ema", "lr"} <= set(names)
 
 
-def test_a_group_of_its_own(install):
+def test_each_group_of_entry_points_is_listed_alone(install):
     install("hookdiff-tool", {"tool": "t:main"}, group="hookdiff.commands")
     assert "tool" in installed("hookdiff.commands")
     assert "tool" not in installed()
 
 
-def test_an_unknown_name_gets_the_nearest_and_all_that_are_installed():
+def test_an_unknown_name_is_refused_with_the_nearest_and_all_installed_names():
     with refused(PluginError, "'emma'", "'ema'", *installed()):
         plugin_class("emma")
 
 
-def test_a_name_that_resembles_no_other_gets_no_guess():
+def test_a_name_that_resembles_no_other_gets_no_suggestion():
     with refused(PluginError, "'zzzzzz'") as caught:
         plugin_class("zzzzzz")
     assert not any(repr(name) in str(caught.value) for name in installed())
 
 
-def test_two_claimants_are_both_named(install):
+def test_two_distributions_with_one_plugin_name_are_both_reported(install):
     install("hookdiff-one", {"mine": "hd_one:Mine"}, hd_one=PLUGIN)
     install("hookdiff-two", {"mine": "hd_two:Mine"}, hd_two=PLUGIN)
     with refused(PluginError, "'mine'", "hookdiff-one 1.0", "hookdiff-two 1.0"):
         plugin_class("mine")
-    assert plugin_class("hd_two:Mine").__module__ == "hd_two"  # the way out that the message gives
+    assert plugin_class("hd_two:Mine").__module__ == "hd_two"  # the message suggests module:Class
 
 
 def test_a_distribution_that_is_seen_twice_counts_once(install):
@@ -72,7 +72,7 @@ def test_a_missing_attribute_is_named(install):
         plugin_class("mine")
 
 
-def test_an_entry_point_that_is_no_class(install):
+def test_an_entry_point_that_is_no_class_is_refused(install):
     install("hookdiff-mine", {"mine": "hd_mine:make", "module": "hd_mine"}, hd_mine="def make(): ...\n")
     for name, kind in (("mine", "function"), ("module", "module")):
         with refused(PluginError, repr(name), kind):
@@ -88,16 +88,16 @@ def test_golden_message_of_a_package_that_a_plugin_needs(install, module):
     assert str(caught.value) == f"the plugin 'mine' needs the package {module}: pip install 'nowhere[all]>=2'"
 
 
-def test_a_package_that_a_plugin_needs_may_be_there(install):
+def test_a_plugin_with_its_needed_package_is_found(install):
     install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine="class Mine:\n    needs = {'json.decoder': 'json'}\n")
     assert plugin_class("mine").__name__ == "Mine"
 
 
-def test_a_class_by_its_module():
+def test_a_plugin_is_found_by_module_and_class():
     assert plugin_class("hookdiff_ema:EMA") is plugin_class("ema")
 
 
-def test_a_module_on_the_path(install):
+def test_a_module_on_the_path_is_found(install):
     install("anything", hd_local=PLUGIN)
     assert plugin_class("hd_local:Mine").__name__ == "Mine"
     with refused(PluginError, "'hd_local:Mind'", "'Mind'", "'Mine'"):
@@ -105,7 +105,7 @@ def test_a_module_on_the_path(install):
 
 
 @pytest.mark.parametrize("given", ["not_to_be_found:Mine", ":Mine", ".relative:Mine", "..:Mine", ":", "json."])
-def test_a_class_that_cannot_be_imported_is_an_error_of_the_user(given):
+def test_a_class_that_cannot_be_imported_is_refused(given):
     with refused(PluginError, repr(given)):
         plugin_class(given)
 
@@ -119,7 +119,7 @@ def test_import_object_names_its_purpose():
 
 
 @pytest.mark.parametrize(("given", "name"), [("ema", "ema"), ("a.b:MyClass", "myclass"), ("EMA", "EMA")])
-def test_the_name_of_a_plugin(given, name):
+def test_a_plugin_is_named_as_given_or_after_its_class(given, name):
     assert plugin_name(given) == name
 
 

@@ -28,21 +28,21 @@ def built(model: nn.Module, kind: Any = torch.optim.AdamW, no_decay: Any = ("aut
 
 
 class Parts(nn.Module):
-    """One of everything that has weights."""
+    """A model with every kind of weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.token = nn.Embedding(5, 4)
-        self.norm = nn.LayerNorm((2, 3))  # of two dimensions
+        self.norm = nn.LayerNorm((2, 3))  # its weight has two dimensions
         self.body = nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3), nn.Linear(3, 4))
         self.scale = nn.Parameter(torch.ones(()))
         self.position = nn.Parameter(torch.zeros(1, 6, 4))
         self.out = nn.Linear(4, 5, bias=False)
-        self.out.weight = self.token.weight  # shared
+        self.out.weight = self.token.weight  # one shared weight
         self.fixed = nn.Linear(2, 2).requires_grad_(False)
 
 
-def test_the_role_of_each_weight() -> None:
+def test_each_weight_has_its_role() -> None:
     assert {weight.name: weight.role for weight in weights_of(Parts())} == {
         "scale": "vector",
         "position": "kernel",
@@ -76,7 +76,7 @@ def test_a_pattern_that_names_no_weight_is_refused() -> None:
         built(Parts(), no_decay=["*positon"])
 
 
-def test_the_groups_are_those_that_one_would_write_by_hand() -> None:
+def test_weights_with_and_without_decay_are_in_two_groups() -> None:
     model = Parts()
     (optimizer,) = built(model, weight_decay=0.1)
     first, second = optimizer.param_groups
@@ -93,7 +93,7 @@ def test_without_weight_decay_there_is_one_group(kind: Any, arguments: Any) -> N
 
 
 def layers(draw: Any, depth: int) -> Any:
-    """A random module: layers, containers of them, weights that are shared or fixed."""
+    """Return a random module of layers and containers, with some weights shared or fixed."""
     kinds = ["linear", "conv", "norm", "embedding", "bare", "none"] + (["all", "shared"] if depth else [])
     kind = draw(st.sampled_from(kinds))
     size = draw(st.integers(1, 3))
@@ -175,7 +175,7 @@ def test_muon_warns_if_it_has_less_than_half_of_a_model(caplog: pytest.LogCaptur
     assert record.levelname == "WARNING"
     check_facts(record.getMessage(), "muon", "11.3%", "optimizer.use", "'adamw'")
     caplog.clear()
-    built(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(6)), muon)  # half
+    built(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(6)), muon)  # its matrix has half of the parameters
     assert not caplog.messages
 
 
@@ -194,7 +194,7 @@ def test_muon_steps_along_the_nearest_orthogonal_matrix() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (16, 64), (64, 16), (4, 256)], ids=str)
-def test_muons_updates_are_as_large_as_those_of_adamw_whatever_the_shape(shape: tuple[int, int]) -> None:
+def test_updates_of_muon_have_the_size_of_adamw_for_any_shape(shape: tuple[int, int]) -> None:
     """The RMS of an update is 0.2 lr: 0.2 sqrt(max(rows, columns)) lr U V' (Liu et al. 2025, eq. 4)."""
     model = nn.Linear(shape[1], shape[0], bias=False)
     before = model.weight.detach().clone()
@@ -232,14 +232,14 @@ def test_a_kernel_that_the_gpu_lacks_is_not_used() -> None:
             optimizer.step()
 
 
-def test_a_weight_that_has_no_fused_kernel_is_stepped_all_the_same() -> None:
+def test_a_weight_without_a_fused_kernel_gets_an_unfused_optimizer() -> None:
     model = nn.Linear(2, 2, dtype=torch.complex64)
     (optimizer,) = built(model, torch.optim.AdamW)
     assert not optimizer.param_groups[0]["fused"]
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad"])
-def test_the_fused_ones_transfer_nothing(name: str) -> None:
+def test_fused_optimizers_transfer_nothing(name: str) -> None:
     model = toy_model()
     (optimizer,) = built(model, *chosen(name))
     for parameter in model.parameters():
@@ -300,7 +300,7 @@ def load(folder: Path, *settings: str, **optimizer: Any) -> Any:
     return load_config(path, settings=settings)
 
 
-def test_all_optimizers_of_torch_are_there() -> None:
+def test_every_optimizer_of_torch_is_listed_except_lbfgs_sparseadam_and_muon() -> None:
     kinds = {name.lower() for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
     assert kinds - {"optimizer", "muon"} == {*OPTIMIZERS, "lbfgs", "sparseadam"}
 
@@ -371,7 +371,7 @@ def test_groups_may_change_on_resume_because_state_goes_by_name(tmp_path: Path) 
         assert_same(state_of(other), expected)
 
 
-def test_decay_moves_only_weights_that_decay() -> None:
+def test_weight_decay_changes_only_the_weights_that_decay() -> None:
     def run(**arguments: Any) -> dict[str, Tensor]:
         loop = toy_loop(
             optimizers=lambda model: built(model, torch.optim.AdamW, lr=0.01, **arguments),

@@ -1,4 +1,4 @@
-"""Training on pictures that only the config names."""
+"""Training on a folder of pictures that is given in the config alone."""
 
 from pathlib import Path
 from typing import Any

@@ -41,7 +41,7 @@ def taking(kind):
 
 
 def read(kind, value):
-    """Return the typed value, or the message of the one problem it has."""
+    """Return the typed value, or the message about its only problem."""
     problems = Problems()
     result = arguments(taking(kind), {"x": value}, "t", problems)
     assert len(result) + len(problems.found) == 1
@@ -97,12 +97,12 @@ def same(one, other):
         (Every, "15 min", Every(900, "seconds")),
     ],
 )
-def test_values_that_fit(kind, value, expected):
+def test_values_that_fit_get_the_type_of_their_key(kind, value, expected):
     assert same(read(kind, value), expected)
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "facts"),  # the value that is refused, its place in a list, what is allowed
+    ("kind", "value", "facts"),  # facts: the refused value, its place in a list, the allowed values
     [
         (bool, "false", ("'false'",)),
         (bool, 0, (0,)),
@@ -148,7 +148,7 @@ def test_values_that_fit(kind, value, expected):
         (list[Inner], [{"size": 1}, {"size": 0}], (0, "item 2.size", 1)),
     ],
 )
-def test_values_that_are_refused(kind, value, facts):
+def test_values_that_do_not_fit_are_refused_with_their_place(kind, value, facts):
     check_facts(read(kind, value), "t.x", *facts)
 
 
@@ -199,7 +199,7 @@ def test_text_is_read_as_the_type_that_the_key_expects(kind, text, expected):
         (int, "9" * 5000, "9" * 5000),
     ],
 )
-def test_text_that_the_key_cannot_take(kind, text, value):
+def test_text_that_does_not_fit_its_key_is_refused(kind, text, value):
     check_facts(read(kind, Text(text)), "t.x", repr(value))
 
 
@@ -242,7 +242,7 @@ def test_golden_messages_of_all_problems_at_once():
     ]
 
 
-def test_every_key_of_a_table_in_a_table_has_its_place():
+def test_a_problem_in_an_inner_table_has_its_full_place():
     size, label = found(taking(Inner), {"x": {"size": "a", "label": 1}})
     check_facts(size, "t.x.size", "'a'")
     check_facts(label, "t.x.label", 1)
@@ -269,7 +269,7 @@ def test_a_message_that_does_not_start_with_the_field_stays_whole():
     assert found(kind, {"x": 1}) == ["t.x: 'low' must be below this"]
 
 
-def test_types_that_only_checkers_know_check_nothing():
+def test_types_imported_only_for_type_checkers_are_not_checked():
     def target(a: "Nothing", b: "int" = 1, c: "Nothing | None" = None): ...
 
     problems = Problems()
@@ -292,7 +292,7 @@ def test_any_callable_has_parameters():
         (line,) = found(target, {"x": "a"})
         check_facts(line, "t.x", "'a'")
     assert list(parameters(Custom())) == ["x"]
-    assert parameters(dict) == {}  # Python does not know
+    assert parameters(dict) == {}  # Python knows no signature of dict
     (line,) = found(dict, {"x": 1})
     check_facts(line, "t.x")
     assert "params" not in parameters(torch.optim.AdamW)
@@ -304,7 +304,7 @@ def test_an_inherited_init_is_read_in_its_own_module():
 
     (line,) = found(Child, {"lr": "x"})
     check_facts(line, "t.lr", "'x'")
-    assert "Tensor" not in line  # a config can only give the number
+    assert "Tensor" not in line  # a config can only give a number
     (line,) = found(Child, {"betas": [0.9]})
     check_facts(line, "t.betas", 1, 2)
 
@@ -318,14 +318,14 @@ def test_missing_lists_the_arguments_without_a_default():
 
 
 def round_trip(target, given):
-    """Write the given values and the defaults as TOML, and read them."""
+    """Write the given values and the defaults as TOML, and return them as they are read back."""
     problems = Problems()
     again = arguments(target, tomli.loads(tomli_w.dumps(resolved(target, given))), "t", problems)
     assert problems.found == []
     return again
 
 
-def test_resolved_comes_back_as_it_was():
+def test_resolved_values_are_read_back_unchanged():
     def target(
         a: int = 1,
         b: float = 2.5,
@@ -354,14 +354,14 @@ amounts = st.builds(Every, st.integers(0, 10**12).map(float), st.sampled_from(["
 
 
 @given(every=amounts)
-def test_how_often_comes_back_as_it_was(every):
+def test_an_interval_is_read_back_unchanged(every):
     assert round_trip(taking(Every), {"x": every}) == {"x": every}
 
 
 @pytest.mark.parametrize(
     ("kind", "default"),
     [
-        (bool, 1),  # annotations of other people's code are sometimes wrong
+        (bool, 1),  # annotations in other packages are sometimes wrong
         (int, "64"),
         (Any, Path("a")),  # without a type it would come back as a string
         (Any, Colour.RED),
@@ -371,11 +371,11 @@ def test_how_often_comes_back_as_it_was(every):
         (Any, torch.float32),
     ],
 )
-def test_a_default_that_would_not_come_back_is_left_out(kind, default):
+def test_a_default_that_cannot_be_read_back_is_left_out(kind, default):
     target = taking(kind)
     target.__defaults__ = (default,)
     assert resolved(target, {}) == {}
 
 
-def test_a_factory_is_no_value():
+def test_a_default_factory_is_left_out():
     assert resolved(define(type("K", (), {"__annotations__": {"a": int}, "a": field(factory=int)})), {}) == {}
