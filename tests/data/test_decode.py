@@ -165,7 +165,7 @@ def test_a_palette_with_a_transparent_colour(tmp_path: Path) -> None:
     assert found[0, 0, 0] > 200 > found[0, 0, 1]
 
 
-def test_cmyk_is_the_colour_without_its_ink() -> None:
+def test_cmyk_is_converted_to_rgb() -> None:
     image = Image.new("CMYK", (1, 1), (255, 0, 0, 0))
     assert pixels(image).tolist() == [[[0, 255, 255]]]
 

@@ -127,7 +127,7 @@ def test_the_ranks_split_each_batch_evenly(num_ranks: int, batch_size: int, star
         assert 0 < max(map(len, parts)) <= min(map(len, parts)) + 1
 
 
-def test_each_epoch_has_an_order_of_its_own() -> None:
+def test_each_epoch_has_another_order() -> None:
     feed = bound(Numbers(200), batch_size=200)
     orders = [tuple(feed.order(epoch).tolist()) for epoch in range(4)]
     orders.append(tuple(bound(Numbers(200), batch_size=200, seed=1).order(0).tolist()))
@@ -257,7 +257,7 @@ def train(source: Any, **options: Any) -> Loop:
     return loop
 
 
-def test_loading_does_not_disturb_what_training_draws() -> None:
+def test_loading_does_not_change_the_draws_of_training() -> None:
     # Without workers, the process that trains loads the samples, and seeds its generators for each.
     loop = train(Rows())
     assert_same(weights(loop), weights(train(Rows(), workers=2)))

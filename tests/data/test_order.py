@@ -35,9 +35,8 @@ def test_held_out_samples_are_never_trained_on(labels: list[int] | None, amount:
     assert not held & training
     for epoch in range(3):
         assert set(feed.order(epoch).tolist()) == training
-    assert torch.equal(
-        feed.held_out_indices, feed_of(labels, held_out=amount, seed=seed + 1).held_out_indices
-    )  # independent of the run's seed
+    # held-out samples do not depend on the run's seed
+    assert torch.equal(feed.held_out_indices, feed_of(labels, held_out=amount, seed=seed + 1).held_out_indices)
     if labels is not None:
         for label in set(labels):
             share = count * labels.count(label) / length

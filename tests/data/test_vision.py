@@ -88,7 +88,7 @@ def test_items_without_labels_give_no_labels() -> None:
 
 
 def test_items_that_draw_random_numbers_are_read_by_one_thread() -> None:
-    data = vision("FakeData")(size=300, image_size=(3, 8, 8))  # 300 items are more than one thread reads at a time
+    data = vision("FakeData")(size=300, image_size=(3, 8, 8))  # one thread reads fewer than 300 items at a time
     alone = torch.stack([torch.from_numpy(numpy.array(data.load(index))).permute(2, 0, 1) for index in range(300)])
     for _ in range(3):
         samples = Feed(data).samples

@@ -42,7 +42,7 @@ random_betas = st.lists(st.floats(1e-4, 0.3), max_size=60).map(lambda betas: [*b
 
 @define(frozen=True)
 class Given(Schedule):
-    """Betas as they are given."""
+    """A schedule with given betas."""
 
     values: tuple[float, ...] = field(converter=tuple)
 

@@ -78,6 +78,6 @@ def test_samples_are_back_in_the_range_of_images(
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5])
-def test_a_quantile_outside_of_its_range_is_named(ratio: float) -> None:
+def test_a_quantile_outside_of_its_range_is_refused(ratio: float) -> None:
     with refused(ValueError, "'ratio'", ratio):
         DynamicThreshold(ratio)

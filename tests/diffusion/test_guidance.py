@@ -105,6 +105,6 @@ def test_guidance_that_does_not_fit_the_objective_is_refused(
         ("interval", (2.0, 1.0), ["[low, high]", "[2, 1]"]),
     ],
 )
-def test_options_outside_of_their_range_are_named(option: str, value: object, facts: list[object]) -> None:
+def test_options_outside_of_their_range_are_refused(option: str, value: object, facts: list[object]) -> None:
     with refused(ValueError, f"'{option}'", *facts):
         ClassifierFree(**{option: value})

@@ -31,6 +31,6 @@ def test_the_error_is_computed_for_each_pixel(name: str) -> None:
 
 
 @pytest.mark.parametrize("delta", [0.0, -1.0])
-def test_delta_outside_of_its_range_is_named(delta: float) -> None:
+def test_delta_outside_of_its_range_is_refused(delta: float) -> None:
     with refused(ValueError, "'delta'", delta):
         Huber(delta)

@@ -385,7 +385,7 @@ def test_wrong_output_shape_is_an_error() -> None:
         ("data_std", (1.0, float("nan")), ["nan"]),
     ],
 )
-def test_options_outside_of_their_range_are_named(option: str, value: Any, facts: list[object]) -> None:
+def test_options_outside_of_their_range_are_refused(option: str, value: Any, facts: list[object]) -> None:
     with refused(ValueError, f"'{option}'", *facts):
         Diffusion(**{option: value})
 

@@ -174,7 +174,7 @@ def test_only_epsilon_needs_alpha_and_only_sample_needs_sigma() -> None:
 def test_error_ratios(
     name: str, x0: float, other: float, x_t: float, alpha: float, sigma: float, sigma_data: float
 ) -> None:
-    """The ratio converts a squared error of x0 to one of the network's output; the weights of the losses use it."""
+    """The ratio converts a squared error of x0 to a squared error of the output; the loss weights use the ratio."""
     kind = prediction(name, sigma_data)
 
     def output(image: float) -> Tensor:
@@ -350,7 +350,7 @@ def test_floors_of_the_flow(s: float, mean: float) -> None:
 
 
 @pytest.mark.parametrize("sigma_data", [0.0, -0.5])
-def test_sigma_data_outside_of_its_range_is_named(sigma_data: float) -> None:
+def test_sigma_data_outside_of_its_range_is_refused(sigma_data: float) -> None:
     with refused(ValueError, "'sigma_data'", sigma_data):
         EDMPrediction(sigma_data)
 

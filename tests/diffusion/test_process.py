@@ -221,7 +221,7 @@ def test_known_ends_of_each_process(name: str) -> None:
         (lambda: EDM(time_scale=0.0), "time_scale", [0]),
     ],
 )
-def test_options_outside_of_their_range_are_named(
+def test_options_outside_of_their_range_are_refused(
     make: Callable[[], Process], option: str, facts: list[object]
 ) -> None:
     with refused(ValueError, option, *facts):

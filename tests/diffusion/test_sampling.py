@@ -257,7 +257,7 @@ def test_strength_outside_of_its_range_is_an_error(strength: float) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("steps", 0), ("batch_size", 0)])
-def test_options_outside_of_their_range_are_named(option: str, value: int) -> None:
+def test_options_outside_of_their_range_are_refused(option: str, value: int) -> None:
     with refused(ValueError, f"'{option}'", value):
         Sampling(**{option: value})
 

@@ -211,7 +211,7 @@ def test_the_image_fades_but_never_vanishes(name: str, timesteps: int) -> None:
 
 @given(random_betas)
 def test_tables_of_random_betas_match_the_chain(betas: list[float]) -> None:
-    """x_t = sqrt(1 - beta) x_{t-1} + sqrt(beta) noise, followed one step at a time."""
+    """Follow the chain x_t = sqrt(1 - beta) x_{t-1} + sqrt(beta) noise, one step at a time."""
     schedule, alpha, variance = NoiseSchedule(betas), 1.0, 0.0
     for t, beta in enumerate(betas):
         alpha, variance = alpha * math.sqrt(1 - beta), variance * (1 - beta) + beta
@@ -261,12 +261,12 @@ def test_one_timestep_cannot_be_both_ends() -> None:
 @pytest.mark.parametrize("kind", [Linear, ScaledLinear, Sigmoid])
 @pytest.mark.parametrize("option", ["beta_start", "beta_end"])
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.1, math.nan])
-def test_ends_outside_of_their_range_are_named(kind: type[Linear], option: str, value: float) -> None:
+def test_ends_outside_of_their_range_are_refused(kind: type[Linear], option: str, value: float) -> None:
     with refused(ValueError, f"'{option}'", "(0, 1)"):
         kind(**{option: value})
 
 
 @pytest.mark.parametrize(("option", "value"), [("offset", -0.1), ("offset", 1.1), ("max_beta", 0.0), ("max_beta", 1.0)])
-def test_options_of_the_cosine_outside_of_their_range_are_named(option: str, value: float) -> None:
+def test_options_of_the_cosine_outside_of_their_range_are_refused(option: str, value: float) -> None:
     with refused(ValueError, f"'{option}'", f"{value:g}"):
         Cosine(**{option: value})

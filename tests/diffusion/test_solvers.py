@@ -308,6 +308,6 @@ def test_samples_from_pure_noise_are_finite(process: str, sampler: str) -> None:
         (Heun, "churn_noise", 0.0),
     ],
 )
-def test_options_outside_of_their_range_are_named(kind: type[Solver], option: str, value: Any) -> None:
+def test_options_outside_of_their_range_are_refused(kind: type[Solver], option: str, value: Any) -> None:
     with refused(ValueError, f"'{option}'", value):
         kind(**{option: value})

@@ -134,7 +134,7 @@ def test_spacings_that_do_not_fit_the_process_are_refused(
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
-def test_options_outside_of_their_range_are_named(value: float) -> None:
+def test_options_outside_of_their_range_are_refused(value: float) -> None:
     with refused(ValueError, "'rho'", value):
         Karras(value)
     with refused(ValueError, "'shift'", value):

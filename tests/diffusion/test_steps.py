@@ -55,7 +55,7 @@ def approx(expected: float) -> object:
 
 
 class Chain:
-    """A chain whose network predicts the given pairs of image and noise, one pair in each call."""
+    """A chain with a network that predicts the given pairs of image and noise, one pair in each call."""
 
     steps = 10
     clipping = NoClipping()

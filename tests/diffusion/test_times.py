@@ -57,7 +57,7 @@ def test_sigmas_of_edm_training() -> None:
     assert float(torch.trapezoid(sigmas * density, z)) == pytest.approx(0.618783391806, rel=1e-4)
 
 
-def test_edm_trains_with_the_distribution_of_its_paper() -> None:
+def test_edm_trains_with_the_distribution_of_the_paper() -> None:
     assert Diffusion("edm").times == LogNormal(-1.2, 1.2)
     diffusion = Diffusion("edm", times=LogNormal(stratified=True))
     sigmas = drawn(diffusion, 100_000)
@@ -167,6 +167,6 @@ def test_log_normal_times_never_reach_a_zero_terminal_snr(process: VP) -> None:
 
 @pytest.mark.parametrize("kind", [LogNormal, LogitNormal])
 @pytest.mark.parametrize("std", [0.0, -1.0])
-def test_a_deviation_outside_of_its_range_is_named(kind: type[LogNormal], std: float) -> None:
+def test_a_deviation_outside_of_its_range_is_refused(kind: type[LogNormal], std: float) -> None:
     with refused(ValueError, "'std'", std):
         kind(std=std)

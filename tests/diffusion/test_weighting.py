@@ -231,6 +231,6 @@ def test_a_subclass_of_the_uniform_weighting_is_applied() -> None:
         (EDMWeighting, "sigma_data", 0.0),
     ],
 )
-def test_options_outside_of_their_range_are_named(make: type[Weighting], option: str, value: float) -> None:
+def test_options_outside_of_their_range_are_refused(make: type[Weighting], option: str, value: float) -> None:
     with refused(ValueError, f"'{option}'", value):
         make(**{option: value})
