@@ -11,7 +11,7 @@ CLASSES = ("ant", "bee", "cat")
 
 
 def _noise(seed: int, width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """A picture that no other seed gives."""
+    """Return a picture of random pixels that the seed determines."""
     channels = len(Image.new(mode, (1, 1)).getbands())
     values = numpy.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=numpy.uint8)
     return Image.merge(mode, [Image.fromarray(numpy.ascontiguousarray(values[..., k])) for k in range(channels)])

@@ -19,7 +19,7 @@ def stack(num: int = 40, side: int = 12, channels: int = 3) -> Tensor:
 
 
 @given(rows=st.lists(st.integers(0, 39), min_size=1, max_size=40), channels=st.sampled_from([1, 3]))
-def test_a_sample_is_the_same_in_any_company(rows: list[int], channels: int) -> None:
+def test_a_sample_is_augmented_alike_in_any_batch(rows: list[int], channels: int) -> None:
     images, indices = stack(channels=channels), torch.arange(40) * 7
     whole = augment(images, ALL, 3, 5, indices)
     assert torch.equal(augment(images[rows], ALL, 3, 5, indices[rows]), whole[rows])
@@ -28,7 +28,7 @@ def test_a_sample_is_the_same_in_any_company(rows: list[int], channels: int) -> 
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"epoch": 6}])
-def test_seed_and_epoch_change_everything(change: dict[str, int]) -> None:
+def test_another_seed_or_epoch_changes_every_image(change: dict[str, int]) -> None:
     images, indices = stack(), torch.arange(40)
     before = augment(images, ALL, indices=indices, seed=3, epoch=5)
     after = augment(images, ALL, indices=indices, **{"seed": 3, "epoch": 5, **change})
@@ -43,7 +43,7 @@ def test_without_transforms_only_the_range_changes() -> None:
 
 
 @pytest.mark.parametrize(("flip", "share"), [(True, 0.5), (0.2, 0.2), (1.0, 1.0)])
-def test_the_share_that_is_mirrored(flip: Any, share: float) -> None:
+def test_flip_gives_the_share_of_mirrored_images(flip: Any, share: float) -> None:
     images = stack(1).expand(4000, -1, -1, -1)
     found = augment(images, Transforms(flip=flip), 0, 0, torch.arange(4000))
     same = (found == images.float() / 127.5 - 1).flatten(1).all(1)
@@ -52,7 +52,7 @@ def test_the_share_that_is_mirrored(flip: Any, share: float) -> None:
     assert float(mirrored.double().mean()) == pytest.approx(share, abs=0.025)
 
 
-def test_every_place_is_cut_out_equally_often() -> None:
+def test_every_crop_is_equally_likely() -> None:
     image = torch.arange(36, dtype=torch.uint8).view(1, 1, 6, 6).expand(9000, -1, -1, -1)
     found = augment(image, Transforms(image_size=4, resize=6), 0, 0, torch.arange(9000))
     values = found.add(1).mul(127.5).round().int()
@@ -62,7 +62,7 @@ def test_every_place_is_cut_out_equally_often() -> None:
     assert corners.unique(return_counts=True)[1].tolist() == pytest.approx([1000] * 9, abs=120)
 
 
-def test_what_is_switched_on_does_not_move_the_crop() -> None:
+def test_flipping_does_not_move_the_crop() -> None:
     images, indices = stack(), torch.arange(40)
     cut = augment(images, Transforms(image_size=4, resize=12), 0, 0, indices)
     both = augment(images, Transforms(image_size=4, resize=12, flip=1.0), 0, 0, indices)
@@ -90,7 +90,7 @@ def test_colours_change_as_in_torchvision(which: int, draw: float, channels: int
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_changes_come_in_the_order_that_was_drawn() -> None:
+def test_colour_changes_are_applied_in_the_drawn_order() -> None:
     images = stack(2, 8).float() / 255
     order = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
     draws = torch.full((2, 4), 0.8, dtype=torch.float64)

@@ -10,7 +10,7 @@ def batch_of(num: int) -> Batch:
 
 
 @given(num=st.integers(1, 20), size=st.none() | st.integers(1, 25))
-def test_slices_together_are_the_whole(num: int, size: int | None) -> None:
+def test_slices_together_are_the_whole_batch(num: int, size: int | None) -> None:
     whole = batch_of(num)
     parts = whole.split(size)
     for name in ("inputs", "labels", "indices"):
@@ -20,11 +20,11 @@ def test_slices_together_are_the_whole(num: int, size: int | None) -> None:
     assert 0 < len(parts[-1]) <= (size or num)
 
 
-def test_a_slice_knows_the_whole_step() -> None:
+def test_a_slice_keeps_the_total_of_the_step() -> None:
     assert [part.total for part in batch_of(7).split(3)] == [21, 21, 21]
 
 
-def test_a_batch_alone_is_the_whole_step() -> None:
+def test_the_default_total_is_the_length_of_the_batch() -> None:
     assert Batch(torch.zeros(5, 1)).total == 5
 
 
@@ -33,6 +33,6 @@ def test_one_slice_is_the_batch_itself() -> None:
     assert batch.split(None) == batch.split(4) == batch.split(9) == [batch]
 
 
-def test_what_a_batch_lacks_its_slices_lack_too() -> None:
+def test_slices_lack_the_fields_that_the_batch_lacks() -> None:
     part = Batch(torch.zeros(5, 1))[1:3]
     assert (len(part), part.labels, part.indices, part.draws, part.total) == (2, None, None, {}, 5)

@@ -57,7 +57,7 @@ def suppress_if_it_names(path: Path) -> Iterator[None]:
     seed=st.integers(0, 9),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # of Pillow, about what it reads
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # from Pillow, about broken files
 def test_any_file_becomes_a_picture_or_an_error_that_names_it(
     tmp_path: Path,
     mode: str,
@@ -79,7 +79,7 @@ def test_any_file_becomes_a_picture_or_an_error_that_names_it(
     try:
         image.save(buffer, {"jpg": "JPEG", "tif": "TIFF"}.get(kind, kind.upper()), **options)
     except (OSError, ValueError, KeyError):
-        return  # a format that cannot hold the mode
+        return  # the format cannot hold the mode
     for earlier in tmp_path.iterdir():
         earlier.unlink()
     path = tmp_path / f"one.{kind}"
@@ -114,7 +114,7 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
     assert torch.equal(pixels(Image.fromarray(deep.astype(numpy.int32))), expected.to(torch.uint8))
 
 
-def test_floats_are_taken_for_zero_to_one() -> None:
+def test_floats_are_read_as_zero_to_one() -> None:
     image = Image.fromarray(numpy.array([[0, 0.2, 0.5, 1]], dtype=numpy.float32))
     assert pixels(image).tolist() == [[0, 51, 128, 255]]
 
@@ -165,7 +165,7 @@ def test_a_palette_with_a_transparent_colour(tmp_path: Path) -> None:
     assert found[0, 0, 0] > 200 > found[0, 0, 1]
 
 
-def test_cmyk_is_the_colour_without_its_ink() -> None:
+def test_cmyk_is_converted_to_rgb() -> None:
     image = Image.new("CMYK", (1, 1), (255, 0, 0, 0))
     assert pixels(image).tolist() == [[[0, 255, 255]]]
 
@@ -178,7 +178,7 @@ def test_black_and_white(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_every_orientation_comes_out_upright(tmp_path: Path, kind: str, orientation: int) -> None:
-    # What a camera stores for each value, so that following it gives the upright picture again (Exif 2.3, 4.6.4).
+    # The pixels that a camera stores for the upright picture in each orientation (Exif 2.3, 4.6.4).
     upright = numpy.zeros((16, 24), numpy.uint8)
     upright[:8, :8], upright[:8, 16:] = 250, 120
     stored = {
@@ -202,7 +202,7 @@ def test_every_orientation_comes_out_upright(tmp_path: Path, kind: str, orientat
 
 
 @pytest.mark.parametrize("kind", ["png", "gif", "webp", "tif"])
-def test_the_first_frame_of_an_animation_counts(tmp_path: Path, kind: str) -> None:
+def test_the_first_frame_of_an_animation_is_read(tmp_path: Path, kind: str) -> None:
     frames = [Image.new("RGB", (4, 4), (value, value, value)) for value in (10, 200)]
     frames[0].save(tmp_path / f"a.{kind}", save_all=True, append_images=frames[1:])
     with Image.open(tmp_path / f"a.{kind}") as image:
@@ -219,7 +219,7 @@ def test_the_header_gives_the_channels(mode: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 @pytest.mark.parametrize("exif", [b"Exif\0\0broken", b"Exif\0\0II*\0\xff\xff\xff\xff", b""])
-def test_a_picture_with_a_broken_header_is_still_one(tmp_path: Path, exif: bytes) -> None:
+def test_a_picture_with_a_broken_exif_header_is_read(tmp_path: Path, exif: bytes) -> None:
     Image.new("L", (8, 4), 77).save(tmp_path / "a.jpg", exif=exif)
     with Image.open(tmp_path / "a.jpg") as image:
         assert upright_size(image) == (8, 4)

@@ -3,7 +3,7 @@ import torch
 from hookdiff.data import digits
 
 
-def test_the_digits_are_those_of_scikit_learn() -> None:
+def test_the_digits_match_scikit_learn() -> None:
     data = digits()
     assert (data.images.shape, data.images.dtype) == ((1797, 1, 8, 8), torch.uint8)
     assert (int(data.images.min()), int(data.images.max())) == (0, 255)
@@ -12,7 +12,7 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
     assert torch.bincount(data.labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
-def test_counts_of_dark_pixels_are_spread_over_all_bytes() -> None:
+def test_values_from_0_to_16_are_scaled_to_bytes() -> None:
     counts = torch.arange(17)
     assert torch.equal(
         torch.bincount(digits().images.flatten()).nonzero().flatten(), (counts * 255 / 16).round().long()

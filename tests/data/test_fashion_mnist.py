@@ -11,7 +11,7 @@ from tests.conftest import refused
 
 
 def idx(values: Any) -> bytes:
-    """The format of MNIST: two zeros, the type (8: uint8), the number of sizes, the sizes, the bytes."""
+    """Return values in MNIST's format: two zeros, the type (8: uint8), the number of sizes, the sizes, the bytes."""
     data = torch.as_tensor(values, dtype=torch.uint8)
     return bytes((0, 0, 8, data.dim())) + struct.pack(f">{data.dim()}I", *data.shape) + data.numpy().tobytes()
 

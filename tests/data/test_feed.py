@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Numbers:
-    """Sample i is the number i; `looked_up` are the samples that this process loaded."""
+    """A source in which sample i is the number i; `looked_up` lists the samples that this process loaded."""
 
     def __init__(self, length: int = 23) -> None:
         self.length, self.looked_up = length, list[int]()
@@ -72,7 +72,7 @@ def test_an_augmentation_depends_on_seed_epoch_and_sample_alone() -> None:
     assert drawn(start=13).items() <= plain.items()
     assert drawn(rank=1, num_ranks=3).items() <= plain.items()
     values = {value for rows in (plain, drawn(epoch=1), drawn(seed=1)) for row in rows.values() for value in row}
-    assert len(values) == 3 * 23 * 3  # no sample, epoch, seed or generator gives what another gave
+    assert len(values) == 3 * 23 * 3  # each sample, epoch, seed and generator gives other values
 
 
 @given(
@@ -101,7 +101,7 @@ def test_an_epoch_resumes_at_any_sample(
 
 
 @given(batch_size=st.integers(1, 23), num_ranks=st.integers(1, 5), drop_last=st.booleans())
-def test_the_counts_of_an_epoch_are_those_of_its_batches(batch_size: int, num_ranks: int, drop_last: bool) -> None:
+def test_the_counts_of_an_epoch_match_its_batches(batch_size: int, num_ranks: int, drop_last: bool) -> None:
     feed = bound(Numbers(), max(batch_size, num_ranks), num_ranks=num_ranks, drop_last=drop_last)
     batches = list(feed.batches(0))
     assert feed.num_batches == len(batches)
@@ -111,14 +111,14 @@ def test_the_counts_of_an_epoch_are_those_of_its_batches(batch_size: int, num_ra
 
 
 @given(num_ranks=st.integers(1, 5), batch_size=st.integers(5, 23), start=st.integers(0, 10), drop_last=st.booleans())
-def test_the_ranks_share_a_batch_among_them(num_ranks: int, batch_size: int, start: int, drop_last: bool) -> None:
+def test_the_ranks_split_each_batch_evenly(num_ranks: int, batch_size: int, start: int, drop_last: bool) -> None:
     def epoch(rank: int = 0, num_ranks: int = 1) -> list[Batch]:
         return list(bound(Numbers(), batch_size, 0, rank, num_ranks, drop_last=drop_last).batches(2, start))
 
     shares = [epoch(rank, num_ranks) for rank in range(num_ranks)]
     assert len({len(share) for share in shares}) == 1
     for whole, *parts in itertools.zip_longest(epoch(), *shares):
-        if parts[0] is None:  # the last one, too small for each rank to get a sample
+        if parts[0] is None:  # the last batch is too small for each rank to get a sample
             assert len(whole) < num_ranks
             continue
         assert sorted(indices(parts)) == sorted(indices([whole]))
@@ -127,14 +127,14 @@ def test_the_ranks_share_a_batch_among_them(num_ranks: int, batch_size: int, sta
         assert 0 < max(map(len, parts)) <= min(map(len, parts)) + 1
 
 
-def test_each_epoch_has_an_order_of_its_own() -> None:
+def test_each_epoch_has_another_order() -> None:
     feed = bound(Numbers(200), batch_size=200)
     orders = [tuple(feed.order(epoch).tolist()) for epoch in range(4)]
     orders.append(tuple(bound(Numbers(200), batch_size=200, seed=1).order(0).tolist()))
     assert all(sorted(order) == list(range(200)) for order in orders)
     assert len(set(orders)) == 5
     for one, other in itertools.pairwise(orders):
-        assert sum(a == b for a, b in zip(one, other, strict=True)) < 10  # one place stays on average
+        assert sum(a == b for a, b in zip(one, other, strict=True)) < 10  # on average one sample keeps its place
 
 
 def test_epochs_follow_each_other_in_a_run() -> None:
@@ -152,7 +152,7 @@ def test_epochs_follow_each_other_in_a_run() -> None:
     assert loop.progress == Progress(step=8, position=8, epoch=2, samples=0)
 
 
-def test_the_last_batch_has_the_total_of_what_is_there() -> None:
+def test_the_last_batch_has_its_own_total() -> None:
     totals = [batch.total for batch in bound(Numbers(), 10, rank=1, num_ranks=2, drop_last=False).batches(0)]
     assert totals == [10, 10, 3]
 
@@ -195,14 +195,14 @@ def replaced(at: int, value: Any) -> Numbers:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("value", "kind"), [(numpy.zeros(4), "ndarray"), (("x.png", 3), "str"), (None, "NoneType")])
-def test_a_sample_that_is_no_tensor_is_named(value: Any, kind: str, workers: int) -> None:
+def test_a_sample_that_is_no_tensor_is_refused(value: Any, kind: str, workers: int) -> None:
     feed = bound(replaced(17, value), drop_last=False, workers=workers)
     with refused(UserError, 17, kind) as caught:
         list(feed.batches(0))
-    traceback.clear_frames(caught.tb)  # or the workers are only let go when garbage is collected, which takes seconds
+    traceback.clear_frames(caught.tb)  # otherwise the workers end seconds later, at a garbage collection
 
 
-def test_labels_that_only_some_have_are_none() -> None:
+def test_labels_are_none_if_some_samples_have_none() -> None:
     class Half(Numbers):
         def __getitem__(self, index: int) -> tuple[Tensor, int | None]:
             return torch.zeros(1, 1, 1), index if index % 2 else None
@@ -245,7 +245,7 @@ def test_a_bad_option_is_refused_by_name(key: str, value: int) -> None:
 
 
 class Rows(Numbers):
-    """Four numbers a sample, which the toy net takes."""
+    """A source with four numbers per sample, as the toy net needs."""
 
     def __getitem__(self, index: int) -> Tensor:
         return Augmented()[index][0].flatten() / 23
@@ -257,7 +257,7 @@ def train(source: Any, **options: Any) -> Loop:
     return loop
 
 
-def test_loading_does_not_disturb_what_training_draws() -> None:
+def test_loading_does_not_change_the_draws_of_training() -> None:
     # Without workers, the process that trains loads the samples, and seeds its generators for each.
     loop = train(Rows())
     assert_same(weights(loop), weights(train(Rows(), workers=2)))
@@ -265,7 +265,7 @@ def test_loading_does_not_disturb_what_training_draws() -> None:
     order = torch.cat([loop.feed.order(epoch)[:16] for epoch in range(3)])
 
     class Played(Rows):
-        """The same pixels in the same order, with nothing drawn."""
+        """Returns the recorded pixels in the same order, without drawing any number."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -297,11 +297,11 @@ def test_an_epoch_with_workers_leaves_the_default_generators_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_a_run_that_is_over_has_no_workers() -> None:
-    loop = toy_loop({"stop": StopAt(4)}, data=Feed(Rows(), workers=1), steps=6)  # four are two epochs
+def test_no_workers_are_left_after_a_run() -> None:
+    loop = toy_loop({"stop": StopAt(4)}, data=Feed(Rows(), workers=1), steps=6)  # four steps are two epochs
     loop.run()
     assert not multiprocessing.active_children()
-    assert loop.run() == "done"  # with new ones
+    assert loop.run() == "done"  # with new workers
     assert not multiprocessing.active_children()
 
 

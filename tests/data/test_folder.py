@@ -30,7 +30,7 @@ def test_the_first_folder_is_the_class(tmp_path: Path, write_folder: Write) -> N
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "jpeg", "webp", "bmp", "tif", "tiff", "gif", "PNG"])
-def test_every_kind_is_found(tmp_path: Path, suffix: str) -> None:
+def test_every_format_is_found(tmp_path: Path, suffix: str) -> None:
     Image.new("RGB", (4, 4)).save(tmp_path / f"a.{suffix}")
     (tmp_path / "notes.txt").write_text("no image")
     (tmp_path / f".hidden.{suffix}").write_text("nor this")
@@ -76,7 +76,7 @@ def test_links_are_followed_once(tmp_path: Path, write_folder: Write) -> None:
 )
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 @pytest.mark.parametrize("column", ["file", "file_name"])
-def test_labels_from_a_file(
+def test_labels_are_read_from_a_file(
     tmp_path: Path, write_folder: Write, kind: str, column: str, labels: Any, expected: Any, classes: Any
 ) -> None:
     write_folder(tmp_path, 3, classes=("in",))
@@ -128,7 +128,7 @@ def test_a_broken_file_of_labels_is_refused_with_its_line(
         Folder(str(tmp_path), asked)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pictures" / "x").mkdir(parents=True)
     for wrong, *facts in [
         ("pictuers", tmp_path, "'pictuers'", "'pictures'"),
@@ -142,7 +142,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         Folder(str(tmp_path / "file"))
 
 
-def test_a_folder_without_images(tmp_path: Path) -> None:
+def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
     with refused(ValueError, tmp_path, ".png", "empty"):
         Folder(str(tmp_path))
     for name in ("a.heic", "b.heic", "c.txt"):
@@ -151,7 +151,7 @@ def test_a_folder_without_images(tmp_path: Path) -> None:
         Folder(str(tmp_path))
 
 
-def test_a_link_to_nothing_is_an_image_that_cannot_be_read(tmp_path: Path, write_folder: Write) -> None:
+def test_a_broken_link_is_an_unreadable_image(tmp_path: Path, write_folder: Write) -> None:
     write_folder(tmp_path / "set", 3)
     (tmp_path / "set" / "bee" / "gone.png").symlink_to(tmp_path / "nowhere.png")
     place: Any

@@ -1,4 +1,4 @@
-"""Workers: which signals they heed."""
+"""Test how workers handle signals."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import PATIENCE
 
-# In a process of its own: where a worker dies, torch raises in the midst of whatever its parent is at.
+# The script runs in its own process: when a worker dies, torch raises at an arbitrary line of the parent.
 SCRIPT = """
 import os, signal
 import torch
@@ -39,6 +39,6 @@ os._exit(0)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
-def test_a_worker_goes_on_through_what_is_sent_to_all_and_ends_at_the_second_sigterm():
+def test_a_worker_survives_signals_to_all_processes_and_ends_at_the_second_sigterm():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout == "ended", done.stderr

@@ -21,14 +21,14 @@ def test_labels_of_another_shape_or_dtype_are_refused(labels: torch.Tensor) -> N
         InMemory(torch.zeros(4, 1, 2, 2), labels)
 
 
-def test_every_byte_has_its_place_between_minus_one_and_one() -> None:
+def test_bytes_are_scaled_to_minus_one_to_one() -> None:
     scaled = to_unit_range(torch.arange(256, dtype=torch.uint8))
     assert (scaled[0].item(), scaled[255].item(), scaled.dtype) == (-1, 1, torch.float32)
     torch.testing.assert_close(scaled.double(), torch.arange(256).double() / 127.5 - 1, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_floats_pass_as_float32(dtype: torch.dtype) -> None:
+def test_floats_become_float32(dtype: torch.dtype) -> None:
     images = torch.tensor([-1.0, 0.5, 3.0], dtype=dtype)
     assert torch.equal(to_unit_range(images), torch.tensor([-1.0, 0.5, 3.0]))
 

@@ -21,7 +21,7 @@ sets = st.lists(st.integers(-1, 4), min_size=2, max_size=60)
 
 
 @given(labels=st.none() | sets, amount=st.floats(0.01, 0.99) | st.integers(1, 59), seed=st.integers(0, 3))
-def test_what_is_held_out_is_never_trained_on(labels: list[int] | None, amount: Any, seed: int) -> None:
+def test_held_out_samples_are_never_trained_on(labels: list[int] | None, amount: Any, seed: int) -> None:
     length = 100 if labels is None else len(labels)
     count = amount if isinstance(amount, int) else round(amount * length)
     if not 0 < count < length:
@@ -35,9 +35,8 @@ def test_what_is_held_out_is_never_trained_on(labels: list[int] | None, amount: 
     assert not held & training
     for epoch in range(3):
         assert set(feed.order(epoch).tolist()) == training
-    assert torch.equal(
-        feed.held_out_indices, feed_of(labels, held_out=amount, seed=seed + 1).held_out_indices
-    )  # whatever the run's seed
+    # held-out samples do not depend on the run's seed
+    assert torch.equal(feed.held_out_indices, feed_of(labels, held_out=amount, seed=seed + 1).held_out_indices)
     if labels is not None:
         for label in set(labels):
             share = count * labels.count(label) / length
@@ -56,12 +55,12 @@ def test_balanced_classes_come_equally_often(labels: list[int], seed: int, epoch
     counts = [drawn.count(label) for label in present]
     assert set(drawn) <= present
     assert max(counts) - min(counts) <= 1
-    for label in present:  # none comes once more before all have come
+    for label in present:  # no sample repeats before all of its class have come
         times = [order.tolist().count(index) for index in feed.training.tolist() if labels[index] == label]
         assert max(times) - min(times) <= 1
 
 
-def test_each_epoch_balances_with_others() -> None:
+def test_each_epoch_balances_with_other_samples() -> None:
     feed = feed_of([0] * 90 + [1] * 10, balanced=True)
     first, second = (set(feed.order(epoch).tolist()) for epoch in range(2))
     assert len(first) == len(second) == 60
@@ -73,14 +72,14 @@ def test_balance_needs_labels() -> None:
         feed_of(None, balanced=True)
 
 
-def test_counts_of_an_epoch_are_of_what_is_trained_on() -> None:
+def test_counts_of_an_epoch_leave_out_held_out_samples() -> None:
     feed = feed_of(None, batch_size=8, held_out=0.1)
     assert (len(feed), feed.num_batches, len(list(feed.batches(0)))) == (88, 11, 11)
     with refused(UserError, 5, "batch_size", 8):
         feed_of(None, batch_size=8, held_out=95)
 
 
-def test_both_parts_can_be_had() -> None:
+def test_held_out_and_training_samples_can_be_read() -> None:
     images = torch.arange(20.0).view(20, 1)
     feed = Feed(InMemory(images, torch.arange(20) % 2), held_out=6).bind(4)
     for part in (feed.held_out_indices, feed.training):
@@ -93,7 +92,7 @@ def test_both_parts_can_be_had() -> None:
 
 
 @given(length=st.integers(1, 20), data=st.data())
-def test_a_replacement_is_the_next_of_the_same_part(length: int, data: Any) -> None:
+def test_a_replacement_is_the_next_readable_sample_of_the_same_part(length: int, data: Any) -> None:
     parts = split(torch.arange(length), None, data.draw(st.integers(0, length - 1)))
     unreadable = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     if any(unreadable[part].all() for part in parts if len(part)):

@@ -63,7 +63,7 @@ def assert_equal(one: dict[int, tuple[Tensor, int]], other: dict[int, tuple[Tens
     balanced=st.booleans(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_where_samples_live_changes_no_pixel(
+def test_the_store_changes_no_pixel(
     root: Path, epoch: int, start: int, batch_size: int, seed: int, balanced: bool
 ) -> None:
     whole = rows(feed_of(root, "memory", seed=seed, balanced=balanced).batches(epoch))
@@ -89,7 +89,7 @@ def test_workers_change_no_pixel_and_stay_for_the_next_epoch(root: Path) -> None
     assert running[1:] == running[:1] * 2
     half = workers.batches(3)
     next(half)
-    half.close()  # left in its middle: its workers are not used again
+    half.close()  # the workers of an abandoned epoch are not used again
     assert_equal(rows(workers.batches(3)), rows(memory.batches(3)))
     assert_equal(rows(workers.batches(1, 10)), rows(memory.batches(1, 10)))
     assert len(pids()) == 2
@@ -136,7 +136,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_may_be_started_anew(root: Path, tmp_path: Path) -> None:
+def test_workers_may_be_spawned(root: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWN)
     done = subprocess.run([sys.executable, script, root / "set"], capture_output=True, text=True, timeout=PATIENCE)
@@ -166,7 +166,7 @@ def test_a_cache_is_used_until_a_file_changes(own: tuple[Path, list[Path]], nois
     assert_equal(after, rows(feed_of(root, "memory").batches(0)))
     assert [index for index in after if not torch.equal(after[index][0], first[index][0])] == [3]
     feed_of(root, "disk", transforms=Transforms(image_size=8, resize=9))
-    assert len(caches(root)) == 2  # what is random is not kept
+    assert len(caches(root)) == 2  # random transforms make no other cache
     feed_of(root, "disk", transforms=Transforms(image_size=8))
     assert len(caches(root)) == 3
 
@@ -182,7 +182,7 @@ def test_a_cache_is_used_until_a_file_changes(own: tuple[Path, list[Path]], nois
         ("survey.json", None),
     ],
 )
-def test_a_cache_that_is_not_whole_is_made_again(own: tuple[Path, list[Path]], name: str, content: Any) -> None:
+def test_an_incomplete_cache_is_made_again(own: tuple[Path, list[Path]], name: str, content: Any) -> None:
     root, _ = own
     first = rows(feed_of(root, "disk").batches(0))
     (cache,) = caches(root)
@@ -194,7 +194,7 @@ def test_a_cache_that_is_not_whole_is_made_again(own: tuple[Path, list[Path]], n
     assert (cache / name).read_bytes() == whole
 
 
-def test_two_may_make_the_same_cache(own: tuple[Path, list[Path]]) -> None:
+def test_several_threads_may_make_the_same_cache(own: tuple[Path, list[Path]]) -> None:
     root, _ = own
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(feed_of(root, "disk"))) for _ in range(4)]
@@ -208,7 +208,7 @@ def test_two_may_make_the_same_cache(own: tuple[Path, list[Path]]) -> None:
         assert_equal(rows(feed.batches(0)), rows(found[0].batches(0)))
 
 
-def test_a_cache_remembers_what_cannot_be_read(own: tuple[Path, list[Path]]) -> None:
+def test_a_cache_remembers_unreadable_files(own: tuple[Path, list[Path]]) -> None:
     root, paths = own
     paths[1].write_bytes(b"nothing")
     paths[4].write_bytes(paths[4].read_bytes()[:-80])
@@ -221,14 +221,14 @@ def test_a_cache_remembers_what_cannot_be_read(own: tuple[Path, list[Path]]) -> 
         feed_of(root, "disk")
 
 
-def test_a_place_that_cannot_be_written_is_refused(own: tuple[Path, list[Path]]) -> None:
+def test_a_cache_that_cannot_be_written_is_refused(own: tuple[Path, list[Path]]) -> None:
     root, _ = own
     (root / "cache").write_text("a file")
     with refused(UserError, root / "cache"):
         feed_of(root, "disk")
 
 
-def test_the_usual_place_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert Store().folder == Path("/somewhere/hookdiff")
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -35,7 +35,9 @@ def refusal(path: Path, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("store", PLACES)
-def test_sizes_that_differ_need_one(tmp_path: Path, write_folder: Write, noise: Noise, store: Any) -> None:
+def test_images_of_different_sizes_need_an_image_size(
+    tmp_path: Path, write_folder: Write, noise: Noise, store: Any
+) -> None:
     root = tmp_path / "set"
     write_folder(root, 6)
     noise(9, 20, 30).save(root / "ant" / "big.png")
@@ -45,7 +47,9 @@ def test_sizes_that_differ_need_one(tmp_path: Path, write_folder: Write, noise: 
 
 
 @pytest.mark.parametrize("store", PLACES)
-def test_grey_among_colour_needs_a_word(tmp_path: Path, write_folder: Write, noise: Noise, store: Any) -> None:
+def test_grey_among_colour_images_needs_a_number_of_channels(
+    tmp_path: Path, write_folder: Write, noise: Noise, store: Any
+) -> None:
     root = tmp_path / "set"
     write_folder(root, 6)
     noise(9, 12, 9, "L").save(root / "bee" / "grey.png")
@@ -79,7 +83,7 @@ def test_golden_message_of_images_that_are_too_small(
 
 
 @pytest.mark.parametrize("store", PLACES)
-def test_what_is_no_image_is_listed_or_left_out(tmp_path: Path, write_folder: Write, store: Any) -> None:
+def test_files_that_are_no_images_are_listed_or_left_out(tmp_path: Path, write_folder: Write, store: Any) -> None:
     root = tmp_path / "set"
     paths = write_folder(root, 9)
     paths[2].write_bytes(b"no image at all")
@@ -88,7 +92,7 @@ def test_what_is_no_image_is_listed_or_left_out(tmp_path: Path, write_folder: Wr
     check_facts(counts, 2, 9, "unreadable", "'skip'")
     assert [line.split(": ")[0] for line in lines] == [f"  {paths[2]}", f"  {paths[5]}"]
     feed = feed_of(root, store=store, unreadable="skip")
-    assert len(feed.source) == 9  # positions stay those of the whole set
+    assert len(feed.source) == 9  # the others keep their positions
     assert feed.training.tolist() == [0, 1, 3, 4, 6, 7, 8]
     feed.bind(7)
     (batch,) = feed.batches(0)
@@ -101,7 +105,7 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_broken_pixels_are_found_where_all_are_decoded(tmp_path: Path, write_folder: Write, store: Any) -> None:
+def test_broken_pixels_are_found_when_all_images_are_decoded(tmp_path: Path, write_folder: Write, store: Any) -> None:
     root = tmp_path / "set"
     truncate(write_folder(root, 9)[4])
     counts, line = refusal(root, store=store)
@@ -118,7 +122,7 @@ def test_broken_pixels_that_are_met_later_stop_the_run(tmp_path: Path, write_fol
     feed.bind(3)
     with refused(UserError, path) as caught:
         list(feed.batches(0))
-    traceback.clear_frames(caught.tb)  # or the workers are only let go when garbage is collected, which takes seconds
+    traceback.clear_frames(caught.tb)  # otherwise the workers end seconds later, at a garbage collection
     assert "Traceback" not in str(caught.value)
 
 
@@ -147,14 +151,14 @@ def test_another_sample_replaces_one_that_cannot_be_decoded(
         assert torch.equal(inputs, found[0][0])
         assert torch.equal(indices, found[0][1])
     counts = [message for message in warnings(caplog) if {"3", "12"} <= set(message.split())]
-    assert len(counts) == 2  # in memory and on disk, where all are decoded at once
+    assert len(counts) == 2  # the stores "memory" and "disk" decode all images at once
     met = [message for message in warnings(caplog) if message not in counts]
     assert met
     assert all(any(str(paths[k]) in message for k in (3, 4, 11)) for message in met)
 
 
 @pytest.mark.parametrize("store", PLACES)
-def test_a_set_without_a_readable_image_is_refused_whatever_is_skipped(
+def test_a_set_without_a_readable_image_is_refused_even_with_skip(
     tmp_path: Path, write_folder: Write, store: Any
 ) -> None:
     root = tmp_path / "set"
@@ -166,7 +170,7 @@ def test_a_set_without_a_readable_image_is_refused_whatever_is_skipped(
     check_facts(rest, 2)
 
 
-def test_images_that_need_no_look_are_not_opened() -> None:
+def test_images_of_a_known_shape_are_not_opened() -> None:
     class Blank:
         labels, classes, shape = None, None, (3, 4, 5)
 
@@ -189,7 +193,7 @@ def test_a_source_without_samples_is_refused(tmp_path: Path) -> None:
         Feed(Arrays(str(tmp_path / "none.npy")))
 
 
-def test_auto_keeps_in_memory_what_fits(tmp_path: Path, write_folder: Write) -> None:
+def test_auto_keeps_a_set_that_fits_in_memory(tmp_path: Path, write_folder: Write) -> None:
     write_folder(tmp_path, 10, size=(64, 64))
     size = 10 * 3 * 64 * 64 / 2**30
     places = [
@@ -199,13 +203,13 @@ def test_auto_keeps_in_memory_what_fits(tmp_path: Path, write_folder: Write) -> 
 
 
 @pytest.mark.parametrize("store", ["disk", "none"])
-def test_what_is_in_memory_stays_there(store: Any) -> None:
+def test_another_store_for_a_set_in_memory_is_refused(store: Any) -> None:
     with refused(UserError, "store", f"'{store}'", "memory"):
         Feed(InMemory(torch.zeros(4, 1, 2, 2)), store=Store(store=store))
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_items_that_may_change_are_not_kept(store: Any) -> None:
+def test_a_store_for_items_that_may_change_is_refused(store: Any) -> None:
     with refused(UserError, "store", f"'{store}'", "list"):
         Feed([torch.zeros(1, 2, 2)], store=Store(store=store))
 
@@ -259,7 +263,7 @@ def test_items_may_be_pictures_of_pillow(noise: Noise) -> None:
         list(small.bind(4).batches(0))
 
 
-def test_metadata_of_the_set(tmp_path: Path, write_folder: Write) -> None:
+def test_a_feed_has_the_metadata_of_its_source(tmp_path: Path, write_folder: Write) -> None:
     paths = write_folder(tmp_path, 6)
     feed = Feed(Folder(str(tmp_path)))
     assert (feed.num_classes, feed.classes, feed.describe(1)) == (3, ("ant", "bee", "cat"), str(paths[1]))

@@ -16,13 +16,13 @@ Noise = Callable[..., Image.Image]
 
 
 def expected(image: Image.Image, side: int) -> torch.Tensor:
-    """What torchvision's Resize and CenterCrop make of it."""
+    """Return the image after torchvision's Resize and CenterCrop."""
     resized = vision.resize(image, [side], InterpolationMode.BICUBIC, antialias=True)
     return vision.pil_to_tensor(vision.center_crop(resized, [side, side]))
 
 
 @given(width=st.integers(8, 70), height=st.integers(8, 70), side=st.integers(2, 8), mode=st.sampled_from(["L", "RGB"]))
-def test_resizing_is_that_of_torchvision(noise: Noise, width: int, height: int, side: int, mode: str) -> None:
+def test_resizing_matches_torchvision(noise: Noise, width: int, height: int, side: int, mode: str) -> None:
     image = noise(width * height, width, height, mode)
     found = Transforms(image_size=side).fit(image)
     assert (found.dtype, found.shape) == (torch.uint8, (len(mode), side, side))
@@ -30,7 +30,7 @@ def test_resizing_is_that_of_torchvision(noise: Noise, width: int, height: int, 
 
 
 @given(width=st.integers(1, 20), height=st.integers(1, 20), side=st.integers(20, 33))
-def test_enlarging_is_that_of_torchvision(noise: Noise, width: int, height: int, side: int) -> None:
+def test_enlarging_matches_torchvision(noise: Noise, width: int, height: int, side: int) -> None:
     image = noise(width * height, width, height)
     found = Transforms(image_size=side, upscale=True).fit(image)
     assert torch.equal(found, expected(image, side))
@@ -43,19 +43,19 @@ def test_enlarging_is_that_of_torchvision(noise: Noise, width: int, height: int,
     before=st.sampled_from([1, 3]),
     after=st.sampled_from([None, 1, 3]),
 )
-def test_a_stack_becomes_what_each_becomes(width: int, height: int, side: Any, before: int, after: Any) -> None:
+def test_a_stack_is_fitted_like_single_images(width: int, height: int, side: Any, before: int, after: Any) -> None:
     stack = torch.randint(0, 256, (3, before, height, width), generator=torch.Generator().manual_seed(0))
     stack = stack.to(torch.uint8)
     transforms = Transforms(image_size=side, upscale=True, channels=after)
     each = torch.stack([transforms.fit(image) for image in stack])
     difference = (transforms.fit_stack(stack).float() - each.float()).abs()
-    # Roundings of the mix and of the resize; Pillow chooses by the shape which direction it resizes, and clips, first.
+    # Mixing channels and resizing both round. Pillow resizes, and clips, first in a direction that the shape decides.
     assert difference.max() <= (2 if width == height else 30)
     assert difference.mean() < 0.6
 
 
 @pytest.mark.parametrize("size", [(640, 480), (64, 64), (500, 130)])
-def test_a_large_jpeg_is_decoded_at_a_part_of_its_size(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(tmp_path: Path, size: tuple[int, int]) -> None:
     rows, columns = numpy.mgrid[: size[1], : size[0]]
     picture = numpy.stack([columns * 255 / size[0], rows * 255 / size[1], (rows + columns) % 256], 2)
     Image.fromarray(picture.astype(numpy.uint8)).save(tmp_path / "a.jpg", quality=95)
@@ -67,7 +67,7 @@ def test_a_large_jpeg_is_decoded_at_a_part_of_its_size(tmp_path: Path, size: tup
             else (size[0] // (4 if size[1] == 480 else 2), size[1] // (4 if size[1] == 480 else 2))
         )
         difference = (found.float() - expected(whole.convert("RGB"), 32).float()).abs()
-    assert difference[:2].mean() < 1  # smooth, unlike the third
+    assert difference[:2].mean() < 1  # the first two channels are smooth
 
 
 def test_grey_becomes_colour_and_colour_grey(noise: Noise) -> None:
@@ -81,7 +81,7 @@ def test_grey_becomes_colour_and_colour_grey(noise: Noise) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
-def test_pixels_are_pictures_too(channels: int) -> None:
+def test_uint8_pixels_are_fitted_like_pictures(channels: int) -> None:
     stored = torch.randint(0, 256, (channels, 6, 9), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     found = Transforms(background="black").fit(stored)
     if channels in (1, 3):
@@ -96,7 +96,7 @@ def test_pixels_without_channels_are_grey() -> None:
     assert torch.equal(Transforms().fit(torch.tensor([[1, 2]], dtype=torch.uint8)), torch.tensor([[[1, 2]]]))
 
 
-def test_what_fits_passes_whatever_it_is() -> None:
+def test_latents_that_fit_pass_unchanged() -> None:
     latents = torch.randn(7, 4, 4)
     assert Transforms().fit(latents) is latents
     assert Transforms(image_size=4).fit(latents) is latents

@@ -14,7 +14,7 @@ from hookdiff.experiment.structure import parameters
 from tests.conftest import refused
 
 
-def test_the_keys_are_those_of_the_class() -> None:
+def test_the_keys_are_the_arguments_of_the_class() -> None:
     assert list(parameters(vision("CIFAR10"))) == ["root", "train", "download"]
     assert list(parameters(vision("FakeData"))) == ["size", "image_size", "num_classes", "random_offset"]
     assert "loader" not in parameters(vision("ImageFolder"))
@@ -26,7 +26,7 @@ def test_a_class_that_torchvision_lacks_is_refused(name: str) -> None:
         vision(name)
 
 
-def test_its_pictures_and_labels(tmp_path: Path, write_folder: Any) -> None:
+def test_pictures_and_labels_match_torchvision(tmp_path: Path, write_folder: Any) -> None:
     write_folder(tmp_path, 9, size=(6, 6))
     data = vision("ImageFolder")(root=str(tmp_path))
     theirs = datasets.ImageFolder(str(tmp_path))
@@ -38,7 +38,7 @@ def test_its_pictures_and_labels(tmp_path: Path, write_folder: Any) -> None:
     assert Feed(data).shape == (3, 6, 6)
 
 
-def test_labels_that_no_attribute_has_are_read() -> None:
+def test_labels_without_an_attribute_are_read_from_the_items() -> None:
     data = vision("FakeData")(size=5, image_size=(3, 4, 4))
     assert data.labels is not None
     assert data.labels.tolist() == [int(datasets.FakeData(5, (3, 4, 4))[index][1]) for index in range(5)]
@@ -75,7 +75,7 @@ def test_labels_of_an_attribute_are_not_read_one_by_one(name: str, kept: Any) ->
 
 
 @pytest.mark.parametrize("kept", [[4, 5, 6], [5, 6], [5, None, 6], ["a", "b", "c"], [[1], [2, 3], []], "abc"])
-def test_attributes_that_are_other_labels_are_passed_over(kept: Any) -> None:
+def test_attributes_that_differ_from_the_labels_are_ignored(kept: Any) -> None:
     items = Items(5)
     items.targets = kept
     labels = Vision("X", items).labels
@@ -83,12 +83,12 @@ def test_attributes_that_are_other_labels_are_passed_over(kept: Any) -> None:
     assert labels.tolist() == [5, 5, 5]
 
 
-def test_a_set_without_labels() -> None:
+def test_items_without_labels_give_no_labels() -> None:
     assert Vision("X", Items(None)).labels is None
 
 
-def test_what_draws_from_the_default_generator_is_read_by_one_thread() -> None:
-    data = vision("FakeData")(size=300, image_size=(3, 8, 8))  # 300: more than one thread would take at a time
+def test_items_that_draw_random_numbers_are_read_by_one_thread() -> None:
+    data = vision("FakeData")(size=300, image_size=(3, 8, 8))  # one thread reads fewer than 300 items at a time
     alone = torch.stack([torch.from_numpy(numpy.array(data.load(index))).permute(2, 0, 1) for index in range(300)])
     for _ in range(3):
         samples = Feed(data).samples

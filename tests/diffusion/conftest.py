@@ -42,7 +42,7 @@ random_betas = st.lists(st.floats(1e-4, 0.3), max_size=60).map(lambda betas: [*b
 
 @define(frozen=True)
 class Given(Schedule):
-    """Betas as they are given."""
+    """A schedule with given betas."""
 
     values: tuple[float, ...] = field(converter=tuple)
 
@@ -51,7 +51,7 @@ class Given(Schedule):
 
 
 def vp(betas: Sequence[float]) -> VP:
-    """Return the process with these betas."""
+    """Return the VP process with these betas."""
     return VP(Given(betas), len(betas))
 
 
@@ -68,7 +68,7 @@ def column(*values: float) -> Tensor:
 
 
 def pointwise(x: Tensor, timesteps: Tensor, labels: Tensor | None = None) -> Tensor:
-    """A network whose result for an image does not depend on the others, to the bit."""
+    """Compute each output from its own image alone, so that no bit depends on the rest of the batch."""
     shift = timesteps.view(-1, 1, 1, 1) / 1000
     return 0.9 * x / (1 + 0.1 * x * x) + (shift if labels is None else shift * (labels.view(-1, 1, 1, 1) + 2))
 
@@ -89,26 +89,29 @@ solvers = st.one_of(
 
 @st.composite
 def objectives(draw: st.DrawFn, /, **options: Any) -> Diffusion:
-    """Any process, of 20 timesteps if it has them, with any prediction that goes with it."""
+    """Draw any process, with 20 timesteps if it is VP, and any prediction that it supports."""
     prediction = draw(st.sampled_from(PREDICTIONS))
     zero_snr = prediction != "epsilon" and draw(st.booleans())
     vp = st.builds(VP, st.sampled_from(SHORT), st.just(20), st.just(zero_snr))
     process = draw(st.one_of(vp, st.just(EDM()), st.just(EDM() if prediction == "epsilon" else Flow())))
     if prediction == "edm" and "data_std" in options:
-        prediction = EDMPrediction(1.0)  # for images of this deviation
+        prediction = EDMPrediction(1.0)  # normalized images have standard deviation 1
     return Diffusion(process, prediction, **options)
 
 
-def readable(sampler: Solver, diffusion: Diffusion) -> Solver:
-    """Heun's last step of a flow asks about the image itself, of which a network for constant data knows no noise."""
+def euler_for_heun_on_flow(sampler: Solver, diffusion: Diffusion) -> Solver:
+    """Return Euler if the sampler is Heun on a flow, and otherwise the sampler.
+
+    Heun evaluates a flow's network at t = 0 too, where the network for constant data divides by 0.
+    """
     return Euler() if isinstance(diffusion.process, Flow) and isinstance(sampler, Heun) else sampler
 
 
 @define(eq=False)
 class Gaussian:
-    """The best network for N(mu, s²) data, with the output of the objective's prediction.
+    """The best possible network for N(mu, s²) data, with any prediction as its output.
 
-    It derives alpha and sigma from the time that a network gets, so that this time is under test too.
+    The network derives alpha and sigma from the time that it gets, so the tests check this time too.
     """
 
     diffusion: Diffusion
@@ -116,7 +119,7 @@ class Gaussian:
     s: float = 1.0
 
     def rates(self, time: Tensor) -> tuple[Tensor, Tensor]:
-        """Return alpha and sigma, n 1 1 1 in float64."""
+        """Return alpha and sigma of shape n 1 1 1, in float64."""
         process, time = self.diffusion.process, time.view(-1, 1, 1, 1)
         if isinstance(process, Flow):
             sigma = time.double() / process.time_scale

@@ -1,7 +1,7 @@
-"""The same schedules, and the same images from the same noise and network, as diffusers makes.
+"""Compare schedules and samples with those of diffusers, for the same noise and network.
 
-Its schedulers keep their tables in float32, ours in float64: that is the tolerance. Where the two do other maths, the
-test that sees it says so and sets options so that they do the same.
+diffusers keeps its tables in float32 and hookdiff in float64; the tolerances allow for this difference. Where the
+formulas differ, a comment says so, and the test sets options that make them equal.
 """
 
 import math
@@ -28,12 +28,13 @@ from tests.diffusion.conftest import generators, seeded
 
 pytestmark = [
     pytest.mark.slow,
-    # NumPy 2 says so of a tensor that becomes an array, as the schedulers do it
+    # NumPy 2 warns when a scheduler turns a tensor into an array
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
 
 NAMES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2", "sigmoid": "sigmoid"}
-ENDS = {"scaled_linear": {"beta_start": 0.00085, "beta_end": 0.012}}  # of Stable Diffusion; they have one for all
+# Stable Diffusion's betas; diffusers has the same default for all schedules
+ENDS = {"scaled_linear": {"beta_start": 0.00085, "beta_end": 0.012}}
 SHAPE, NUM = (3, 8, 8), 3
 PREDICTIONS = ["epsilon", "sample", "v_prediction"]
 
@@ -44,7 +45,7 @@ def diffusers() -> Any:
 
 
 class Net(nn.Module):
-    """Small, with weights that are the same each time, and an answer that depends on the time."""
+    """A small network with fixed weights and an output that depends on the time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Net(nn.Module):
 
 
 class RoundedTime(Net):
-    """For a scheduler that knows whole timesteps alone."""
+    """The same network for schedulers that know only whole timesteps."""
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         return super().forward(x, time.double().round())
@@ -88,7 +89,7 @@ def ours(diffusion: Diffusion, net: Any, **options: Any) -> Tensor:
 
 
 def check(one: Tensor, other: Tensor) -> None:
-    size = max(1.0, float(other.abs().max()))  # that of samples without clipping, of a network that was never trained
+    size = max(1.0, float(other.abs().max()))  # unclipped samples of an untrained network are large
     assert other.isfinite().all()
     assert other.std() > 0.1
     torch.testing.assert_close(one / size, other / size, rtol=0, atol=1e-4)
@@ -113,7 +114,7 @@ def test_noised_images_and_velocities(diffusers: Any, schedule: str) -> None:
     x0, eps = torch.randn(2, 6, *SHAPE, generator=seeded(1))
     alpha, sigma, _ = VP(schedule).rates(timesteps, 4)
     noised = q_sample(x0, eps, alpha, sigma)
-    # theirs takes 1 - alphas_cumprod in float32, which is off by up to 3e-4 of it where it is small
+    # diffusers computes 1 - alphas_cumprod in float32; where it is small, its relative error reaches 3e-4
     torch.testing.assert_close(noised, scheduler.add_noise(x0, eps, timesteps), rtol=0, atol=2e-5)
     velocity = VPrediction().target(x0, eps, alpha, sigma)
     torch.testing.assert_close(velocity, scheduler.get_velocity(x0, eps, timesteps), rtol=0, atol=2e-5)
@@ -128,7 +129,7 @@ def test_ddim(diffusers: Any, prediction: str, spacing: str, eta: float, clip: b
         prediction_type=prediction, timestep_spacing=spacing, clip_sample=clip, beta_schedule="linear"
     )
     scheduler.set_timesteps(20)
-    # by default it goes on with a noise that does not belong to the clipped image
+    # by default diffusers keeps the noise that belongs to the unclipped image
     made = theirs(scheduler, Net(), eta=eta, use_clipped_model_output=True, generator=generators(*range(NUM)))
     options = {"sampler": DDIM(eta), "steps": 20, "spacing": spacing, "clipping": "clamp" if clip else "none"}
     check(ours(Diffusion(prediction=prediction), Net(), **options), made)
@@ -162,7 +163,7 @@ def test_ddim_with_thresholding(diffusers: Any) -> None:
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize(
     ("variance", "spacing"),
-    # with "trailing" theirs adds the large noise to the image itself
+    # with "trailing" and "fixed_large", diffusers adds noise to the final image too
     [("fixed_small", "trailing"), ("fixed_small", "leading"), ("fixed_large", "leading")],
 )
 @pytest.mark.parametrize("clip", [False, True])
@@ -177,11 +178,14 @@ def test_ddpm(diffusers: Any, prediction: str, variance: str, spacing: str, clip
 
 
 def scale_of(scheduler: Any) -> float:
-    """They have x / alpha, and with "trailing" its noise begins with sigma / alpha, which leaves out x0's share."""
+    """Return the standard deviation of the first x / alpha, the quantity that diffusers samples.
+
+    With "trailing", diffusers' own initial noise has the deviation sigma / alpha, which leaves out x0's share.
+    """
     return float((scheduler.sigmas[0].double() ** 2 + 1) ** 0.5)
 
 
-# Churn is not compared: their network has seen x before the noise is added, and not, as algorithm 2 wants it, after.
+# Churn is not compared. Algorithm 2 evaluates the network after the noise is added, and diffusers before.
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
@@ -192,7 +196,7 @@ def test_euler(diffusers: Any, schedule: str, prediction: str, spacing: str) -> 
     scheduler = diffusers.EulerDiscreteScheduler(
         beta_schedule=schedule,
         prediction_type=prediction,
-        timestep_spacing="linspace" if karras else spacing,  # so that the noise levels go from end to end
+        timestep_spacing="linspace" if karras else spacing,  # makes the noise levels span the whole range
         use_karras_sigmas=karras,
         **ENDS.get(schedule, {}),
     )
@@ -202,7 +206,7 @@ def test_euler(diffusers: Any, schedule: str, prediction: str, spacing: str) -> 
     check(images, theirs(scheduler, Net(), scale_of(scheduler)))
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])  # theirs has no other
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])  # diffusers' Heun has no other prediction
 @pytest.mark.parametrize("spacing", ["trailing", "leading", "karras"])
 def test_heun(diffusers: Any, prediction: str, spacing: str) -> None:
     karras = spacing == "karras"
@@ -230,11 +234,11 @@ def test_dpmpp_2m(diffusers: Any, prediction: str, spacing: str, steps: int) -> 
         use_karras_sigmas=spacing == "karras",
         final_sigmas_type="zero",
     )
-    if spacing == "leading":  # of theirs with this name, none is timestep 0
+    if spacing == "leading":  # diffusers' own "leading" leaves out timestep 0
         scheduler.set_timesteps(timesteps=[1000 // steps * i for i in reversed(range(steps))])
     else:
         scheduler.set_timesteps(steps)
-    net = RoundedTime()  # as theirs rounds the times of "karras"
+    net = RoundedTime()  # diffusers rounds the times of "karras"
     images = ours(Diffusion(prediction=prediction), net, sampler="dpmpp_2m", steps=steps, spacing=spacing)
     check(images, theirs(scheduler, net))
 
@@ -246,7 +250,7 @@ def test_edm(diffusers: Any, sampler: str, sigma_data: float) -> None:
     scheduler = kinds[sampler](sigma_min=0.002, sigma_max=80.0, sigma_data=sigma_data, prediction_type="epsilon")
     scheduler.set_timesteps(18)
     diffusion = Diffusion(EDM(time_scale=1.0), EDMPrediction(sigma_data))
-    # theirs begins with sqrt(sigma_max² + 1)
+    # diffusers would start with the standard deviation sqrt(sigma_max² + 1)
     check(ours(diffusion, Net(), sampler=sampler, steps=18), theirs(scheduler, Net(), 80.0))
 
 
@@ -254,7 +258,8 @@ def test_edm(diffusers: Any, sampler: str, sigma_data: float) -> None:
 @pytest.mark.parametrize("steps", [1, 4, 20])
 def test_flow_euler(diffusers: Any, shift: float, steps: int) -> None:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
-    scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])  # its own end short of 1 / steps
+    # diffusers' default sigmas do not end at 1 / steps
+    scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
     diffusion = Diffusion(Flow(shift))
     check(ours(diffusion, Net(), sampler="euler", steps=steps), theirs(TimesOnly(scheduler), Net()))
 
@@ -263,12 +268,12 @@ def test_flow_euler(diffusers: Any, shift: float, steps: int) -> None:
 @pytest.mark.parametrize("steps", [2, 4, 20])
 def test_flow_heun(diffusers: Any, shift: float, steps: int) -> None:
     scheduler = diffusers.FlowMatchHeunDiscreteScheduler(num_train_timesteps=steps, shift=shift)
-    scheduler.sigma_min, scheduler.sigma_max = 1 / steps, 1.0  # which it would shift twice
+    scheduler.sigma_min, scheduler.sigma_max = 1 / steps, 1.0  # diffusers would shift its own ends twice
     scheduler.set_timesteps(steps)
     net, diffusion = Net(), Diffusion(Flow(shift, time_scale=steps), "sample")
 
     def image(x: Tensor, time: Tensor) -> Tensor:
-        """Our last step is one of Euler too, if it is the image that is predicted."""
+        """Predict the image, so that hookdiff's last step is one of Euler, as in diffusers."""
         x0: Tensor = x - time.view(-1, 1, 1, 1) / steps * net(x, time)
         return x0
 
@@ -276,7 +281,7 @@ def test_flow_heun(diffusers: Any, shift: float, steps: int) -> None:
 
 
 class TimesOnly:
-    """A scheduler of flow matching, which has nothing to scale."""
+    """A scheduler of flow matching, with a `scale_model_input` that changes nothing."""
 
     def __init__(self, scheduler: Any) -> None:
         self.timesteps, self.step = scheduler.timesteps, scheduler.step

@@ -18,7 +18,7 @@ def test_clipping_keeps_image_and_noise_consistent() -> None:
 
     def net(x: Tensor, timesteps: Tensor) -> Tensor:
         seen.append(x)
-        return torch.zeros_like(x)  # says that x_t is all image: far too bright at the first step
+        return torch.zeros_like(x)  # predicts no noise, so that the first predicted image is far too bright
 
     sampling = Sampling(steps=2)
     images = sampling.sample(net, LINEAR, (1, 4, 4), generators(0), "cpu")
@@ -26,7 +26,7 @@ def test_clipping_keeps_image_and_noise_consistent() -> None:
     x0 = (seen[0] / sqrt(now)).clamp(-1, 1)
     noise = (seen[0] - sqrt(now) * x0) / sqrt(1 - now)
     torch.testing.assert_close(seen[1], sqrt(after) * x0 + sqrt(1 - after) * noise)
-    assert images.abs().max() == 1  # and not a rounding more
+    assert images.abs().max() == 1  # exactly, without a rounding error
     unclipped = Sampling(steps=2, clipping="none").sample(net, LINEAR, (1, 4, 4), generators(0), "cpu")
     assert unclipped.abs().max() > 10
 
@@ -36,14 +36,14 @@ def test_the_dynamic_threshold_is_a_quantile_of_each_image(seed: int, ratio: flo
     images = scale * torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for image, result in zip(images, DynamicThreshold(ratio).clip(images), strict=True):
         sizes = sorted(image.abs().flatten().tolist())
-        place = ratio * (len(sizes) - 1)  # linear between two sizes
+        place = ratio * (len(sizes) - 1)  # the quantile is linear between two sizes
         low = int(place)
         bound = sizes[low] + (place - low) * (sizes[min(low + 1, len(sizes) - 1)] - sizes[low])
         bound = max(bound, 1)
         torch.testing.assert_close(result, (image / bound).clamp(-1, 1), rtol=1e-9, atol=1e-12)
 
 
-def test_each_clipping_of_a_predicted_image() -> None:
+def test_each_clipping_is_applied_to_the_predicted_image() -> None:
     image = torch.linspace(-4, 4, 16).view(1, 1, 4, 4)
     for clipping, expected in (
         (NoClipping(), image),
@@ -74,10 +74,10 @@ def test_samples_are_back_in_the_range_of_images(
     diffusion = Diffusion("flow", "sample", data_mean=mean, data_std=std)
     sampling = Sampling(sampler, 4, clipping=clipping)
     images = sampling.sample(net, diffusion, (3, 4, 4), generators(0, 1), "cpu", dtype)
-    assert 0.999 < images.abs().max() <= 1  # and not a rounding more
+    assert 0.999 < images.abs().max() <= 1  # no rounding error exceeds 1
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5])
-def test_a_quantile_outside_of_its_range_is_named(ratio: float) -> None:
+def test_a_quantile_outside_of_its_range_is_refused(ratio: float) -> None:
     with refused(ValueError, "'ratio'", ratio):
         DynamicThreshold(ratio)

@@ -10,13 +10,13 @@ from tests.diffusion.conftest import PAIRS, PREDICTIONS, PROCESSES
 
 
 def times_of(diffusion: Diffusion, num: int) -> Tensor:
-    """`num` times over the whole range of the process."""
+    """Return `num` times over the whole range of the process."""
     return diffusion.process.from_fraction((torch.arange(num) + 0.5) / num)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_its_mean_is_the_least_loss_in_closed_form(case: Case) -> None:
-    # `selftest gaussian` trains networks down to these numbers, which it derives without hookdiff.diffusion.
+def test_the_mean_floor_is_the_least_loss_in_closed_form(case: Case) -> None:
+    # `selftest gaussian` derives these numbers without hookdiff.diffusion, and trains networks down to them.
     diffusion, (_, sigma) = case.diffusion("uniform"), training_levels(case)
     levels = {"linear": torch.arange(1000), "flow": sigma, "edm": sigma}
     floor = diffusion.floor(levels[case.schedule], STD**2)
@@ -28,12 +28,12 @@ def test_its_mean_is_the_least_loss_in_closed_form(case: Case) -> None:
     [
         (Diffusion("flow"), 0.3, 0.25, 1.17647058824),
         (Diffusion("flow"), 0.5, 1.0, 2.0),
-        (Diffusion(), 499, 1.0, 0.0785872428818),  # alphas_cumprod: v = 1 leaves alpha² of the noise
+        (Diffusion(), 499, 1.0, 0.0785872428818),  # alphas_cumprod: for variance 1 the floor is alpha²
         (Diffusion(prediction="v_prediction"), 499, 1.0, 1.0),
-        (Diffusion("edm", EDMPrediction(0.5)), 3.0, 0.25, 1.0),  # its target has no more to it than the data's variance
+        (Diffusion("edm", EDMPrediction(0.5)), 3.0, 0.25, 1.0),  # the best output is 0, and the target's variance is 1
     ],
 )
-def test_known_answers(diffusion: Diffusion, time: float, variance: float, expected: float) -> None:
+def test_known_floors(diffusion: Diffusion, time: float, variance: float, expected: float) -> None:
     floor = diffusion.floor(torch.tensor([time]), variance)
     assert floor.tolist() == pytest.approx([expected], rel=1e-4)
 
@@ -48,20 +48,20 @@ def test_known_answers(diffusion: Diffusion, time: float, variance: float, expec
         ("sample", 1, 0.724486766603),
     ],
 )
-def test_its_mean_over_the_timesteps(prediction: str, s: float, mean: float) -> None:
+def test_the_mean_floor_over_the_timesteps(prediction: str, s: float, mean: float) -> None:
     floor = Diffusion(prediction=prediction).floor(torch.arange(1000), s**2)
     assert float(floor.double().mean()) == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize(("s", "mean"), [(0.5, 0.785398163397), (1, 1.57079632679), (2, 3.14159265359)])
-def test_its_mean_over_the_flow(s: float, mean: float) -> None:
+def test_the_mean_floor_over_the_flow(s: float, mean: float) -> None:
     times = (torch.arange(10_000) + 0.5) / 10_000
     floor = Diffusion("flow").floor(times, s**2)
     assert float(floor.double().mean()) == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize(("process", "prediction"), PAIRS)
-def test_it_is_what_the_best_line_through_noised_gaussians_leaves(process: str, prediction: str) -> None:
+def test_the_floor_is_the_error_of_the_best_linear_fit(process: str, prediction: str) -> None:
     diffusion = Diffusion(PROCESSES[process], prediction)
     generator, variance = torch.Generator().manual_seed(0), 0.3
     for time in times_of(diffusion, 3):
@@ -70,7 +70,7 @@ def test_it_is_what_the_best_line_through_noised_gaussians_leaves(process: str, 
         x0 = 0.2 + variance**0.5 * x0
         x_t, target = alpha * x0 + sigma * noise, diffusion.prediction.target(x0, noise, alpha, sigma)
         left = target.var() - torch.cov(torch.stack((x_t, target)))[0, 1] ** 2 / x_t.var()
-        # Monte Carlo, of a difference of two numbers that may be much larger
+        # the Monte Carlo error of a difference between two numbers that may be much larger
         tolerance = 0.01 * float(left) + 1e-3 * float(target.var())
         assert float(diffusion.floor(time[None], variance)) == pytest.approx(float(left), abs=tolerance)
         of_target = float(diffusion.target_variance(time[None], variance))
@@ -78,7 +78,7 @@ def test_it_is_what_the_best_line_through_noised_gaussians_leaves(process: str, 
 
 
 @given(st.sampled_from(PAIRS), st.floats(0.001, 100), st.floats(1.1, 10))
-def test_it_grows_with_the_variance_and_never_passes_that_of_the_target(
+def test_the_floor_grows_with_the_variance_and_never_exceeds_the_target_variance(
     pair: tuple[str, str], variance: float, factor: float
 ) -> None:
     diffusion = Diffusion(PROCESSES[pair[0]], pair[1])
@@ -92,16 +92,16 @@ def test_it_grows_with_the_variance_and_never_passes_that_of_the_target(
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS[1:])
-def test_where_nothing_is_left_of_the_image(prediction: str) -> None:
+def test_the_floor_at_pure_noise(prediction: str) -> None:
     diffusion = Diffusion(VP(rescale_betas_zero_snr=True), prediction)
     last = torch.tensor([999])
     floor, whole = diffusion.floor(last, 0.3), diffusion.target_variance(last, 0.3)
-    left = whole - 1 if prediction == "flow_prediction" else whole  # the noise is seen, and can be left out
+    left = whole - 1 if prediction == "flow_prediction" else whole  # the network sees the noise
     torch.testing.assert_close(floor, left)
 
 
-def test_it_is_on_the_scale_of_the_loss() -> None:
-    # On white Gaussian images the network that predicts the conditional mean has that loss.
+def test_the_best_network_reaches_the_floor() -> None:
+    # On white Gaussian images the best network predicts the conditional mean.
     diffusion = Diffusion("flow")
     images = torch.randn(400, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.5
     batch = diffusion.draw(Batch(images), torch.Generator().manual_seed(2))

@@ -16,7 +16,7 @@ FLOW = Diffusion("flow", conditional=True)
 
 
 def recorder(calls: list[Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A network that says 0.5 where it has a label and 0.2 where it has none."""
+    """Return a network that records its labels and outputs 0.5 with a label and 0.2 without one."""
 
     def net(x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
         calls.append(labels)
@@ -26,7 +26,7 @@ def recorder(calls: list[Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(7.5, 2.45), (1, 0.5), (0, 0.2), (2, 0.8)])
-def test_guidance(scale: float, expected: float) -> None:
+def test_guidance_extrapolates_from_the_unconditional_output(scale: float, expected: float) -> None:
     calls: list[Tensor] = []
     sampling = Sampling(steps=1, guidance=ClassifierFree(scale))
     noise, labels = torch.randn(2, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 4])
@@ -36,7 +36,7 @@ def test_guidance(scale: float, expected: float) -> None:
 
 
 @given(objectives(conditional=True), solvers)
-def test_guidance_of_1_and_0_is_one_pass_alone(diffusion: Diffusion, sampler: Solver) -> None:
+def test_scale_1_is_conditional_and_scale_0_unconditional(diffusion: Diffusion, sampler: Solver) -> None:
     def sample(scale: float, *labels: int) -> Tensor:
         return Sampling(sampler, 4, clipping="none", guidance=ClassifierFree(scale)).sample(
             pointwise, diffusion, (1, 3, 3), generators(0, 1), "cpu", labels=torch.tensor(labels)
@@ -52,7 +52,7 @@ def test_guidance_of_1_and_0_is_one_pass_alone(diffusion: Diffusion, sampler: So
     assert not torch.equal(conditional, sample(0.0, 3, 4))
 
 
-def test_guidance_is_for_its_interval_alone() -> None:
+def test_guidance_applies_only_in_its_interval() -> None:
     calls: list[Tensor] = []
     diffusion = Diffusion("edm", conditional=True)
     sampling = Sampling("euler", 18, guidance=ClassifierFree(3.0, (0.28, 5.4)))
@@ -86,13 +86,15 @@ def test_only_conditional_networks_get_labels() -> None:
     ("conditional", "dropout", "facts"),
     [(False, 0.1, ["'guidance'", "labels"]), (True, 0.0, ["'guidance'", "diffusion.label_dropout"])],
 )
-def test_guidance_that_does_not_fit_the_objective(conditional: bool, dropout: float, facts: list[str]) -> None:
+def test_guidance_that_does_not_fit_the_objective_is_refused(
+    conditional: bool, dropout: float, facts: list[str]
+) -> None:
     diffusion = Diffusion(conditional=conditional, label_dropout=dropout)
     with refused(ValueError, *facts):
         Sampling(guidance=ClassifierFree(2.0)).points(diffusion)
     with refused(ValueError, *facts):
         Sampling(guidance=ClassifierFree(2.0)).sample(pointwise, diffusion, (1, 2, 2), [], "cpu")
-    assert Sampling(steps=3, guidance=ClassifierFree(1.0)).points(diffusion)  # which is no guidance
+    assert Sampling(steps=3, guidance=ClassifierFree(1.0)).points(diffusion)  # scale 1 is no guidance
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,6 @@ def test_guidance_that_does_not_fit_the_objective(conditional: bool, dropout: fl
         ("interval", (2.0, 1.0), ["[low, high]", "[2, 1]"]),
     ],
 )
-def test_options_outside_of_their_range_are_named(option: str, value: object, facts: list[object]) -> None:
+def test_options_outside_of_their_range_are_refused(option: str, value: object, facts: list[object]) -> None:
     with refused(ValueError, f"'{option}'", *facts):
         ClassifierFree(**{option: value})

@@ -21,7 +21,7 @@ def test_formulas(output: float, target: float, delta: float) -> None:
 
 
 @pytest.mark.parametrize("name", Loss.known)
-def test_the_error_is_that_of_each_pixel(name: str) -> None:
+def test_the_error_is_computed_for_each_pixel(name: str) -> None:
     output, target = torch.randn(2, 3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     error = Loss.of(name)(output, target)
     assert error.shape == output.shape
@@ -31,6 +31,6 @@ def test_the_error_is_that_of_each_pixel(name: str) -> None:
 
 
 @pytest.mark.parametrize("delta", [0.0, -1.0])
-def test_delta_outside_of_its_range_is_named(delta: float) -> None:
+def test_delta_outside_of_its_range_is_refused(delta: float) -> None:
     with refused(ValueError, "'delta'", delta):
         Huber(delta)

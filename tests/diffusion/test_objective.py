@@ -44,7 +44,7 @@ def labelled(num: int = 8) -> Batch:
 
 
 class Net(nn.Module):
-    """A convolution that remembers its arguments."""
+    """A convolution that records its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 def by_hand(process: str, prediction: str, x0: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, ...]:
-    """The network's image and time, its target, and the log-SNR."""
+    """Return the network's input and time, its target, and the log-SNR."""
     times = times.view(-1, 1, 1, 1)
     if process == "flow":
         alpha, sigma, time = 1 - times, times, 1000 * times
@@ -85,7 +85,7 @@ def by_hand(process: str, prediction: str, x0: Tensor, noise: Tensor, times: Ten
 
 
 @pytest.mark.parametrize(("process", "prediction"), PAIRS)
-def test_loss_is_that_of_a_few_lines_of_torch(process: str, prediction: str) -> None:
+def test_loss_equals_a_few_lines_of_torch(process: str, prediction: str) -> None:
     diffusion = Diffusion(PROCESSES[process], prediction)
     net, batch = Net(), diffusion.draw(images(), seeded())
     noise, times = batch.draws["noise"], batch.draws["timesteps"]
@@ -95,7 +95,7 @@ def test_loss_is_that_of_a_few_lines_of_torch(process: str, prediction: str) -> 
     output = diffusion(net, batch)
     assert net.labels is None
     torch.testing.assert_close(net.seen[0], shown, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(net.seen[1], time)  # and their dtype
+    torch.testing.assert_close(net.seen[1], time)  # compares the dtype too
     torch.testing.assert_close(output.loss, expected, rtol=1e-4, atol=1e-5)
     assert output.per_sample is not None
     assert output.log_snr is not None
@@ -109,7 +109,7 @@ def test_loss_is_that_of_a_few_lines_of_torch(process: str, prediction: str) -> 
 
 @pytest.mark.parametrize("weighting", Weighting.known)
 @pytest.mark.parametrize("loss", [MSE(), L1(), Huber(0.3)], ids=str)
-def test_weights_and_errors(weighting: str, loss: Loss) -> None:
+def test_the_loss_is_the_weighted_mean_of_the_errors(weighting: str, loss: Loss) -> None:
     diffusion = Diffusion(prediction="v_prediction", weighting=weighting, loss=loss)
     net, batch = Net(), diffusion.draw(images(), seeded())
     noise, times = batch.draws["noise"], batch.draws["timesteps"]
@@ -123,13 +123,13 @@ def test_weights_and_errors(weighting: str, loss: Loss) -> None:
     output = diffusion(net, batch)
     torch.testing.assert_close(output.loss, (weights * per_sample).mean())
     assert output.per_sample is not None
-    torch.testing.assert_close(output.per_sample, per_sample.detach())  # without the weights
+    torch.testing.assert_close(output.per_sample, per_sample.detach())  # per_sample is not weighted
     output.loss.backward()
     assert net.conv.weight.grad is not None
     assert net.conv.weight.grad.isfinite().all()
 
 
-def test_draw() -> None:
+def test_draw_adds_noise_and_timesteps() -> None:
     batch = attrs.evolve(images(4000), draws={"flip": torch.ones(4000)})
     batch = Diffusion(VP("cosine", 10)).draw(batch, seeded())
     noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
@@ -171,7 +171,7 @@ def test_the_network_gets_labels_and_some_are_left_out() -> None:
     assert batch.labels is not None
     assert torch.equal(drawn[~left_out], batch.labels[~left_out])
     assert drawn.dtype == torch.int64
-    for label in range(10):  # whatever the label
+    for label in range(10):  # for each label
         assert float(left_out[batch.labels == label].float().mean()) == pytest.approx(0.2, abs=0.08)
 
     small = diffusion.draw(labelled(), seeded(1))
@@ -228,13 +228,13 @@ def test_autocast_touches_only_the_network(diffusion: Diffusion) -> None:
     if has_timesteps:
         assert timesteps.dtype == torch.int64
         assert timesteps.tolist() == [999] * 8
-        assert timesteps.bfloat16().tolist() == [1000] * 8  # the trap
+        assert timesteps.bfloat16().tolist() == [1000] * 8  # bfloat16 would round 999 to 1000
     torch.testing.assert_close(output.loss, plain.loss, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("loss", Loss.known)
-def test_a_network_may_answer_in_bfloat16(loss: str) -> None:
-    """Its answer is rounded; the error is not."""
+def test_a_network_may_output_bfloat16(loss: str) -> None:
+    """The loss is computed in float32 from the rounded output."""
     diffusion, net = Diffusion(loss=loss), Net()
     batch = diffusion.draw(images(), seeded())
     output = diffusion(lambda x, t: net(x, t).bfloat16(), batch)
@@ -260,11 +260,11 @@ def test_a_network_may_answer_in_bfloat16(loss: str) -> None:
     ],
 )
 def test_loss_floor_of_gaussian_data(gaussian: type, process: str, prediction: str, s: float, floor: float) -> None:
-    """The best possible network on N(2, s²) data reaches the floor and no less."""
+    """The loss of the best possible network on N(2, s²) data equals the floor."""
     diffusion = Diffusion(process, prediction)
     inputs = 2 + s * torch.randn(16_000, 1, 4, 4, generator=seeded(1))
     batch = diffusion.draw(Batch(inputs), seeded())
-    # every time equally often, so that only the noise is left to chance
+    # use every time equally often, so that only the noise is random
     number = torch.arange(16_000)
     times = number % 1000 if process == "vp" else (number + 0.5) / 16_000
     batch = attrs.evolve(batch, draws={**batch.draws, "timesteps": times})
@@ -275,15 +275,15 @@ def test_loss_floor_of_gaussian_data(gaussian: type, process: str, prediction: s
 @pytest.mark.parametrize("weighting", ["uniform", "edm"])
 @pytest.mark.parametrize("process", Process.known)
 @pytest.mark.parametrize("sigma_data", [0.5, 1.0])
-def test_a_zero_network_begins_with_a_loss_of_one(process: str, weighting: str, sigma_data: float) -> None:
-    """On images with the standard deviation sigma_data, for which edm predictions are made."""
+def test_a_zero_network_has_a_loss_of_one(process: str, weighting: str, sigma_data: float) -> None:
+    """The target of an edm prediction has variance 1 on images with the standard deviation sigma_data."""
     diffusion = Diffusion(process, EDMPrediction(sigma_data), weighting)
     inputs = sigma_data * torch.randn(8000, 1, 4, 4, generator=seeded(1))
     output = diffusion(lambda x, t: torch.zeros_like(x), diffusion.draw(Batch(inputs), seeded()))
     assert float(output.loss) == pytest.approx(1, rel=0.02)
     assert output.per_sample is not None
     assert output.log_snr is not None
-    for part in output.per_sample[output.log_snr.argsort()].chunk(4):  # at every noise level
+    for part in output.per_sample[output.log_snr.argsort()].chunk(4):  # in each quarter of the noise levels
         assert float(part.mean()) == pytest.approx(1, rel=0.04)
 
 
@@ -359,7 +359,7 @@ everything = st.fixed_dictionaries(
 @given(options=everything)
 @settings(max_examples=6)
 def test_no_value_is_read_on_the_host(process: str, prediction: str, options: dict[str, Any]) -> None:
-    """Tensors of the meta device have none: reading one, or a shape that depends on one, is an error."""
+    """Tensors on the meta device have no values: reading a value, or a shape that depends on a value, is an error."""
     predicted = EDMPrediction(1.0) if prediction == "edm" else prediction
     diffusion, net = Diffusion(PROCESSES[process], predicted, **options), Net().to("meta")
     batch = Batch(torch.empty(8, 3, 4, 4, device="meta"), torch.empty(8, dtype=torch.int64, device="meta"))
@@ -385,7 +385,7 @@ def test_wrong_output_shape_is_an_error() -> None:
         ("data_std", (1.0, float("nan")), ["nan"]),
     ],
 )
-def test_options_outside_of_their_range_are_named(option: str, value: Any, facts: list[object]) -> None:
+def test_options_outside_of_their_range_are_refused(option: str, value: Any, facts: list[object]) -> None:
     with refused(ValueError, f"'{option}'", *facts):
         Diffusion(**{option: value})
 
@@ -421,7 +421,7 @@ def test_each_process_has_its_defaults(process: str, prediction: Prediction, tim
     assert Diffusion().process == VP()
 
 
-def test_names_and_objects_are_the_same() -> None:
+def test_a_name_gives_the_same_part_as_an_object() -> None:
     named = Diffusion("flow", "v_prediction", "min_snr", "logit_normal", "huber")
     for option, part in (("process", Flow()), ("weighting", MinSNR()), ("loss", Huber())):
         assert getattr(named, option) == part
@@ -429,8 +429,8 @@ def test_names_and_objects_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("process", [VP(), Flow(), EDM(), VP(SHORT[0], 20)], ids=str)
-def test_images_that_are_normalized_have_a_deviation_of_1(process: Process) -> None:
-    """So EDM's sigma_data, of the prediction or of the weighting, must be 1 beside data_std."""
+def test_sigma_data_must_be_1_for_normalized_images(process: Process) -> None:
+    """data_std scales images to a standard deviation of 1, so any other sigma_data of edm parts is refused."""
     for option, prediction, weighting in (
         ("prediction", EDMPrediction(), "uniform"),
         ("prediction", EDMPrediction(0.9), EDMWeighting(1.0)),
@@ -440,12 +440,12 @@ def test_images_that_are_normalized_have_a_deviation_of_1(process: Process) -> N
         sigma_data = {"prediction": prediction, "weighting": weighting}[option]
         with refused(ValueError, f"'{option}'", "sigma_data", getattr(sigma_data, "sigma_data", 0.5), "data_std"):
             Diffusion(process, prediction, weighting, data_std=0.3)
-        Diffusion(process, prediction, weighting, data_mean=0.2)  # which leaves the deviation as it was
+        Diffusion(process, prediction, weighting, data_mean=0.2)  # data_mean alone keeps the deviation
     diffusion = Diffusion(process, EDMPrediction(1.0), "edm", data_mean=0.1, data_std=0.3)
-    assert diffusion.weighting == EDMWeighting(1.0)  # as the prediction has it
+    assert diffusion.weighting == EDMWeighting(1.0)  # taken from the prediction
 
 
-def test_options_and_tables_stay_together() -> None:
+def test_objectives_and_processes_are_frozen() -> None:
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         Diffusion().process = Flow()  # type: ignore[misc]
     with pytest.raises(attrs.exceptions.FrozenInstanceError):

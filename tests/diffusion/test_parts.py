@@ -1,4 +1,4 @@
-"""The parts of a config: how each is written, set on the command line, recorded and refused, and a stranger's own."""
+"""Test how parts are written in a config, set on the command line, recorded and refused, and how users add parts."""
 
 import re
 import sys
@@ -40,7 +40,7 @@ from tests.conftest import SMALL, check_facts, finish, records, refused
 Load = Callable[..., Any]
 Tables = dict[str, dict[str, Any]]
 
-# Each is one of ours, if its option has another value than its default.
+# With the options in STRANGERS, each of these parts equals one of hookdiff's.
 MINE = """
 import math
 import torch
@@ -150,7 +150,7 @@ class MyGuidance(Guidance):
         return without + self.scale * (ask(x, labels) - without)
 """
 
-# The key, a stranger's class, its option that makes it one of ours, and that.
+# The key, the stranger's class, the options that make it equal to a part of hookdiff, and that part.
 STRANGERS = [
     ("diffusion.process", "MyProcess", {"shift": 2.0}, {"use": "flow", "shift": 2.0}),
     (
@@ -173,17 +173,17 @@ KEYS = [key for key, *_ in STRANGERS]
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write mine.py into `tmp_path`, where no import looks."""
+    """Write mine.py into `tmp_path`, a folder that is not on sys.path."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    monkeypatch.setitem(sys.modules, "mine", None)  # so that it is taken away at the end
+    monkeypatch.setitem(sys.modules, "mine", None)  # so that monkeypatch removes it at the end
     del sys.modules["mine"]
     return tmp_path
 
 
 def with_part(key: str, value: Any) -> Tables:
-    """Return the tables of a config, of a network that knows classes, in which `key` has this value."""
+    """Return the tables of a config with a class-conditional network, in which `key` has this value."""
     tables: Tables = {
         "model": {**SMALL["model"], "num_classes": 10},
         "diffusion": {"process": {"use": "vp", "schedule": {"use": "cosine"}, "timesteps": 20}},
@@ -198,7 +198,7 @@ def with_part(key: str, value: Any) -> Tables:
 
 
 def losses_and_images(config: Any, folder: Path) -> torch.Tensor:
-    """Train for some steps, sample, and return all numbers."""
+    """Train, sample, and return the losses and the pixels of the samples."""
     loop = build_loop(config, folder)
     loop.run()
     with loop:
@@ -213,7 +213,7 @@ def at(table: dict[str, Any], key: str) -> Any:
 
 
 @pytest.mark.parametrize(("key", "name", "options", "same"), STRANGERS, ids=KEYS)
-def test_a_strangers_part_from_a_module_beside_the_config(
+def test_a_strangers_part_loads_from_a_module_beside_the_config(
     mine: Path, load_small: Load, key: str, name: str, options: dict[str, Any], same: Any
 ) -> None:
     written = {"use": f"mine:{name}", **options}
@@ -230,10 +230,10 @@ def test_a_strangers_part_from_a_module_beside_the_config(
     assert load_config(own).resolved() == tomli.loads(own.read_text())
 
 
-def test_all_of_a_strangers_parts_in_one_run(
+def test_all_of_a_strangers_parts_work_in_one_run(
     mine: Path, monkeypatch: pytest.MonkeyPatch, write_config: Load, hookdiff: Load, start: Load
 ) -> None:
-    """The folder of the config is found from anywhere, also by a process that goes on from the run's config.toml."""
+    """mine.py is found from any working directory, also by a process that resumes from the run's config.toml."""
     strangers = {key: {"use": f"mine:{name}", **options} for key, name, options, _ in STRANGERS[1:]}
     tables: Tables = {"model": {**SMALL["model"], "num_classes": 10}, "diffusion": {}, "sampling": {"steps": 3}}
     for key, part in strangers.items():
@@ -258,7 +258,7 @@ def test_all_of_a_strangers_parts_in_one_run(
     assert hookdiff("sample", own.parent, "--num", 2)[0] == 0
 
 
-def test_a_published_part(install: Load, load_small: Load, mine: Path) -> None:
+def test_a_part_loads_from_an_entry_point(install: Load, load_small: Load, mine: Path) -> None:
     install("hookdiff-mine", {"weighting.mine": "hd_parts:MyWeighting"}, group="hookdiff.parts", hd_parts=MINE)
     config = load_small("diffusion.weighting.gamma=3", diffusion={"weighting": "mine"})
     assert config.resolved()["diffusion"]["weighting"] == {"use": "mine", "gamma": 3.0}
@@ -375,16 +375,16 @@ VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
         ({"process": VP_20}, ["process.use=edm"], {"process": EDM()}),
         ({"process": VP_20}, ["process.schedule.use=linear", "process.timesteps=500"], {"process": VP(timesteps=500)}),
         ({"process": VP_20}, ["process.schedule=sigmoid", "process.timesteps=500"], {"process": VP("sigmoid", 500)}),
-        # the same name keeps them
+        # the same name keeps the options
         ({"process": VP_20}, ["process.use=vp"], {"process": VP("cosine", 20)}),
-        # in any order, the new name comes before its options
+        # a new name is set before its options, whatever their order
         ({"process": VP_20}, ["process.shift=3", "process.use=flow"], {"process": Flow(3.0)}),
         (
             {"process": VP_20},
             ["process.timesteps=400", "process.schedule.beta_end=0.03", "process.schedule.use=linear"],
             {"process": VP(Linear(beta_end=0.03), 400)},
         ),
-        # a table in one go
+        # a whole table
         ({"process": VP_20}, ["process={use = 'flow', shift = 3}"], {"process": Flow(3.0)}),
         ({}, ["weighting={use='p2',k=2}"], {"weighting": P2(2.0)}),
         ({}, ["loss.use='l1'"], {"loss": Diffusion(loss="l1").loss}),
@@ -418,7 +418,7 @@ RUNS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("diffusion", "sampling"), RUNS)
-def test_a_config_is_recorded_with_all_options_and_gives_the_same_again(
+def test_a_config_is_recorded_with_all_options_and_the_record_loads(
     tmp_path: Path, load_small: Load, diffusion: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     config = load_small(diffusion=diffusion, sampling={"steps": 3, **sampling})
@@ -439,7 +439,7 @@ def test_a_config_is_recorded_with_all_options_and_gives_the_same_again(
     assert load_config(path).resolved() == recorded
 
 
-def test_what_follows_from_the_process_is_recorded(load_small: Load) -> None:
+def test_defaults_that_follow_from_the_process_are_recorded(load_small: Load) -> None:
     recorded = load_small(diffusion={"process": {"use": "edm", "sigma_max": 50.0}}, sampling={}).resolved()
     assert recorded["diffusion"]["process"] == {
         "use": "edm",
@@ -454,11 +454,11 @@ def test_what_follows_from_the_process_is_recorded(load_small: Load) -> None:
     assert recorded["sampling"]["clipping"] == {"use": "none"}
 
 
-def test_modules_are_found_in_a_folder_of_ones_own(mine: Path, load_small: Load) -> None:
+def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Load) -> None:
     library = mine / "library"
     library.mkdir()
     (mine / "mine.py").rename(library / "mine.py")
-    for folder in ("library", str(library)):  # beside the config, or anywhere
+    for folder in ("library", str(library)):  # relative to the config, or absolute
         config = load_small(run={"import_from": folder}, diffusion={"loss": "mine:MyLoss"})
         assert config.diffusion.build().loss.use == "mine:MyLoss"
         assert config.resolved()["run"]["import_from"] == str(library)
@@ -522,12 +522,12 @@ def test_modules_are_found_in_a_folder_of_ones_own(mine: Path, load_small: Load)
         ({"sampling": {"clipping": {"use": "dynamic", "ratio": 1.5}}}, "sampling.clipping.ratio", [1.5]),
     ],
 )
-def test_one_slip_is_one_problem_with_its_place(load_small: Load, tables: Tables, key: str, facts: list[Any]) -> None:
+def test_one_mistake_is_one_problem_with_its_key(load_small: Load, tables: Tables, key: str, facts: list[Any]) -> None:
     assert_problems(load_small, tables, {key: facts})
 
 
 def assert_problems(load: Load, tables: Tables, expected: dict[str, list[Any]]) -> None:
-    """Assert that each problem, by its place, is reported on a line with its facts, and no other."""
+    """Assert that the error reports exactly these keys, each on a line with its facts."""
     with pytest.raises(ConfigError) as caught:
         load(**tables)
     first, *lines = str(caught.value).splitlines()
@@ -538,7 +538,7 @@ def assert_problems(load: Load, tables: Tables, expected: dict[str, list[Any]]) 
         check_facts(found[key], *facts)
 
 
-def test_every_slip_is_reported_at_its_own_place(load_small: Load) -> None:
+def test_every_mistake_is_reported_with_its_own_key(load_small: Load) -> None:
     diffusion = {
         "process": {"use": "vp", "schedule": {"beta_start": 0, "beta_end": "x"}, "timesteps": 0, "steps": 3},
         "prediction": {"use": "edm", "sigma_data": -1},
@@ -580,7 +580,9 @@ MOVED = [
 
 
 @pytest.mark.parametrize(("table", "key", "text"), MOVED, ids=[f"{table}.{key}" for table, key, _ in MOVED])
-def test_an_old_key_gets_the_new_spelling_which_loads(load_small: Load, table: str, key: str, text: str) -> None:
+def test_an_old_key_is_reported_with_a_new_spelling_that_loads(
+    load_small: Load, table: str, key: str, text: str
+) -> None:
     assert_problems(load_small, {table: {key: 1}}, {f"{table}.{key}": [text]})
     spellings = re.findall(r"\w+ = (?:\{.*\}|'\w+')", text)
     assert spellings
@@ -597,7 +599,7 @@ def test_an_old_key_gets_the_new_spelling_which_loads(load_small: Load, table: s
         ({"process": {"rescale_betas_zero_snr": True}}, ["'prediction'", "'epsilon'", "'v_prediction'"]),
     ],
 )
-def test_what_only_the_whole_objective_shows(
+def test_parts_that_contradict_each_other_are_refused(
     load_small: Load, tmp_path: Path, diffusion: Any, facts: list[Any]
 ) -> None:
     with refused(ConfigError, "diffusion", *facts):

@@ -26,7 +26,7 @@ from tests.diffusion.conftest import PREDICTIONS
 SCHEDULE = VP().tables
 pixels = st.floats(-3, 3)
 angles = st.floats(0.01, 1.56)  # alpha = cos, sigma = sin: alphas_cumprod from 0.9999 to 0.0001
-rates = st.floats(0.01, 3)  # of any process
+rates = st.floats(0.01, 3)  # alpha or sigma of any process
 spreads = st.sampled_from([0.2, 0.5, 1.0, 1.7])  # sigma_data
 
 
@@ -46,7 +46,7 @@ def approx(expected: float) -> object:
     return pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_example() -> None:
+def test_known_values_at_timestep_499() -> None:
     x0, noise = scalar(0.3), scalar(-0.7)
     x_t, v = q_sample(x0, noise, *at(499)), VPrediction().target(x0, noise, *at(499))
     assert float(x_t) == approx(-0.587831482032)
@@ -132,7 +132,7 @@ def test_image_and_noise_come_back(
 ) -> None:
     alpha, sigma = cos(angle), sin(angle)
     image, eps = torch.tensor([x0, noise], dtype=dtype)
-    atol = 1e-4 if dtype == torch.float32 else 1e-12  # x0 from the noise is divided by alpha, 0.01
+    atol = 1e-4 if dtype == torch.float32 else 1e-12  # epsilon divides by alpha to get x0, and alpha may be 0.01
     check_there_and_back(prediction(name, sigma_data), image, eps, alpha, sigma, atol)
     found = noise_from_x0(q_sample(image, eps, alpha, sigma), image, alpha, sigma)
     torch.testing.assert_close(found, eps, rtol=0, atol=atol)
@@ -140,7 +140,7 @@ def test_image_and_noise_come_back(
 
 @pytest.mark.parametrize("name", PREDICTIONS)
 @given(pixels, pixels, rates, rates, spreads)
-def test_they_come_back_at_any_two_rates(
+def test_image_and_noise_come_back_at_any_two_rates(
     name: str, x0: float, noise: float, alpha: float, sigma: float, sigma_data: float
 ) -> None:
     check_there_and_back(prediction(name, sigma_data), scalar(x0), scalar(noise), alpha, sigma, 1e-10)
@@ -148,7 +148,9 @@ def test_they_come_back_at_any_two_rates(
 
 @pytest.mark.parametrize("name", PREDICTIONS)
 @given(pixels, pixels, rates, spreads)
-def test_they_come_back_at_the_ends(name: str, x0: float, noise: float, rate: float, sigma_data: float) -> None:
+def test_image_and_noise_come_back_at_the_ends(
+    name: str, x0: float, noise: float, rate: float, sigma_data: float
+) -> None:
     kind, image, eps = prediction(name, sigma_data), scalar(x0), scalar(noise)
     if not kind.needs_alpha:
         check_there_and_back(kind, image, eps, 0.0, rate, 1e-12)
@@ -156,7 +158,7 @@ def test_they_come_back_at_the_ends(name: str, x0: float, noise: float, rate: fl
         check_there_and_back(kind, image, eps, rate, 0.0, 1e-12)
 
 
-def test_what_cannot_be_read_off_at_the_ends() -> None:
+def test_only_epsilon_needs_alpha_and_only_sample_needs_sigma() -> None:
     one = torch.ones(1)
     for name in PREDICTIONS:
         kind = prediction(name)
@@ -172,7 +174,7 @@ def test_what_cannot_be_read_off_at_the_ends() -> None:
 def test_error_ratios(
     name: str, x0: float, other: float, x_t: float, alpha: float, sigma: float, sigma_data: float
 ) -> None:
-    """The same mistake in x0, seen in the network's output: the weights of the losses rest on this."""
+    """The ratio converts a squared error of x0 to a squared error of the output; the loss weights use the ratio."""
     kind = prediction(name, sigma_data)
 
     def output(image: float) -> Tensor:
@@ -209,7 +211,7 @@ def test_v_is_edm_with_unit_data(x0: float, noise: float, angle: float) -> None:
 
 
 @given(pixels, pixels, rates, rates, spreads)
-def test_edm_sees_any_process_as_the_same_variance_exploding_one(
+def test_edm_treats_any_process_as_variance_exploding(
     x0: float, noise: float, alpha: float, sigma: float, sigma_data: float
 ) -> None:
     edm, image, eps, ratio = EDMPrediction(sigma_data), scalar(x0), scalar(noise), sigma / alpha
@@ -219,7 +221,7 @@ def test_edm_sees_any_process_as_the_same_variance_exploding_one(
 
 
 def preconditioning(sigma_data: float, sigma: float) -> tuple[float, float, float, float]:
-    """c_skip, c_out, c_in and c_noise, derived from the network's input and output."""
+    """Return c_skip, c_out, c_in and c_noise, derived from the network's input and output."""
     edm, one, zero = EDMPrediction(sigma_data), scalar(1.0), scalar(0.0)
     skip, out = edm.x0_and_noise(zero, one, 1.0, sigma)[0], edm.x0_and_noise(one, zero, 1.0, sigma)[0]
     time = EDM(time_scale=1.0).network_time(scalar(sigma).view(1))
@@ -252,7 +254,7 @@ def test_edm_identities(sigma: float, sigma_data: float) -> None:
     assert c_in**2 * (sigma**2 + sigma_data**2) == approx(1)
     assert (1 - c_skip) ** 2 * sigma_data**2 + c_skip**2 * sigma**2 == approx(c_out**2)
     assert c_noise == approx(log(sigma) / 4)
-    # so the weighted loss of a network that is 0 is 1 for images of that deviation, whatever sigma is
+    # so the weighted loss of a zero network is 1 at every sigma, for images with the deviation sigma_data
     edm, one, zero = EDMPrediction(sigma_data), scalar(1.0), scalar(0.0)
     of_image, of_noise = edm.target(one, zero, 1.0, sigma), edm.target(zero, one, 1.0, sigma)
     assert float((sigma_data * of_image) ** 2 + of_noise**2) == approx(1)
@@ -348,13 +350,13 @@ def test_floors_of_the_flow(s: float, mean: float) -> None:
 
 
 @pytest.mark.parametrize("sigma_data", [0.0, -0.5])
-def test_sigma_data_outside_of_its_range_is_named(sigma_data: float) -> None:
+def test_sigma_data_outside_of_its_range_is_refused(sigma_data: float) -> None:
     with refused(ValueError, "'sigma_data'", sigma_data):
         EDMPrediction(sigma_data)
 
 
 @pytest.mark.parametrize("process", ["flow", VP(rescale_betas_zero_snr=True), VP("cosine", 20, True)])
-def test_the_noise_alone_does_not_show_the_image(process: Process | str) -> None:
+def test_epsilon_is_refused_where_the_process_ends_in_pure_noise(process: Process | str) -> None:
     with refused(ValueError, "'prediction'", "'epsilon'", "'v_prediction'", "'flow_prediction'", "'sample'", "'edm'"):
         Diffusion(process, "epsilon")
     for name in PREDICTIONS[1:]:

@@ -17,7 +17,7 @@ ratios = st.floats(0.02, 100)
 
 
 @given(random_betas, st.data())
-def test_points_are_those_of_the_tables(betas: list[float], data: st.DataObject) -> None:
+def test_points_have_the_rates_of_the_tables(betas: list[float], data: st.DataObject) -> None:
     process = vp(betas)
     timesteps = data.draw(st.lists(st.integers(0, len(betas) - 1), max_size=len(betas)))
     for point, t in zip(process.at_timesteps(timesteps), timesteps, strict=True):
@@ -32,7 +32,7 @@ def test_a_ratio_leads_back_to_its_timestep(betas: list[float]) -> None:
     process = vp(betas)
     for t, ratio in enumerate((process.tables.log_snr / -2).exp().tolist()):
         point = process.at(ratio)
-        assert type(point.time) is int  # a network gets whole timesteps as such
+        assert type(point.time) is int  # the network gets whole timesteps as integers
         assert point.time == t
         assert point.alpha == pytest.approx(float(process.tables.sqrt_alphas_cumprod[t]), rel=1e-9)
         assert point.sigma == pytest.approx(float(process.tables.sqrt_one_minus_alphas_cumprod[t]), rel=1e-9)
@@ -68,7 +68,7 @@ def test_the_nearest_timestep_of_a_ratio(betas: list[float], wanted: list[float]
 
 def test_the_nearest_timestep_with_zero_terminal_snr() -> None:
     process = VP(timesteps=100, rescale_betas_zero_snr=True)
-    assert process.from_log_ratio(column(-20, 30)).tolist() == [0, 98]  # the last one's is infinite
+    assert process.from_log_ratio(column(-20, 30)).tolist() == [0, 98]  # the last timestep has an infinite ratio
     assert process.ends_in_noise
     assert not LINEAR.ends_in_noise
 
@@ -82,17 +82,17 @@ def test_a_fraction_of_the_timesteps(betas: list[float], fraction: float) -> Non
 
 @pytest.mark.parametrize("num", [1, 2, 3, 1000, 1023, 1024, 1025, 65537, 999_999, 1_000_000])
 def test_the_largest_fraction_is_the_last_timestep(num: int) -> None:
-    largest = torch.tensor([1 - 2.0**-24])  # of those that are drawn; times `num` it must not be rounded up
+    largest = torch.tensor([1 - 2.0**-24])  # of all drawn fractions; times `num`, it must not round up
     assert VP("cosine", num).from_fraction(largest).tolist() == [num - 1]
 
 
 @given(random_betas)
-def test_the_range_of_the_ratio_is_that_of_the_timesteps(betas: list[float]) -> None:
+def test_the_ratio_ranges_from_the_first_timestep_to_the_last(betas: list[float]) -> None:
     process = vp(betas)
     assert process.ratio_range == pytest.approx([process.at_timesteps([t])[0].ratio for t in (0, len(betas) - 1)])
 
 
-def test_a_process_is_its_options() -> None:
+def test_processes_with_the_same_options_are_equal() -> None:
     assert VP("cosine", 50) == VP("cosine", 50)
     assert VP("cosine", 50) != VP("cosine", 51)
     assert Flow(3.0) != Flow()
@@ -101,12 +101,12 @@ def test_a_process_is_its_options() -> None:
 
 @pytest.mark.parametrize("schedule", ["linear", "sigmoid"])
 def test_betas_that_are_not_scaled_to_a_short_process_are_refused(schedule: str) -> None:
-    """Of x0 a share would be left in x_T, while sampling starts with none."""
+    """A share of x0 would be left in x_T, but sampling starts with pure noise."""
     left = float(VP(schedule, 400).tables.alphas_cumprod[-1])
     assert 0.01 < left < 0.05
     with refused(ValueError, "'timesteps'", 100, schedule, "36%", "'cosine'"):
         VP(schedule, 100)
-    assert float(VP("cosine", 100).tables.alphas_cumprod[-1]) < 1e-6  # each of these is a way out
+    assert float(VP("cosine", 100).tables.alphas_cumprod[-1]) < 1e-6  # each of these avoids the error
     assert float(VP(Linear(beta_end=0.2), 100).tables.alphas_cumprod[-1]) < 1e-4
     assert float(VP(schedule, 100, rescale_betas_zero_snr=True).tables.alphas_cumprod[-1]) == 0
 
@@ -135,7 +135,7 @@ def test_shift_multiplies_the_ratio(t: float, k: float) -> None:
 
 
 @given(st.floats(0.01, 0.99))
-def test_flow_is_the_variance_exploding_process_seen_through_a_scale(t: float) -> None:
+def test_flow_is_a_scaled_variance_exploding_process(t: float) -> None:
     alpha, sigma, log_snr = Flow().rates(column(t), 1)
     assert float(sigma) == t
     assert float(alpha) == 1 - t
@@ -164,7 +164,7 @@ PROCESSES: dict[str, Process] = {"vp": LINEAR, "flow": Flow(), "edm": EDM()}
 @pytest.mark.parametrize("name", PROCESSES)
 @given(ratio=ratios)
 def test_a_sampler_gives_the_network_the_time_of_training(name: str, ratio: float) -> None:
-    """The rates and the time of a point are those that the same noise level has in a batch."""
+    """A point has the same rates and time as its noise level has in a training batch."""
     process = PROCESSES[name]
     times = process.from_log_ratio(column(log(ratio)))
     time, (alpha, sigma, log_snr) = process.network_time(times), process.rates(times, 4)
@@ -197,7 +197,7 @@ def test_time_scale() -> None:
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_where_a_process_ends(name: str) -> None:
+def test_known_ends_of_each_process(name: str) -> None:
     process = PROCESSES[name]
     low, high = process.ratio_range
     assert process.ends_in_noise == (high == inf) == (name == "flow")
@@ -221,7 +221,7 @@ def test_where_a_process_ends(name: str) -> None:
         (lambda: EDM(time_scale=0.0), "time_scale", [0]),
     ],
 )
-def test_options_outside_of_their_range_are_named(
+def test_options_outside_of_their_range_are_refused(
     make: Callable[[], Process], option: str, facts: list[object]
 ) -> None:
     with refused(ValueError, option, *facts):

@@ -27,7 +27,7 @@ from hookdiff.diffusion import (
 )
 from hookdiff.errors import PluginError
 from tests.conftest import refused
-from tests.diffusion.conftest import generators, objectives, pointwise, readable, solvers
+from tests.diffusion.conftest import euler_for_heun_on_flow, generators, objectives, pointwise, solvers
 
 LINEAR = Diffusion()
 
@@ -75,7 +75,7 @@ def test_image_is_independent_of_its_batch_up_to_the_rounding_of_the_network() -
 
 @given(objectives(), solvers)
 def test_same_generators_same_images(diffusion: Diffusion, sampler: Solver) -> None:
-    sampling = Sampling(sampler, 6, clipping="none")  # or two images might both be all white
+    sampling = Sampling(sampler, 6, clipping="none")  # clipping might make both images all white
     runs = [sampling.sample(pointwise, diffusion, (3, 4, 4), generators(1, 2), "cpu") for _ in range(2)]
     assert torch.equal(*runs)
     assert not torch.equal(runs[0][0], runs[0][1])
@@ -87,7 +87,7 @@ def test_noise_can_be_given(process: str) -> None:
     before = generator.get_state()
     noise = torch.randn(1, 3, 4, 4, generator=torch.Generator().manual_seed(3))
     given_noise = sampling.sample(pointwise, diffusion, (3, 4, 4), [generator], "cpu", noise=noise)
-    assert torch.equal(generator.get_state(), before)  # eta = 0 needs no more
+    assert torch.equal(generator.get_state(), before)  # these samplers add no noise
     assert torch.equal(given_noise, sampling.sample(pointwise, diffusion, (3, 4, 4), generators(3), "cpu"))
     with refused(ValueError, "noise", "(2, 3, 4, 4)", "(1, 3, 4, 4)"):
         sampling.sample(pointwise, diffusion, (3, 4, 4), [generator], "cpu", noise=noise.expand(2, 3, 4, 4))
@@ -106,8 +106,8 @@ def test_no_value_is_read_on_the_host(process: str, sampler: Solver | str) -> No
 
 @given(objectives(data_mean=(0.1, -0.2, 0.3), data_std=(0.2, 0.3, 0.4)), solvers)
 def test_the_network_works_on_normalized_images(gaussian: type, diffusion: Diffusion, sampler: Solver) -> None:
-    """One that always sees 0.5 there makes 0.5 of the usual deviation from the usual mean."""
-    sampling = Sampling(readable(sampler, diffusion), 4, clipping="clamp")
+    """A network for images of 0.5 makes images of data_mean + 0.5 * data_std."""
+    sampling = Sampling(euler_for_heun_on_flow(sampler, diffusion), 4, clipping="clamp")
     images = sampling.sample(gaussian(diffusion, 0.5, s=0), diffusion, (3, 2, 2), generators(0), "cpu", torch.float64)
     expected = torch.tensor([0.2, -0.05, 0.5], dtype=torch.float64).view(1, 3, 1, 1).expand_as(images)
     torch.testing.assert_close(images, expected, rtol=0, atol=1e-8)
@@ -140,7 +140,7 @@ def test_dtype_changes_only_the_precision() -> None:
         sampling.sample(pointwise, LINEAR, (1, 4, 4), generators(0), "cpu", torch.bfloat16)
 
 
-def test_the_network_sees_int64_timesteps_and_may_answer_in_bfloat16() -> None:
+def test_the_network_sees_int64_timesteps_and_may_output_bfloat16() -> None:
     seen: list[Tensor] = []
 
     def net(x: Tensor, timesteps: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def test_the_network_sees_int64_timesteps_and_may_answer_in_bfloat16() -> None:
     assert [t.tolist() for t in seen] == [[t, t] for t in (999, 749, 499, 249)]
     assert {t.dtype for t in seen} == {torch.int64}
     rounded = sampling.sample(lambda x, t: net(x, t).float(), LINEAR, (1, 4, 4), generators(0, 1), "cpu")
-    assert torch.equal(images, rounded)  # only the answer is, not the arithmetic
+    assert torch.equal(images, rounded)  # only the output is rounded, not the arithmetic
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,9 @@ def test_the_network_sees_int64_timesteps_and_may_answer_in_bfloat16() -> None:
         (Diffusion(VP("cosine", 9)), {"spacing": "leading"}, [6, 4, 2, 0]),
     ],
 )
-def test_times(diffusion: Diffusion, chosen: dict[str, Any], expected: list[float]) -> None:
+def test_the_network_sees_the_times_of_the_points(
+    diffusion: Diffusion, chosen: dict[str, Any], expected: list[float]
+) -> None:
     seen: list[Tensor] = []
 
     def net(x: Tensor, timesteps: Tensor) -> Tensor:
@@ -205,8 +207,8 @@ def test_no_generators_no_images() -> None:
 
 @pytest.mark.parametrize(("strength", "steps"), [(1.0, 10), (0.5, 5), (0.25, 2), (0.01, 1)])
 @pytest.mark.parametrize("process", ["vp", "flow", "edm"])
-def test_from_an_image(process: str, strength: float, steps: int) -> None:
-    """The chain begins at the first of the last `steps` moments, with the image noised as in training."""
+def test_a_chain_starts_from_a_noised_image(process: str, strength: float, steps: int) -> None:
+    """The chain begins at the first of the last `steps` points, with the image noised as in training."""
     calls: list[Tensor] = []
 
     def net(x: Tensor, timesteps: Tensor) -> Tensor:
@@ -221,7 +223,7 @@ def test_from_an_image(process: str, strength: float, steps: int) -> None:
     first = sampling.points(diffusion)[-steps]
     noise = torch.stack([torch.randn(1, 4, 4, generator=g) for g in generators(3, 4)])
     torch.testing.assert_close(calls[0], first.alpha * (images - 0.1) / 0.5 + first.sigma * noise)
-    torch.testing.assert_close(made, torch.full_like(made, 0.1))  # 0 of the network, denormalized
+    torch.testing.assert_close(made, torch.full_like(made, 0.1))  # the network's 0, denormalized
     if strength == 1 and process == "flow":
         assert torch.equal(calls[0], noise)  # nothing of the image is left
 
@@ -238,7 +240,7 @@ def test_a_small_strength_changes_little(gaussian: type) -> None:
 
     distances = [distance(strength) for strength in (0.01, 0.1, 0.3, 1.0)]
     assert distances == sorted(distances)
-    assert distances[0] < 0.05  # of the noise of timestep 9
+    assert distances[0] < 0.05  # the chain starts at timestep 9, with little noise
     assert distances[-1] > 0.3
 
 
@@ -255,7 +257,7 @@ def test_strength_outside_of_its_range_is_an_error(strength: float) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("steps", 0), ("batch_size", 0)])
-def test_options_outside_of_their_range_are_named(option: str, value: int) -> None:
+def test_options_outside_of_their_range_are_refused(option: str, value: int) -> None:
     with refused(ValueError, f"'{option}'", value):
         Sampling(**{option: value})
 
@@ -294,7 +296,7 @@ def test_each_process_has_its_defaults() -> None:
     assert (fitted.sampler, fitted.spacing, fitted.clipping) == (DDPM(), Karras(), NoClipping())
 
 
-def test_options_that_do_not_fit_the_objective_are_refused_without_images_too() -> None:
+def test_options_that_do_not_fit_the_objective_are_refused_for_zero_images_too() -> None:
     with refused(ValueError, "'spacing'", "'leading'", "'flow'"):
         Sampling(spacing="leading").sample(pointwise, Diffusion("flow"), (1, 2, 2), [], "cpu")
     with refused(ValueError, "'steps'", 50, 10):

@@ -62,7 +62,7 @@ def test_linear_as_a_whole() -> None:
     assert close(LINEAR.betas.sum(), 10.05)
     assert int((LINEAR.snr < 1).nonzero()[0]) == 259
     assert int((LINEAR.snr < 5).nonzero()[0]) == 130
-    sigma = (LINEAR.log_snr / -2).exp()  # of the variance-exploding process that is the same
+    sigma = (LINEAR.log_snr / -2).exp()  # of the equivalent variance-exploding process
     assert close(sigma[0], 0.0100005000375)
     assert close(sigma[499], 3.42413661904)
     assert close(sigma[999], 157.40728081)
@@ -70,8 +70,8 @@ def test_linear_as_a_whole() -> None:
 
 def test_linear_ends_as_near_to_noise_as_the_paper_says() -> None:
     mean, var = LINEAR.sqrt_alphas_cumprod[-1] * 0.5, 1 - 0.75 * LINEAR.alphas_cumprod[-1]  # of x_T
-    kl = (var + mean**2 - 1 - var.log()) / 2  # to N(0, 1), in nats, for x_0 of mean 0.5 and variance 0.25
-    assert float(kl) == pytest.approx(5.04501626e-06, rel=1e-8)  # it has 9 digits
+    kl = (var + mean**2 - 1 - var.log()) / 2  # from N(0, 1), in nats, for an x_0 of mean 0.5 and variance 0.25
+    assert float(kl) == pytest.approx(5.04501626e-06, rel=1e-8)  # the paper's number has 9 digits
 
 
 def test_float32_tables_are_rounded_once() -> None:
@@ -101,7 +101,7 @@ def test_scaled_linear() -> None:
 
 
 def test_sigmoid() -> None:
-    betas = Sigmoid().betas(13)  # one a unit from -6 to 6
+    betas = Sigmoid().betas(13)  # the sigmoid at -6, -5, ..., 6
     for k, beta in enumerate(betas):
         assert close(beta, 1e-4 + (0.02 - 1e-4) / (1 + math.exp(6 - k)))
 
@@ -109,7 +109,7 @@ def test_sigmoid() -> None:
 @pytest.mark.parametrize("kind", [Linear, ScaledLinear, Sigmoid])
 def test_ends_can_be_given(kind: type[Linear]) -> None:
     betas = kind(beta_start=0.001, beta_end=0.03).betas(50)
-    rel = 0.08 if kind is Sigmoid else 1e-12  # which only tends to its ends: to a 400th of the range
+    rel = 0.08 if kind is Sigmoid else 1e-12  # the sigmoid stays 1/400 of the range from its ends
     assert float(betas[0]) == pytest.approx(0.001, rel=rel)
     assert float(betas[-1]) == pytest.approx(0.03, rel=rel)
     assert (betas.diff() > 0).all()
@@ -140,7 +140,7 @@ def test_cosine_as_a_whole() -> None:
     assert int((COSINE.alphas_cumprod < 0.5).nonzero()[0]) == 496
     assert (COSINE.betas == 0.999).nonzero().flatten().tolist() == [999]
     assert float(Cosine(max_beta=0.9).betas(1000)[-1]) == 0.9
-    assert Cosine(offset=0.0).betas(1000)[0] < COSINE.betas[0] / 10  # about (pi / 2T)², which is tiny
+    assert Cosine(offset=0.0).betas(1000)[0] < COSINE.betas[0] / 10  # about (pi / 2T)²
     f_0 = math.cos(0.008 / 1.008 * math.pi / 2) ** 2
     assert f_0 == pytest.approx(0.999844591, abs=5e-10)
     halfway = math.cos((0.5 + 0.008) / 1.008 * math.pi / 2) ** 2
@@ -198,7 +198,7 @@ def test_rescaling_shifts_and_scales_the_square_root(betas: list[float]) -> None
 
 
 @given(st.sampled_from(sorted(Schedule.known)), st.integers(1, 3000))
-def test_the_image_fades_and_never_quite(name: str, timesteps: int) -> None:
+def test_the_image_fades_but_never_vanishes(name: str, timesteps: int) -> None:
     schedule = NoiseSchedule(Schedule.of(name).betas(timesteps))
     remaining = schedule.alphas_cumprod
     assert remaining.shape == (timesteps,)
@@ -210,8 +210,8 @@ def test_the_image_fades_and_never_quite(name: str, timesteps: int) -> None:
 
 
 @given(random_betas)
-def test_tables_of_random_betas_are_those_of_the_chain(betas: list[float]) -> None:
-    """x_t = sqrt(1 - beta) x_{t-1} + sqrt(beta) noise, followed one step at a time."""
+def test_tables_of_random_betas_match_the_chain(betas: list[float]) -> None:
+    """Follow the chain x_t = sqrt(1 - beta) x_{t-1} + sqrt(beta) noise, one step at a time."""
     schedule, alpha, variance = NoiseSchedule(betas), 1.0, 0.0
     for t, beta in enumerate(betas):
         alpha, variance = alpha * math.sqrt(1 - beta), variance * (1 - beta) + beta
@@ -231,7 +231,7 @@ def test_rates_have_the_shape_of_a_batch_and_the_device_of_the_timesteps() -> No
     assert {rate.device.type for rate in LINEAR.rates(timesteps, 1)} == {"cpu"}
 
 
-def test_copies_and_pickles() -> None:
+def test_schedules_can_be_copied_and_pickled() -> None:
     schedule = NoiseSchedule(Cosine().betas(10))
     schedule.rates(torch.tensor([3]), 1)
     for other in (copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
@@ -248,7 +248,7 @@ def test_copies_and_pickles() -> None:
         ([], ["(0,)"]),
     ],
 )
-def test_betas_that_cannot_be_are_named(betas: Tensor | list[float], facts: list[object]) -> None:
+def test_impossible_betas_are_refused(betas: Tensor | list[float], facts: list[object]) -> None:
     with refused(ValueError, "betas", *facts):
         NoiseSchedule(betas)
 
@@ -261,12 +261,12 @@ def test_one_timestep_cannot_be_both_ends() -> None:
 @pytest.mark.parametrize("kind", [Linear, ScaledLinear, Sigmoid])
 @pytest.mark.parametrize("option", ["beta_start", "beta_end"])
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.1, math.nan])
-def test_ends_outside_of_their_range_are_named(kind: type[Linear], option: str, value: float) -> None:
+def test_ends_outside_of_their_range_are_refused(kind: type[Linear], option: str, value: float) -> None:
     with refused(ValueError, f"'{option}'", "(0, 1)"):
         kind(**{option: value})
 
 
 @pytest.mark.parametrize(("option", "value"), [("offset", -0.1), ("offset", 1.1), ("max_beta", 0.0), ("max_beta", 1.0)])
-def test_options_of_the_cosine_outside_of_their_range_are_named(option: str, value: float) -> None:
+def test_options_of_the_cosine_outside_of_their_range_are_refused(option: str, value: float) -> None:
     with refused(ValueError, f"'{option}'", f"{value:g}"):
         Cosine(**{option: value})

@@ -20,14 +20,25 @@ from hookdiff.diffusion import (
 )
 from hookdiff.diffusion.spacing import karras_sigmas
 from tests.conftest import refused
-from tests.diffusion.conftest import PREDICTIONS, PROCESSES, generators, objectives, pointwise, readable, solvers
+from tests.diffusion.conftest import (
+    PREDICTIONS,
+    PROCESSES,
+    euler_for_heun_on_flow,
+    generators,
+    objectives,
+    pointwise,
+    solvers,
+)
 
 LINEAR = Diffusion()
 LEVELS = VP().tables.alphas_cumprod.tolist()
 
 
 def affine_map(sampling: Sampling, net: Any) -> tuple[float, float]:
-    """Mean and standard deviation of the samples for noise from N(0, 1): the images of 0 and 1 say it all."""
+    """Return the mean and the standard deviation of the samples for noise from N(0, 1).
+
+    A sample is an affine function of its noise, so the samples from the noises 0 and 1 determine both.
+    """
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64).view(2, 1, 1, 1)
     out = sampling.sample(net, net.diffusion, (1, 1, 1), generators(0, 1), "cpu", torch.float64, noise=ends)
     return float(out[0]), float(out[1] - out[0])
@@ -100,7 +111,7 @@ def test_order_of_the_edm_samplers(gaussian: type) -> None:
 
 @pytest.mark.parametrize("s", [0.5, 1.0, 2.0])
 def test_second_order_on_timesteps(gaussian: type, s: float) -> None:
-    """In twice the steps the result is four times as near to that of the exact probability flow."""
+    """Twice the steps give a quarter of the error against the exact probability flow."""
     first, last = (LEVELS[t] * s**2 + 1 - LEVELS[t] for t in (999, 0))  # variances of x
     exact = s / sqrt(first)
     assert exact == pytest.approx({0.5: 0.500007567353, 1.0: 1.0, 2.0: 1.9998789361}[s], rel=1e-9)
@@ -168,8 +179,8 @@ def test_samples_with_fresh_noise_are_like_the_data(gaussian: type, sampler: Sol
 def test_constant_data_is_recovered(
     gaussian: type, diffusion: Diffusion, sampler: Solver, steps: int, clip: bool, constant: float
 ) -> None:
-    """Its trajectories are straight lines: whatever the sampler, every step stays on the line."""
-    sampling = Sampling(readable(sampler, diffusion), steps, clipping="clamp" if clip else "none")
+    """The trajectories are straight lines, so every step of every sampler stays on its line."""
+    sampling = Sampling(euler_for_heun_on_flow(sampler, diffusion), steps, clipping="clamp" if clip else "none")
     net = gaussian(diffusion, constant, s=0)
     images = sampling.sample(net, diffusion, (1, 2, 2), generators(0, 1), "cpu", torch.float64)
     torch.testing.assert_close(images, torch.full_like(images, constant), rtol=0, atol=1e-8)
@@ -177,11 +188,11 @@ def test_constant_data_is_recovered(
 
 @given(objectives(), st.integers(1, 20), st.booleans(), st.sampled_from([Heun(), Euler(), DPMSolver2M()]))
 @settings(max_examples=60)
-def test_all_agree_where_the_way_is_straight(
+def test_samplers_agree_on_straight_trajectories(
     gaussian: type, diffusion: Diffusion, steps: int, clip: bool, sampler: Solver
 ) -> None:
     images = [
-        Sampling(readable(one, diffusion), steps, clipping="clamp" if clip else "none").sample(
+        Sampling(euler_for_heun_on_flow(one, diffusion), steps, clipping="clamp" if clip else "none").sample(
             gaussian(diffusion, 0.3, s=0), diffusion, (1, 2, 2), generators(4), "cpu", torch.float64
         )
         for one in (DDIM(), sampler)
@@ -212,8 +223,8 @@ def test_ddim_with_eta_1_is_ddpm(diffusion: Diffusion, steps: int) -> None:
 
 
 @given(objectives())
-def test_two_steps_of_dpmpp_are_two_of_ddim(diffusion: Diffusion) -> None:
-    """The first has no step before it, and the last leads to the image."""
+def test_two_steps_of_dpmpp_equal_two_steps_of_ddim(diffusion: Diffusion) -> None:
+    """The first step has no step before it and the last ends at the image, so both are of first order."""
     one, other = (
         Sampling(name, 2, clipping="none").sample(
             pointwise, diffusion, (1, 3, 3), generators(0, 1), "cpu", torch.float64
@@ -224,7 +235,7 @@ def test_two_steps_of_dpmpp_are_two_of_ddim(diffusion: Diffusion) -> None:
 
 
 @given(solvers.filter(lambda sampler: isinstance(sampler, DDIM | DDPM)), st.booleans())
-def test_sample_is_a_few_lines_of_torch(sampler: DDIM | DDPM, clip: bool) -> None:
+def test_ddim_and_ddpm_equal_a_few_lines_of_torch(sampler: DDIM | DDPM, clip: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(1, 4, 4, generator=generator)
     for a, a_next in pairwise([LEVELS[999], LEVELS[666], LEVELS[332], 1.0]):
@@ -248,7 +259,7 @@ def test_sample_is_a_few_lines_of_torch(sampler: DDIM | DDPM, clip: bool) -> Non
 @pytest.mark.parametrize("kind", [Euler, Heun])
 @given(st.floats(0.1, 30), st.floats(0, 1), st.floats(2, 100), st.floats(0.9, 1.1))
 def test_churn_is_algorithm_2(kind: type[Heun], churn: float, low: float, high: float, std: float) -> None:
-    """Karras et al. 2022, with the network of `pointwise` as their D."""
+    """Compare with algorithm 2 of Karras et al. 2022, with `pointwise` as the denoiser D."""
     diffusion, steps = Diffusion("edm", "sample"), 5
 
     def denoised(x: Tensor, sigma: float) -> Tensor:
@@ -275,7 +286,7 @@ def test_churn_is_algorithm_2(kind: type[Heun], churn: float, low: float, high: 
 
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize("sampler", Solver.known)
-def test_samples_without_a_trace_of_the_image_at_first_are_finite(process: str, sampler: str) -> None:
+def test_samples_from_pure_noise_are_finite(process: str, sampler: str) -> None:
     chosen = PROCESSES[process] if process in ("flow", "edm") else VP(process, rescale_betas_zero_snr=True)
     for prediction in PREDICTIONS[1:]:
         for clipping in ("none", "clamp", "dynamic"):
@@ -297,6 +308,6 @@ def test_samples_without_a_trace_of_the_image_at_first_are_finite(process: str, 
         (Heun, "churn_noise", 0.0),
     ],
 )
-def test_options_outside_of_their_range_are_named(kind: type[Solver], option: str, value: Any) -> None:
+def test_options_outside_of_their_range_are_refused(kind: type[Solver], option: str, value: Any) -> None:
     with refused(ValueError, f"'{option}'", value):
         kind(**{option: value})

@@ -79,7 +79,7 @@ def test_karras_spacing_of_timesteps() -> None:
     assert single[0].ratio == pytest.approx((0.96 / 0.04) ** 0.5)
 
 
-def test_rho_is_how_dense_the_low_noise_is() -> None:
+def test_rho_sets_the_spacing_of_the_noise_levels() -> None:
     sigmas = [point.sigma for point in Karras(rho=1.0).points(EDM(1.0, 4.0), 4)]
     assert sigmas == pytest.approx([4, 3, 2, 1], rel=1e-12)
     assert [p.sigma for p in Karras(3.0).points(EDM(), 9)] == karras_sigmas(9, 0.002, 80.0, 3.0)
@@ -126,13 +126,15 @@ def test_points_lead_from_noise_to_the_image(spacing: Spacing, process: Process,
         (Leading(), VP("cosine", 10), ["'steps'", 50, "diffusion.process.timesteps", 10]),
     ],
 )
-def test_spacings_that_do_not_fit_the_process(spacing: Spacing, process: Process, facts: list[object]) -> None:
+def test_spacings_that_do_not_fit_the_process_are_refused(
+    spacing: Spacing, process: Process, facts: list[object]
+) -> None:
     with refused(ValueError, *facts):
         spacing.points(process, 50)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
-def test_options_outside_of_their_range_are_named(value: float) -> None:
+def test_options_outside_of_their_range_are_refused(value: float) -> None:
     with refused(ValueError, "'rho'", value):
         Karras(value)
     with refused(ValueError, "'shift'", value):

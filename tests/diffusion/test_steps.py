@@ -33,7 +33,7 @@ variances = st.sampled_from(["fixed_small", "fixed_large"])
 
 @st.composite
 def moments(draw: st.DrawFn, num: int = 2) -> list[Point]:
-    """Moments of one process, noisiest first: any alpha, and sigma / alpha that falls."""
+    """Draw points of one process, noisiest first, with any alpha and a falling sigma / alpha."""
     falls = sorted(draw(st.lists(st.floats(0.02, 50), min_size=num, max_size=num)), reverse=True)
     assume(all(now > after * 1.01 for now, after in pairwise(falls)))
     alphas = draw(st.lists(st.floats(0.05, 2), min_size=num, max_size=num))
@@ -45,7 +45,7 @@ def scalar(value: float) -> Tensor:
 
 
 def seen(x: Tensor, at: Point, mu: float, s: float) -> tuple[Tensor, Tensor]:
-    """The x0 and the noise that the best possible network for N(mu, s²) data sees in x."""
+    """Return the x0 and the noise that the best possible network for N(mu, s²) data predicts from x."""
     y = (x - at.alpha * mu) / ((at.alpha * s) ** 2 + at.sigma**2)
     return mu + at.alpha * s**2 * y, at.sigma * y
 
@@ -55,7 +55,7 @@ def approx(expected: float) -> object:
 
 
 class Chain:
-    """A chain whose network predicts the given pairs of image and noise, one pair in each call."""
+    """A chain with a network that predicts the given pairs of image and noise, one pair in each call."""
 
     steps = 10
     clipping = NoClipping()
@@ -129,7 +129,7 @@ def test_ddim_sigma(t_prev: int, expected: float) -> None:
 
 @given(moments(), pixels, pixels)
 def test_ddim_without_noise_is_eulers_method(points: list[Point], x0: float, noise: float) -> None:
-    """Of d(x / alpha) / d(sigma / alpha) = noise, the probability flow: Song et al. 2020, eq. 14."""
+    """The probability flow is d(x / alpha) / d(sigma / alpha) = noise (Song et al. 2020, eq. 14)."""
     now, after = points
     x = now.alpha * x0 + now.sigma * noise
     stepped, std = ddim_step(scalar(x0), scalar(noise), now, after)
@@ -140,18 +140,19 @@ def test_ddim_without_noise_is_eulers_method(points: list[Point], x0: float, noi
 
 @given(moments(), pixels, pixels)
 def test_ddim_with_eta_1_is_ddpm(points: list[Point], x0: float, noise: float) -> None:
-    """Song et al. 2020, section 4.1; between any two moments of any process."""
+    """Song et al. 2020, section 4.1, holds between any two points of any process."""
     now, after = points
     x = now.alpha * x0 + now.sigma * noise
     mean, std = ddim_step(scalar(x0), scalar(noise), now, after, eta=1)
     expected_mean, expected_std = ddpm_step(scalar(x), scalar(x0), now, after)
-    assert float(mean) == pytest.approx(float(expected_mean), abs=1e-6)  # a root of a difference of squares
+    # the mean contains the root of a difference of squares, which loses digits
+    assert float(mean) == pytest.approx(float(expected_mean), abs=1e-6)
     assert std == approx(expected_std)
 
 
 @given(moments(), st.floats(0, 1), pixels, pixels)
 def test_every_eta_keeps_the_marginals(points: list[Point], eta: float, x0: float, noise: float) -> None:
-    """x_after given x0 has the variance sigma², as if it were noised directly."""
+    """Given x0, x_after has the variance sigma², as if x0 were noised directly."""
     now, after = points
     mean, std = ddim_step(scalar(0), scalar(1), now, after, eta)
     assert float(mean) ** 2 + std**2 == pytest.approx(after.sigma**2, rel=1e-9)
@@ -187,7 +188,7 @@ def test_ddpm_steps_are_the_posterior(betas: list[float], data: st.DataObject) -
 
 @given(moments())
 def test_ddpm_is_bayes_rule_for_any_process(points: list[Point]) -> None:
-    """The posterior of x_after, given x0 and x_now = share * x_after + fresh noise."""
+    """A step is the posterior of x_after, given x0 and x_now = share * x_after + fresh noise."""
     now, after = points
     share = now.alpha / after.alpha
     fresh = now.sigma**2 - (share * after.sigma) ** 2
@@ -216,7 +217,7 @@ def test_one_step_of_edm() -> None:
 
 
 @given(moments(), pixels, pixels, st.booleans())
-def test_heun_is_euler_where_the_way_is_straight(points: list[Point], x0: float, noise: float, straight: bool) -> None:
+def test_heun_is_euler_on_straight_trajectories(points: list[Point], x0: float, noise: float, straight: bool) -> None:
     now, after = points
     both = scalar(x0), scalar(noise)
     x, expected = q_sample(*both, now.alpha, now.sigma), q_sample(*both, after.alpha, after.sigma)
@@ -229,11 +230,11 @@ def test_heun_takes_the_mean_of_two_slopes(points: list[Point], x0: float, noise
     now, after = points
     x = now.alpha * x0 + now.sigma * noise
     ends = (scalar(x0), scalar(noise)), (scalar(x1), scalar(n1))
-    # in alpha and sigma
+    # straight processes: slopes in alpha and sigma
     slopes = [(after.alpha - now.alpha) * a + (after.sigma - now.sigma) * b for a, b in ((x0, noise), (x1, n1))]
     stepped = heun_step(scalar(x), *ends, now, after, straight=True)
     assert float(stepped) == pytest.approx(x + sum(slopes) / 2, abs=1e-9)
-    # in sigma / alpha, with alpha divided out
+    # other processes: slopes of x / alpha in sigma / alpha
     stepped = heun_step(scalar(x), *ends, now, after, straight=False)
     expected = x / now.alpha + (after.ratio - now.ratio) * (noise + n1) / 2
     assert float(stepped) == pytest.approx(after.alpha * expected, rel=1e-9, abs=1e-9)
@@ -243,8 +244,8 @@ def test_heun_takes_the_mean_of_two_slopes(points: list[Point], x0: float, noise
     ("churn", "low", "high", "ratio", "expected"),
     [
         (0.0, 0.0, inf, 2.0, 2.0),
-        (2.0, 0.0, inf, 2.0, 2.4),  # 2 / 10 more
-        (40.0, 0.0, inf, 2.0, 2 * sqrt(2)),  # no more than doubles the variance
+        (2.0, 0.0, inf, 2.0, 2.4),  # raised by the factor 1 + 2 / 10
+        (40.0, 0.0, inf, 2.0, 2 * sqrt(2)),  # the variance at most doubles
         (2.0, 2.0, 2.0, 2.0, 2.4),
         (2.0, 2.5, inf, 2.0, 2.0),
         (2.0, 0.0, 1.5, 2.0, 2.0),
@@ -265,7 +266,7 @@ def test_dpmpp_of_first_order_is_ddim(points: list[Point], x0: float, noise: flo
     x = q_sample(scalar(x0), scalar(noise), now.alpha, now.sigma)
     expected, _ = ddim_step(scalar(x0), scalar(noise), now, after)
     assert float(dpmpp_2m_step(x, scalar(x0), None, now, after)) == pytest.approx(float(expected), abs=1e-9)
-    # so is a step after one from pure noise
+    # a step after one from pure noise is of first order too
     from_noise = dpmpp_2m_step(x, scalar(x0), (scalar(9.0), Point(0.0, 1.0)), now, after)
     assert float(from_noise) == pytest.approx(float(expected), abs=1e-9)
 
@@ -299,7 +300,7 @@ def test_last_step_is_the_predicted_image(
 
 @given(st.floats(0, 1), variances, pixels, pixels)
 def test_first_step_from_pure_noise(eta: float, variance: str, image: float, other: float) -> None:
-    """Nothing of the image is left in x: the next moment is x0 and noise, as if there had been no step before."""
+    """Pure noise holds nothing of the image, so the step makes x from the predicted x0 and noise alone."""
     now, after, x0, x = Point(0.0, 1.0), POINTS[500], scalar(image), scalar(other)
     for mean, std in (ddim_step(x0, x, now, after, eta), ddpm_step(x, x0, now, after, variance)):
         assert mean.isfinite()

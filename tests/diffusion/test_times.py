@@ -17,7 +17,7 @@ means, stds = st.floats(-2, 2), st.floats(0.1, 2)
 
 
 class Fractions(UniformTimes):
-    """Draws the fractions themselves."""
+    """Times that equal the drawn fractions."""
 
     def at(self, process: Process, fraction: Tensor) -> Tensor:
         return fraction
@@ -50,21 +50,21 @@ def test_sigmas_of_edm_training() -> None:
     assert sigma(0.5) == pytest.approx(0.301194211912, rel=1e-9)
     inside = fraction_below(sigma, 80) - fraction_below(sigma, 0.002)
     assert inside == pytest.approx(0.999983703882, rel=1e-9)
-    # The mean, by a rule over normal quantiles. It leans on the far tail, and fractions are kept within float32.
+    # Integrate the mean over normal quantiles. It depends on the far tail, where float32 limits the fractions.
     z = torch.linspace(-5, 8, 2001, dtype=torch.float64)
     sigmas = LogNormal().at(EXPLODING, torch.special.ndtr(z))
     density = (-z.square() / 2).exp() / (2 * torch.pi) ** 0.5
     assert float(torch.trapezoid(sigmas * density, z)) == pytest.approx(0.618783391806, rel=1e-4)
 
 
-def test_edm_trains_with_the_distribution_of_its_paper() -> None:
+def test_edm_trains_with_the_distribution_of_the_paper() -> None:
     assert Diffusion("edm").times == LogNormal(-1.2, 1.2)
     diffusion = Diffusion("edm", times=LogNormal(stratified=True))
     sigmas = drawn(diffusion, 100_000)
     assert sigmas.dtype == torch.float32
     assert float(sigmas.median()) == pytest.approx(0.301194211912, rel=1e-3)
     assert float(sigmas.mean()) == pytest.approx(0.618783391806, rel=1e-2)
-    second = Diffusion("edm", times=LogNormal(-0.4, 1.0, stratified=True))  # that of EDM2
+    second = Diffusion("edm", times=LogNormal(-0.4, 1.0, stratified=True))  # the distribution of EDM2
     assert float(drawn(second, 100_000).median()) == pytest.approx(0.670320046036, rel=1e-3)
     assert quantile(LogNormal(-0.4, 1.0), EXPLODING, 0.5) == pytest.approx(0.670320046036, rel=1e-9)
 
@@ -85,7 +85,7 @@ def test_quantiles(fraction: float, mean: float, std: float) -> None:
     assert quantile(UniformTimes(), STRAIGHT, fraction) == pytest.approx(fraction, rel=1e-6)
     log_uniform = log(0.002) + (log(80) - log(0.002)) * fraction
     assert log(quantile(UniformTimes(), EXPLODING, fraction)) == pytest.approx(log_uniform, rel=1e-6)
-    # the same ratio in the flow, where it is t / (1 - t)
+    # a flow gets the same ratio, t / (1 - t)
     t = quantile(LogNormal(mean, std), STRAIGHT, fraction)
     assert log(t / (1 - t)) == pytest.approx(normal, rel=1e-6, abs=1e-6)
     assert int(quantile(UniformTimes(), LINEAR, fraction)) == int(fraction * 1000)
@@ -94,7 +94,7 @@ def test_quantiles(fraction: float, mean: float, std: float) -> None:
 
 @given(means, stds, st.integers(0, 2**32))
 def test_drawn_times_follow_the_quantiles(mean: float, std: float, seed: int) -> None:
-    """The k-th of many stratified times is the quantile of (k + 1/2) / n, up to a stratum."""
+    """The k-th of n sorted, stratified times lies between the quantiles of k / n and (k + 1) / n."""
     num = 400
     normal, uniform = {"mean": mean, "std": std, "stratified": True}, UniformTimes(stratified=True)
     pairs = [(STRAIGHT, LogitNormal(**normal)), (EXPLODING, LogNormal(**normal))]
@@ -106,23 +106,24 @@ def test_drawn_times_follow_the_quantiles(mean: float, std: float, seed: int) ->
 
 
 @given(st.integers(1, 500), st.integers(0, 2**32))
-def test_stratified_numbers_are_one_a_stratum(num: int, seed: int) -> None:
+def test_each_stratum_gets_one_number(num: int, seed: int) -> None:
     drawn = uniforms(num, seed, stratified=True)
     assert drawn.dtype == torch.float32
     assert ((drawn >= 0) & (drawn < 1)).all()
-    within = drawn.double().sort().values * num - torch.arange(num)  # its stratum, 0 to 1 up to rounding
+    # the place within the stratum, 0 to 1 up to rounding
+    within = drawn.double().sort().values * num - torch.arange(num)
     assert ((within > -1e-3) & (within < 1 + 1e-3)).all()
 
 
 def test_stratified_numbers_are_in_random_order_and_uniform() -> None:
     rows = torch.stack([uniforms(4, seed, stratified=True) for seed in range(4000)])
-    for place in range(4):  # each place alone
+    for place in range(4):  # each place is uniform by itself
         assert rows[:, place].histc(10, 0, 1).tolist() == pytest.approx([400] * 10, abs=90)
-    assert float(rows.mean(1).std()) < 0.08  # 0.144 if each were drawn by itself
+    assert float(rows.mean(1).std()) < 0.08  # independent draws would give 0.144
 
 
 @given(st.integers(1, 100), st.integers(0, 2**32))
-def test_uniform_numbers_are_those_of_torch(num: int, seed: int) -> None:
+def test_uniform_numbers_equal_torch_rand(num: int, seed: int) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         drawn = uniforms(num, seed)
@@ -134,7 +135,7 @@ def test_uniform_numbers_are_those_of_torch(num: int, seed: int) -> None:
 @pytest.mark.parametrize("chosen", [UniformTimes(), LogitNormal(0.0, 30.0), LogNormal(0.0, 3.0)], ids=str)
 @pytest.mark.parametrize("process", [LINEAR, STRAIGHT, EXPLODING], ids=str)
 def test_the_ends_of_the_range_give_times_that_can_be_used(process: Process, chosen: Times) -> None:
-    ends = torch.tensor([0.0, 2.0**-24, 1 - 2.0**-24])  # the sigmoid of 30 deviations is 1 in float32
+    ends = torch.tensor([0.0, 2.0**-24, 1 - 2.0**-24])  # with std = 30 the sigmoid rounds to 1 in float32
     times = chosen.at(process, ends)
     alpha, sigma, log_snr = process.rates(times, 1)
     assert (sigma > 0).all()
@@ -143,7 +144,7 @@ def test_the_ends_of_the_range_give_times_that_can_be_used(process: Process, cho
     assert (times.diff() >= 0).all()
 
 
-def test_the_usual_times() -> None:
+def test_each_process_has_its_default_times() -> None:
     def same(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other) and one.dtype == other.dtype
 
@@ -161,11 +162,11 @@ def test_log_normal_times_never_reach_a_zero_terminal_snr(process: VP) -> None:
         times = drawn(Diffusion(process, "sample", times=name), 4000)
         assert int(times.min()) < process.timesteps * 0.1
         assert int(times.max()) > process.timesteps * 0.9
-    assert drawn(Diffusion("flow", times="log_normal"), 9).isfinite().all()  # which has no last one
+    assert drawn(Diffusion("flow", times="log_normal"), 9).isfinite().all()  # a flow has no last timestep
 
 
 @pytest.mark.parametrize("kind", [LogNormal, LogitNormal])
 @pytest.mark.parametrize("std", [0.0, -1.0])
-def test_a_deviation_outside_of_its_range_is_named(kind: type[LogNormal], std: float) -> None:
+def test_a_deviation_outside_of_its_range_is_refused(kind: type[LogNormal], std: float) -> None:
     with refused(ValueError, "'std'", std):
         kind(std=std)

@@ -36,7 +36,7 @@ weightings = st.sampled_from([name for name in Weighting.known if name != "unifo
 
 
 def linear(weighting: Weighting, prediction: str) -> Tensor:
-    """The weights at all timesteps of the linear schedule, float64."""
+    """Return the weights at all timesteps of the linear schedule, in float64."""
     return weighting.weights(Prediction.of(prediction), ALPHA, SIGMA)
 
 
@@ -76,10 +76,10 @@ def test_min_snr_for_v_is_alphas_cumprod_below_the_knee() -> None:
     assert not torch.isclose(linear(MinSNR(), "v_prediction")[129], SCHEDULE.alphas_cumprod[129], rtol=1e-3)
 
 
-def test_min_snr_is_not_what_others_made_of_it() -> None:
+def test_min_snr_differs_from_two_common_mistakes() -> None:
     snr, weights = SCHEDULE.snr, linear(MinSNR(), "v_prediction")
     shifted = (snr + 1).clamp(max=5) / (snr + 1)
-    assert shifted[999] == 1  # for every small SNR
+    assert shifted[999] == 1  # every small SNR gets the weight 1
     assert weights[999] < 1e-4
     added = snr.clamp(max=5) / snr + 1
     assert (added >= 1).all()
@@ -103,14 +103,14 @@ def test_p2() -> None:
 
 
 @given(rates, st.sampled_from([0.2, 0.5, 1.0]))
-def test_edm_makes_the_networks_own_error_count_alike(sigma: float, sigma_data: float) -> None:
+def test_edm_weights_the_network_error_alike_at_every_sigma(sigma: float, sigma_data: float) -> None:
     rates = torch.tensor([1, sigma], dtype=torch.float64)
     of_network = EDMWeighting(sigma_data).weights(EDMPrediction(sigma_data), *rates)
     assert float(of_network) == pytest.approx(1, rel=1e-9)
 
 
 @given(weightings, rates, rates, st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3))
-def test_a_weighting_is_the_same_loss_whatever_the_network_predicts(
+def test_a_weighting_gives_the_same_loss_for_every_prediction(
     name: str, alpha: float, sigma: float, x0: float, guess: float, x_t: float
 ) -> None:
     one = torch.ones((), dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_a_weighting_is_the_same_loss_whatever_the_network_predicts(
         "min_snr": min(snr, 5),
         "debiased": snr / sqrt(min(snr, 1000)),
         "p2": snr / (1 + snr),
-        "edm": snr + 4,  # 1 / sigma_data² more than the signal-to-noise ratio
+        "edm": snr + 4,  # the signal-to-noise ratio plus 1 / sigma_data²
     }
     assert losses == pytest.approx([losses[1]] * 5, rel=1e-6, abs=1e-9)
     assert losses[1] == pytest.approx(on_x0[name] * (x0 - guess) ** 2, rel=1e-6, abs=1e-9)
@@ -135,7 +135,7 @@ def test_a_weighting_is_the_same_loss_whatever_the_network_predicts(
 
 @given(st.lists(st.floats(1e-5, 0.3), min_size=1, max_size=30), weightings, st.sampled_from(PREDICTIONS[1:]))
 def test_weights_are_finite_on_random_tables(betas: list[float], name: str, prediction: str) -> None:
-    table = NoiseSchedule([*betas, 1.0])  # which leaves nothing of the image
+    table = NoiseSchedule([*betas, 1.0])  # the last beta leaves nothing of the image
     for dtype in (torch.float32, torch.float64):
         alpha = table.sqrt_alphas_cumprod.to(dtype)
         sigma = table.sqrt_one_minus_alphas_cumprod.to(dtype)
@@ -147,15 +147,15 @@ def test_weights_are_finite_on_random_tables(betas: list[float], name: str, pred
 
 
 @pytest.mark.parametrize(("name", "prediction"), list(product(Weighting.known, PREDICTIONS)))
-def test_weights_where_nothing_is_left_of_the_image(name: str, prediction: str) -> None:
+def test_weights_at_pure_noise(name: str, prediction: str) -> None:
     zero, one = torch.zeros(1), torch.ones(1)
     weight = float(Weighting.of(name).weights(Prediction.of(prediction), zero, one))
-    # sigma_data is 0.5: the edm weight on x0 is 4 there, and the network's own error counts a quarter of that
+    # for sigma_data = 0.5 the edm weight at pure noise is 4 on x0, and a quarter of that on the edm output
     of_x0 = {"min_snr": 0.0, "debiased": 0.0, "p2": 0.0, "edm": 4.0}
     if name == "uniform" or (prediction == "epsilon" and name != "edm"):
         assert weight == 1  # the formula is 0 / 0 for the noise
     elif prediction == "epsilon":
-        assert weight == torch.inf  # as it must: an error of the noise is one of x0 without end
+        assert weight == torch.inf  # any error in the noise is an infinite error in x0
     else:
         assert weight == (of_x0[name] / 4 if prediction == "edm" else of_x0[name])
 
@@ -180,14 +180,14 @@ def test_options() -> None:
         ("sample", EDMWeighting(0.3), 0.3),
     ],
 )
-def test_the_edm_weighting_takes_up_the_spread_of_the_prediction(
+def test_the_edm_weighting_defaults_to_the_sigma_data_of_the_prediction(
     prediction: Prediction | str, weighting: EDMWeighting, expected: float
 ) -> None:
     assert Diffusion("edm", prediction, weighting).weighting == EDMWeighting(expected)
 
 
 def test_a_weighting_of_0_where_sampling_starts_is_remarked_on() -> None:
-    """Exactly where nothing of the image is left, sampling starts there, and the weight is 0."""
+    """Expect a remark exactly if sampling starts from pure noise and the weight there is 0."""
     vanishing = {"min_snr", "p2", "debiased"}
     zero_snr = [VP(rescale_betas_zero_snr=True), VP("cosine", 20, True), "flow"]
     for process, name, prediction in product([*zero_snr, VP(), EDM()], Weighting.known, PREDICTIONS[1:]):
@@ -195,7 +195,7 @@ def test_a_weighting_of_0_where_sampling_starts_is_remarked_on() -> None:
         assert len(remarks) == (name in vanishing and process in zero_snr), (process, name, prediction)
         for remark in remarks:
             check_facts(remark, "diffusion.weighting", f"'{name}'", "'uniform'", "'edm'")
-    assert Diffusion("flow", "sample", MinSNR(1e6)).remarks()  # whatever its gamma
+    assert Diffusion("flow", "sample", MinSNR(1e6)).remarks()  # for any gamma
 
 
 def test_the_remark_of_an_objective_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,13 +207,13 @@ def test_the_remark_of_an_objective_is_logged_once(caplog: pytest.LogCaptureFixt
 
 
 class OwnWeighting(UniformWeighting):
-    """Made from the uniform one."""
+    """A subclass of the uniform weighting."""
 
     def weights(self, prediction: Prediction, alpha: Tensor, sigma: Tensor) -> Tensor:
         return 3 * super().weights(prediction, alpha, sigma)
 
 
-def test_a_weighting_made_from_the_uniform_one_weighs() -> None:
+def test_a_subclass_of_the_uniform_weighting_is_applied() -> None:
     batch = Diffusion().draw(Batch(torch.zeros(4, 1, 2, 2)), seeded())
     one, three = (
         Diffusion(weighting=weighting)(lambda x, t: torch.zeros_like(x), batch).loss
@@ -231,6 +231,6 @@ def test_a_weighting_made_from_the_uniform_one_weighs() -> None:
         (EDMWeighting, "sigma_data", 0.0),
     ],
 )
-def test_options_outside_of_their_range_are_named(make: type[Weighting], option: str, value: float) -> None:
+def test_options_outside_of_their_range_are_refused(make: type[Weighting], option: str, value: float) -> None:
     with refused(ValueError, f"'{option}'", value):
         make(**{option: value})

@@ -14,13 +14,13 @@ _SMALL: dict[Any, dict[str, Any]] = {
 
 
 def small(kind: Any, **changes: Any) -> Any:
-    """Return a small UNet or DiT as it is drawn."""
+    """Return a small UNet or DiT with its initial weights."""
     torch.manual_seed(0)
     return kind(**{**_SMALL[kind], **changes})
 
 
 def trained(kind: Any, **changes: Any) -> Any:
-    """Return a small UNet or DiT with no layer left at zero, as after some training."""
+    """Return a small UNet or DiT in which no parameter is all zero, as after some training."""
     model = small(kind, **changes)
     torch.manual_seed(1)
     for parameter in model.parameters():

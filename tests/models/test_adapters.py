@@ -24,7 +24,7 @@ THEIR_UNET = {
     "layers_per_block": 1,
     "norm_num_groups": 4,
 }
-THEIR_UNET_OF_TEN = {**THEIR_UNET, "num_class_embeds": 11}  # the last embedding is for no class
+THEIR_UNET_OF_TEN = {**THEIR_UNET, "num_class_embeds": 11}  # the last embedding stands for "no class"
 THEIR_DIT = {
     "use": "diffusers:DiTTransformer2DModel",
     "num_attention_heads": 2,
@@ -46,7 +46,7 @@ class Net(nn.Module):
         return self.answer(self.layer(x))
 
 
-def test_ours_keep_it_and_are_left_alone() -> None:
+def test_our_models_follow_the_contract_and_get_no_hooks() -> None:
     for kind in (UNet, DiT):
         for num_classes in (0, 3):
             model = kind(num_classes=num_classes)
@@ -57,7 +57,7 @@ def test_ours_keep_it_and_are_left_alone() -> None:
             assert model.training
 
 
-def test_nothing_is_computed_and_nothing_drawn() -> None:
+def test_the_check_of_a_contract_computes_and_draws_nothing() -> None:
     seen: list[str] = []
 
     def answer(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def test_nothing_is_computed_and_nothing_drawn() -> None:
     assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
 
 
-def test_layers_and_weights_that_are_used_twice_stay_as_they_were() -> None:
+def test_layers_and_weights_that_are_shared_stay_unchanged() -> None:
     seen: list[str] = []
 
     def answer(x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def test_layers_and_weights_that_are_used_twice_stay_as_they_were() -> None:
     assert twin.weight is model.layer.weight
 
 
-def test_a_model_that_looks_at_values_is_tried_for_real() -> None:
+def test_a_model_that_reads_values_is_checked_with_real_tensors() -> None:
     seen: list[float] = []
 
     def answer(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def test_the_sample_of_an_output_is_taken() -> None:
         (lambda x: x.nonsense, ("(2, 1, 4, 4)", "'nonsense'")),
     ],
 )
-def test_a_model_that_does_not_keep_it_is_refused(answer: Any, facts: Any) -> None:
+def test_a_model_that_breaks_the_contract_is_refused(answer: Any, facts: Any) -> None:
     with refused(ValueError, *facts):
         check_contract(Net(answer), (1, 4, 4))
 
@@ -158,7 +158,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused_before_training(config, t
 
 @pytest.mark.parametrize("name", ["unet", "dit"])
 @pytest.mark.parametrize("num_classes", [0, 10])
-def test_ours_train_and_sample_from_a_config(config, tmp_path, name, num_classes):
+def test_our_models_train_and_sample_from_a_config(config, tmp_path, name, num_classes):
     unet = {"channels": 8, "head_dim": 8, "num_res_blocks": 1}
     small = unet if name == "unet" else {"hidden_size": 16, "depth": 1}
     model = {"use": name, **small, "gradient_checkpointing": True, "num_classes": num_classes}
@@ -200,7 +200,7 @@ def test_models_of_diffusers_train_and_sample_from_a_config(config, tmp_path, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [THEIR_UNET_OF_TEN, THEIR_DIT])
-def test_an_adapted_model_stays_itself(config, model):
+def test_an_adapted_model_keeps_its_class_and_its_keys(config, model):
     part = config(model).model.given(in_channels=1, out_channels=1, sample_size=8)
     theirs = part.build()
     keys, kind = list(theirs.state_dict()), type(theirs)
@@ -232,7 +232,7 @@ def test_labels_are_not_dropped_twice(config):
     many, labels = x.expand(200, 1, 8, 8), torch.full((200,), 4)
     with torch.no_grad():
         out = model.train()(many, t.expand(200), labels)
-        assert torch.allclose(out, out[:1].expand_as(out), atol=1e-5)  # it would drop a tenth of them
+        assert torch.allclose(out, out[:1].expand_as(out), atol=1e-5)  # diffusers would drop a tenth of the labels
         assert not torch.allclose(out[:1], model(x, t, torch.tensor([-1])), atol=1e-3)
 
 
@@ -280,7 +280,7 @@ def test_an_adapted_model_compiles_in_place(config, model):
 
 
 @pytest.mark.slow
-def test_an_adapted_model_goes_into_ddp(config, tmp_path):
+def test_an_adapted_model_runs_in_ddp(config, tmp_path):
     net = adapt(config(THEIR_DIT).model.given(in_channels=1, out_channels=1, sample_size=8).build()).eval()
     x, t, labels = inputs()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
@@ -292,7 +292,7 @@ def test_an_adapted_model_goes_into_ddp(config, tmp_path):
 
 
 class Theirs(nn.Module):
-    """A model of another library: checkpointing is switched on by a method."""
+    """A model of another library, with a method that switches checkpointing on."""
 
     def __init__(self, in_channels: int, width: int = 4) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class Theirs(nn.Module):
         self.is_checkpointed = True
 
 
-def test_checkpointing_that_a_method_switches_on_is_an_argument() -> None:
+def test_checkpointing_by_a_method_becomes_an_argument() -> None:
     make = checkpointable(Theirs)
     assert list(parameters(make)) == ["in_channels", "width", "gradient_checkpointing"]
     assert [make(1).is_checkpointed, make(1, gradient_checkpointing=True).is_checkpointed] == [False, True]

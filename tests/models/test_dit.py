@@ -34,7 +34,7 @@ def test_the_sizes_of_the_paper(hidden_size: int, depth: int, num_heads: int, mi
     count = sum(parameter.numel() for parameter in model.parameters())
     assert round(count / 1e6) == millions
     if millions == 675:
-        # The authors' count has the fixed positions of 16 x 16 patches and as many outputs again for the variance.
+        # The authors also count the fixed positions of 16 x 16 patches and the outputs for the variance.
         assert count + 16 * 16 * 1152 + 2 * 2 * 4 * (1152 + 1) == 675_129_632
 
 
@@ -69,7 +69,7 @@ def test_output_has_the_shape_of_the_input(case: tuple[dict[str, Any], tuple[int
 @pytest.mark.parametrize(
     ("options", "size"), [({}, 8), ({"patch_size": 4, "in_channels": 3}, 32), ({"image_size": 28}, 28)]
 )
-def test_starts_at_exactly_zero(options: dict[str, Any], size: int) -> None:
+def test_the_initial_output_is_exactly_zero(options: dict[str, Any], size: int) -> None:
     model = DiT(num_classes=10, **options)
     x = images(2, model.in_channels, size, size)
     assert torch.equal(model(x, torch.tensor([0, 500]), torch.tensor([3, -1])), torch.zeros_like(x))
@@ -88,7 +88,7 @@ def test_weights_start_as_in_the_paper() -> None:
         "time.linear1": 0.02,
         "time.linear2": 0.02,
         "label": 0.02,
-        # Xavier's uniform has the variance 2 / (in + out); all four maps of attention are drawn as one.
+        # Xavier's uniform has the variance 2 / (in + out); query, key and value are drawn as one map.
         "patch_in": math.sqrt(2 / (48 + 256)),
         "blocks.0.qkv": math.sqrt(2 / (4 * 256)),
         "blocks.0.proj": math.sqrt(2 / (2 * 256)),
@@ -105,8 +105,8 @@ def test_weights_start_as_in_the_paper() -> None:
         assert name == "label" or not values[f"{name}.bias"].any()
 
 
-def test_positions_are_those_of_the_paper() -> None:
-    """Row 2, column 1 of a grid of 3 x 5, from the formula, one number at a time."""
+def test_positions_match_the_paper() -> None:
+    """Compare row 2, column 1 of a grid of 3 x 5 with the formula."""
     got = positions(3, 5, 8, torch.device("cpu"))
     assert (got.shape, got.dtype) == ((15, 8), torch.float32)
     expected = []
@@ -118,7 +118,7 @@ def test_positions_are_those_of_the_paper() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
-def test_a_place_is_the_same_on_any_grid(rows: int, columns: int, more_rows: int, more_columns: int) -> None:
+def test_a_position_is_the_same_on_any_grid(rows: int, columns: int, more_rows: int, more_columns: int) -> None:
     small = positions(rows, columns, 12, torch.device("cpu")).view(rows, columns, 12)
     big = positions(rows + more_rows, columns + more_columns, 12, torch.device("cpu"))
     assert torch.equal(small, big.view(rows + more_rows, columns + more_columns, 12)[:rows, :columns])
@@ -132,8 +132,8 @@ def test_positions_stay_float32_and_out_of_the_state() -> None:
         assert positions(2, 2, 8, torch.device("cpu")).dtype == torch.float32
 
 
-def test_a_patch_is_one_token_and_comes_back_to_its_place() -> None:
-    """With blocks that do nothing and a linear map back, each patch of the output depends on its own alone."""
+def test_each_patch_of_the_output_depends_on_its_own_patch() -> None:
+    """The blocks do nothing here, so a change in one patch of the input changes only this patch of the output."""
     model = trained(DiT, patch_size=2, in_channels=3)
     for block in model.blocks:
         nn.init.zeros_(block.modulation.weight)
@@ -147,9 +147,9 @@ def test_a_patch_is_one_token_and_comes_back_to_its_place() -> None:
     assert torch.equal(different, expected)
 
 
-def test_a_patch_knows_its_place_and_sees_all_others() -> None:
+def test_a_patch_depends_on_its_position_and_all_other_patches() -> None:
     model = trained(DiT)
-    x, t = images(1, 1, 2, 2).repeat(1, 1, 4, 4), torch.tensor([9])  # sixteen patches that are all alike
+    x, t = images(1, 1, 2, 2).repeat(1, 1, 4, 4), torch.tensor([9])  # sixteen equal patches
     out = F.pixel_unshuffle(model(x, t), 2).flatten(2)[0].T
     assert len(torch.unique(out, dim=0)) == 16
     changed = x.clone()
@@ -157,8 +157,8 @@ def test_a_patch_knows_its_place_and_sees_all_others() -> None:
     assert (model(x, t) != model(changed, t)).any(dim=1).all()
 
 
-def test_a_block_is_that_of_the_paper() -> None:
-    """adaLN-Zero, with torch's own attention, layer norm and GELU."""
+def test_a_block_matches_the_paper() -> None:
+    """Compare a block with adaLN-Zero, made of torch's own attention, layer norm and GELU."""
     torch.manual_seed(0)
     block = DiTBlock(12, 3, 24, dropout=0.0, gradient_checkpointing=False)
     nn.init.normal_(block.modulation.weight, std=0.3)
@@ -181,11 +181,11 @@ def test_a_block_is_that_of_the_paper() -> None:
     torch.testing.assert_close(block(h, condition), expected)
 
 
-def test_the_whole_is_its_parts() -> None:
+def test_the_model_equals_its_layers_in_sequence() -> None:
     model = trained(DiT, num_classes=2, depth=1, in_channels=2)
     x, t, labels = images(3, 2, 4, 6), torch.tensor([0, 20, 999]), torch.tensor([1, 0, -1])
     condition = F.silu(model.time(t) + model.label.weight[labels])
-    patches = F.unfold(x, 2, stride=2).transpose(1, 2)  # n tokens values, the values of a channel side by side
+    patches = F.unfold(x, 2, stride=2).transpose(1, 2)  # shape n, tokens, values; the values of a channel are adjacent
     h = model.patch_in(patches) + positions(2, 3, 16, x.device)
     h = model.blocks[0](h, condition)
     scale, shift = model.modulation_out(condition)[:, None].chunk(2, dim=2)
@@ -195,7 +195,7 @@ def test_the_whole_is_its_parts() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_condition_is_float32_whatever_the_autocast(autocast: bool) -> None:
+def test_the_condition_is_float32_with_or_without_autocast(autocast: bool) -> None:
     model, t = small(DiT, num_classes=2), torch.tensor([999, 1000])
     read: list[Tensor] = []
     model.blocks[1].register_forward_pre_hook(lambda module, args: read.extend(args))
@@ -213,14 +213,14 @@ def test_channels_last_changes_nothing() -> None:
     torch.testing.assert_close(last(x.contiguous(memory_format=torch.channels_last), t), model(x, t))
 
 
-def test_time_is_read_from_256_sinusoids() -> None:
+def test_the_time_embedding_uses_256_sinusoids() -> None:
     model, t = small(DiT), torch.tensor([3, 700])
     hidden = F.silu(model.time.linear1(sinusoids(t, 256)))
     torch.testing.assert_close(model.time(t), model.time.linear2(hidden))
 
 
 @pytest.mark.parametrize(
-    ("options", "facts"),  # the last fact is the nearest that fits
+    ("options", "facts"),  # the last fact is the nearest valid value
     [
         ({"in_channels": 0}, ("in_channels=0", 1)),
         ({"patch_size": 0}, ("patch_size=0", 1)),
@@ -235,6 +235,6 @@ def test_time_is_read_from_256_sinusoids() -> None:
         ({"dropout": 1.5}, ("dropout=1.5", 0.99)),
     ],
 )
-def test_refuses_what_does_not_fit(options: dict[str, Any], facts: tuple[object, ...]) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], facts: tuple[object, ...]) -> None:
     with refused(ValueError, *facts):
         DiT(**options)

@@ -1,4 +1,4 @@
-"""Initial weights of a new model: moments, layers that stay at zero, and the last layer."""
+"""Test the initial weights of a new model: moments, layers that stay at zero, and the last layer."""
 
 import logging
 import math
@@ -23,13 +23,13 @@ def initialised(model: Any, init: Any, seed: int = 0) -> Any:
     return model
 
 
-def test_default_leaves_what_the_class_drew() -> None:
+def test_default_keeps_the_weights_that_the_class_drew() -> None:
     model = nn.Linear(3, 4)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert_same(initialised(model, "default").state_dict(), before)
 
 
-def test_xavier_has_the_bound_of_its_paper() -> None:
+def test_xavier_has_the_bound_of_the_paper() -> None:
     weight = initialised(nn.Conv2d(8, 16, 3), "xavier").weight
     bound = math.sqrt(6 / ((8 + 16) * 9))  # eq. 16, with a convolution's fans
     assert bound * 0.98 < weight.abs().max() <= bound
@@ -60,7 +60,7 @@ def test_norms_and_embeddings_stay_as_they_are() -> None:
     ]
 
 
-def test_what_a_class_starts_at_zero_stays_there() -> None:
+def test_layers_that_a_class_sets_to_zero_stay_zero() -> None:
     for model in (UNet(channels=8, head_dim=8), DiT(hidden_size=8, depth=1, num_heads=2)):
         zero = [name for name, value in model.named_parameters() if name.endswith("weight") and not value.any()]
         initialised(model, "xavier")
@@ -68,7 +68,7 @@ def test_what_a_class_starts_at_zero_stays_there() -> None:
         assert all(not dict(model.named_parameters())[name].any() for name in zero)
 
 
-def test_the_draws_depend_on_seed_alone_and_not_on_the_layout() -> None:
+def test_the_draws_depend_on_the_seed_and_not_on_the_layout() -> None:
     plain, other = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
     one, two = (initialised(model, "orthogonal", seed=3).weight for model in (plain, other))
     assert torch.equal(one, two)
@@ -77,13 +77,13 @@ def test_the_draws_depend_on_seed_alone_and_not_on_the_layout() -> None:
 
 
 @pytest.mark.parametrize("init", ["xavier", "kaiming", "orthogonal"])
-def test_a_model_without_values_is_left_alone(init: Any) -> None:
+def test_a_model_on_the_meta_device_stays_unchanged(init: Any) -> None:
     model = initialised(nn.Linear(10**7, 10**7, device="meta"), init)
     assert model.weight.is_meta
 
 
 class LastIsFirst(nn.Module):
-    """Calls its layers in another order than it declares them."""
+    """A network that calls its layers in another order than it declares them."""
 
     def __init__(self, in_channels: int = 1) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class NoLayers(nn.Module):
         return x * self.scale
 
 
-def test_the_last_layer_is_the_last_that_is_called() -> None:
+def test_layers_are_recorded_in_the_order_of_their_calls() -> None:
     model = LastIsFirst()
     with layers_called(model) as called:
         model(torch.zeros(1, 1, 2, 2), torch.zeros(1))
@@ -142,7 +142,7 @@ DIFFUSERS = {
     [(UNET, "conv_out"), (DIT, "patch_out"), ({"use": "hd_init:LastIsFirst"}, "answer"), (DIFFUSERS, "conv_out")],
     ids=["unet", "dit", "own", "diffusers"],
 )
-def test_zero_output_makes_a_model_that_predicts_nothing(
+def test_zero_output_makes_a_model_with_zero_output(
     model: Any, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if ":UNet2D" in model["use"]:
@@ -156,13 +156,13 @@ def test_zero_output_makes_a_model_that_predicts_nothing(
     assert loop.model(torch.randn(2, 1, 8, 8), torch.tensor([0, 9])).any()
 
 
-def test_without_a_layer_there_is_no_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_output_without_a_layer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(tmp_path, monkeypatch, zero_output=True, use="hd_init:NoLayers")
     with refused(ConfigError, "model.zero_output"):
         build_loop(config, tmp_path / "run")
 
 
-def test_the_seed_of_the_run_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seed_of_the_run_decides_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(**model: Any) -> dict[str, Tensor]:
         return weights(build_loop(load(tmp_path, monkeypatch, **DIT, **model), tmp_path / "run"))
 
@@ -173,7 +173,7 @@ def test_the_seed_of_the_run_decides(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not torch.equal(one["patch_in.weight"], drawn()["patch_in.weight"])
 
 
-def test_given_weights_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_from_a_file_replace_the_initial_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import save_file
 
     given = weights(build_loop(load(tmp_path, monkeypatch, **DIT), tmp_path / "run"))
@@ -183,7 +183,7 @@ def test_given_weights_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert_same(weights(loop), given)
 
 
-def test_the_config_gives_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_option_is_refused_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(ConfigError, "model.init", "'orthogonl'", "'orthogonal'"):
         load(tmp_path, monkeypatch, **DIT, init="orthogonl")
     with refused(ConfigError, "model.zero_outptu", "'zero_output'"):

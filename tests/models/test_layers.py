@@ -17,7 +17,7 @@ def test_sinusoids_follow_the_paper_in_float32() -> None:
     assert torch.equal(got, sinusoids(t.double(), 8))
 
 
-def test_times_below_zero_and_between_integers_are_their_own() -> None:
+def test_times_below_zero_and_between_integers_are_distinct() -> None:
     embed = TimeEmbedding(8, 16)
     t = torch.tensor([-1600.0, -1.5, -1.0, 0.0, 0.5, 1.0, 1200.0])
     rows = embed(t)
@@ -27,7 +27,7 @@ def test_times_below_zero_and_between_integers_are_their_own() -> None:
     torch.testing.assert_close(rows[5:6], embed(torch.tensor([1])))
 
 
-def test_a_time_goes_through_two_layers() -> None:
+def test_the_time_embedding_has_two_layers() -> None:
     embed = TimeEmbedding(6, 4)
     t = torch.tensor([3, 700])
     hidden = F.silu(sinusoids(t, 4) @ embed.linear1.weight.T + embed.linear1.bias)
@@ -35,9 +35,9 @@ def test_a_time_goes_through_two_layers() -> None:
 
 
 @given(st.integers(1, 12), st.lists(st.integers(-1, 11), max_size=6), st.sampled_from([torch.int64, torch.int32]))
-def test_a_label_is_its_row_and_minus_one_the_last(num_classes: int, drawn: list[int], dtype: torch.dtype) -> None:
+def test_a_label_selects_its_row_and_minus_one_the_last(num_classes: int, drawn: list[int], dtype: torch.dtype) -> None:
     embed = LabelEmbedding(num_classes, 5)
     labels = [min(label, num_classes - 1) for label in drawn]
     assert embed.weight.shape == (num_classes + 1, 5)
     expected = torch.stack([embed.weight[label] for label in labels]) if labels else torch.empty(0, 5)
-    assert torch.equal(embed(torch.tensor(labels, dtype=dtype)), expected)  # python's own -1 is the last, too
+    assert torch.equal(embed(torch.tensor(labels, dtype=dtype)), expected)  # Python's index -1 is the last row too

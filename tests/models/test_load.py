@@ -18,7 +18,7 @@ class Net(nn.Module):
         super().__init__()
         for name in names:
             self.add_module(name, nn.Linear(2, width))
-        self.norm = nn.BatchNorm1d(width)  # has buffers, one of them a scalar
+        self.norm = nn.BatchNorm1d(width)  # its buffers include a scalar
 
 
 def saved(path, model):
@@ -58,7 +58,7 @@ def test_golden_message_of_weights_of_another_model(tmp_path):
     assert_same(model.state_dict(), before)
 
 
-def test_what_fits_is_loaded_and_the_rest_is_logged(tmp_path, caplog):
+def test_partial_loads_tensors_that_fit_and_logs_the_others(tmp_path, caplog):
     theirs = Net(names=("frist", "second"))
     model = Net(names=("first", "second"))
     first = model.first.weight.clone()
@@ -75,7 +75,7 @@ def test_what_fits_is_loaded_and_the_rest_is_logged(tmp_path, caplog):
 
 
 @given(st.sets(st.sampled_from("abcdef")), st.sets(st.sampled_from("abcdef"), min_size=1), st.booleans())
-def test_every_name_that_fits_is_loaded_or_nothing_is(tmp_path_factory, given, own, partial):
+def test_all_names_that_fit_are_loaded_or_none(tmp_path_factory, given, own, partial):
     file = tmp_path_factory.mktemp("w") / "w.safetensors"
     save_file({name: torch.full((2,), float(ord(name))) for name in given}, file)
     model = nn.Module()
@@ -88,7 +88,7 @@ def test_every_name_that_fits_is_loaded_or_nothing_is(tmp_path_factory, given, o
         assert value[0] == (ord(name) if fits and name in given else 0)
 
 
-def test_files_that_cannot_be_used(tmp_path):
+def test_files_that_cannot_be_used_are_refused(tmp_path):
     net = nn.Linear(2, 2)
     whole = saved(tmp_path / "whole.safetensors", net)
     torch.save(net.state_dict(), tmp_path / "new.pt")

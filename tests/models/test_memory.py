@@ -1,4 +1,4 @@
-"""The memory that optimizers will hold, counted before they hold it."""
+"""Test the memory of an optimizer's state, counted before the state exists."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ from hookdiff.testing import toy_model
         (torch.optim.RMSprop, {}),
     ],
 )
-def test_the_state_of_an_optimizer_is_known_before_it_is_made(kind, options):
+def test_the_state_of_an_optimizer_is_counted_before_it_exists(kind, options):
     model = toy_model()
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
     optimizer = kind(model.parameters(), lr=0.1, **options)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own on it
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # the scheduler replaces optimizer.step
     before = [p.clone() for p in model.parameters()]
     counted = optimizer_bytes([optimizer, optimizer])
     assert not optimizer.state
@@ -36,7 +36,7 @@ def test_the_state_of_an_optimizer_is_known_before_it_is_made(kind, options):
     assert counted == 2 * sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
-def test_an_optimizer_that_needs_values_is_taken_for_adam():
+def test_an_optimizer_that_reads_values_is_counted_as_adam():
     class Picky(torch.optim.SGD):
         def step(self, closure=None):
             if float(self.param_groups[0]["params"][0].sum()) > 0:

@@ -1,4 +1,4 @@
-"""Names of parametrised weights go back to those of a plain model."""
+"""Test that names of parametrised weights become the names of a plain model."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from hookdiff.models.names import is_inside, plain_name
 
 
 class Scaled(nn.Module):
-    """Has a parameter and a buffer of its own."""
+    """A parametrisation with its own parameter and buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Scaled(nn.Module):
         return weight * self.scale
 
 
-def test_names_of_a_parametrised_model() -> None:
+def test_names_of_a_parametrised_model_become_plain_names() -> None:
     for model, prefix in ((nn.Linear(2, 3), ""), (nn.Sequential(nn.Linear(2, 3)), "0.")):
         plain = list(model.state_dict())
         layer = model.get_submodule(prefix.strip("."))

@@ -1,4 +1,4 @@
-"""Facts that hold for the U-Net and the DiT alike."""
+"""Test facts that hold for both the U-Net and the DiT."""
 
 import inspect
 from typing import Any, get_type_hints
@@ -45,20 +45,21 @@ def test_every_parameter_is_trained(kind: Any, options: dict[str, Any]) -> None:
 
     backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
-    for _ in range(3):  # the output leaves zero first, then its norm, then residual branches and gates
+    for _ in range(3):  # gradients reach the output first, then its norm, then residual branches and gates
         optimizer.step()
         backward()
     assert [name for name, p in model.named_parameters() if not grad_of(p).any()] == []
-    assert grad_of(model.label.weight).any(dim=1).all()  # the row for no class, too
+    assert grad_of(model.label.weight).any(dim=1).all()  # includes the row for "no class"
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "steps"), [(UNet, {"channels": 16}, 60), (DiT, {"hidden_size": 32, "patch_size": 4}, 150)]
 )
-def test_overfits_a_batch_and_learns_to_read_time_and_class(kind: Any, options: dict[str, Any], steps: int) -> None:
+def test_training_overfits_a_batch_by_time_and_class(kind: Any, options: dict[str, Any], steps: int) -> None:
     model = small(kind, num_classes=2, **options)
     x, target = images(1, 1, 8, 8).expand(4, 1, 8, 8), images(4, 1, 8, 8)
-    t, labels = torch.tensor([0, 0, 999, 999]), torch.tensor([0, 1, 1, -1])  # the four differ in nothing else
+    # the four inputs differ only in time and label
+    t, labels = torch.tensor([0, 0, 999, 999]), torch.tensor([0, 1, 1, -1])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -106,7 +107,7 @@ def test_labels_without_classes_and_classes_without_labels_are_refused(kind: Any
 
 
 @both
-def test_images_of_a_batch_do_not_see_each_other(kind: Any) -> None:
+def test_images_of_a_batch_do_not_affect_each_other(kind: Any) -> None:
     model = trained(kind, num_classes=4)
     x, t, labels = images(3, 1, 8, 8), torch.tensor([0, 20, 999]), torch.tensor([3, -1, 0])
     alone = torch.cat([model(x[i : i + 1], t[i : i + 1], labels[i : i + 1]) for i in range(3)])
@@ -137,7 +138,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind: Any, dropout: flo
     with torch.no_grad():
         saving(x, t, labels)
     saving.eval()(x, t, labels)
-    assert len(calls) == 4 * num_blocks  # nothing is kept there, so nothing is computed twice
+    assert len(calls) == 4 * num_blocks  # without gradients or training, no block runs twice
 
 
 @both
@@ -159,7 +160,7 @@ def test_bf16_autocast_keeps_the_dtype_and_999_apart_from_1000(kind: Any) -> Non
     assert out.dtype == torch.float32
     assert not torch.equal(out[0], out[1])
     assert (out - expected).norm() < 0.05 * expected.norm()
-    # Not just any difference: had the time been rounded on the way, that of the embedding would be wrong.
+    # If the time were rounded on the way, the difference between the two embeddings would be wrong.
     step, expected_step = time[0] - time[1], expected_time[0] - expected_time[1]
     assert (step - expected_step).norm() < 0.1 * expected_step.norm()
 
@@ -202,7 +203,7 @@ def test_a_state_dict_gives_the_same_model(kind: Any) -> None:
 
 @pytest.mark.slow
 @both
-def test_compiles_in_place_to_the_same(kind: Any) -> None:
+def test_a_model_compiled_in_place_gives_the_same(kind: Any) -> None:
     model = trained(kind, num_classes=3)
     x, t, labels = images(2, 1, 8, 8), torch.tensor([5, 50]), torch.tensor([2, -1])
     expected = model(x, t, labels)

@@ -50,7 +50,7 @@ def test_output_has_the_shape_of_the_input(case: tuple[dict[str, Any], tuple[int
         {"image_size": 64, "in_channels": 3, "channel_mults": (1, 2, 3, 4), "attention_resolutions": (16, 8)},
     ],
 )
-def test_starts_at_exactly_zero(options: dict[str, Any]) -> None:
+def test_the_initial_output_is_exactly_zero(options: dict[str, Any]) -> None:
     model = UNet(**{"channels": 32, **options})
     size = options.get("image_size", 8)
     x = images(1, model.in_channels, size, size)
@@ -91,7 +91,7 @@ def test_channels_last_stays_and_changes_nothing(options: dict[str, Any]) -> Non
 
 
 def test_a_mirrored_image_gives_a_mirrored_output() -> None:
-    """Nothing moves the image sideways: resampling is centred, whatever the number of levels."""
+    """Resampling is centred on every level, so the network does not shift the image sideways."""
     model = trained(UNet, channel_mults=(1, 1, 2), attention_resolutions=(4,))
     with torch.no_grad():
         for module in model.modules():
@@ -135,7 +135,7 @@ def test_blocks_are_listed_in_the_order_they_run() -> None:
     assert ran == [name for name, _ in blocks]
 
 
-def test_the_way_up_mirrors_the_way_down() -> None:
+def test_blocks_on_the_way_up_get_their_skips_in_reverse_order() -> None:
     model = trained(UNet, num_res_blocks=2)
     shown: dict[str, Tensor] = {}
     made: dict[str, Tensor] = {}
@@ -163,7 +163,7 @@ def test_a_block_is_scaled_and_shifted_by_the_time() -> None:
     torch.testing.assert_close(block(x, time), expected)
 
 
-def test_attention_is_that_of_torch() -> None:
+def test_attention_matches_torch() -> None:
     torch.manual_seed(0)
     ours, theirs = Attention(12, 3), nn.MultiheadAttention(12, 3, batch_first=True)
     theirs.load_state_dict(
@@ -181,7 +181,7 @@ def test_attention_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "facts"),  # the last fact is the nearest that fits
+    ("options", "facts"),  # the last fact is the nearest valid value
     [
         ({"in_channels": 0}, ("in_channels=0", 1)),
         ({"channels": -8}, ("channels=-8", 1)),
@@ -200,12 +200,12 @@ def test_attention_is_that_of_torch() -> None:
         ({"dropout": float("nan")}, ("dropout=nan", 0.0)),
     ],
 )
-def test_refuses_what_does_not_fit(options: dict[str, Any], facts: tuple[object, ...]) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], facts: tuple[object, ...]) -> None:
     with refused(ValueError, *facts):
         UNet(**options)
 
 
-def test_the_nearest_head_dim_is_found_among_a_great_many_channels() -> None:
+def test_the_nearest_head_dim_is_found_for_very_many_channels() -> None:
     with refused(ValueError, "head_dim=33", 32), torch.device("meta"):
         UNet(channels=2**40, head_dim=33)
 

@@ -31,7 +31,7 @@ def saved(path: Path, array: Any) -> str:
         (RGB[:, 0], "n h w", RGB[:, :1]),
     ],
 )
-def test_every_layout(tmp_path: Path, array: Any, layout: Any, expected: Any) -> None:
+def test_every_layout_is_read(tmp_path: Path, array: Any, layout: Any, expected: Any) -> None:
     data = Arrays(saved(tmp_path / "a.npy", array), layout=layout)
     assert (len(data), data.labels, data.classes) == (6, None, None)
     assert data.shape == expected.shape[1:]
@@ -44,7 +44,7 @@ def test_every_layout(tmp_path: Path, array: Any, layout: Any, expected: Any) ->
 @pytest.mark.parametrize(
     ("dtype", "low", "high"), [("float32", -1, 1), ("float64", 0, 1), ("uint16", 0, 65535), ("bool", 0, 1)]
 )
-def test_any_range_becomes_bytes(tmp_path: Path, dtype: str, low: float, high: float) -> None:
+def test_any_value_range_is_scaled_to_bytes(tmp_path: Path, dtype: str, low: float, high: float) -> None:
     steps = numpy.array([0, 1]) if dtype == "bool" else numpy.linspace(0, 1, 8)
     array = (low + steps * (high - low)).astype(dtype).reshape(1, 1, -1)
     data = Arrays(saved(tmp_path / "a.npy", array), value_range=(low, high))
@@ -53,7 +53,7 @@ def test_any_range_becomes_bytes(tmp_path: Path, dtype: str, low: float, high: f
     assert data.load(0).flatten()[[0, -1]].tolist() == [0, 255]
 
 
-def test_arrays_of_an_npz(tmp_path: Path) -> None:
+def test_arrays_of_an_npz_are_found_by_name(tmp_path: Path) -> None:
     labels = numpy.array([0, 2, 1, -1, 0, 2], dtype=numpy.int32)
     path = str(tmp_path / "a.npz")
     numpy.savez(path, images=RGB, labels=labels, other=RGB[:, 0])
@@ -79,10 +79,10 @@ def test_an_npz_that_is_refused_is_closed(tmp_path: Path) -> None:
         Arrays(str(path))
     open_files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     assert str(path) not in open_files
-    assert caught.tb  # it would hold an open file
+    assert caught.tb  # the traceback would keep an open file alive
 
 
-def test_labels_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_labels_are_read_from_their_own_file(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.npy", RGB)
     data = Arrays(path, labels=saved(tmp_path / "y.npy", numpy.arange(6)))
     assert data.labels is not None
@@ -105,7 +105,7 @@ def test_labels_in_a_file_of_their_own(tmp_path: Path) -> None:
         (RGB, {"labels": "y.npy"}, ("y.npy",)),
     ],
 )
-def test_what_is_no_array_of_images(tmp_path: Path, array: Any, options: Any, facts: Any) -> None:
+def test_arrays_that_are_no_images_are_refused(tmp_path: Path, array: Any, options: Any, facts: Any) -> None:
     with refused(ValueError, *facts):
         Arrays(saved(tmp_path / "a.npy", array), **options)
 
@@ -113,13 +113,13 @@ def test_what_is_no_array_of_images(tmp_path: Path, array: Any, options: Any, fa
 @pytest.mark.parametrize(
     ("labels", "fact"), [(numpy.zeros(5, "int64"), 6), (numpy.zeros(6), 6), (numpy.full(6, -2), 0)]
 )
-def test_labels_of_another_number_or_kind(tmp_path: Path, labels: Any, fact: int) -> None:
+def test_labels_of_a_wrong_number_or_kind_are_refused(tmp_path: Path, labels: Any, fact: int) -> None:
     path = saved(tmp_path / "a.npy", RGB)
     with refused(ValueError, "y.npy", fact):
         Arrays(path, labels=saved(tmp_path / "y.npy", labels))
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_missing_and_broken_files_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "right.npy", RGB)
     with refused(ValueError, "rihgt.npy", "'right.npy'"):
         Arrays(str(tmp_path / "rihgt.npy"))
@@ -131,7 +131,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         Arrays(str(tmp_path / "a.pt"))
 
 
-def test_values_outside_of_the_range_cannot_be_read(tmp_path: Path) -> None:
+def test_values_outside_of_the_range_are_refused(tmp_path: Path) -> None:
     array = numpy.full((3, 4, 4), 0.5, "float32")
     array[1, 0, 0], array[2, 0, 0] = 1.5, numpy.nan
     path = saved(tmp_path / "a.npy", array)
@@ -139,14 +139,14 @@ def test_values_outside_of_the_range_cannot_be_read(tmp_path: Path) -> None:
         Feed(Arrays(path, value_range=(0.0, 1.0)))
 
 
-def test_a_copy_opens_the_file_itself(tmp_path: Path) -> None:
+def test_a_pickle_opens_the_file_again(tmp_path: Path) -> None:
     data = Arrays(saved(tmp_path / "a.npy", RGB))
     assert len(pickle.dumps(data)) < RGB.nbytes + 1000 < 3000
     assert torch.equal(pickle.loads(pickle.dumps(data)).load(2), torch.from_numpy(RGB[2]))
 
 
 @pytest.mark.parametrize("channels", [2, 4])
-def test_transparent_pixels(tmp_path: Path, channels: int) -> None:
+def test_transparent_pixels_show_the_background(tmp_path: Path, channels: int) -> None:
     array = numpy.random.default_rng(0).integers(0, 256, (4, 6, 6, channels), dtype=numpy.uint8)
     data = Arrays(saved(tmp_path / "a.npy", array), layout="n h w c")
     store: Any

@@ -1,4 +1,4 @@
-"""Sets of Hugging Face, as the real library writes and reads them; nothing is fetched."""
+"""Test data sets of Hugging Face with the real library and without the network."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def made(alone: Any) -> Any:
-    """Nine pictures in three classes, with names and captions."""
+    """Return a data set of nine pictures in three classes, with captions and counts."""
     features = alone.Features(
         {
             "caption": alone.Value("string"),
@@ -57,7 +57,7 @@ def assert_is(data: HuggingFace, labels: Any, classes: Any) -> None:
         assert numpy.array_equal(numpy.array(data.load(index)), pixels(index))
 
 
-def test_a_saved_set(tmp_path: Path, made: Any) -> None:
+def test_a_saved_set_is_read(tmp_path: Path, made: Any) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
     data = HuggingFace(str(tmp_path / "saved"))
     assert_is(data, [k % 3 for k in range(9)], ("ant", "bee", "cat"))
@@ -69,7 +69,7 @@ def test_a_saved_set(tmp_path: Path, made: Any) -> None:
     assert_is(words, [k % 2 for k in range(9)], ("even", "odd"))
 
 
-def test_a_saved_set_with_splits(tmp_path: Path, alone: Any, made: Any) -> None:
+def test_a_split_of_a_saved_set_is_read(tmp_path: Path, alone: Any, made: Any) -> None:
     alone.DatasetDict({"train": made, "test": made.select(range(3))}).save_to_disk(str(tmp_path / "saved"))
     assert_is(HuggingFace(str(tmp_path / "saved")), [k % 3 for k in range(9)], ("ant", "bee", "cat"))
     assert len(HuggingFace(str(tmp_path / "saved"), split="test")) == 3
@@ -78,19 +78,19 @@ def test_a_saved_set_with_splits(tmp_path: Path, alone: Any, made: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["set", "set/part-0.parquet"])
-def test_parquet_files(tmp_path: Path, made: Any, where: str) -> None:
+def test_parquet_files_are_read(tmp_path: Path, made: Any, where: str) -> None:
     (tmp_path / "set").mkdir()
     made.to_parquet(str(tmp_path / "set" / "part-0.parquet"))
     assert_is(HuggingFace(str(tmp_path / where)), [k % 3 for k in range(9)], ("ant", "bee", "cat"))
 
 
-def test_parquet_files_of_several_splits(tmp_path: Path, made: Any) -> None:
+def test_splits_of_parquet_files_are_read(tmp_path: Path, made: Any) -> None:
     for split, num in (("train", 9), ("test", 4)):
         made.select(range(num)).to_parquet(str(tmp_path / "set" / f"{split}-00000-of-00001.parquet"))
     assert (len(HuggingFace(str(tmp_path / "set"))), len(HuggingFace(str(tmp_path / "set"), split="test"))) == (9, 4)
 
 
-def test_a_folder_of_images(tmp_path: Path) -> None:
+def test_a_folder_of_images_is_read(tmp_path: Path) -> None:
     paths = [tmp_path / "set" / ("ant", "bee", "cat")[k % 3] / f"{k}.png" for k in range(9)]
     for k, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,13 +118,13 @@ def _bytes(path: Path) -> bytes:
         ({"label_column": "pixels"}, ("'pixels'",)),
     ],
 )
-def test_columns_that_are_not_there(tmp_path: Path, made: Any, options: Any, facts: Any) -> None:
+def test_missing_columns_are_refused(tmp_path: Path, made: Any, options: Any, facts: Any) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
     with refused(ValueError, *facts):
         HuggingFace(str(tmp_path / "saved"), **options)
 
 
-def test_sets_that_are_not_there(tmp_path: Path, made: Any) -> None:
+def test_missing_sets_are_refused(tmp_path: Path, made: Any) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
     with refused(ValueError, "savde", "'saved'"):
         HuggingFace(str(tmp_path / "savde"))
@@ -135,7 +135,7 @@ def test_sets_that_are_not_there(tmp_path: Path, made: Any) -> None:
         HuggingFace(str(tmp_path / "empty"))
 
 
-def test_it_trains_as_any_source(tmp_path: Path, made: Any) -> None:
+def test_every_store_gives_the_same_batch(tmp_path: Path, made: Any) -> None:
     made.save_to_disk(str(tmp_path / "saved"))
     found = []
     store: Any
@@ -150,14 +150,14 @@ def test_it_trains_as_any_source(tmp_path: Path, made: Any) -> None:
         assert torch.equal(labels, found[0][1])
 
 
-def test_images_that_are_missing_are_listed(tmp_path: Path, alone: Any) -> None:
+def test_missing_images_are_refused(tmp_path: Path, alone: Any) -> None:
     rows = {"image": [picture(0, 4), None, picture(2, 4)]}
     alone.Dataset.from_dict(rows, features=alone.Features({"image": alone.Image()})).save_to_disk(str(tmp_path / "set"))
     with refused(UserError, 1, 3, "set[1]"):
         Feed(HuggingFace(str(tmp_path / "set")))
 
 
-def test_labels_that_are_missing(tmp_path: Path, alone: Any) -> None:
+def test_a_missing_label_is_minus_one_or_refused(tmp_path: Path, alone: Any) -> None:
     image, label = alone.Image(), alone.ClassLabel(names=["ant", "bee"])
     rows = {"image": [picture(k, 4) for k in range(3)], "label": [1, None, 0], "name": ["a", None, "b"]}
     features = alone.Features({"image": image, "label": label, "name": alone.Value("string")})

@@ -13,7 +13,7 @@ NEWEST = "run/checkpoints/step-00000002"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, write_config):
-    """Change to a folder with a config."""
+    """Change to a folder with a config and return the folder."""
     write_config(run={"log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}, plugins={"lr": {"total": 6}})
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -32,7 +32,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def run(made, folder):
-    """Return a copy of the run in the folder of the test."""
+    """Return the path of a copy of the run, in the folder of the test."""
     return shutil.copytree(made / "run", folder / "run")
 
 
@@ -84,7 +84,7 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
         (["--labels", "1"], ("labels",)),
     ],
 )
-def test_a_wrong_input_is_one_message(hookdiff, made, monkeypatch, words, facts):
+def test_a_wrong_input_is_reported_in_one_message(hookdiff, made, monkeypatch, words, facts):
     monkeypatch.chdir(made)
     code, out, err = hookdiff("sample", "run", "--num", 1, *words)
     assert (code, out) == (2, "")
@@ -111,7 +111,7 @@ def test_samples_have_classes_and_guidance(hookdiff, folder):
         assert code == 0, err
         return (folder / "x.png").read_bytes()
 
-    each = sample()  # the classes in turn
+    each = sample()  # by default the images take the classes in turn
     assert sample("--labels", "0,1,2,3,4,5,6,7,8,9") == each
     assert sample("--labels", "3") != each
     assert sample("--labels", "-1") != each
@@ -136,7 +136,7 @@ def test_samples_start_from_a_picture(hookdiff, folder, run):
         assert code == 0, err
         return numpy.asarray(Image.open(folder / "x.png").convert("L"), dtype=float).mean()
 
-    # One of twenty steps changes the picture little; all of them leave little of it.
+    # One of twenty steps changes the picture little; twenty steps keep little of it.
     assert sample("--image", "white.jpg", "--strength", 0.05) > sample("--image", "white.jpg", "--strength", 1) > 0
 
 

@@ -45,11 +45,11 @@ def test_the_other_weightings_pass(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "std"),
-    # ten steps, s = 0.5: known for EDM's and for the flow's samplers
+    # the known deviations of EDM's and the flow's samples, for ten steps and s = 0.5
     [(EDM, {"euler": 0.365213065063, "heun": 0.609798000799}), (FLOW, {"euler": 0.4307826049, "heun": 0.5017199122})],
     ids=str,
 )
-def test_the_exact_side_has_the_known_numbers(case: Case, std: dict[str, float]) -> None:
+def test_exact_samples_have_the_known_deviations(case: Case, std: dict[str, float]) -> None:
     for sampler, expected in std.items():
         assert exact_samples(case, sampler)[1] == pytest.approx(expected, rel=1e-9)
 
@@ -59,12 +59,12 @@ def test_the_exact_side_has_the_known_numbers(case: Case, std: dict[str, float])
     [(EPSILON, 0.173053406084, 1e-9), (V, 0.379790054563, 1e-9), (FLOW, 0.785398163397, 1e-5), (EDM, 1.0, 1e-9)],
     ids=str,
 )
-def test_the_exact_loss_has_the_known_numbers(case: Case, expected: float, tolerance: float) -> None:
+def test_the_exact_loss_has_the_known_values(case: Case, expected: float, tolerance: float) -> None:
     assert exact_loss(case, "uniform") == pytest.approx(expected, rel=tolerance)
 
 
 def on_v(wrong: Callable[[Any], Any]) -> Patch:
-    """A weight on v, as a function of the SNR, in place of min-SNR's."""
+    """Return a patch that replaces min-SNR's weight on v by a function of the SNR."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         # alpha² + sigma² = 1 here, so the weight on v is the weighting itself
@@ -73,7 +73,7 @@ def on_v(wrong: Callable[[Any], Any]) -> Patch:
     return patch
 
 
-def ddim_that_looks_at_the_wrong_timestep(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
+def ddim_with_the_sigma_of_the_wrong_timestep(self: Solver, chain: Chain, x: Any, now: Point, after: Point) -> Any:
     x0, noise = chain.predict(x, now)
     return after.alpha * x0 + now.sigma * noise if after.sigma else x0
 
@@ -99,10 +99,10 @@ def betas_linear_in_the_square_root(schedule: Linear, timesteps: int) -> torch.T
 
 
 WRONG = {
-    # the two that are seen in the wild
+    # the first two mistakes are common in practice
     "min-SNR for v, SNR + 1 under the cap": (V, "min_snr", "loss", on_v(lambda r: (r + 1).clamp(max=5) / (r + 1))),
     "min-SNR for v, 1 added": (V, "min_snr", "loss", on_v(lambda r: r.clamp(max=5) / r + 1)),
-    "min-SNR of noise used for v": (V, "min_snr", "loss", on_v(lambda r: r.clamp(max=5) / r)),
+    "epsilon's min-SNR used for v": (V, "min_snr", "loss", on_v(lambda r: r.clamp(max=5) / r)),
     "EDM's weight without its square": (
         EDM,
         "edm",
@@ -137,7 +137,7 @@ WRONG = {
         EPSILON,
         "uniform",
         "ddim std",
-        setter(DDIM, "step", ddim_that_looks_at_the_wrong_timestep),
+        setter(DDIM, "step", ddim_with_the_sigma_of_the_wrong_timestep),
     ),
     "DDPM with the large variance": (
         EPSILON,
@@ -145,7 +145,7 @@ WRONG = {
         "ddpm std",
         setter(DDPM, "step", ddpm_with_beta_for_its_small_variance),
     ),
-    "Heun that is Euler": (EDM, "uniform", "heun std", setter(Heun, "step", Euler.step)),
+    "Heun replaced by Euler": (EDM, "uniform", "heun std", setter(Heun, "step", Euler.step)),
     "DPM-Solver++ that steps too far": (
         EPSILON,
         "uniform",
@@ -179,7 +179,7 @@ def test_the_output_has_no_warnings_about_the_cases(caplog: pytest.LogCaptureFix
     assert caplog.messages == []
 
 
-def test_the_command_fails_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_fails_and_names_the_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, _, patch = WRONG["flow from noise to image"]
     patch(monkeypatch)
     result = CliRunner().invoke(command, ["--prediction-type", "flow_prediction"])
@@ -187,6 +187,6 @@ def test_the_command_fails_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatc
     assert "FAILED  flow_prediction (schedule flow), weighting uniform: loss is" in result.output
 
 
-def test_an_unknown_prediction_names_the_nearest() -> None:
+def test_an_unknown_prediction_is_refused_with_the_nearest() -> None:
     result = CliRunner().invoke(command, ["--prediction-type", "v_predicton"])
     assert "did you mean 'v_prediction'?" in str(result.exception)
