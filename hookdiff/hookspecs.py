@@ -60,6 +60,14 @@ class Hooks(Protocol):
         """
 
     @hookspec
+    def on_ready(self, loop: Loop, resumed: bool) -> None:
+        """Moment: once, when the first step is asked for and all states are loaded; `loop.stop()` here trains nothing.
+
+        `resumed` is True if a state was restored. It does not fire in commands that only enter the loop, such as
+        `hookdiff sample`, in a run that is done already, or after a rollback. May change: own state, files.
+        """
+
+    @hookspec
     def before_step(self, loop: Loop, batch: Batch) -> None:
         """Moment: each step, before any forward; `batch.draws` holds the noise of the step.
 
@@ -176,6 +184,13 @@ class Hooks(Protocol):
         """Moment: the checkpoint at `path` is complete on disk.
 
         Checkpoints are written in the background, so `loop` may be steps further by now. May change: nothing.
+        """
+
+    @hookspec
+    def on_exception(self, loop: Loop, error: BaseException) -> None:
+        """Moment: an error ends the run, before `on_stop`; it reaches all plugins that have started.
+
+        May change: files; no state.
         """
 
     @hookspec

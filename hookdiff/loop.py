@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -72,6 +73,8 @@ class Loop(ReadOnly):
         self.is_branch: Final = bool(self.resume and run_dir and self.resume.resolve() != Path(run_dir).resolve())
         self._must_resume: Final = not isinstance(resume, bool)  # a path must have a checkpoint
         self._fresh: Final = tuple(fresh)
+        self._resumed: Final = False  # a state was loaded
+        self._has_begun: Final = True  # on_ready has been called, or is not due
         self.plugins: Final = Plugins(plugins or {})
         self.hook: Final = self.plugins.hook
         self.progress: Final = Progress()
@@ -149,24 +152,30 @@ class Loop(ReadOnly):
             self._state.load(saved)
             self.hook.on_start(loop=self)
             self._state.load_plugins(saved, self._fresh)
-            self._set(first_step=self.progress.step)
+            self._set(first_step=self.progress.step, _resumed=bool(saved), _has_begun=False)
             on_error.pop_all()
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         with closing(self.feed), self.resources:
             reason = "error" if error else self.reason or "plugin"
             self._set(reason=reason)
             self.resources.callback(self.log.flush)  # also when a plugin fails, and before the sinks close
+            if error:
+                self.hook.on_exception(loop=self, error=error)
             self.hook.on_stop(loop=self, reason=reason)
 
     def steps(self) -> Iterator[Step]:
         """Train, and yield after each step: a script may read, log, call `stop`, or break."""
+        self.config.check_length()
         while not self._is_over():
             yield from self.run_epoch()
 
     def run_epoch(self) -> Iterator[Step]:
         """Train on the rest of the current epoch."""
+        self._begin()
+        if self.reason:  # a plugin has stopped the run in on_ready
+            return
         for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
             yield self.run_step(batch)
             self.hook.between_steps(loop=self)
@@ -178,8 +187,11 @@ class Loop(ReadOnly):
             self.hook.between_steps(loop=self)
 
     def run_step(self, batch: Batch) -> Step:
-        """Train on `batch` and return the outcome."""
+        """Train on `batch` and return the outcome; a run that is stopped already trains nothing."""
+        self._begin()
         progress = self.progress
+        if self.reason:
+            return Step(progress.step, "stopped", math.nan, math.nan)
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
         clear_gradients(self.optimizers)
@@ -203,6 +215,12 @@ class Loop(ReadOnly):
         self.log.average({"loss": loss, "grad_norm": norm})
         self.hook.after_optimizer_step(loop=self)
         return step
+
+    def _begin(self) -> None:
+        """Call `on_ready` before the first step of this process."""
+        if not self._has_begun:
+            self._set(_has_begun=True)
+            self.hook.on_ready(loop=self, resumed=self._resumed)
 
     def _not_finite(self, batch: Batch, report: nonfinite.NonFinite) -> Step:
         verdict = nonfinite.decide(report, self.hook.on_nan(loop=self, report=report))

@@ -94,12 +94,11 @@ class Plugins(Mapping[str, object]):
 
     def _compiled(self, name: str, calls: list[Call]) -> Callable[..., Any]:
         is_seam = bool(getattr(self._manager.hook, name).spec.opts["firstresult"])
-        contract = Contract(name, is_seam, RESULTS.get(name, NoneType), to_the_end=name == "on_stop")
+        is_last = name in ("on_exception", "on_stop")
+        contract = Contract(name, is_seam, RESULTS.get(name, NoneType), to_the_end=is_last)
         if name == "on_start":
             return self._starting(contract, calls)
-        if name == "on_stop":
-            return self._stopping(contract, calls)
-        return compile_hook(contract, calls)
+        return self._stopping(contract, calls) if is_last else compile_hook(contract, calls)
 
     def _starting(self, contract: Contract, calls: list[Call]) -> Callable[..., Any]:
         """Return `on_start`, which notes the plugins that have started."""
@@ -121,19 +120,19 @@ class Plugins(Mapping[str, object]):
         return on_start
 
     def _stopping(self, contract: Contract, calls: list[Call]) -> Callable[..., Any]:
-        """Return `on_stop`, which reaches all plugins that have started."""
+        """Return `on_exception` or `on_stop`, which reach all plugins that have started."""
 
-        def on_stop(**arguments: Any) -> Any:
+        def stop(**arguments: Any) -> Any:
             started = [call for call in calls if call.plugin in self._started]
-            self._started = set()
             try:
                 return compile_hook(contract, started)(**arguments)
             except Exception:
-                if arguments["reason"] != "error":
+                if "error" not in (arguments.get("reason"), *arguments):
                     raise
-                log.exception("on_stop failed too, after the error that ended the run")  # which must not be hidden
+                # The error that ended the run must not be hidden.
+                log.exception("%s failed too, after the error that ended the run", contract.name)
 
-        return on_stop
+        return stop
 
     def _register(self, name: str, plugin: object) -> None:
         try:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from attrs import Attribute, asdict, define, field, validators
 
+from hookdiff.errors import UserError
 from hookdiff.options import about
 from hookdiff.ranks import first_rank_says
 
@@ -168,6 +169,13 @@ class LoopConfig:
         validator=_is_time,
         metadata=about('time after which the run saves, stops and exits with 75 ("3 h"); 0 is no limit'),
     )
+
+    def check_length(self) -> None:
+        """Raise UserError if nothing limits the run."""
+        if self.steps is None and self.epochs is None and not self.max_time.amount:
+            raise UserError(
+                "nothing ends this run: give LoopConfig steps, epochs or max_time, as LoopConfig(steps=1000)"
+            )
 
     def limit_reached(self, progress: Progress, start_time: float) -> Reason | None:
         """Return the reason why a run at `progress` is over, or None.

@@ -226,6 +226,109 @@ def test_a_stop_has_a_message_that_the_run_records(tmp_path):
     check_facts(summary(loop, "plugin", "mine", 1.0), loop.message)
 
 
+def test_a_run_without_a_length_is_refused_and_single_steps_need_none():
+    loop = Loop(toy_model(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), ToyObjective(), torch.zeros(128, 4))
+    for train in (loop.run, lambda: list(loop.steps())):
+        with refused(UserError, "LoopConfig(steps=1000)", "epochs", "max_time"):
+            train()
+    with loop:
+        assert [step.step for step in loop.run_epoch()] == [1]
+
+
+class Ready:
+    """Writes down the calls of on_ready, and what the loop had loaded by then."""
+
+    def __init__(self, stops=False):
+        self.heard, self.stops, self.count = [], stops, 0
+
+    @hookimpl
+    def on_ready(self, loop, resumed):
+        self.heard.append((resumed, loop.progress.step, self.count))
+        if self.stops:
+            loop.stop("plugin", "nothing to do")
+
+    @hookimpl
+    def after_optimizer_step(self):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_on_ready_is_called_once_after_every_state_is_loaded():
+    ready, memory = Ready(), Restores(at=5)
+    toy_loop({"ready": ready, "memory": memory}, steps=8).run()
+    assert ready.heard == [(False, 0, 0)]
+    again = Ready()
+    toy_loop({"ready": again, "memory": Restores(memory.state)}, steps=8).run()
+    assert again.heard == [(True, 5, 5)]
+    done = Ready()
+    toy_loop({"ready": done, "memory": Restores(memory.state)}, steps=5).run()
+    assert done.heard == []  # no step is left
+
+
+@pytest.mark.parametrize("by", ["steps", "run_epoch", "run_step"])
+def test_a_run_that_is_stopped_in_on_ready_trains_nothing(by):
+    loop = toy_loop({"ready": (ready := Ready(stops=True)), "recorder": (recorder := Recorder())})
+    before = weights(loop)
+    with loop:
+        if by == "run_step":
+            assert loop.run_step(next(iter(loop.feed.batches(0)))).outcome == "stopped"
+        else:
+            assert list(getattr(loop, by)()) == []
+    assert (len(ready.heard), loop.reason, loop.message) == (1, "plugin", "nothing to do")
+    assert recorder.named("before_step") == []
+    assert_same(weights(loop), before)
+
+
+def test_on_ready_is_not_called_in_a_loop_that_only_samples_or_after_a_rollback():
+    ready = Ready()
+    with toy_loop({"ready": ready}) as loop:
+        loop.sample(SampleRequest(2))
+    assert ready.heard == []
+
+    class Spoils:
+        spoiled = False
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self, loop):
+            output = yield
+            if loop.progress.position == 6:
+                output.loss.data.fill_(math.nan)
+            return output
+
+        @hookimpl
+        def on_nan(self):
+            return "rollback"
+
+    toy_loop({"ready": ready, "spoils": Spoils(), "memory": Restores(at=5)}, steps=8).run()
+    assert len(ready.heard) == 1
+
+
+def test_an_error_reaches_on_exception_before_on_stop():
+    heard = []
+
+    class Hears:
+        @hookimpl
+        def on_exception(self, loop, error):
+            heard.append((type(error), loop.progress.step))
+            raise RuntimeError("its own")
+
+        @hookimpl
+        def on_stop(self, reason):
+            heard.append(reason)
+
+    with refused(RuntimeError, "a", "after_backward"):
+        toy_loop({"a": Starts("a", [], "after_backward"), "hears": Hears()}).run()
+    assert heard == [(RuntimeError, 0), "error"]
+    heard.clear()
+    toy_loop({"hears": Hears()}, steps=1).run()
+    assert heard == ["done"]
+
+
 class Thaws:
     """Freezes the last layer, and thaws it before step 3."""
 

@@ -22,20 +22,20 @@ log = logging.getLogger("hookdiff")
 class RunDir:
     """Makes and locks the run directory, and writes the resolved config into it.
 
-    An existing directory is locked first of all, so that no other run changes it. Everything else is written at the end
-    of `on_start`, or before the first step of a resumed run, when all plugins have loaded their states. So a run that
-    cannot start leaves no files, and deletes no earlier run.
+    An existing directory is locked first of all, so that no other run changes it. Everything else is written in
+    `on_ready`, before any other plugin writes there. So a run that cannot start leaves no files, and deletes no earlier
+    run.
     """
 
     overwrite: bool = False  # delete an earlier run in the directory
     _existed: bool = field(init=False, default=False)
-    _is_ready: bool = field(init=False, default=False)
+    _is_ready: bool = field(init=False, default=False)  # the directory is written
 
     @hookimpl(tryfirst=True)
     def prepare_model(self, loop: Loop) -> None:
         """Lock an existing directory; raises UserError when another process holds the lock."""
         path = loop.run_dir if loop.is_main else None
-        self._is_ready = path is None
+        self._is_ready = False
         self._existed = path is not None and path.is_dir()
         if path is not None and self._existed:
             with writing(path):
@@ -45,19 +45,11 @@ class RunDir:
                     if error.errno != errno.EROFS:  # a read-only disk: `_write` reports it
                         raise
 
-    @hookimpl(trylast=True)
-    def on_start(self, loop: Loop) -> None:
-        """Write the directory of a new run; raises UserError when this fails or another run has just made it."""
-        if loop.progress.position == 0:
-            self._write(loop)
-
     @hookimpl(tryfirst=True)
-    def before_step(self, loop: Loop) -> None:
-        self._write(loop)
-
-    def _write(self, loop: Loop) -> None:
+    def on_ready(self, loop: Loop) -> None:
+        """Write the directory; raises UserError when this fails or another run has just made it."""
         path = loop.run_dir
-        if path is None or self._is_ready:
+        if path is None or not loop.is_main:
             return
         self._is_ready = True
         with writing(path):
@@ -80,7 +72,7 @@ class RunDir:
     @hookimpl(trylast=True)
     def on_stop(self, loop: Loop, reason: Reason) -> None:
         """Record why and where the run has ended; a disk that fails gives a warning."""
-        if loop.run_dir is None or not self._is_ready or not loop.is_main:
+        if loop.run_dir is None or not self._is_ready:
             return
         progress = loop.progress
         record = {"reason": reason, "message": loop.message, "step": progress.step, "epoch": progress.epoch}

@@ -69,6 +69,7 @@ def run_dir_loop(path, **options):
 def test_a_second_loop_in_the_same_directory_is_refused(tmp_path):
     run = tmp_path / "run"
     with run_dir_loop(run) as first:
+        next(first.steps())
         lock_run_dir(run, first.resources)
         assert (run / ".lock").read_text() == f"{socket.gethostname()} {os.getpid()}\n"
         with refused(UserError, run, "Loop"):
@@ -111,8 +112,7 @@ def test_the_leftovers_of_a_killed_start_count_as_an_empty_folder(tmp_path):
 
 
 def test_overwriting_leaves_the_lock_and_nothing_else(tmp_path):
-    with run_dir_loop(tmp_path):
-        pass
+    run_dir_loop(tmp_path).run()
     before = (tmp_path / ".lock").stat().st_ino
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-1" / "file").touch()

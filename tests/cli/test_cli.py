@@ -88,5 +88,7 @@ def test_a_bug_in_a_plugin_ends_in_its_traceback(folder, start):
     code, _, err = finish(start(folder, "run", "small.toml", "--plugins", "hd_cli_user:Bug"))
     assert code == 1
     assert "Traceback" in err
-    assert err.endswith("KeyError: 'a bug of its own'\n")
+    *_, error, note = err.splitlines()
+    assert error == "KeyError: 'a bug of its own'"
+    check_facts(note, "'on_start'", "'bug'")
     assert not (folder / "runs").exists()

@@ -329,6 +329,7 @@ def test_a_package_publishes_a_source_a_model_and_an_optimizer(tmp_path, install
     with build_loop(config, tmp_path / "run") as loop:
         assert [tuple(p.shape) for p in loop.optimizers[0].param_groups[0]["params"]] == [(4, 1, 3, 3), (1, 4, 1, 1)]
         assert len(loop.feed) == 16
+        next(loop.steps())
     table = tomli.loads((tmp_path / "run" / "config.toml").read_text())
     assert {name: table[name][key] for name, key in (("data", "source"), ("model", "use"), ("optimizer", "use"))} == {
         "data": "dots",

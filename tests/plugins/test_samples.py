@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Generator, Tensor, nn
 
-from hookdiff import Batch, Every, Loop, LoopConfig, Objective, hookimpl
+from hookdiff import PASS, Batch, Every, Loop, LoopConfig, Objective, hookimpl
 from hookdiff.data import digits
 from hookdiff.experiment.structure import Problems, arguments
 from hookdiff_samples import SampleGrid
@@ -195,8 +195,9 @@ def test_it_samples_with_the_configured_weights() -> None:
 
     class Listener:
         @hookimpl
-        def sample(self, request: Any) -> None:
+        def sample(self, request: Any) -> Any:
             asked.append((request.weights, request.num, request.start, request.stream))
+            return PASS
 
     make_loop(SampleGrid(num=200, weights="model"), steps=1, plugins={"listener": Listener()})[0].run()
     assert asked == [("model", 0, 0, "sample"), ("model", 128, 0, "sample"), ("model", 72, 128, "sample")]
