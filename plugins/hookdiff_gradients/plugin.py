@@ -65,13 +65,18 @@ class GradientMonitor(Limits):
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self._names, dtype = loop.gradients.names, loop.gradients.dtype
-        # Only once: parameters keep their addresses.
-        self._weights = [p.detach() for p in loop.gradients.parameters]
-        self._ring = torch.zeros(self.window, len(self._names), dtype=dtype, device=loop.device)
-        self._columns = [], torch.zeros(0, dtype=torch.long)
         self._noise = NoiseScale(self.noise_decay, loop.device)
-        self._changes = self._ring.new_zeros(len(self._names))
+        self._watch(loop)
+
+    def _watch(self, loop: Loop) -> None:
+        """Begin an empty history of the parameters that are trained now."""
+        gradients = loop.gradients
+        trained = {n: p for n, p in zip(gradients.names, gradients.parameters, strict=True) if p.requires_grad}
+        # Only once: parameters keep their addresses.
+        self._names, self._weights = list(trained), [parameter.detach() for parameter in trained.values()]
+        self._ring, self._count = torch.zeros(self.window, len(trained), dtype=gradients.dtype, device=loop.device), 0
+        self._columns = [], torch.zeros(0, dtype=torch.long)
+        self._changes = self._ring.new_zeros(len(trained))
         self._growth, self._size = self._ring.new_zeros(()), self._ring.new_full((), math.inf)
 
     @hookimpl(wrapper=True)
@@ -81,7 +86,8 @@ class GradientMonitor(Limits):
         # With several ranks the backward pass averages gradients: only a hook gets those of this rank.
         is_own = loop.num_ranks > 1 and index == 0
         own: list[Tensor] = []
-        with own_norms(loop.gradients.parameters, own, self._ring.dtype) if is_own else nullcontext():
+        trained = [parameter for parameter in loop.gradients.parameters if parameter.requires_grad]
+        with own_norms(trained, own, self._ring.dtype) if is_own else nullcontext():
             output = yield
         if index == 0:
             norms = torch.stack(own or [torch.tensor(math.nan)]) if is_own else loop.gradients.measure()
@@ -92,7 +98,8 @@ class GradientMonitor(Limits):
 
     @hookimpl
     def after_backward(self, loop: Loop) -> None:
-        self._ring[self._count % self.window].copy_(self._norms(loop))
+        norms = self._norms(loop)  # first, because it may begin a new history
+        self._ring[self._count % self.window].copy_(norms)
         self._count += 1
         if loop.progress.step % self.window == 0:  # also before the first update
             size = self._norm(self._weights)
@@ -110,6 +117,9 @@ class GradientMonitor(Limits):
         if len(norms) == len(self._names):
             return norms
         names = list(loop.gradients.named())
+        if not set(names) <= set(self._names):  # some were thawed
+            self._watch(loop)
+            return self._norms(loop)
         if self._columns[0] != names:
             index = {name: column for column, name in enumerate(self._names)}
             self._columns = names, torch.tensor([index[name] for name in names], device=norms.device)

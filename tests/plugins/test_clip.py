@@ -12,7 +12,7 @@ from attrs import define
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from hookdiff import ConfigError, Loop, LoopConfig, UserError, hookimpl, load_config
+from hookdiff import PASS, ConfigError, Loop, LoopConfig, UserError, hookimpl, load_config
 from hookdiff.testing import CountTransfers, toy_loop, toy_model
 from hookdiff_clip import AGC, Adaptive, Clip, Norm, Percentile, Rule, Value, ZScore
 
@@ -35,9 +35,10 @@ class Look:
         self.before.append({name: g.clone() for name, g in loop.gradients.named().items()})
 
     @hookimpl
-    def optimizer_step(self, loop: Loop) -> None:
+    def optimizer_step(self, loop: Loop) -> bool:
         self.after.append({name: g.clone() for name, g in loop.gradients.named().items()})
         self.norm, self.loss = loop.gradients.total_norm, loop.gradients.loss
+        return PASS
 
 
 class Push:
@@ -47,10 +48,11 @@ class Push:
         self.norms = norms
 
     @hookimpl(tryfirst=True)
-    def unscale(self, loop: Loop) -> None:
+    def unscale(self, loop: Loop) -> bool:
         size = math.sqrt(sum(g.numel() for g in loop.gradients.tensors()))
         for gradient in loop.gradients.tensors():
             gradient.fill_(self.norms[loop.progress.position] / size)
+        return True
 
 
 class Listen:

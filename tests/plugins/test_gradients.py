@@ -65,10 +65,11 @@ class Push:
         self.norms = norms
 
     @hookimpl(tryfirst=True)
-    def unscale(self, loop: Loop) -> None:
+    def unscale(self, loop: Loop) -> bool:
         size = math.sqrt(sum(g.numel() for g in loop.gradients.tensors()))
         for gradient in loop.gradients.tensors():
             gradient.fill_(self.norms[loop.progress.position] / size)
+        return True
 
 
 def still(model: nn.Module) -> torch.optim.Optimizer:
@@ -190,6 +191,23 @@ class TestNumbers:
         assert list(monitor.history()) == ["3.bias", "grad_norm"]
         assert look.values[20]["gradients/max"] > 0
 
+    def test_the_history_begins_anew_when_a_parameter_is_thawed(self) -> None:
+        class Thaws:
+            @hookimpl
+            def prepare_model(self, loop: Loop) -> None:
+                loop.model[3].bias.requires_grad_(False)  # type: ignore[index]
+
+            @hookimpl
+            def before_step(self, loop: Loop) -> None:
+                loop.model[3].bias.requires_grad_(loop.progress.step >= 4)  # type: ignore[index]
+
+        monitor = GradientMonitor()
+        watch(monitor, Thaws(), steps=10)
+        history = monitor.history()
+        assert list(history)[-2:] == ["3.bias", "grad_norm"]
+        assert len(history["3.bias"]) == 6
+        assert (history["3.bias"] > 0).all()
+
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_other_precisions(self, dtype: torch.dtype) -> None:
         def objective(net: nn.Module, batch: Batch) -> Tensor:
@@ -228,8 +246,9 @@ class Scaled:
         return output.detach()
 
     @hookimpl
-    def unscale(self, loop: Loop) -> None:
+    def unscale(self, loop: Loop) -> bool:
         torch._foreach_mul_(loop.gradients.tensors(), 1 / 1024)
+        return True
 
 
 class TestNoiseScale:
@@ -484,9 +503,10 @@ class TestRuns:
     def test_a_nan(self, caplog: pytest.LogCaptureFixture) -> None:
         class Break:
             @hookimpl
-            def unscale(self, loop: Loop) -> None:
+            def unscale(self, loop: Loop) -> bool:
                 if loop.progress.position in (10, 12):
                     loop.gradients.named()["0.bias"][1] = math.nan
+                return True
 
             @hookimpl
             def on_nan(self, report: NonFinite) -> str:
