@@ -68,7 +68,10 @@ class Checkpoint:
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any] | None:
         sources = [loop.run_dir if self._is_open else None, loop.resume]  # a rollback reads the run's own directory
-        return next((state for source in sources if source and (state := self._newest(source))), None)
+        state = next((state for source in sources if source and (state := self._newest(source))), None)
+        if loop.is_branch and not self._is_open:
+            self._saved = None  # the checkpoint is another run's
+        return state
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -106,7 +109,8 @@ class Checkpoint:
             self._is_storable = True
         if self._writer and self._writer.job and self._writer.job.done():
             self._finish(loop, self._writer)
-        if self._wanted:
+        # After the last batch of an epoch this hook fires once more, when the epoch is counted.
+        if self._wanted and not loop.feed.exhausted(loop.progress.samples):
             self._save(loop)
 
     @hookimpl(wrapper=True)
@@ -121,9 +125,11 @@ class Checkpoint:
         if reason == "error":
             if self._writer and self._writer.job:
                 try:
-                    self._writer.result()
+                    path = self._writer.result()
                 except OSError as error:
                     log.warning("%s\n  %s", self._failed(loop, error), self._writer.last_good())
+                else:
+                    loop.hook.on_checkpoint(loop=loop, path=path)
         elif reason == "done" and not self._is_open and self._goes_on(loop):
             self._open(loop)  # no step was left, but a killed process may not have completed its last save
             if self._writer:
