@@ -28,14 +28,16 @@ class Announced:
 
 
 class Do:
-    """Calls each function before the batch at the position that it is given for."""
+    """Calls each function before the batch at the position that it is given for, after the save under way if `waits`."""
 
-    def __init__(self, calls):
-        self.calls = calls
+    def __init__(self, calls, waits=False):
+        self.calls, self.waits = calls, waits
 
     @hookimpl
     def before_step(self, loop):
         if call := self.calls.get(loop.progress.position):
+            if self.waits:
+                loop.plugins["checkpoint"].on_nan(loop)
             call()
 
 
@@ -134,7 +136,8 @@ class StopAtPosition:
 @pytest.mark.parametrize("disk_full", ["continue", "stop"])
 def test_a_save_that_fails_is_not_announced_and_its_repetition_is(disk_full, disk):
     run = disk / "run"
-    places, end = train(run, 11, extra={"do": Do({5: lambda: fill(disk), 7: lambda: free(disk)})}, disk_full=disk_full)
+    do = Do({5: lambda: fill(disk), 7: lambda: free(disk)}, waits=True)
+    places, end = train(run, 11, extra={"do": do}, disk_full=disk_full)
     free(disk)
     assert places == on_disk(run)
     assert [step for step, *_ in places] == ([2, 4, 8, 10, 11] if disk_full == "continue" else [2, 4])
@@ -143,7 +146,7 @@ def test_a_save_that_fails_is_not_announced_and_its_repetition_is(disk_full, dis
 
 def test_a_save_that_fails_and_is_repeated_at_its_own_step(disk):
     run = disk / "run"
-    places, _ = train(run, 6, extra={"do": Do({5: lambda: fill(disk)}), "frees": Frees(disk)}, every=6)
+    places, _ = train(run, 6, extra={"do": Do({5: lambda: fill(disk)}, waits=True), "frees": Frees(disk)}, every=6)
     assert places == on_disk(run) == [(6, 6, 1)]
 
 
