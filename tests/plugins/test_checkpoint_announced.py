@@ -28,7 +28,7 @@ class Announced:
 
 
 class Do:
-    """Calls each function before the batch at the position that it is given for, after the save under way if `waits`."""
+    """Calls each function before the batch at its position; with `waits`, after the save under way."""
 
     def __init__(self, calls, waits=False):
         self.calls, self.waits = calls, waits
