@@ -31,5 +31,5 @@ from .sampling import (
     Samples as Samples,
     UnknownWeights as UnknownWeights,
 )
-from .sinks import Sink as Sink
+from .sinks import Sink as Sink, TrackedRun as TrackedRun
 from .weights import evaluating as evaluating

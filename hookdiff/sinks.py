@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from queue import SimpleQueue
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from queue import Empty, Full, Queue
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
+from attrs import define, field, frozen
 from attrs.validators import gt
 
 from hookdiff.disk.images import as_pictures
@@ -23,15 +26,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hookdiff")
 
+_PAUSES = (0.1, 0.5, 2.5)  # seconds before each repetition of a call
+_WAITING = 64  # calls that may wait; pictures are large
+
+
+@frozen
+class TrackedRun:
+    """Facts about a run that are copied from its loop when a sink opens."""
+
+    run_dir: Path | None
+    hparams: Mapping[str, Any]  # the whole config
+    is_branch: bool  # resumed from another run's directory
+    step: int
+
 
 @define(eq=False)
 class Sink:
     """The base of Aim and of every other tracker: a sink never ends a run, and never delays one for long.
 
-    A subclass is a plugin like any other (`@define(eq=False)`) and implements those of the five methods below that it
-    needs, but no hooks. They are called on the main rank only, one at a time, on a thread that belongs to the sink,
-    while the loop waits. When `open`, `scalars`, `images` or `close` raises, or takes longer than `timeout`, the sink
-    is switched off with one warning and the run continues. KeyboardInterrupt and SystemExit are not caught.
+    A subclass is a plugin like any other (`@define(eq=False)`) and implements those of the methods below that it needs,
+    but no hooks. They are called on the main rank only. `check` is called by the training. The others are called in
+    their order on a thread that belongs to the sink, and training waits only for `open`, for `close`, and while 64
+    calls are queued. They get copies and never the loop. A call that raises a transient error is repeated three times,
+    after growing pauses. When `open`, `scalars`, `images` or `close` fails, or takes longer than `timeout`, the sink is
+    switched off with one warning and the run continues. KeyboardInterrupt and SystemExit end the run.
     """
 
     timeout: float = field(
@@ -40,13 +58,15 @@ class Sink:
         kw_only=True,
         metadata=about("limit of one call; after it, the tracker is switched off and the run goes on", "seconds"),
     )
-    _thread: _Thread | None = field(init=False, default=None)  # None unless the sink is open
-    _is_off: bool = field(init=False, default=False)
+    _worker: _Worker | None = field(init=False, default=None)  # None unless the sink is open
 
-    def check(self) -> None:
-        """Raise UserError for a mistake of the user, such as a missing package; the run then ends before it starts."""
+    def check(self, loop: Loop) -> None:
+        """Raise UserError for a mistake of the user, such as a missing package; the run then ends before it starts.
 
-    def open(self, loop: Loop) -> None:
+        The states of plugins are not loaded yet. Copy from `loop` what the other methods need and do not get.
+        """
+
+    def open(self, run: TrackedRun) -> None:
         """Open the tracker: before the first step, when the state of a resumed run has been loaded."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -56,93 +76,134 @@ class Sink:
         """Write pictures: n c h w, uint8, on the CPU, with c 1 or 3."""
 
     def close(self) -> None:
-        """Flush and close, at the end of every run; also after a call that raised, `open` included."""
+        """Flush and close, at the end of every run; also after a call that raised, `open` included.
+
+        The calls before it and `close` itself have `timeout` seconds together; no call is begun after that.
+        """
+
+    def is_transient(self, error: Exception) -> bool:
+        """Return whether a call that raised `error` is repeated: by default for OSError, as from disk and network."""
+        return isinstance(error, OSError)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self._is_off = False
         if loop.is_main:
-            self.check()
+            self.check(loop)
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:
-        if self._thread is None:  # opened here because in on_start its state is not loaded yet
-            self._open(loop)
+        self._open(loop)  # not in on_start, where the own state is not loaded yet
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        self._write(loop, self.scalars, step, values)
+        if worker := self._open(loop):
+            worker.send("scalars", step, dict(values))
 
     @hookimpl
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Tensor]) -> None:
-        self._write(loop, self.images, step, {name: as_pictures(values) for name, values in images.items()})
+        if worker := self._open(loop):
+            worker.send("images", step, {name: as_pictures(values).clone() for name, values in images.items()})
 
-    def _open(self, loop: Loop) -> None:
-        if loop.is_main and not self._is_off:
-            self._thread = _Thread(type(self).__name__)
+    def _open(self, loop: Loop) -> _Worker | None:
+        if loop.is_main and self._worker is None:
+            self._worker = _Worker(self)
             # Not in on_stop: other plugins may still log there.
-            loop.resources.callback(self._close, self._thread)
-            self._attempt(self._thread, self.open, loop)
+            loop.resources.callback(self._close, self._worker)
+            run = TrackedRun(loop.run_dir, deepcopy(loop.hparams), loop.is_branch, loop.progress.step)
+            self._worker.send("open", run, wait=True)
+        return self._worker
 
-    def _write(self, loop: Loop, method: Callable[..., None], *arguments: Any) -> None:
-        if self._thread is None:
-            self._open(loop)
-        if self._thread is not None and not self._is_off:
-            self._attempt(self._thread, method, *arguments)
-
-    def _close(self, thread: _Thread) -> None:
-        self._thread = None
-        if not thread.is_stuck:
-            self._attempt(thread, self.close)
-        thread.end()
-
-    def _attempt(self, thread: _Thread, method: Callable[..., None], *arguments: Any) -> None:
-        try:
-            thread.call(method, *arguments, timeout=self.timeout)
-        except Exception as error:
-            if not self._is_off:
-                reason = f"{type(error).__name__}: {error}"
-                log.warning("%s is switched off, the run goes on: %s: %s", thread.name, method.__name__, reason)
-                log.debug("where %s failed:", thread.name, exc_info=True)
-            self._is_off = True
+    def _close(self, worker: _Worker) -> None:
+        self._worker = None
+        worker.send("close", wait=True)
 
 
-class _Thread:
-    """Makes calls one by one on a daemon thread, so that a call that hangs does not keep the process from ending.
+@define(eq=False)
+class _Call:
+    name: str
+    arguments: tuple[Any, ...]
+    is_over: threading.Event = field(factory=threading.Event)
+
+
+class _Worker:
+    """Makes the calls of a sink, from "open" to "close", on a daemon thread, which cannot keep the process from ending.
 
     All calls share one thread: locks and SQLite connections belong to the thread that made them.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.is_stuck = name, False
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._calls: Queue[_Call | None] = Queue(_WAITING)
+        self._current: tuple[str, float] | None = None  # name of the call under way, and the time of its begin
+        self._is_off = False  # after a call that failed, only "close" is made
+        self._is_left = threading.Event()  # after a call that took too long, none is made
+        self._interrupt: BaseException | None = None
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name=type(sink).__name__, daemon=True).start()
 
-    def call(self, function: Callable[..., None], *arguments: Any, timeout: float) -> None:
-        """Call `function` and wait. Its exceptions are raised here, or TimeoutError after `timeout` seconds."""
-        done: Future[None] = Future()
+    def send(self, name: str, *arguments: Any, wait: bool = False) -> None:
+        """Queue a call, and `wait` for its end or not; raises the interrupt of an earlier call."""
+        if not self._is_left.is_set() and (name == "close" or not self._is_off):
+            call, deadline = _Call(name, arguments), monotonic() + self._sink.timeout
+            in_time = not self._is_late() and self._put(call)
+            if not in_time or (wait and not call.is_over.wait(deadline - monotonic())):
+                self._leave(name)
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt:
+            raise interrupt
 
-        def make() -> None:
-            try:
-                function(*arguments)
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+    def _is_late(self) -> bool:
+        current = self._current
+        return current is not None and monotonic() - current[1] > self._sink.timeout
 
-        self._calls.put(make)
+    def _put(self, call: _Call) -> bool:
         try:
-            done.result(timeout)
-        except TimeoutError:
-            if done.done():  # the function itself raised it
-                raise
-            self.is_stuck = True
-            raise TimeoutError(f"no answer within {timeout:g} s") from None
+            self._calls.put(call, timeout=self._sink.timeout)
+        except Full:
+            return False
+        return True
 
-    def end(self) -> None:
-        """End the thread after the call under way, if that ever ends."""
-        self._calls.put(None)
+    def _leave(self, name: str) -> None:
+        current = self._current
+        self._is_left.set()
+        self._switch_off(current[0] if current else name, TimeoutError(f"no answer within {self._sink.timeout:g} s"))
+        with suppress(Empty):
+            while True:
+                self._calls.get_nowait()
+        self._calls.put(None)  # the thread may have become idle meanwhile
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        with self._lock:
+            before, self._is_off = self._is_off, True
+        if not before:
+            sink, reason = type(self._sink).__name__, f"{type(error).__name__}: {error}"
+            log.warning("%s is switched off, the run goes on: %s: %s", sink, name, reason)
+            log.debug("where %s failed:", sink, exc_info=error)
 
     def _run(self) -> None:
-        while (make := self._calls.get()) is not None:
-            make()
+        """Run on the thread."""
+        while (call := self._calls.get()) and not self._is_left.is_set():
+            if call.name == "close" or not self._is_off:
+                self._make(call)
+            call.is_over.set()
+            if call.name == "close":
+                return
+
+    def _make(self, call: _Call) -> None:
+        self._current = call.name, monotonic()
+        try:
+            self._repeat(getattr(self._sink, call.name), *call.arguments)
+        except Exception as error:
+            self._switch_off(call.name, error)
+        except BaseException as error:
+            self._interrupt, self._is_off = error, True
+        self._current = None
+
+    def _repeat(self, method: Callable[..., None], *arguments: Any) -> None:
+        for pause in _PAUSES:
+            try:
+                return method(*arguments)
+            except Exception as error:
+                if self._is_off or not self._sink.is_transient(error) or self._is_left.wait(pause):
+                    raise
+        return method(*arguments)

@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hookdiff.log import Log
 from hookdiff.models.load import differences
 from hookdiff.models.names import plain_name
 from hookdiff.progress import Progress
+from hookdiff.versions import changed, versions
 
 Optimizers = Optimizer | Sequence[Optimizer]
 log = logging.getLogger("hookdiff")
@@ -32,7 +34,7 @@ def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 
 @define(eq=False)
 class RunState:
-    """The state of a run: weights, optimizers, plugins, counts, config and seed."""
+    """The state of a run: weights, optimizers, plugins, counts, config, seed and versions."""
 
     model: nn.Module
     plugins: Mapping[str, Any]
@@ -42,6 +44,11 @@ class RunState:
     hparams: Mapping[str, Any]  # the config
     optimizers: tuple[Optimizer, ...] = ()
 
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """The versions of python, torch, hookdiff and the plugins' distributions."""
+        return versions(self.plugins.values())
+
     def hold(self, optimizers: Optimizers) -> tuple[Optimizer, ...]:
         """Make `optimizers`, one or several, part of the state, and return them as a tuple."""
         self.optimizers = as_tuple(optimizers)
@@ -50,6 +57,7 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, nested. The tensors are not copied."""
         return {
+            "versions": dict(self.versions),
             "config": plain(self.hparams),
             "data": {"num_samples": len(self.feed.training)},
             "random": {"seed": self.feed.seed},
@@ -75,6 +83,10 @@ class RunState:
         if not saved:
             _check_start(place, must_exist, is_read)
             return
+        with refused_if_unfit("versions"):
+            changes = changed(saved.get("versions", {}), self.versions)
+        if changes:
+            log.info("changed since the checkpoint: %s", ", ".join(changes))
         own, num_samples = self.feed.seed, len(self.feed.training)
         with refused_if_unfit("random"):
             seed = saved.get("random", {}).get("seed", own)

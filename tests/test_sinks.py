@@ -1,6 +1,11 @@
+import gc
+import itertools
 import math
 import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +13,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff import Loop, Reason, UserError, hookimpl
+from hookdiff import Loop, Reason, TrackedRun, UserError, hookimpl
 from hookdiff.disk import as_pictures
 from hookdiff.sinks import Sink
 from hookdiff.testing import assert_same, toy_loop, weights
@@ -28,8 +33,8 @@ class Recorder(Sink):
     calls: list[tuple[Any, ...]] = field(init=False, factory=list)
     threads: set[int] = field(init=False, factory=set)
 
-    def open(self, loop: Loop) -> None:
-        self.note("open", loop.progress.step)
+    def open(self, run: TrackedRun) -> None:
+        self.note("open", run.step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.note("scalars", step, dict(values))
@@ -124,6 +129,147 @@ def test_a_run_goes_on_without_a_sink_that_hangs(failing: str, caplog: pytest.Lo
     released.set()
 
 
+@pytest.mark.parametrize("failing", ["open", "scalars", "images", "close"])
+def test_a_transient_error_is_repeated_after_growing_pauses(failing: str, caplog: pytest.LogCaptureFixture) -> None:
+    times = []
+
+    def fail() -> None:
+        times.append(time.monotonic())
+        if len(times) <= 3:
+            raise ConnectionError("restarts")
+
+    sink, whole = Recorder(failing=failing, fail=fail), Recorder()
+    make_loop({"sink": sink, "whole": whole, "pictures": Pictures()}).run()
+    assert not warnings(caplog)
+    at = sink.names.index(failing)
+    assert sink.names[at : at + 4] == [failing] * 4
+    assert sink.calls[:at] + sink.calls[at + 3 :] == whole.calls
+    assert len(sink.threads) == 1
+    pauses = [after - before for before, after in itertools.pairwise(times[:4])]
+    assert pauses == sorted(pauses)
+    assert pauses[0] > 0.05
+
+
+def test_an_error_that_lasts_is_not_repeated_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ConnectionError("gone")
+
+    sink = Recorder(failing="scalars", fail=fail)
+    assert make_loop({"sink": sink}).run() == "done"
+    assert sink.names == ["open", *["scalars"] * 4, "close"]
+    (warning,) = warnings(caplog)
+    check_facts(warning, "Recorder", "scalars", "ConnectionError: gone")
+
+
+def test_a_sink_decides_which_errors_are_transient() -> None:
+    class Own(Recorder):
+        def is_transient(self, error: Exception) -> bool:
+            return isinstance(error, ZeroDivisionError)
+
+    sink = Own(failing="open")
+    make_loop({"sink": sink}).run()
+    assert sink.names == [*["open"] * 4, "close"]
+
+
+@define(eq=False)
+class Waits(Recorder):
+    """A sink that waits in its first `scalars` until it is let go."""
+
+    goes_on: threading.Event = field(factory=threading.Event)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        Recorder.scalars(self, step, values)
+        assert self.goes_on.wait(300)
+
+
+class Releases:
+    """Lets a sink go on after the third step, and overwrites pictures that it has not written yet."""
+
+    def __init__(self, sink: Waits) -> None:
+        self.sink = sink
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == 2:
+            pictures = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
+            loop.hook.on_images(loop=loop, step=2, images={"mine": pictures})
+            pictures.fill_(9)
+        if loop.progress.step == 3:
+            self.sink.goes_on.set()
+
+
+def test_training_does_not_wait_for_a_sink(caplog: pytest.LogCaptureFixture) -> None:
+    seen = []
+
+    class Sees(Waits):
+        def images(self, step: int, images: Mapping[str, Tensor]) -> None:
+            seen.append(images["mine"].max().item())
+
+    sink = Sees(timeout=300)
+    make_loop({"sink": sink, "releases": Releases(sink)}).run()
+    assert [call[1] for call in sink.calls if call[0] == "scalars"] == [1, 2, 3, 4]
+    assert seen == [0]
+    assert not warnings(caplog)
+
+
+def test_a_sink_that_is_slow_gets_everything() -> None:
+    class Slow(Recorder):
+        def scalars(self, step: int, values: Mapping[str, float]) -> None:
+            time.sleep(0.002)
+            Recorder.scalars(self, step, values)
+
+    sink = Slow()
+    make_loop({"sink": sink}, steps=200).run()
+    assert [call[1] for call in sink.calls[1:-1]] == list(range(1, 201))
+
+
+@pytest.mark.parametrize("steps", [4, 200])
+def test_after_the_deadline_nothing_is_called_and_the_loop_is_free(
+    steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = Waits(timeout=0.5)
+    loop = make_loop({"sink": sink}, steps=steps)
+    assert loop.run() == "done"
+    freed = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert freed() is None
+    (warning,) = warnings(caplog)
+    check_facts(warning, "scalars", "0.5 s")
+    sink.goes_on.set()
+    wait_until(lambda: not any(thread.name == "Waits" for thread in threading.enumerate()))
+    assert sink.names == ["open", "scalars"]
+
+
+def test_the_loop_is_free_while_open_hangs() -> None:
+    sink, released = Recorder(failing="open", timeout=0.5), threading.Event()
+    sink.fail = released.wait
+    loop = make_loop({"sink": sink})
+    loop.run()
+    freed = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert freed() is None
+    released.set()
+
+
+def test_the_loop_is_checked_by_the_training_and_copied_for_the_sink(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Sees(Recorder):
+        def check(self, loop: Loop) -> None:
+            seen.append((loop.device.type, threading.get_ident()))
+
+        def open(self, run: TrackedRun) -> None:
+            seen.append(run)
+
+    hparams = {"run": {"steps": 4}}
+    loop = toy_loop({"sink": Sees()}, steps=4, hparams=hparams, run_dir=tmp_path / "run")
+    loop.run()
+    assert seen == [("cpu", threading.get_ident()), TrackedRun(tmp_path / "run", hparams, is_branch=False, step=0)]
+    assert seen[1].hparams["run"] is not loop.hparams["run"]
+
+
 def test_a_timeout_error_of_the_sink_is_no_hang(caplog: pytest.LogCaptureFixture) -> None:
     def give_up() -> None:
         raise TimeoutError("server")
@@ -132,7 +278,7 @@ def test_a_timeout_error_of_the_sink_is_no_hang(caplog: pytest.LogCaptureFixture
     make_loop({"sink": sink}).run()
     (warning,) = warnings(caplog)
     check_facts(warning, "Recorder", "scalars", "TimeoutError: server")
-    assert sink.names == ["open", "scalars", "close"]
+    assert sink.names == ["open", *["scalars"] * 4, "close"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -144,14 +290,13 @@ def test_an_interrupt_in_a_sink_ends_the_run(error: type[BaseException], caplog:
     loop = make_loop({"sink": sink})
     with pytest.raises(error):
         loop.run()
-    assert loop.progress.step == 1
     assert sink.names == ["open", "scalars", "close"]
     assert not warnings(caplog)
 
 
 def test_an_error_in_check_ends_the_run() -> None:
     class Lacking(Recorder):
-        def check(self) -> None:
+        def check(self, loop: Loop) -> None:
             raise UserError("no account")
 
     sink = Lacking()

@@ -1,4 +1,5 @@
 import copy
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from hookdiff import PASS, Loop, UserError, hookimpl
 from hookdiff.disk import flatten, unflatten
 from hookdiff.errors import NoCheckpoint
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
-from hookdiff_checkpoint import Checkpoint
+from hookdiff_checkpoint import Checkpoint, read_checkpoint
 from tests.conftest import Restores, check_facts, refused, saved, warnings
 
 # Few characters, so that keys collide; /, ~, 0 and 1 have a meaning in a flat name.
@@ -487,7 +488,7 @@ def test_another_seed_is_refused(tmp_path: Path) -> None:
     assert loop(7, steps=4, resume=True).run() == "done"
 
 
-@pytest.mark.parametrize("part", ["random", "data"])
+@pytest.mark.parametrize("part", ["random", "data", "versions"])
 def test_an_invalid_part_of_a_state_is_named(part: str, tmp_path: Path) -> None:
     first = toy_loop(steps=2)
     first.run()
@@ -507,6 +508,49 @@ def test_another_number_of_samples_gives_a_warning(tmp_path: Path, caplog: pytes
     loop(30, steps=6, resume=True).run()
     (warning,) = warnings(caplog)
     check_facts(warning, "data", 30, 40)
+
+
+def test_golden_line_of_changed_versions(
+    tmp_path: Path, install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install("my-plugin", {"other": "hd_versions:Mine"}, hd_versions="class Mine:\n    pass\n")
+    mine = importlib.import_module("hd_versions").Mine
+    caplog.set_level(logging.INFO)
+
+    def train(steps: int) -> None:
+        caplog.clear()
+        toy_loop({"mine": mine(), "checkpoint": Checkpoint()}, run_dir=tmp_path / "run", resume=True, steps=steps).run()
+
+    def lines() -> list[str]:
+        return [message for message in caplog.messages if "->" in message]
+
+    train(2)
+    train(4)
+    assert lines() == []
+    now = read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000004")["versions"]
+    assert now["torch"] == torch.__version__
+    assert set(now) == {"python", "torch", "hookdiff", "my-plugin"}
+    (metadata,) = tmp_path.glob("site/my_plugin-*/METADATA")
+    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
+    train(6)
+    assert lines() == ["changed since the checkpoint: my-plugin 1.0 -> 1.1"]
+    train(8)
+    assert lines() == []
+
+
+@pytest.mark.parametrize("name", ["python", "torch", "hookdiff"])
+def test_a_changed_version_is_reported_without_a_config(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = toy_loop(steps=2)
+    first.run()
+    state = saved(first)
+    now, state["versions"][name] = state["versions"][name], "0.1"
+    del state["plugins"]
+    caplog.set_level(logging.INFO)
+    toy_loop({"keeps": Restores({**state, "plugins": {}})}, run_dir=tmp_path, resume=True, steps=3).run()
+    (line,) = [message for message in caplog.messages if "->" in message]
+    check_facts(line, f"{name} 0.1 -> {now}")
 
 
 def test_paths_may_be_strings(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from attrs import define, field
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from hookdiff import Loop, Sink, UserError
+from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.options import about
 
 log = logging.getLogger("hookdiff")
@@ -36,25 +36,24 @@ class Aim(Sink):
     _run: Any = field(init=False, default=None)
     _hash: str | None = field(init=False, default=None)  # Aim's identifier of the run
 
-    def check(self) -> None:
+    def check(self, loop: Loop) -> None:
         try:
             _aim()
         except ImportError as error:
             way_out = "pip install 'hookdiff[aim]' (Aim has packages for Python up to 3.12)"
             raise UserError(f"the plugin 'aim' needs the package aim: {way_out}; {error}") from error
 
-    def open(self, loop: Loop) -> None:
-        folder = self.repo or str(loop.run_dir.parent if loop.run_dir else ".")
+    def open(self, run: TrackedRun) -> None:
+        folder = self.repo or str(run.run_dir.parent if run.run_dir else ".")
         if "://" not in folder:
             _create(folder)
-        if loop.is_branch:
-            self._hash = None
-        self._run = _open(folder, self._hash, self.experiment)
-        self._hash = self._run.hash
-        if name := self.name or (loop.run_dir and loop.run_dir.name):
+        if self._run is None:  # otherwise this is the repetition of a call that failed further down
+            self._run = _open(folder, None if run.is_branch else self._hash, self.experiment)
+            self._hash = self._run.hash
+        if name := self.name or (run.run_dir and run.run_dir.name):
             self._run.name = name
-        if loop.hparams:
-            self._run["hparams"] = dict(loop.hparams)
+        if run.hparams:
+            self._run["hparams"] = dict(run.hparams)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.track(dict(values), step=step)
@@ -72,6 +71,10 @@ class Aim(Sink):
         run, self._run = self._run, None
         if run is not None:
             run.close()
+
+    def is_transient(self, error: Exception) -> bool:
+        """Return whether a call is repeated; "OperationalError" is SQLite's for a database that is locked."""
+        return super().is_transient(error) or type(error).__name__ == "OperationalError"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hash of the Aim run."""

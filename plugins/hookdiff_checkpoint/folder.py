@@ -170,7 +170,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except _FOREIGN as error:
         raise _foreign(path, error) from None
     plugins = {name.removeprefix("plugins/"): part for name, part in parts.items() if name.startswith("plugins/")}
-    return {**{name: part for name, part in parts.items() if not name.startswith("plugins/")}, "plugins": plugins}
+    others = {name: part for name, part in parts.items() if not name.startswith("plugins/")}
+    return {"versions": manifest["versions"], **others, "plugins": plugins}
 
 
 def _foreign(path: Path, error: Exception) -> UserError:

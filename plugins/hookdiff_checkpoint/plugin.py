@@ -14,7 +14,7 @@ from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff.options import about
 from hookdiff_checkpoint.folder import FOLDER, STEP, CheckpointInfo, NewerFormat, find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.keep import Logged, choose, settle
-from hookdiff_checkpoint.origin import origin
+from hookdiff_checkpoint.revision import revision
 from hookdiff_checkpoint.writer import Writer, split
 
 log = logging.getLogger("hookdiff")
@@ -48,7 +48,7 @@ class Checkpoint:
     _due: Due = field(init=False)
     _logged: Logged = field(init=False)
     _alarms: Alarms = field(init=False)
-    _origin: dict[str, Any] = field(factory=dict, init=False)  # versions and revision
+    _revision: dict[str, Any] | None = field(default=None, init=False)  # of the code, as the run began
     _passed_over: set[Path] = field(factory=set, init=False)  # damaged checkpoints
     _saved: tuple[int, ...] | None = field(default=None, init=False)  # place of the newest checkpoint
     _number: int = field(default=0, init=False)  # saves so far, those before a resume included
@@ -68,7 +68,10 @@ class Checkpoint:
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any]:
         sources = [loop.run_dir if self._is_open else None, loop.resume]  # a rollback reads the run's own directory
-        return next((state for source in sources if source and (state := self._newest(source))), PASS)
+        state = next((state for source in sources if source and (state := self._newest(source))), PASS)
+        if loop.is_branch and not self._is_open:
+            self._saved = None  # the checkpoint is another run's
+        return state
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -106,7 +109,8 @@ class Checkpoint:
             self._is_storable = True
         if self._writer and self._writer.job and self._writer.job.done():
             self._finish(loop, self._writer)
-        if self._wanted:
+        # After the last batch of an epoch this hook fires once more, when the epoch is counted.
+        if self._wanted and not loop.feed.exhausted(loop.progress.samples):
             self._save(loop)
 
     @hookimpl(wrapper=True)
@@ -121,9 +125,11 @@ class Checkpoint:
         if reason == "error":
             if self._writer and self._writer.job:
                 try:
-                    self._writer.result()
+                    path = self._writer.result()
                 except OSError as error:
                     log.warning("%s\n  %s", self._failed(loop, error), self._writer.last_good())
+                else:
+                    loop.hook.on_checkpoint(loop=loop, path=path)
         elif reason == "done" and not self._is_open and self._goes_on(loop):
             self._open(loop)  # no step was left, but a killed process may not have completed its last save
             if self._writer:
@@ -162,7 +168,7 @@ class Checkpoint:
             own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
             known = {one.path: one for one in own if one.path.resolve() not in self._passed_over}
             self._logged.is_found = any(self.keep_best in one.metrics for one in found)
-            self._origin, self._writer = origin(loop), Writer(folder, known, self._kept)
+            self._revision, self._writer = revision(), Writer(folder, known, self._kept)
             loop.resources.callback(self._writer.close)
         self._is_open = True
 
@@ -176,12 +182,14 @@ class Checkpoint:
         step = loop.progress.step
         self._number += self._saved is None or self._saved[0] != step  # a second save of a step replaces the first
         self._wanted, self._saved = False, _place(loop.progress.state_dict())
-        parts = split(loop.state_dict())
+        state = loop.state_dict()
+        versions = state.pop("versions")  # the manifest has them at its top, where any hookdiff can read them
+        parts = split(state)
         if self._writer:
             metrics = self._logged.at(step)
             if len(self._writer.known) >= self.keep_last:  # this save removes a checkpoint, perhaps the best
                 self._alarms.check(step, "best", self._logged.problem(is_over=False), over=False)
-            facts = {**self._origin, "number": self._number, "metrics": metrics}
+            facts = {"versions": versions, "git": self._revision, "number": self._number, "metrics": metrics}
             self._writer.start(f"step-{step:08d}", parts, facts)
 
     def _finish(self, loop: Loop, writer: Writer) -> bool:

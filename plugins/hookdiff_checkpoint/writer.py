@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ class Writer:
     def result(self) -> Path:
         """Wait for the current save, and return its path or raise its error."""
         assert self.job
+        wait([self.job])  # if this is interrupted, the save is still the current one
         job, self.job = self.job, None
         return job.result()
 

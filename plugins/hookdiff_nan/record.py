@@ -15,7 +15,6 @@ import math
 import os
 import platform
 from collections.abc import Mapping
-from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Loop, NonFinite, UserError, nearest
 from hookdiff.disk import flatten, new_folder, unflatten, write_file, write_tensors
+from hookdiff.versions import versions
 from hookdiff_nan.diagnose import Diagnosis
 
 FORMAT = 1
@@ -147,14 +147,11 @@ def _read(path: Path, digest: str) -> bytes:
 
 def surroundings(loop: Loop) -> dict[str, Any]:
     """Return the versions and the machine, because both can change the bits of a step."""
-    plugins = [e for e in entry_points(group="hookdiff.plugins") if e.name in loop.plugins and e.dist]
-    versions = {e.dist.name: e.dist.version for e in plugins if e.dist}
-    ours = {"python": platform.python_version(), "torch": str(torch.__version__), "hookdiff": version("hookdiff")}
     name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if loop.device.type == "cuda":
         name = torch.cuda.get_device_name(loop.device)
     return {
-        "versions": {**ours, **versions},
+        "versions": versions(loop.plugins.values()),
         "machine": {
             "device": loop.device.type,
             "name": name,

@@ -1,0 +1,36 @@
+"""The versions of the software that a run uses."""
+
+import platform
+import sys
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import Distribution, distribution, entry_points, packages_distributions, version
+
+import torch
+
+
+def versions(plugins: Iterable[object]) -> dict[str, str]:
+    """Return the versions of python, torch, hookdiff, and of each distribution that has the class of a plugin.
+
+    A plugin of a script or of a local module has no distribution.
+    """
+    owners = {entry.module.partition(".")[0]: entry.dist for entry in entry_points(group="hookdiff.plugins")}
+    modules = sorted({type(plugin).__module__ for plugin in plugins})
+    found = [owners.get(module.partition(".")[0]) or _owner(module) for module in modules]
+    ours = {"python": platform.python_version(), "torch": str(torch.__version__), "hookdiff": version("hookdiff")}
+    return {**{one.name: one.version for one in found if one}, **ours}
+
+
+@cache
+def _owner(module: str) -> Distribution | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    for name in packages_distributions().get(module.partition(".")[0], ()) if file else ():
+        owner = distribution(name)
+        if file in {str(owner.locate_file(path)) for path in owner.files or ()}:  # there are other packages "tests"
+            return owner
+    return None
+
+
+def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return "torch 2.11 -> 2.15" for each version that differs; only those that both have are compared."""
+    return [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]

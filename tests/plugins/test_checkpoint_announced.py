@@ -1,0 +1,237 @@
+"""The hook on_checkpoint: once for each save that is on the disk, and never for another."""
+
+import errno
+import math
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from hookdiff import StorageError, hookimpl
+from hookdiff.testing import toy_loop
+from hookdiff_checkpoint import Checkpoint, find_checkpoints
+from tests.conftest import Logged, StopAt, fill, free
+
+
+class Announced:
+    """Keeps the step, position and epoch of each checkpoint, read from its folder when the hook fires."""
+
+    def __init__(self):
+        self.places = []
+
+    @hookimpl
+    def on_checkpoint(self, path):
+        position, epoch = find_checkpoints(path)[0][0].place
+        self.places.append((int(path.name.removeprefix("step-")), position, epoch))
+
+
+class Do:
+    """Calls each function before the batch at its position; with `waits`, after the save under way."""
+
+    def __init__(self, calls, waits=False):
+        self.calls, self.waits = calls, waits
+
+    @hookimpl
+    def before_step(self, loop):
+        if call := self.calls.get(loop.progress.position):
+            if self.waits:
+                loop.plugins["checkpoint"].on_nan(loop)
+            call()
+
+
+class Void:
+    """Makes the step at each of these positions void."""
+
+    def __init__(self, *positions):
+        self.positions = positions
+
+    @hookimpl(wrapper=True)
+    def unscale(self, loop):
+        is_at_scale = yield
+        return is_at_scale and loop.progress.position not in self.positions
+
+
+class Bad:
+    """Makes the loss at a position NaN, and asks for this verdict."""
+
+    def __init__(self, position, verdict):
+        self.position, self.verdict = position, verdict
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop):
+        output = yield
+        if loop.progress.position == self.position:
+            output.loss.data.fill_(math.nan)
+        return output
+
+    @hookimpl
+    def on_nan(self):
+        return self.verdict
+
+
+def train(run, steps, extra=None, resume=False, **options):
+    """Train on 4 batches an epoch, with a save every 2 steps; return what was announced and the loop."""
+    run.mkdir(exist_ok=True)
+    announced, checkpoint = Announced(), Checkpoint(**{"every": 2, "keep_last": 9, **options})
+    plugins = {"announced": announced, **(extra or {}), "checkpoint": checkpoint}
+    loop = toy_loop(plugins, run_dir=run, resume=resume, steps=steps, batch_size=10)
+    try:
+        loop.run()
+    except (StorageError, RuntimeError, KeyboardInterrupt) as error:
+        return announced.places, error
+    return announced.places, loop
+
+
+def on_disk(run):
+    """Return step, position and epoch of all checkpoints, the oldest first."""
+    found, problems = find_checkpoints(run)
+    assert not problems
+    return [(int(one.path.name.removeprefix("step-")), *one.place) for one in reversed(found)]
+
+
+def test_a_save_at_the_last_step_of_the_run(tmp_path):
+    places, _ = train(tmp_path, 6)
+    assert places == on_disk(tmp_path) == [(2, 2, 0), (4, 4, 1), (6, 6, 1)]
+
+
+@pytest.mark.parametrize("every", [4, "1 epochs"])
+def test_a_save_at_the_last_step_of_an_epoch_and_of_the_run(every, tmp_path):
+    places, _ = train(tmp_path, 8, every=every)
+    assert places == on_disk(tmp_path) == [(4, 4, 1), (8, 8, 2)]
+
+
+def test_a_save_at_the_step_at_which_a_plugin_stops_the_run(tmp_path):
+    places, _ = train(tmp_path, 12, extra={"stop": StopAt(4)})
+    assert places == on_disk(tmp_path) == [(2, 2, 0), (4, 4, 1)]
+
+
+def test_a_value_that_is_logged_at_the_end_of_an_epoch_belongs_to_its_save(tmp_path):
+    class Score:
+        @hookimpl
+        def on_epoch_end(self, loop):
+            loop.log({"score": float(loop.progress.epoch)})
+
+    train(tmp_path, 12, extra={"score": Score()}, every=4, keep_last=1, keep_best="score")
+    assert [step for step, *_ in on_disk(tmp_path)] == [4, 12]
+
+
+def test_a_second_save_of_a_step_is_a_checkpoint_of_its_own(tmp_path):
+    places, _ = train(tmp_path, 9, extra={"void": Void(6), "stop": StopAtPosition(7)})
+    assert places == [(2, 2, 0), (4, 4, 1), (6, 6, 1), (6, 7, 1)]
+    assert on_disk(tmp_path) == [(2, 2, 0), (4, 4, 1), (6, 7, 1)]
+
+
+class StopAtPosition:
+    def __init__(self, position):
+        self.position = position
+
+    @hookimpl
+    def between_steps(self, loop):
+        if loop.progress.position == self.position:
+            loop.stop()
+
+
+@pytest.mark.parametrize("disk_full", ["continue", "stop"])
+def test_a_save_that_fails_is_not_announced_and_its_repetition_is(disk_full, disk):
+    run = disk / "run"
+    do = Do({5: lambda: fill(disk), 7: lambda: free(disk)}, waits=True)
+    places, end = train(run, 11, extra={"do": do}, disk_full=disk_full)
+    free(disk)
+    assert places == on_disk(run)
+    assert [step for step, *_ in places] == ([2, 4, 8, 10, 11] if disk_full == "continue" else [2, 4])
+    assert isinstance(end, StorageError) == (disk_full == "stop")
+
+
+def test_a_save_that_fails_and_is_repeated_at_its_own_step(disk):
+    run = disk / "run"
+    places, _ = train(run, 6, extra={"do": Do({5: lambda: fill(disk)}, waits=True), "frees": Frees(disk)}, every=6)
+    assert places == on_disk(run) == [(6, 6, 1)]
+
+
+class Frees:
+    """Frees the disk after a save has failed: when the run is over."""
+
+    def __init__(self, disk):
+        self.disk = disk
+
+    @hookimpl(trylast=True)
+    def between_steps(self, loop):
+        if loop.progress.step == 6:
+            loop.plugins["checkpoint"].on_nan(loop)  # waits for the save under way
+            free(self.disk)
+
+
+@pytest.mark.parametrize("options", [{"keep_best": "loss", "keep_last": 1}, {"keep_last": 1}, {"keep_every": 2}])
+def test_checkpoints_that_are_removed_later_are_announced_too(options, tmp_path):
+    places, _ = train(tmp_path, 12, extra={"logged": Logged()}, **options)
+    assert places == [(2, 2, 0), (4, 4, 1), (6, 6, 1), (8, 8, 2), (10, 10, 2), (12, 12, 3)]
+    assert set(on_disk(tmp_path)) <= set(places)
+
+
+def test_a_rollback(tmp_path):
+    places, _ = train(tmp_path, 6, extra={"bad": Bad(5, "rollback")})
+    assert places == on_disk(tmp_path) == [(2, 2, 0), (4, 4, 1), (6, 8, 2)]
+
+
+def test_a_resumed_run_announces_only_its_own(tmp_path):
+    assert train(tmp_path, 4)[0] == [(2, 2, 0), (4, 4, 1)]
+    assert train(tmp_path, 4, resume=True)[0] == []
+    assert train(tmp_path, 7, resume=True)[0] == [(6, 6, 1), (7, 7, 1)]
+
+
+def test_a_branch_announces_only_its_own(tmp_path):
+    train(tmp_path / "trunk", 4)
+    places, _ = train(tmp_path / "branch", 7, resume=tmp_path / "trunk")
+    assert places == on_disk(tmp_path / "branch") == [(6, 6, 1), (7, 7, 1)]
+
+
+def test_a_branch_that_ends_in_its_first_step_has_a_checkpoint(tmp_path):
+    train(tmp_path / "trunk", 4)
+    places, _ = train(tmp_path / "branch", 7, resume=tmp_path / "trunk", extra={"bad": Bad(4, "stop")})
+    assert places == on_disk(tmp_path / "branch") == [(4, 4, 1)]
+    assert train(tmp_path / "branch", 6, resume=True)[0] == [(6, 6, 1)]
+
+
+def test_a_save_under_way_when_the_run_fails(tmp_path, monkeypatch):
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.05), sync(descriptor))[1])
+
+    def fails():
+        raise RuntimeError("mine")
+
+    places, error = train(tmp_path, 12, extra={"do": Do({4: fails})}, every=4)
+    assert str(error) == "mine"
+    assert places == on_disk(tmp_path) == [(4, 4, 1)]
+
+
+def test_a_save_that_fails_as_the_run_fails_is_not_announced(tmp_path, monkeypatch):
+    def fails():
+        raise RuntimeError("mine")
+
+    def fails_to_sync(descriptor):
+        time.sleep(0.1)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    calls = {1: lambda: monkeypatch.setattr(os, "fsync", fails_to_sync), 4: fails}
+    places, error = train(tmp_path, 12, extra={"do": Do(calls)}, every=4)
+    assert str(error) == "mine"
+    assert places == on_disk(tmp_path) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such signals")
+def test_a_wait_for_a_save_that_is_interrupted(tmp_path, monkeypatch):
+    sync, signals = os.fsync, [signal.SIGINT]
+
+    def slow(descriptor):
+        if signals and threading.current_thread() is not threading.main_thread():
+            time.sleep(0.5)
+            os.kill(os.getpid(), signals.pop())  # KeyboardInterrupt in the training, which waits for this save
+            time.sleep(0.5)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    places, error = train(tmp_path, 12, every=1)
+    assert isinstance(error, KeyboardInterrupt)
+    assert places == on_disk(tmp_path) == [(1, 1, 0)]
