@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from hookdiff import Loop, LoopConfig, hookimpl, parse_every
 from hookdiff.disk import flatten, unflatten
-from hookdiff.models import UNet
 from hookdiff_checkpoint import Checkpoint, read_checkpoint
 from hookdiff_ema import EMA
+from hookdiff_networks import UNet
 
 WARM_STEPS = 3  # before each save
 

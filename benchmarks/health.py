@@ -24,10 +24,10 @@ from attrs import define
 from torch import Tensor, nn
 
 from hookdiff import Loop, LoopConfig, LossOutput, hookimpl
-from hookdiff.models import UNet
 from hookdiff_clip import Clip, Norm
 from hookdiff_ema import EMA
 from hookdiff_gradients import GradientMonitor
+from hookdiff_networks import UNet
 
 DECAY, MAX_NORM, LOG_EVERY = 0.999, 1.0, 50
 

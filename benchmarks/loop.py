@@ -32,10 +32,10 @@ from torch.nn import functional
 from hookdiff import Loop, LoopConfig, builtin_plugins
 from hookdiff.data import digits
 from hookdiff.diffusion import VP, Diffusion
-from hookdiff.models import UNet
 from hookdiff_clip import Clip
 from hookdiff_ema import EMA
 from hookdiff_lr import LR
+from hookdiff_networks import UNet
 
 RATE, DECAY, LOG_EVERY, WARMUP = 1e-3, 0.999, 50, 100
 STEPS = 1_000_000  # of the schedule; no run gets there

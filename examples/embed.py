@@ -12,9 +12,9 @@ from hookdiff import Loop, LoopConfig, SampleRequest, builtin_plugins
 from hookdiff.data import digits
 from hookdiff.diffusion import VP, Diffusion, Sampling
 from hookdiff.disk import save_grid
-from hookdiff.models import UNet
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
+from hookdiff_networks import UNet
 
 
 def make_loop(steps: int, run_dir: Path) -> Loop:

@@ -40,7 +40,7 @@ from attrs import define, field
 from hookdiff import Loop, LoopConfig, SampleRequest, builtin_plugins, hookimpl
 from hookdiff.data import digits
 from hookdiff.diffusion import VP, Diffusion, MinSNR, Sampling
-from hookdiff.models import UNet
+from hookdiff_networks import UNet
 from torch.optim import AdamW
 
 

@@ -11,8 +11,8 @@ from hookdiff.builtin.metrics import Metrics
 from hookdiff.data import digits
 from hookdiff.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
-from hookdiff.models import UNet
 from hookdiff.testing import CountTransfers
+from hookdiff_networks import UNet
 
 STEPS, LOG_EVERY = 23, 10
 # Every plugin that takes part in a step or watches it, with its most costly options.

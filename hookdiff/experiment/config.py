@@ -117,10 +117,9 @@ SOURCES = {
     "fashion-mnist": "hookdiff.data:fashion_mnist",
     "torchvision:NAME": "torchvision:NAME",
 }
-MODELS = {"unet": "hookdiff.models:UNet", "dit": "hookdiff.models:DiT"}
 SECTIONS = (
     Section("data", SOURCES, (Transforms, Store, Feed), key="source", find=_import_source),
-    Section("model", MODELS, (Start, Initialisation), find=lambda path, use: checkpointable(import_object(path, use))),
+    Section("model", {}, (Start, Initialisation), find=lambda path, use: checkpointable(import_object(path, use))),
     Section("optimizer", OPTIMIZERS, (Groups,), default="adamw"),
 )
 

@@ -1,8 +1,7 @@
-"""Networks for diffusion."""
+"""Models of any library: adapted to the loop, initialised, and loaded from a file."""
 
 from hookdiff.models.adapters import adapt
-from hookdiff.models.dit import DiT
+from hookdiff.models.checks import check_labels
 from hookdiff.models.load import check_file, load_into
-from hookdiff.models.unet import UNet
 
-__all__ = ["DiT", "UNet", "adapt", "check_file", "load_into"]
+__all__ = ["adapt", "check_file", "check_labels", "load_into"]

@@ -1,44 +1,7 @@
-"""Checks of the networks' options and inputs; a message names the nearest value that fits."""
-
-import math
+"""Checks of the inputs of a model."""
 
 import torch
 from torch import Tensor
-
-
-def check_counts(least: int = 1, **counts: int) -> None:
-    """Raise ValueError unless each of `counts` is at least `least`."""
-    for name, count in counts.items():
-        if count < least:
-            raise ValueError(f"{name}={count} is less than {least}; nearest: {least}")
-
-
-def check_dropout(dropout: float) -> None:
-    """Raise ValueError unless `dropout` is in [0, 1)."""
-    if not 0 <= dropout < 1:  # a NaN fails this too
-        raise ValueError(f"dropout={dropout} is not in [0, 1); nearest: {0.99 if dropout >= 1 else 0.0}")
-
-
-def check_images(x: Tensor, in_channels: int, divisor: int, reason: str) -> None:
-    """Raise ValueError, with the `reason` for `divisor`, unless `x` is n in_channels h w in multiples of `divisor`."""
-    if x.ndim != 4 or x.shape[1] != in_channels:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}, expected (n, {in_channels}, h, w) for in_channels={in_channels}"
-        )
-    height, width = x.shape[2:]
-    if min(height, width) < 1 or height % divisor or width % divisor:
-        raise ValueError(
-            f"images of {height}x{width} do not fit, expected multiples of {divisor} for {reason}; "
-            f"nearest height: {nearest_multiples(height, divisor)}, width: {nearest_multiples(width, divisor)}"
-        )
-
-
-def check_timesteps(timesteps: Tensor, num: int) -> None:
-    """Raise ValueError unless `timesteps` has one number per image, in a dtype that does not round."""
-    if timesteps.shape != (num,):
-        raise ValueError(f"timesteps has shape {tuple(timesteps.shape)}, expected ({num},): one per image")
-    if timesteps.dtype in (torch.bfloat16, torch.float16):
-        raise ValueError(f"timesteps is {timesteps.dtype}, which rounds large times, expected integers or float32")
 
 
 def check_labels(labels: Tensor | None, num: int, num_classes: int) -> None:
@@ -66,15 +29,3 @@ def check_labels(labels: Tensor | None, num: int, num_classes: int) -> None:
                 f"labels has {low if low < -1 else high}, expected -1 (no class) to {num_classes - 1}: "
                 f"the model was built with num_classes={num_classes}"
             )
-
-
-def nearest_multiples(size: int, divisor: int) -> str:
-    """Return the positive multiples of `divisor` around `size`, as "28 or 32", or the one that is `size`."""
-    below, above = size // divisor * divisor, -(-size // divisor) * divisor
-    return f"{below} or {above}" if 0 < below < above else str(above or divisor)
-
-
-def nearest_divisor(number: int, size: int) -> int:
-    """Return the divisor of `number` that is nearest to `size`."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return min([*small, *(number // n for n in small)], key=lambda n: abs(n - size))

@@ -16,10 +16,10 @@ from hookdiff.diffusion import Diffusion
 from hookdiff.disk import flatten
 from hookdiff.experiment.config import RunConfig
 from hookdiff.experiment.structure import described, parameters
-from hookdiff.models import DiT, UNet
 from hookdiff.models.init import Initialisation
 from hookdiff.testing import toy_loop
 from hookdiff_muon import muon
+from hookdiff_networks import DiT, UNet
 from tests.conftest import Restores, check_facts, refused, saved, warnings
 
 values = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)

@@ -213,7 +213,7 @@ def test_golden_message_of_a_config_with_all_kinds_of_problems(tmp_path):
         "  --set nonsense: expected table.key=value",
         "  run.seed: must be >= 0: -1",
         "  --plugins no:amp: 'amp' is not switched on",
-        "  model.use: unknown 'dti'; did you mean 'dit'?; known: unet, dit, or module:Name",
+        "  model.use: unknown 'dti'; did you mean 'dit'?; known: dit, unet, or module:Name",
         "  optimizer.lr: expected a number, got 'x'",
     ]
     assert lines[5].startswith("  sampling.step: unknown key; did you mean 'steps'?; known: ")

@@ -11,7 +11,7 @@ from attrs import define, field
 from hookdiff.choices import Choice, import_object, name_of
 from hookdiff.data import Feed
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.experiment.config import MODELS, OPTIMIZERS, SECTIONS, SOURCES, RunConfig
+from hookdiff.experiment.config import OPTIMIZERS, SECTIONS, SOURCES, RunConfig
 from hookdiff.experiment.discovery import installed
 from hookdiff.experiment.reference import keys, plain
 from hookdiff.options import about
@@ -23,8 +23,7 @@ MADE_FROM = {Feed: {"source", "transforms", "store"}}  # parts that other keys o
 
 def configured() -> dict[str, Any]:
     """Return each class and function of hookdiff that has keys in a config, by a name for messages."""
-    paths = {**MODELS, **SOURCES}
-    core = {name: import_object(path, name) for name, path in paths.items() if path.startswith("hookdiff.")}
+    core = {name: import_object(path, name) for name, path in SOURCES.items() if path.startswith("hookdiff.")}
     shared = {kind.__name__: kind for section in SECTIONS for kind in section.shared}
     published = {
         entry.name: entry.load()
@@ -67,7 +66,7 @@ def test_the_config_reference_has_every_table_and_every_name() -> None:
         *headings
     }
     published = [name.partition(".")[2] for name in installed("hookdiff.parts")]
-    assert [name for name in (*MODELS, *SOURCES, *OPTIMIZERS, *published) if f'"{name}"' not in page] == []
+    assert [name for name in (*SOURCES, *OPTIMIZERS, *published) if f'"{name}"' not in page] == []
 
 
 class Shape(Choice):

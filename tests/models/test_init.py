@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import ConfigError, build_loop, load_config
-from hookdiff.models import DiT, UNet
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.testing import assert_same, weights
+from hookdiff_networks import DiT, UNet
 from tests.conftest import check_facts, refused
 
 

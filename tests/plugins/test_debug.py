@@ -11,11 +11,11 @@ from torch import nn
 
 from hookdiff import Batch, hookimpl
 from hookdiff.diffusion import EDM, VP, Diffusion, EDMPrediction, Flow
-from hookdiff.models import DiT, UNet
 from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_debug import Debug
 from hookdiff_debug.checks import check_inputs
 from hookdiff_debug.measure import measure_inputs, measure_layers, measure_outputs, untouched
+from hookdiff_networks import DiT, UNet
 
 PICTURES = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
 

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from hookdiff import Finding, build_loop, load_config
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Linear
-from hookdiff.models import UNet
 from hookdiff.testing import toy_loop
 from hookdiff_debug import checks
 from hookdiff_debug.checks import cause
@@ -25,6 +24,7 @@ from hookdiff_debug.measure import Inputs, Layer, Level, Outputs, measure_inputs
 from hookdiff_debug.trial import Clock, Trial, train
 from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
+from hookdiff_networks import UNet
 from tests.conftest import check_facts
 
 CONFIG = """
@@ -55,7 +55,7 @@ from attrs import define
 from torch import nn
 from hookdiff import hookimpl
 from hookdiff.data import digits
-from hookdiff.models import UNet
+from hookdiff_networks import UNet
 
 
 def bytes_as_floats():

@@ -12,9 +12,9 @@ from torch.nn.utils import parametrize
 
 from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError, build_loop, evaluating, load_config
 from hookdiff.diffusion import DDIM, DDPM, VP, Clamp, Diffusion, Euler, Flow, Sampling, Trailing
-from hookdiff.models import UNet
 from hookdiff.testing import assert_same
 from hookdiff_checkpoint.to_diffusers import equivalent_of
+from hookdiff_networks import UNet
 from tests.conftest import check_facts, refused
 
 HOOKS = ("prepare_model", "restore", "sample", "offer_weights")

@@ -14,10 +14,10 @@ from torch.nn.utils import parametrizations
 
 from hookdiff import ConfigError, Loop, SampleRequest, UserError, build_loop, hookimpl, load_config
 from hookdiff.experiment import try_config
-from hookdiff.models import UNet
 from hookdiff.models.names import plain_name
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_memory.estimate import estimate_memory
+from hookdiff_networks import UNet
 from hookdiff_spectral import Spectral
 from hookdiff_spectral.plugin import choose_layers, normalise
 from hookdiff_spectral.sigma import DividedBySigma, normalised

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdiff.models import DiT, UNet
-from hookdiff.models.layers import Block
+from hookdiff_networks import DiT, UNet
+from hookdiff_networks.layers import Block
 from tests.conftest import refused
-from tests.models.conftest import grad_of, images, small, trained
+from tests.networks.conftest import grad_of, images, small, trained
 
 both = pytest.mark.parametrize("kind", [UNet, DiT])
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdiff.models.checks import check_counts, check_dropout, nearest_divisor, nearest_multiples
-from hookdiff.models.layers import Block, LabelEmbedding, Network, TimeEmbedding, attention, sinusoids
+from hookdiff_networks.checks import check_counts, check_dropout, nearest_divisor, nearest_multiples
+from hookdiff_networks.layers import Block, LabelEmbedding, Network, TimeEmbedding, attention, sinusoids
 
 _TIME_FEATURES = 256
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from hookdiff.models import UNet
-from hookdiff.models.unet import Attention, ResBlock
+from hookdiff_networks import UNet
+from hookdiff_networks.unet import Attention, ResBlock
 from tests.conftest import refused
-from tests.models.conftest import grad_of, images, small, trained
+from tests.networks.conftest import grad_of, images, small, trained
 
 
 @st.composite

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdiff.models import DiT, UNet
+from hookdiff_networks import DiT, UNet
 
 _SMALL: dict[Any, dict[str, Any]] = {
     UNet: {"channels": 8, "num_res_blocks": 1, "head_dim": 8},

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdiff.models.checks import check_counts, check_dropout, nearest_divisor, nearest_multiples
-from hookdiff.models.layers import Block, LabelEmbedding, Network, TimeEmbedding, attention
+from hookdiff_networks.checks import check_counts, check_dropout, nearest_divisor, nearest_multiples
+from hookdiff_networks.layers import Block, LabelEmbedding, Network, TimeEmbedding, attention
 
 # A fixed number of sines and cosines, so that a narrow net distinguishes times as well as a wide one.
 _TIME_FEATURES = 128

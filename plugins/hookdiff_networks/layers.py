@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdiff.models.checks import check_images, check_labels, check_timesteps
+from hookdiff.models import check_labels
+from hookdiff_networks.checks import check_images, check_timesteps
 
 
 class Network(nn.Module, ABC):

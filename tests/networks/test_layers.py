@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
 
-from hookdiff.models.layers import LabelEmbedding, TimeEmbedding, sinusoids
+from hookdiff_networks.layers import LabelEmbedding, TimeEmbedding, sinusoids
 
 
 def test_sinusoids_follow_the_paper_in_float32() -> None:

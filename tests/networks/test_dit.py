@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from hookdiff.models import DiT
-from hookdiff.models.dit import DiTBlock, positions
-from hookdiff.models.layers import sinusoids
+from hookdiff_networks import DiT
+from hookdiff_networks.dit import DiTBlock, positions
+from hookdiff_networks.layers import sinusoids
 from tests.conftest import refused
-from tests.models.conftest import images, small, trained
+from tests.networks.conftest import images, small, trained
 
 
 @pytest.mark.parametrize(
