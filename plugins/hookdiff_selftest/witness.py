@@ -1,6 +1,7 @@
 """The plugin with which a tested run records its own state."""
 
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -139,14 +140,16 @@ class Witness:
     def _keep(self, loop: Loop) -> None:
         for index, name in enumerate(self.fields):
             plugin, _, attribute = name.rpartition("/")
-            with suppress(AttributeError, TypeError, pickle.PicklingError):  # its plugin cannot be tried then
-                torch.save((name, getattr(loop.plugins[plugin], attribute)), self.out / f"{index}.pt")
+            buffer = io.BytesIO()
+            with suppress(AttributeError, TypeError, RuntimeError, pickle.PicklingError):  # an open file, say
+                torch.save((name, getattr(loop.plugins[plugin], attribute)), buffer)
+                (self.out / f"{index}.pt").write_bytes(buffer.getvalue())
 
     def _put_back(self, loop: Loop) -> None:
         files = sorted(self.out.glob("*.pt")) if self.fields else []
         # The pickles are of the process before the kill, in a temporary folder.
         kept = dict(torch.load(path, weights_only=False) for path in files)
-        for name in self.fields:
+        for name in kept.keys() & set(self.fields):
             plugin, _, attribute = name.rpartition("/")
             held = loop.plugins[plugin]
             setattr(held, attribute, put_back(getattr(held, attribute), kept[name]))
