@@ -68,8 +68,9 @@ def gaussian(names: tuple[str, ...]) -> None:
 def resume(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int, workers: int) -> None:
     """Kill a run of CONFIG, resume it, and compare it with one that was never stopped.
 
-    All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit. A
-    difference is reported with the plugin that it belongs to, and the exit code is 1. This is for authors of plugins,
+    All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit; of
+    text files, the numbers and the count of lines. A plugin is named as the cause if the difference goes away once its
+    fields are put back, and with "perhaps" otherwise. The exit code is then 1. This is for authors of plugins,
     models and data. The runs are in a temporary folder and end early; the plugin that saves does so in the middle,
     numbers are logged at least six times, and all else is as in CONFIG.
     """

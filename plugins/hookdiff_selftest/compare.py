@@ -9,6 +9,7 @@ from typing import Any
 from attrs import define
 
 from hookdiff.log import MACHINE
+from hookdiff_selftest.texts import number_difference
 
 FILE, STATE = "the file ", " in the state"  # start and end of the names of items
 DIGEST = "tensor "  # start of a text that stands for a tensor
@@ -110,6 +111,20 @@ def files(folder: Path, skipped: Collection[str], owner: Owner) -> dict[str, Ite
         digest = hashlib.sha256(data).hexdigest()[:8]
         found[FILE + name] = Item(f"{len(data)} bytes {digest}", owner(name), is_text=is_text)
     return found
+
+
+def inside(difference: Difference, one: Path, other: Path) -> Difference:
+    """Return the first number that differs in a text file of the folders `one` and `other`.
+
+    Without one it is `difference`, which is of the whole files.
+    """
+    inner = Path(difference.name.removeprefix(FILE))
+    here_text, there_text = ((folder / inner).read_text("utf-8") for folder in (one, other))
+    if not (found := number_difference(here_text, there_text, inner.suffix.lower())):
+        return difference
+    place, *values = found
+    here, there = (Item(value, difference.owner) for value in values)
+    return Difference(difference.name + place, here, there)
 
 
 def compare(one: Mapping[str, Item], other: Mapping[str, Item]) -> Iterator[Difference]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,19 @@ from hookdiff import Config, Every, Feed, UserError
 from hookdiff.disk import CONFIG
 from hookdiff.experiment import Part, build_feed
 from hookdiff.findings import listed
-from hookdiff_selftest.compare import DIGEST, FILE, STATE, Difference, compare, fields, files, numbers, state
+from hookdiff_selftest.compare import (
+    DIGEST,
+    FILE,
+    STATE,
+    Difference,
+    Item,
+    compare,
+    fields,
+    files,
+    inside,
+    numbers,
+    state,
+)
 from hookdiff_selftest.witness import END, RESUMED, SAVED, Witness
 
 METRICS = "metrics.jsonl"
@@ -35,9 +48,12 @@ _MOST = 5  # names in a list
 _NETWORK = ("micro_step", "backward")  # the hooks in which the network is called
 _KILLED = signal.SIGTERM if os.name == "nt" else -signal.SIGKILL  # the exit code of a process that the witness killed
 _GPU = "on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)"
+_OWN_GENERATOR = "perhaps a plugin, the model or the data draws from a generator of its own that nobody seeds"
+_ATTEMPTS = 3  # plugins of which the fields are restored, to see whether the difference goes away
+_FILE_ADVICE = "steps after the checkpoint are trained again: a plugin has to cut its file back to the resumed step"
 _NO_PLUGIN = (
-    "it belongs to no plugin; do the model, the data or the optimizer keep more than what is in their state_dict, or "
-    "draw random numbers of their own?"
+    "no plugin is known to be the cause; do the model, the data or the optimizer keep more than what is in their "
+    "state_dict, or draw random numbers of their own?"
 )
 _LOOK = (
     "look at its state_dict and load_state_dict: what it keeps from step to step has to be in both, or to follow from "
@@ -92,7 +108,10 @@ def prove(config: Config, steps: int, workers: int, say: Callable[[str], object]
         if code := cut.train(resume=True):
             last = cut.output[-1] if cut.output else "it printed nothing"
             return [f"the resumed run failed with exit code {code}: {last}", *cut.output], False
-        return _judge(whole, cut, [difference.name for difference in unlike])
+        result = Comparison.of(whole, cut, [difference.name for difference in unlike])
+        if not result.wrong:
+            return result.success(plan), True
+        return _failure(result, whole, cut, say), False
 
 
 def make_plan(config: Config, steps: int, workers: int) -> Plan:
@@ -131,6 +150,7 @@ class Run:
     plan: Plan
     folder: Path
     name: str
+    fields: list[str] = field(factory=list)  # PLUGIN/FIELD: kept at the save, and put back on the resume
     output: list[str] = field(factory=list)  # the last lines of the last process
     run_dir: Path = field(default=Factory(lambda self: self.folder / self.name, takes_self=True))
     notes: Path = field(default=Factory(lambda self: self.folder / f"{self.name}-notes", takes_self=True))
@@ -165,8 +185,16 @@ class Run:
         if resume and "workers" not in inspect.signature(self.config.data.target).parameters:
             table["data"]["workers"] = plan.workers[1]
         run["plugins"] = [*run["plugins"], f"{Witness.__module__}:{Witness.__name__}"]
-        plugins["witness"] = {"out": str(self.notes), "at": plan.save_at, "stop": plan.steps, "kill": kill}
+        options = {"at": plan.save_at, "stop": plan.steps, "kill": kill, "fields": self.fields}
+        plugins["witness"] = {"out": str(self.notes), **options}
         return table
+
+    def copy(self, name: str, fields: list[str]) -> Run:
+        """Return a copy of this run and its files, which puts back `fields` when it is resumed."""
+        made = Run(self.config, self.plan, self.folder, name, fields)
+        shutil.copytree(self.run_dir, made.run_dir)
+        shutil.copytree(self.notes, made.notes)
+        return made
 
     def note(self, moment: str) -> Note:
         """Return the notes of the witness at `moment`."""
@@ -209,8 +237,8 @@ class Evidence:
         known = logged.get(name) or name.partition("/")[0]
         return known if known in self.plugins else ""
 
-    def culprit(self, found: Sequence[Difference]) -> str | None:
-        """Return the plugin that most likely made the resumed run different, or None.
+    def suspects(self, found: Sequence[Difference]) -> list[str]:
+        """Return the plugins that may have made the resumed run different, the most likely first.
 
         It is the plugin whose call first gave other weights, gradients or rates. But a call of the network also depends
         on values that are not traced. If that call is the first difference, or if the weights never differ, it is a
@@ -220,18 +248,27 @@ class Evidence:
         """
         hook, first = self._first_change()
         changed, drew = self.changed(), self.whole["drew"]
-        suspects = [each.owner for each in changed if each.name.endswith(STATE) or self._is_lost(each)]
+        lost = [each.owner for each in changed if each.name.endswith(STATE) or self._is_lost(each)]
         owners = [difference.owner for difference in found]
-        likely = [plugin for plugin in (*suspects, *drew) if plugin in owners]
+        likely = [plugin for plugin in (*lost, *drew) if plugin in owners]
         if hook not in _NETWORK or first in drew or any(each.owner == first for each in changed):
             likely.insert(0, first)
         if hook:
             takes_part = ("before_step", "compute_loss", *_NETWORK)
-            likely += [name for name in suspects if any(hasattr(self.plugins[name].target, h) for h in takes_part)]
+            likely += [name for name in lost if any(hasattr(self.plugins[name].target, h) for h in takes_part)]
             likely.append(first)
         else:
             likely += owners
-        return next((plugin for plugin in (*likely, *drew) if plugin in self.plugins), None)
+        return list(dict.fromkeys(plugin for plugin in (*likely, *drew) if plugin in self.plugins))
+
+    def changed_fields(self) -> dict[str, list[str]]:
+        """Return by plugin its fields, as PLUGIN/FIELD, that differed between the save and the resumed process."""
+        found: dict[str, list[str]] = {}
+        for each in self.changed():
+            if not each.name.endswith(STATE):
+                key = each.name.removeprefix("the field ").removesuffix(f" of {each.owner}").partition("/")[0]
+                found.setdefault(each.owner, []).append(f"{each.owner}/{key.replace('~1', '/').replace('~0', '~')}")
+        return {plugin: list(dict.fromkeys(names)) for plugin, names in found.items()}
 
     def _first_change(self) -> tuple[str, str]:
         """Return the hook and the plugin in which weights, gradients or rates first differed; "" for none."""
@@ -267,58 +304,114 @@ class Evidence:
         return [f"{where}, which is not saved; draw from one with the seed that hookdiff.randomness.derive_seed gives"]
 
 
-def _judge(whole: Run, cut: Run, names: Sequence[str]) -> tuple[list[str], bool]:
-    """Compare the ends of both runs; `names` are texts in the state that differ between any two runs."""
-    evidence, plan = Evidence.of(whole, cut), whole.plan
-    # The last checkpoint may be complete after the witness has had its turn, so those of either run count.
-    skipped = {*evidence.whole["checkpoints"], *evidence.cut["checkpoints"], CONFIG, METRICS}
-    logged = [numbers(run.run_dir / METRICS, evidence.owner) for run in (whole, cut)]
-    states = [state(note["state"]) for note in (evidence.whole, evidence.cut)]
-    written = [files(run.run_dir, skipped, evidence.owner) for run in (whole, cut)]
-    found = [each for pair in (logged, states, written) for each in compare(*pair) if each.name not in names]
-    # A text in the state that was the same up to the save has to stay so; one in a file may hold times.
-    texts = [difference.name for difference in found if difference.is_text and difference.name.startswith(FILE)]
-    if wrong := [difference for difference in found if difference.name not in texts]:
-        return _failure(wrong, evidence), False
-    before, after = plan.workers
-    num_tensors = sum(str(item.value).startswith(DIGEST) for item in states[0].values())
-    lines = [
-        f"the resumed run equals the run that was never stopped, bit for bit: saved at {plan}; killed later"
-        + (f"; resumed with {after} workers after {before}" if before != after else ""),
-        f"compared: {num_tensors} tensors, {len(states[0]) - num_tensors} other values of the state, "
-        f"{len(logged[0])} logged numbers, {len(written[0])} files",
-    ]
-    if names or texts:
-        lines.append(f"texts that differ, as names or times may: {listed([*names, *texts], _MOST)}")
-    if plan.untried:
-        late = listed(plan.untried, _MOST)
-        lines.append(f"not tried: {late}, not due within {plan.steps} steps; lower it with --set, or give more --steps")
-    return lines, True
+@define(frozen=True)
+class Comparison:
+    """What differs between the ends of two runs, and what was compared."""
+
+    wrong: list[Difference]
+    texts: list[str]  # names of texts that differ, as names or times may
+    states: Mapping[str, Item]
+    num_logged: int
+    num_files: int
+
+    @classmethod
+    def of(cls, whole: Run, cut: Run, names: Sequence[str]) -> Comparison:
+        """Compare the ends of both runs; `names` are texts in the state that differ between any two runs."""
+        evidence = Evidence.of(whole, cut)
+        # The last checkpoint may be complete after the witness has had its turn, so those of either run count.
+        skipped = {*evidence.whole["checkpoints"], *evidence.cut["checkpoints"], CONFIG, METRICS}
+        logged = [numbers(run.run_dir / METRICS, evidence.owner) for run in (whole, cut)]
+        states = [state(note["state"]) for note in (evidence.whole, evidence.cut)]
+        written = [files(run.run_dir, skipped, evidence.owner) for run in (whole, cut)]
+        wrong, texts = [], list(names)
+        for each in (each for pair in (logged, states, written) for each in compare(*pair) if each.name not in names):
+            # A text in the state that was the same up to the save has to stay so; one in a file may hold times.
+            if each.is_text and each.name.startswith(FILE):
+                found = inside(each, whole.run_dir, cut.run_dir)
+                if found is each:
+                    texts.append(each.name)
+                    continue
+                wrong.append(found)
+            else:
+                wrong.append(each)
+        return cls(wrong, texts, states[0], len(logged[0]), len(written[0]))
+
+    def success(self, plan: Plan) -> list[str]:
+        """Return the lines about a run that resumed exactly."""
+        before, after = plan.workers
+        num_tensors = sum(str(item.value).startswith(DIGEST) for item in self.states.values())
+        lines = [
+            f"the resumed run equals the run that was never stopped, bit for bit: saved at {plan}; killed later"
+            + (f"; resumed with {after} workers after {before}" if before != after else ""),
+            f"compared: {num_tensors} tensors, {len(self.states) - num_tensors} other values of the state, "
+            f"{self.num_logged} logged numbers, {self.num_files} files",
+        ]
+        if self.texts:
+            lines.append(f"texts that differ, as names or times may: {listed(self.texts, _MOST)}")
+        if plan.untried:
+            late = listed(plan.untried, _MOST)
+            lines.append(
+                f"not tried: {late}, not due within {plan.steps} steps; lower it with --set, or give more --steps"
+            )
+        return lines
 
 
-def _failure(found: Sequence[Difference], evidence: Evidence) -> list[str]:
+def _failure(result: Comparison, whole: Run, cut: Run, say: Callable[[str], object]) -> list[str]:
     """Blame the plugin that did not resume, and not one in which the consequences show."""
-    plugin = evidence.culprit(found)
+    evidence = Evidence.of(whole, cut)
+    suspects, fields = evidence.suspects(result.wrong), evidence.changed_fields()
+    only_files = all(each.name.startswith(FILE) for each in result.wrong)
+    others = () if only_files else fields
+    tried = [plugin for plugin in dict.fromkeys((*suspects, *others)) if plugin in fields][:_ATTEMPTS]
+    proved = _confirm(whole, {plugin: fields[plugin] for plugin in tried}, result.texts, say)
+    # A plugin without effect on the difference is less likely than one that could not be tried.
+    likely = sorted(suspects, key=lambda plugin: plugin in tried)
+    plugin = proved or next(iter(likely), None)
     if plugin is None:
-        return _report("not resumed exactly", None, found, "when resumed", [_NO_PLUGIN])
+        advice = [_FILE_ADVICE if only_files else _NO_PLUGIN]
+        return _report("not resumed exactly", None, False, result.wrong, "when resumed", advice)
     changed = [each for each in evidence.changed() if each.owner == plugin]
     lines = [f"not the same at the save and right after the resume: {listed(changed, _MOST)}"] if changed else []
-    return _report("not resumed exactly", plugin, found, "when resumed", [*lines, *(evidence.drew(plugin) or [_LOOK])])
+    lines += evidence.drew(plugin) or [_LOOK]
+    return _report("not resumed exactly", plugin, bool(proved), result.wrong, "when resumed", lines)
+
+
+def _confirm(
+    whole: Run, fields: Mapping[str, list[str]], names: Sequence[str], say: Callable[[str], object]
+) -> str | None:
+    """Return the plugin of which the `fields`, once they are put back after a resume, make the difference go away.
+
+    The run is trained to the save and killed once more, and resumed once for each plugin.
+    """
+    if not fields:
+        return None
+    say("training to the checkpoint once more, to find the cause")
+    again = Run(whole.config, whole.plan, whole.folder, "again", [name for each in fields.values() for name in each])
+    if again.train(kill=True) != _KILLED:
+        return None
+    for index, (plugin, own) in enumerate(fields.items()):
+        say(f"resuming it with the fields of {plugin} as they were at the save")
+        attempt = again.copy(f"again-{index}", own)
+        if attempt.train(resume=True) == 0 and not Comparison.of(whole, attempt, names).wrong:
+            return plugin
+    return None
 
 
 def _unstable(found: Sequence[Difference], evidence: Evidence) -> list[str]:
     """Report a run that is not the same twice, so that nothing can be proved about it."""
-    likely = (*evidence.whole["drew"], *(difference.owner for difference in found))
+    likely: list[str] = [*evidence.whole["drew"]]
+    if all(difference.owner for difference in found):  # other weights would show in the numbers of every plugin
+        likely += [difference.owner for difference in found]
     plugin = next((plugin for plugin in likely if plugin in evidence.plugins), None)
-    advice = evidence.drew(plugin) if plugin else [_GPU]
-    return _report("two runs without a stop are not the same", plugin, found, "the second time", advice)
+    advice = evidence.drew(plugin) if plugin else [_OWN_GENERATOR, _GPU]
+    return _report("two runs without a stop are not the same", plugin, False, found, "the second time", advice)
 
 
 def _report(
-    verdict: str, plugin: str | None, found: Sequence[Difference], when: str, advice: Sequence[str]
+    verdict: str, plugin: str | None, proved: bool, found: Sequence[Difference], when: str, advice: Sequence[str]
 ) -> list[str]:
     first = next((difference for difference in found if difference.owner == plugin), found[0])
-    blamed = f" because of the plugin {plugin!r}" if plugin else ""
+    blamed = f"{'' if proved else ', perhaps'} because of the plugin {plugin!r}" if plugin else ""
     counts = Counter(difference.owner or "the core" for difference in found)
     return [
         f"{verdict}{blamed}; first seen: {first.describe(when)}",

@@ -1,6 +1,7 @@
 """The plugin with which a tested run records its own state."""
 
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -9,7 +10,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ class Witness:
     at: int = field(validator=ge(1), metadata=about("the step at which the run is saved"))
     stop: int = field(validator=ge(1), metadata=about("the step at which the run is done"))
     kill: bool = field(default=False, metadata=about("kill the process after the save"))
+    fields: list[str] = field(
+        factory=list, metadata=about("PLUGIN/FIELD: kept at the save, and put back when the run is resumed")
+    )
     _complete: int | None = field(default=None, init=False)  # the step at which `on_checkpoint` fired
     _waited: int = field(default=0, init=False)  # times
     _folders: set[str] = field(factory=set, init=False)  # of checkpoints, in the run directory
@@ -101,6 +105,7 @@ class Witness:
     def before_step(self, loop: Loop, batch: Batch) -> Generator[None, None, None]:
         if loop.resume and not (self.out / f"{RESUMED}.json").exists():
             self._write(RESUMED, loop)
+            self._put_back(loop)
         self._batch = batch
         yield
         self._batch = None
@@ -112,6 +117,7 @@ class Witness:
             loop.stop("done")
         if not loop.resume and step == self.at and not (self.out / f"{SAVED}.json").exists():
             self._write(SAVED, loop)
+            self._keep(loop)
         if not self.kill or not self.at <= step < self.stop:
             return
         if self._complete is None:
@@ -131,6 +137,23 @@ class Witness:
         if reason in ("done", "plugin"):
             self._write(END, loop)
 
+    def _keep(self, loop: Loop) -> None:
+        for index, name in enumerate(self.fields):
+            plugin, _, attribute = name.rpartition("/")
+            buffer = io.BytesIO()
+            with suppress(AttributeError, TypeError, RuntimeError, pickle.PicklingError):  # an open file, say
+                torch.save((name, getattr(loop.plugins[plugin], attribute)), buffer)
+                (self.out / f"{index}.pt").write_bytes(buffer.getvalue())
+
+    def _put_back(self, loop: Loop) -> None:
+        files = sorted(self.out.glob("*.pt")) if self.fields else []
+        # The pickles are of the process before the kill, in a temporary folder.
+        kept = dict(torch.load(path, weights_only=False) for path in files)
+        for name in kept.keys() & set(self.fields):
+            plugin, _, attribute = name.rpartition("/")
+            held = loop.plugins[plugin]
+            setattr(held, attribute, put_back(getattr(held, attribute), kept[name]))
+
     def _write(self, moment: str, loop: Loop) -> None:
         note = snapshot(loop) | {"owners": self._owners, "trace": self._trace}
         note["checkpoints"] = sorted(self._folders)
@@ -142,6 +165,31 @@ def snapshot(loop: Loop) -> dict[str, Any]:
     """Return the state of a run and, by plugin, all plain fields, with a digest in place of each tensor."""
     fields = {name: digests(_all_plain(_fields(plugin), 0)) for name, plugin in loop.plugins.items()}
     return {"step": loop.progress.step, "state": digests(loop.state_dict()), "fields": fields}
+
+
+def put_back(held: Any, kept: Any) -> Any:
+    """Return what a field has to hold to be as `kept`: `held` itself, changed in place, where others may share it."""
+    if isinstance(held, Tensor) and isinstance(kept, Tensor) and (held.shape, held.dtype) == (kept.shape, kept.dtype):
+        held.detach().copy_(kept)
+        return held
+    if type(held) is not type(kept):
+        return kept
+    if isinstance(held, torch.Generator):
+        return held.set_state(kept.get_state())
+    if isinstance(held, dict):
+        both = {key: put_back(held[key], value) if key in held else value for key, value in kept.items()}
+        held.clear()
+        held.update(both)
+        return held
+    if isinstance(held, list | deque):
+        both_items = [put_back(held[k], value) if k < len(held) else value for k, value in enumerate(kept)]
+        held.clear()
+        held.extend(both_items)
+        return held
+    if hasattr(held, "load_state_dict") and not isinstance(held, nn.Module):
+        held.load_state_dict(kept.state_dict())
+        return held
+    return kept
 
 
 def digests(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from hookdiff.testing import toy_loop
 from hookdiff_selftest.cli import resume as command
 from hookdiff_selftest.compare import Item, compare, files, numbers, state
 from hookdiff_selftest.resume import Plan, make_plan
-from hookdiff_selftest.witness import digests, snapshot
+from hookdiff_selftest.texts import number_difference
+from hookdiff_selftest.witness import digests, put_back, snapshot
+from tests.conftest import check_facts
 
 # With these each plugin does something in the half of 12 steps, before the save and after it.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -179,6 +181,26 @@ class Appends:
             file.write(b"\\xff" + bytes([loop.progress.step]))
 
 
+class Rows:
+    """Writes a table of its own, in which rows appear twice after a resume."""
+
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        with (loop.run_dir / "mine.csv").open("a") as file:
+            file.write(f"{loop.progress.step},{loop.gradients.loss}\\n")
+
+
+class Secret:
+    """Draws from a generator of its own that nobody seeds."""
+
+    def __init__(self):
+        self.luck = random.Random()
+
+    @hookimpl
+    def before_step(self, batch):
+        batch.inputs.mul_(1 - 0.1 * self.luck.random())
+
+
 class Mute:
     """Says that it saves, and does not."""
 
@@ -269,8 +291,9 @@ def test_a_plugin_that_forgets_a_field_is_named(name: str, others: list[str], lo
             "Counts",
             "because of the plugin 'counts'; first seen: the logged number updates at step 6: 6.0, and 1.0 when",
         ),
+        ("Draws", "not resumed exactly, perhaps because of the plugin 'draws'"),
         ("Draws", "it draws from a global generator in before_step"),
-        ("Wild", "two runs without a stop are not the same because of the plugin 'wild'"),
+        ("Wild", "two runs without a stop are not the same, perhaps because of the plugin 'wild'"),
         ("Appends", "not resumed exactly; first seen: the file mine.bin: 24 bytes "),
         ("Breaks", "the checkpoint's state of 'breaks' cannot be loaded: KeyError: 'momentum'"),
     ],
@@ -282,6 +305,62 @@ def test_a_plugin_that_does_not_resume_is_named(name: str, fact: str, folder: Pa
     assert fact in result.stdout
     if name not in ("Appends", "Breaks"):
         assert f"because of the plugin {name.lower()!r}" in result.stdout.splitlines()[0]
+
+
+@pytest.mark.slow
+def test_an_unseeded_draw_is_blamed_on_no_other_plugin(folder: Path) -> None:
+    result = selftest(config(folder, "lr", "ema", "checkpoint", "resume_user:Secret"))
+    assert result.exit_code == 1, result.output
+    assert "plugin 'lr'" not in result.stdout
+    assert "plugin 'ema'" not in result.stdout
+
+
+@pytest.mark.slow
+def test_a_table_with_doubled_rows_fails(folder: Path) -> None:
+    result = selftest(config(folder, "checkpoint", "resume_user:Rows", source="digits"))
+    assert result.exit_code == 1, result.output
+    check_facts(result.stdout.splitlines()[0], "mine.csv")
+    assert "because of the plugin" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other", "facts"),
+    [
+        (".csv", "step,loss\n1,0.5\n", "step,loss\n1,0.5\n1,0.5\n", ["2", "3"]),
+        (".csv", "1,0.5\n2,0.25\n", "1,0.5\n2,0.125\n", ["line 2", "0.25", "0.125"]),
+        (".csv", "step,time/s,elapsed_seconds\n1,0.5,2\n", "step,time/s,elapsed_seconds\n1,0.7,3\n", None),
+        (".jsonl", '{"a": {"b": 1.0}}\n', '{"a": {"b": 2.0}}\n', ["a/b", "line 1", "1.0", "2.0"]),
+        (".jsonl", '{"step": 1, "time": 7, "name": "x"}\n', '{"step": 1, "time": 8, "name": "y"}\n', None),
+        (".json", '{"a": [1,\n2]}', '{"a": [1,\n3]}', ["a/1", "2", "3"]),
+        (".txt", "step 5: loss 0.5\n", "step 5: loss 0.25\n", ["line 1", "0.5", "0.25"]),
+        (".txt", "2026-01-01 10:00:01 step 5, 3.5 s, 7 it/s\n", "2026-01-02 11:00:01 step 5, 4 s, 9 it/s\n", None),
+        (".log", "one\n", "one\ntwo\n", ["1 lines", "2 lines"]),
+    ],
+)
+def test_texts_are_compared_by_their_numbers(kind: str, one: str, other: str, facts: list[str] | None) -> None:
+    assert number_difference(one, one, kind) is None
+    found = number_difference(one, other, kind)
+    if facts is None:
+        assert found is None
+    else:
+        check_facts(" ".join(found or ()), *facts)
+
+
+def test_a_field_is_put_back_in_place_where_it_can_be_shared() -> None:
+    tensor, items, table = torch.zeros(2), [1], {"a": torch.zeros(1), "gone": 1}
+    inner = table["a"]
+    assert put_back(tensor, torch.ones(2)) is tensor
+    assert tensor.tolist() == [1.0, 1.0]
+    assert put_back(items, [2, 3]) is items
+    assert items == [2, 3]
+    assert put_back(table, {"a": torch.ones(1), "b": 2}) is table
+    assert table == {"a": inner, "b": 2}
+    assert inner.item() == 1.0
+    assert put_back(None, torch.ones(1)).item() == 1.0
+    assert put_back(5, 7) == 7
+    generator = torch.Generator().manual_seed(1)
+    assert put_back(generator, torch.Generator().manual_seed(2)) is generator
+    assert generator.initial_seed() == 2
 
 
 @pytest.mark.slow
