@@ -256,7 +256,10 @@ print(*sys.modules)
 """
     modules = fresh_python(code)
     assert (tmp_path / "run" / "config.toml").exists()
-    assert {module.partition(".")[0] for module in modules if module.startswith("hookdiff_")} == {"hookdiff_clip"}
+    assert {module.partition(".")[0] for module in modules if module.startswith("hookdiff_")} == {
+        "hookdiff_clip",
+        "hookdiff_networks",
+    }
     asked_for = {"builtin.micro_batch", "models.memory"}
     assert not {f"hookdiff.{name}" for name in asked_for} & modules
     assert not {"torchvision", "aim", "safetensors.torch"} & modules
