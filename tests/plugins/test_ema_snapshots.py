@@ -293,6 +293,7 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, write_config, tmp_p
     start = load_config(tmp_path / "small.toml", (), ["model.start_from=made/wide.safetensors"])
     with build_loop(start, tmp_path / "again") as loop:
         assert_same(loop.model.state_dict(), load_file("made/wide.safetensors"))
+    (tmp_path / "again").mkdir()
 
     assert hookdiff("ema", "run", "--std", "0.05", "--step", "5")[0] == 0
     found = load_file(tmp_path / "run" / "ema-step-00000005-std=0.05.safetensors")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, hookimpl
+from hookdiff import PASS, Batch, Feed, Finding, InMemory, Loop, LossOutput, hookimpl
 from hookdiff.data import digits
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Process
 from hookdiff.disk import flatten
@@ -408,7 +408,7 @@ def test_a_net_that_memorises_its_samples_is_reported(caplog: pytest.LogCaptureF
 class Restored:
     """Starts from a state, and keeps that of a step."""
 
-    def __init__(self, state: Any = None, keep: int = -1) -> None:
+    def __init__(self, state: Any = PASS, keep: int = -1) -> None:
         self.state, self.keep = state, keep
 
     @hookimpl
