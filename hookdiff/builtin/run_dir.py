@@ -42,7 +42,7 @@ class RunDir:
                 try:
                     lock_run_dir(path, loop.resources)
                 except OSError as error:
-                    if error.errno != errno.EROFS:  # a read-only disk: `_write` reports it
+                    if error.errno != errno.EROFS:  # a read-only disk: `on_ready` reports it
                         raise
 
     @hookimpl(tryfirst=True)
@@ -51,7 +51,6 @@ class RunDir:
         path = loop.run_dir
         if path is None or not loop.is_main:
             return
-        self._is_ready = True
         with writing(path):
             if self.overwrite and path.exists():
                 check_run_dir(path, overwrite=True)
@@ -68,6 +67,7 @@ class RunDir:
             config = tomli_w.dumps(loop.hparams) or "# This run was started by a script.\n"
             with new_file(path / CONFIG) as partial:
                 write_file(partial, config.encode())
+        self._is_ready = True
 
     @hookimpl(trylast=True)
     def on_stop(self, loop: Loop, reason: Reason) -> None:

@@ -1,6 +1,7 @@
 """The run directory: its lock, and the moments at which its files are written."""
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -74,6 +75,7 @@ def test_a_second_loop_in_the_same_directory_is_refused(tmp_path):
         assert (run / ".lock").read_text() == f"{socket.gethostname()} {os.getpid()}\n"
         with refused(UserError, run, "Loop"):
             run_dir_loop(run).run()
+        assert not (run / "outcome.json").exists()
         run_dir_loop(tmp_path / "other").run()
     assert (run / ".lock").read_text() == ""
     run_dir_loop(run).run()
@@ -89,6 +91,7 @@ def test_a_directory_that_another_run_has_just_made_is_refused(tmp_path):
     loop = toy_loop({"another": Another(), "run_dir": RunDir()}, run_dir=tmp_path / "run", steps=2)
     with refused(UserError, tmp_path / "run", "--resume"):
         loop.run()
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["reason"] == "done"  # of the other run
 
 
 def test_an_existing_directory_is_locked_before_the_model_is_prepared(tmp_path):
