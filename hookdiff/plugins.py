@@ -21,7 +21,7 @@ from hookdiff.sampling import Samples
 log = logging.getLogger("hookdiff")
 
 # A plugin's tensors are saved in a file with the plugin's name; these names are taken.
-RESERVED = ("defaults", "manifest", "model", "optimizers")
+RESERVED = ("data", "defaults", "manifest", "model", "optimizers")
 # The results of the hooks, as `Hooks` declares them; the others return nothing.
 RESULTS: Mapping[str, type] = {
     "wrap_net": nn.Module,
