@@ -29,7 +29,7 @@ class ToyObjective:
         noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
         level = (timesteps.float() / 10).reshape(-1, *[1] * (noise.dim() - 1))
         error = (net(batch.inputs + level * noise).float() - noise).square().flatten(1).mean(1)
-        return LossOutput(error.mean(), error.detach(), timesteps)
+        return LossOutput(error.mean(), error, timesteps)
 
 
 class ToySampler:
