@@ -8,7 +8,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from hookdiff import Evaluation, Feed, HookError, Loop, UnknownWeights, hookimpl
+from hookdiff import Evaluation, Feed, HookError, Loop, SampleRequest, UnknownWeights, hookimpl
 from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_ema import EMA
 from tests.conftest import Logged, Restores, refused, saved
@@ -111,6 +111,7 @@ def test_the_weights_that_were_asked_for_are_measured(name: str | None, order: l
 
     def read(loop: Loop) -> dict[str, float]:
         held.append((loop.weights_name, loop.model[0].weight.detach().clone()))
+        assert loop.sample(SampleRequest(1, weights=loop.weights_name)).weights == loop.weights_name
         return {}
 
     ema = EMA(decay=0.5)
