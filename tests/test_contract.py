@@ -170,7 +170,7 @@ PUBLIC = {
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
     *("hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors", "hookdiff.experiment.optimizers"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory"),
-    *("hookdiff.randomness", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
+    *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
 }
 
 
@@ -194,7 +194,7 @@ ROOMS = [
     *("disk", "data", "progress", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("sinks", "testing", "builtin", "experiment", "cli", "__init__"),
+    *("sinks", "periodic", "evaluation", "testing", "builtin", "experiment", "cli", "__init__"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # the other three import `Loop` for type checkers
 

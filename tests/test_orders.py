@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lr": {"warmup": 3},
     "samples": {"every": 4, "num": 4, "scale": 1},
     "spectral": {"layers": ["2.3"]},
+    "stop_early": {"metric": "loss", "patience": 99},
 }
 KINDS: dict[str, Any] = {
     name: entry.load()
@@ -164,7 +165,7 @@ def test_all_plugins_can_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoint", "debug", "ema", "fid", "gradients", "loss", "nan", "progress", "samples"]
+    "name", ["checkpoint", "debug", "ema", "fid", "gradients", "loss", "nan", "progress", "samples", "stop_early"]
 )
 def test_a_plugin_that_only_watches_changes_no_weight(name: str, tmp_path: Path) -> None:
     alone, watched = build([], tmp_path), build([name], tmp_path)
