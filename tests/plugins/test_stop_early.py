@@ -143,7 +143,7 @@ def test_a_run_that_was_ended_trains_no_more_unless_patience_is_raised() -> None
         loop.run()
         return loop.end.reason, loop.progress.step, loop.end.message
 
-    assert resume(patience=2) == ("plugin", 4, stopped.message)
+    assert resume(patience=2) == ("plugin", 4, stopped.end.message)
     assert resume(patience=5)[:2] == ("plugin", 7)
     assert resume(patience=2, mode="max")[:2] == ("plugin", 7)  # another question: the count begins at the first value
 
