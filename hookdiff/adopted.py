@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from attrs import define
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookdiff.errors import PluginError
+from hookdiff.errors import PluginError, UserError, nearest
 from hookdiff.models.optimizer_state import load_optimizer, optimizer_state
 
 
@@ -74,6 +74,13 @@ class Adopted:
     def of(self, plugin: str) -> list[Trained]:
         """Return the trained modules of `plugin`."""
         return self._trained.get(plugin, [])
+
+    def named(self, plugins: Iterable[str]) -> Iterator[tuple[str, int, Trained]]:
+        """Yield plugin, number and module for each trained module of `plugins`. Raises UserError for one without."""
+        for plugin in plugins:
+            if plugin not in self._trained:
+                raise UserError(f"the plugin {plugin!r} trains no module of its own{nearest(plugin, self._trained)}")
+            yield from ((plugin, index, one) for index, one in enumerate(self._trained[plugin]))
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:

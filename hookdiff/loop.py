@@ -174,9 +174,10 @@ class Loop(ReadOnly):
         total = batch.total
         if self.end.reason:
             return progress.consume(total, "stopped")
-        batch = self.hook.make_batch(loop=self, batch=batch)
-        if not len(batch):
+        made = self.hook.make_batch(loop=self, batch=batch)
+        if not len(made):
             return progress.consume(total, "skipped")
+        batch = evolve(made, total=total * len(made) // len(batch))  # their number may have changed
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
         self.gradients.reset()
