@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from attrs import define
@@ -40,10 +41,15 @@ class Adopted:
     def __init__(self, plugins: Mapping[str, object], like: Tensor) -> None:
         self._plugins, self._like = plugins, like
         self._trained: dict[str, list[Trained]] = {}  # by the name of the plugin
+        self._is_open = False
 
-    def clear(self) -> None:
-        """Forget all modules."""
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Forget all modules, and take new ones during the `with`."""
         self._trained.clear()
+        self._is_open = True
+        yield
+        self._is_open = False
 
     def add(self, plugin: object, module: nn.Module, optimizer: Optimizer | None = None, every: int = 1) -> None:
         """Take `module` of `plugin`, to be called as `loop.adopt(self, ...)` in `prepare_model`.
@@ -52,9 +58,12 @@ class Adopted:
         its state and the module's are saved with that of the plugin. Without an optimizer the module is frozen, in eval
         mode, gets the dtype of the model, and is not saved.
 
-        Raises PluginError if the optimizer does not hold exactly the trained parameters of the module.
+        Raises PluginError at another time, for a plugin that is not of the run, and if the optimizer does not hold
+        exactly the trained parameters of the module.
         """
-        name = next(name for name, own in self._plugins.items() if own is plugin)
+        name = next((name for name, own in self._plugins.items() if own is plugin), None)
+        if name is None or not self._is_open:
+            raise PluginError("loop.adopt(self, module, optimizer) is for plugins of the run, in prepare_model")
         if optimizer is None:
             module.to(self._like.device, self._like.dtype).eval().requires_grad_(False)
             return

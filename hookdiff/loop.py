@@ -114,8 +114,8 @@ class Loop(ReadOnly):
 
     def prepare(self) -> None:
         """Prepare the model and make `net`, the optimizers and the gradients; no state is loaded."""
-        self.adopted.clear()
-        self.hook.prepare_model(loop=self)
+        with self.adopted.taking():
+            self.hook.prepare_model(loop=self)
         net = self.hook.wrap_net(loop=self, net=self.model)
         optimizers = self._state.hold(self._make_optimizers(self.model))
         self._set(net=net.train(), optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted))
