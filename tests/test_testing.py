@@ -183,6 +183,8 @@ def test_a_run_that_a_plugin_ends_may_end_before_the_last_save() -> None:
     assert_removable(Stops)
     with refused(ValueError, 7, 12):
         assert_resumes(Stops, at=[12])
+    with refused(ValueError, 12):
+        assert_removable(Stops, at=12)
 
 
 class Early:

@@ -23,7 +23,7 @@ def assert_resumes(
     state went through files. The message names what differs first.
 
     make_plugin: returns a new plugin, such as `lambda: EMA(decay=0.9)`. others: functions that make the other plugins
-    of the run, by name. loop: further arguments of `toy_loop`; model and objective are copied for each run.
+    of the run, by name. loop: further arguments of `toy_loop`; each run gets copies of model and objective.
     """
     with Runs(make_plugin, others, loop) as runs:
         whole, resumed = _whole_run(runs), Record("the resumed run")
@@ -85,6 +85,8 @@ def assert_removable(
         ):
             record, run_dir = Record(what, until=at), runs.new_folder()
             runs.train(record, place=first, run_dir=run_dir)
+            if record.saved is None:
+                raise ValueError(f"{what}, ended before it could be saved at step {at}")
             try:
                 runs.train(record, place=then, run_dir=run_dir, process=1, fresh=True)
             except UserError as error:

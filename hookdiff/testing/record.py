@@ -28,6 +28,9 @@ from hookdiff.testing.toy import toy_loop
 
 PLUGIN = "plugin"  # the name of the tested plugin in its runs
 
+# A loop changes these; of a Feed it changes the attributes, and not the samples.
+_COPIES: Mapping[str, Callable[[Any], Any]] = {"model": copy.deepcopy, "objective": copy.deepcopy, "data": copy.copy}
+
 
 @define(eq=False)
 class Record:
@@ -118,7 +121,7 @@ class Runs:
 
     make_plugin: Callable[[], object]
     others: Mapping[str, Callable[[], object]]
-    options: Mapping[str, Any]  # of toy_loop; the model and the objective are copied for each loop
+    options: Mapping[str, Any]  # of toy_loop
     _folder: TemporaryDirectory[str] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -150,8 +153,7 @@ class Runs:
         place: of the plugin among the others; None leaves it out. process: each number has other states of the global
         generators. fresh: the plugin ignores its saved state.
         """
-        kept = {key: value for key, value in self.options.items() if key not in ("model", "objective")}
-        copied = {key: copy.deepcopy(value) for key, value in self.options.items() if key not in kept}
+        copies = {key: copying(self.options[key]) for key, copying in _COPIES.items() if key in self.options}
         plugins = [(name, make()) for name, make in self.others.items()]
         if place is not None:
             plugins.insert(place, (PLUGIN, self.make_plugin()))
@@ -161,8 +163,7 @@ class Runs:
                 run_dir=run_dir or self.new_folder(),
                 resume=record.saved is not None,
                 fresh=[PLUGIN] if fresh else (),
-                **copied,
-                **kept,
+                **{**self.options, **copies},
             )
             loop.plugins.instrument(watch)
             loop.run()
