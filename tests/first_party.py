@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "memory": {"empty_cache_every": 6},
     "samples": {"every": 4, "num": 4, "scale": 1},
     "spectral": {"layers": ["2.3"]},
+    "stop_early": {"metric": "loss", "patience": 99},
 }
 KINDS: dict[str, Any] = {
     name: entry.load()

@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, hookimpl
+from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, UnknownWeights, hookimpl
 from hookdiff.data import digits
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Process
 from hookdiff.testing import CountTransfers, assert_resumes, assert_same, toy_loop
+from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
-from tests.conftest import Restores
+from tests.conftest import Restores, saved
 
 
 class Net(nn.Module):
@@ -310,7 +311,7 @@ class Still:
 def test_the_held_out_loss_has_the_same_noise_each_time() -> None:
     loop, heard = make(LossMonitor(every=4), 50, before={"still": Still()}, steps=10, model=Net(dropout=0.5))
     loop.run()
-    measured = [logged["loss/held_out"] for logged in heard.values.values() if "loss/held_out" in logged]
+    measured = [logged["val/loss"] for logged in heard.values.values() if "val/loss" in logged]
     assert len(measured) == 3  # at 4, at 8, and at the end
     assert len(set(measured)) == 1
 
@@ -330,17 +331,17 @@ def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
         losses = [float(diffusion(loop.model, diffusion.draw(batch, generator)).loss) for _ in range(100)]
     # One measurement has 50 draws of noise, so its error is that of such a mean.
     spread = float(numpy.std(losses))
-    assert heard.values[10]["loss/held_out"] == pytest.approx(numpy.mean(losses), abs=4 * spread)
-    gap = heard.values[10]["loss/held_out"] - heard.values[10]["loss/trained_on"]
-    assert heard.values[10]["loss/held_out_gap"] == pytest.approx(gap, abs=1e-6)
+    assert heard.values[10]["val/loss"] == pytest.approx(numpy.mean(losses), abs=4 * spread)
+    gap = heard.values[10]["val/loss"] - heard.values[10]["val/loss_trained"]
+    assert heard.values[10]["val/loss_gap"] == pytest.approx(gap, abs=1e-6)
     assert abs(gap) < 3 * spread
 
 
-@pytest.mark.parametrize(("every", "steps"), [("1 epochs", [10, 20, 24]), (12, [12, 24]), (0, [])])
+@pytest.mark.parametrize(("every", "steps"), [("1 epochs", [10, 20, 24]), (12, [12, 24]), (0, [24])])
 def test_the_held_out_loss_is_measured_when_due(every: Any, steps: list[int]) -> None:
     loop, heard = make(LossMonitor(every=every), 80, steps=24)
     loop.run()
-    assert [step for step, logged in heard.values.items() if "loss/held_out" in logged] == steps
+    assert [step for step, logged in heard.values.items() if "val/loss" in logged] == steps
 
 
 def test_the_training_is_the_same_with_held_out_measurements() -> None:
@@ -356,7 +357,19 @@ def test_the_training_is_the_same_with_held_out_measurements() -> None:
 def test_without_samples_held_out_there_is_nothing_to_measure() -> None:
     loop, heard = make(LossMonitor(every=1), steps=4)
     loop.run()
-    assert not any("loss/held_out" in logged for logged in heard.values.values())
+    assert not any("val/loss" in logged for logged in heard.values.values())
+
+
+def test_the_held_out_loss_of_an_average() -> None:
+    def measured(name: str) -> float:
+        ema = EMA(decay=0.9)
+        loop, heard = make(LossMonitor(every=0, weights=name), 50, before={"ema": ema}, steps=10)
+        loop.run()
+        return heard.values[10]["val/loss"]
+
+    assert abs(measured("ema") - measured("model")) > 1e-4
+    with pytest.raises(UnknownWeights, match="emma"):
+        measured("emma")
 
 
 def test_samples_are_spread_evenly() -> None:
@@ -398,7 +411,7 @@ def test_a_net_that_memorises_its_samples_is_reported(caplog: pytest.LogCaptureF
     loop, heard = make(LossMonitor(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
     loop.run()
     assert any("overfitted since step" in text for text in warnings(caplog))
-    assert heard.values[800]["loss/held_out_gap"] > 0.5
+    assert heard.values[800]["val/loss_gap"] > 0.5
 
 
 # Resume, ranks, config
@@ -415,6 +428,17 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
         batch_size=32,
         log_every=10,
     )
+
+
+def test_a_run_that_was_done_logs_its_held_out_loss_once() -> None:
+    def start(state: Any) -> tuple[Loop, Heard]:
+        loop, heard = make(LossMonitor(every=5), 50, before={"restores": Restores(state)}, steps=10)
+        loop.run()
+        return loop, heard
+
+    loop, heard = start(None)
+    assert [step for step, values in heard.values.items() if "val/loss" in values] == [5, 10]
+    assert start(saved(loop))[1].values == {}
 
 
 def test_the_number_of_bins_may_change_on_resume() -> None:
@@ -434,7 +458,7 @@ sys.path.insert(0, sys.argv[3])
 from test_loss import LossMonitor, Still, make
 loop, heard = make(LossMonitor(every=10), 50, before={"still": Still()}, steps=10)
 loop.run()
-values = {name: value for name, value in heard.values[10].items() if "snr" in name or "out" in name}
+values = {name: value for name, value in heard.values[10].items() if "snr" in name or "val" in name}
 bins = loop.plugins["loss"]._levels
 means = [(sum(float(o.per_sample.sum()) for o in heard.outputs), sum(len(o.per_sample) for o in heard.outputs))]
 print("RESULT", repr((values, heard.values[10]["loss/unexplained"], means)))
@@ -456,7 +480,7 @@ def test_ranks_sum_their_samples(tmp_path: Path) -> None:
     assert values == other_values
     assert one != two  # each saw its own share
     assert unexplained == other
-    assert "loss/held_out" in values
+    assert "val/loss" in values
 
 
 @pytest.mark.parametrize(
