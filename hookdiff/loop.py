@@ -106,8 +106,8 @@ class Loop(ReadOnly):
         """Train with another `net`, or sample with another `sampler`, during the `with`."""
         return self._lending(net=net or self.net, sampler=sampler or self.sampler)
 
-    def set_micro_batch(self, size: int) -> None:
-        """Send `size` samples at a time through the network from now on."""
+    def set_micro_batch(self, size: int | None) -> None:
+        """Send `size` samples at a time through the network from now on; None: the whole batch."""
         self._set(config=evolve(self.config, micro_batch=size))
         if "run" in self.hparams:
             self.hparams["run"] = {**self.hparams["run"], "micro_batch": size}
