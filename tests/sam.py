@@ -13,10 +13,13 @@ class SAM:
     """Sharpness-aware minimisation: takes the gradient at weights that a first pass has moved uphill."""
 
     rho: float = 0.05
+    after: int = 0  # updates of one pass
 
     @hookimpl
     def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
         output = loop.run_pass(batch)
+        if loop.progress.step < self.after:
+            return output
         scale = self.rho / torch.linalg.vector_norm(loop.gradients.norms)
         own = dict(loop.model.named_parameters())
         moved = {name: own[name].detach() + scale * grad for name, grad in loop.gradients.named().items()}

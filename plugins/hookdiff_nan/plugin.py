@@ -55,7 +55,7 @@ class NaN:
     def on_start(self, loop: Loop) -> None:
         self.can_roll_back = loop.resume is not None and loop.progress.position > 0
         self.buffers = Buffers(loop.model)
-        self._watch = Watch(loop.model)
+        self._watch = Watch(loop.model, loop.adopted.named_parameters())
 
     @hookimpl(tryfirst=True)
     def before_step(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,7 @@ class Watch:
     """
 
     model: nn.Module
+    others: Sequence[tuple[str, Tensor]] = ()  # parameters of other modules, with their names
     bad_loss: bool = field(default=False, init=False)  # the loss of the last micro-batch is not finite
     forward: Forward | None = field(default=None, init=False)
     backward: Backward | None = field(default=None, init=False)
@@ -132,7 +133,7 @@ class Watch:
                 module.register_forward_pre_hook(partial(self._before, place), with_kwargs=True),
                 module.register_forward_hook(partial(self._after, place), with_kwargs=True),
             ]
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in (*self.model.named_parameters(), *self.others):
             if parameter.requires_grad:
                 hook = partial(self._look, name, None)
                 self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
