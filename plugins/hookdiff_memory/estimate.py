@@ -18,6 +18,7 @@ from attrs import define
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
 
 from hookdiff import Batch, Config, ConfigError, InMemory, Loop, UserError, build_loop
 from hookdiff.data import Store
@@ -114,6 +115,8 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
 
     loop = build_loop(config, run_dir, hooks=HOOKS, make=make)
     loop.prepare()
+    for trained in loop.adopted:
+        _make_fake(trained.module, trained.optimizer, mode, device)
     optimizers = (*loop.optimizers, *loop.adopted.optimizers)
     for start in loop.plugins.order("on_start"):  # each plugin by itself
         with noted(f"the plugin {start.plugin_name!r} did not start"):
@@ -183,6 +186,14 @@ def _as_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> n
         for tensors in tables:
             tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
     return model
+
+
+def _make_fake(module: nn.Module, optimizer: Optimizer, mode: FakeTensorMode, device: torch.device) -> None:
+    """Replace all parameters and buffers of `module`, also in `optimizer`, by tensors without values on `device`."""
+    real = list(module.parameters())
+    fakes = dict(zip(real, _as_fakes(module, mode, device).parameters(), strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [fakes[parameter] for parameter in group["params"]]
 
 
 def _batch(loop: Loop, size: int) -> Batch:

@@ -10,10 +10,12 @@ from torch import nn
 from hookdiff import ConfigError, LoopConfig, UserError, hookimpl, load_config
 from hookdiff.builtin.micro_batch import FitMicroBatch, is_out_of_memory
 from hookdiff.disk import flatten
+from hookdiff.models.memory import HeldBytes
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_amp import AMP
 from hookdiff_ema import EMA
 from tests.conftest import check_facts, finish, refused
+from tests.sam import SAM, Uncertainty
 
 WIDE = """
 import resource
@@ -167,6 +169,65 @@ def test_the_trial_changes_nothing():
     assert tree == expected_tree
     assert logged == expected
     assert torch.equal(state, plain_state)
+
+
+class FullInTheSecondPass(SAM):
+    """Raises an out-of-memory error for more than `most` samples at a time, while the weights are moved."""
+
+    most = 3
+
+    @hookimpl
+    def on_start(self, loop):
+        self.own, self.raised = weights(loop), 0
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop, batch):
+        output = yield
+        moved = any(not torch.equal(value, self.own[name]) for name, value in loop.model.state_dict().items())
+        if moved and len(batch) > self.most:
+            self.raised += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return output
+
+
+def test_the_second_pass_counts_and_its_error_leaves_the_weights():
+    full = FullInTheSecondPass()
+    plugins = {"full": full, "weight": Uncertainty(), "micro_batch": FitMicroBatch()}
+    loop = toy_loop(plugins, batch_size=8, steps=1, hparams={"run": {"micro_batch": "auto"}})
+    with loop:
+        assert (loop.config.micro_batch, full.raised) == (2, 2)
+        assert loop.hparams == {"run": {"micro_batch": 2}}
+        assert_same(weights(loop), full.own)
+        assert all(parameter.grad is None for parameter in (*loop.model.parameters(), plugins["weight"].net.weight))
+
+
+def test_if_nothing_fits_the_config_is_as_before():
+    full = FullInTheSecondPass()
+    full.most = 0
+    hparams = {"run": {"micro_batch": "auto"}}
+    loop = toy_loop({"full": full, "micro_batch": FitMicroBatch()}, hparams=hparams)
+    with refused(UserError, "run.micro_batch", "cpu"), loop:
+        pass
+    assert (loop.config.micro_batch, loop.hparams) == (None, hparams)
+    assert_same(weights(loop), full.own)
+
+
+def test_memory_is_reserved_for_the_optimizers_of_plugins():
+    class Big:
+        def __init__(self, kind):
+            self.kind, self.net = kind, nn.Linear(1000, 1000)
+
+        @hookimpl
+        def prepare_model(self, loop):
+            loop.adopt(self, self.net, self.kind(self.net.parameters(), 0.1))
+
+    def most(kind):
+        loop = toy_loop({"big": Big(kind), "micro_batch": FitMicroBatch()})
+        with HeldBytes(()) as held, loop:
+            pass
+        return held.most
+
+    assert most(torch.optim.Adam) - most(torch.optim.SGD) >= 2 * 4 * 1000 * 1000
 
 
 def test_only_an_out_of_memory_error_becomes_a_user_error():

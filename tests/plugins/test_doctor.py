@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from hookdiff import Finding, build_loop, load_config
+from hookdiff import Finding, build_loop, hookimpl, load_config
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Linear
-from hookdiff.testing import toy_loop
+from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_debug import checks
 from hookdiff_debug.checks import cause
 from hookdiff_debug.doctor import as_text, examine
@@ -26,6 +26,7 @@ from hookdiff_lr import LR
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import UNet
 from tests.conftest import check_facts
+from tests.sam import SAM, Uncertainty
 
 CONFIG = """
 [run]
@@ -638,3 +639,35 @@ def test_a_trial_makes_the_steps_of_the_run_over_several_epochs():
     assert isinstance(found.inputs, Inputs)
     assert found.seconds > 0
     assert 0 < found.changes[0] < 1
+
+
+def test_a_trial_of_two_passes_moves_the_weights_as_a_run_does():
+    class Weighs:
+        """Draws other samples in each epoch."""
+
+        @hookimpl
+        def before_epoch(self, loop):
+            loop.feed.weigh(torch.arange(40.0) + 40 * loop.progress.epoch)
+
+    def plugins():
+        torch.manual_seed(0)
+        return {"sam": SAM(rho=0.5), "weight": Uncertainty(), "weighs": Weighs()}
+
+    tried, plain = toy_loop(plugins()), toy_loop(plugins(), steps=12)
+    plain.run()
+    with tried:
+        found = train(tried, 12)
+    assert len(found.rates) == 12
+    assert_same(weights(tried), weights(plain))
+    assert_same({"": tried.plugins["weight"].net.weight}, {"": plain.plugins["weight"].net.weight})
+
+
+def test_the_plugins_of_a_pass_take_part(doctor, folder, hookdiff):
+    names = ["--plugins", "checkpoint,tests.sam:SAM,tests.sam:Uncertainty"]
+    assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=4", *names)[0] == 0
+    before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    code, _, findings = diagnosis(doctor, "run", "--steps", 12)
+    assert code == 0, findings
+    assert "sam" not in findings["left out"]["what"].split(":")[0].split(", ")
+    assert "uncertainty" not in findings["left out"]["what"]
+    assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before

@@ -44,6 +44,12 @@ class Looks(MLP):
     def forward(self, x, timesteps):
         return super().forward(x if self.first.weight.sum() > 0 else -x, timesteps)
 
+class Reads:
+    @hookimpl
+    def accumulate(self, loop, batch):
+        output = loop.run_pass(batch)
+        return output if loop.gradients.total_norm > 1 else loop.run_pass(batch)
+
 class Broken:
     @hookimpl
     def on_start(self, loop):
@@ -170,6 +176,33 @@ def test_a_smaller_micro_batch_needs_less(config):
     assert half.activations == whole.activations - 200 * whole.per_sample
     assert half.peak < whole.peak
     assert (half.batch_size, half.micro_batch) == (400, 200)
+
+
+@pytest.mark.parametrize("amp", [(), ("amp",)], ids=["", "amp"])
+def test_two_passes_are_counted(config, amp):
+    settings = ("model.hidden=400", "run.micro_batch=3")
+    plain = estimate_memory(config("MLP", *settings, plugins=amp))
+    moved = estimate_memory(config("MLP", *settings, plugins=[*amp, "tests.sam:SAM"]))
+    assert moved.notes == ()
+    same = ("parameters", "gradients", "optimizer", "activations", "per_sample", "batch")
+    assert [getattr(moved, name) for name in same] == [getattr(plain, name) for name in same]
+    # The weights, and those that they are moved to, are held while gradients are computed.
+    assert moved.peak > plain.peak + moved.parameters
+
+
+def test_the_module_of_a_plugin_is_counted(config):
+    plain, learned = (estimate_memory(config("MLP", plugins=names)) for names in ((), ["tests.sam:Uncertainty"]))
+    number, weights = 4, 10
+    assert learned.notes == ()
+    assert learned.plugins == {"uncertainty": number * (3 * weights + 1)}  # Adam: two numbers a weight, and a count
+    assert learned.gradients == plain.gradients + number * weights
+
+
+def test_passes_that_need_values_are_noted_and_counted_as_one(config):
+    plain, reads = (estimate_memory(config("MLP", plugins=names)) for names in ((), ["hd_sizes:Reads"]))
+    (note,) = reads.notes
+    check_facts(note, "passes", "values")
+    assert (reads.gradients, reads.peak) == (plain.gradients, plain.peak)
 
 
 def test_a_plugin_that_cannot_be_counted_is_noted(config):
