@@ -413,12 +413,15 @@ def test_two_runs_in_one_script_may_use_the_plugin_one_after_the_other(tmp_path)
 
 
 def test_an_earlier_run_in_the_folder_is_refused_and_left_unchanged(tmp_path):
-    plain(tmp_path, extra={"metrics": Metrics()})
+    def writers():
+        return {"metrics": Metrics(), "ema": EMA(std=[0.1], snapshot_every=5)}
+
+    plain(tmp_path, extra=writers())
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
     assert tmp_path / "metrics.jsonl" in before
     for resume in (False, tmp_path / "checkpoints" / names(4)[0]):
         with refused(UserError, tmp_path / "checkpoints", "resume", "run_dir"):
-            plain(tmp_path, 20, resume=resume, extra={"metrics": Metrics()})
+            plain(tmp_path, 20, resume=resume, extra=writers())
     assert before == {
         path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"
     }
