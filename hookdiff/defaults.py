@@ -36,6 +36,15 @@ class Defaults:
     def wrap_net(self, net: nn.Module) -> nn.Module:
         return net
 
+    @hookimpl
+    def on_ready(self, loop: Loop) -> None:
+        if loop.run_dir and loop.is_main and loop.plugins.keys().isdisjoint(("run_dir", "metrics")):
+            log.warning(
+                "%s: no plugin of this run writes config.toml, metrics.jsonl and outcome.json; to have them: "
+                "Loop(..., plugins={**builtin_plugins(), ...})",
+                loop.run_dir,
+            )
+
     @hookimpl(trylast=True)
     def make_batch(self, batch: Batch) -> Batch:
         return batch
