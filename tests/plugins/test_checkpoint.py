@@ -128,7 +128,8 @@ def plain(run, steps=12, resume=False, extra=None, checkpoint=None, **options):
     """A run of the toy net with this plugin alone, on 4 batches an epoch."""
     run.mkdir(exist_ok=True)
     plugin = checkpoint or Checkpoint(**{"every": 2, "keep_last": 9, **options})
-    loop = toy_loop({**(extra or {}), "checkpoint": plugin}, run_dir=run, resume=resume, steps=steps, batch_size=10)
+    plugins = {"metrics": Metrics(), **(extra or {}), "checkpoint": plugin}
+    loop = toy_loop(plugins, run_dir=run, resume=resume, steps=steps, batch_size=10)
     loop.run()
     return loop
 
