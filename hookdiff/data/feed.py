@@ -49,10 +49,9 @@ class Feed:
     """The epochs of `source` in batches, and this rank's share of each batch.
 
     `source` is a tensor n c h w, an `InMemory` set, `Images` (see `hookdiff.data.Folder`), or any other object with a
-    length and `[i]` (see `Source`). A DataLoader reads samples that are not in memory. The other options are keys of
-    the config table [data].
+    length and `[i]`, such as a list (see `Source`). The other options are keys of the config table [data].
 
-    Raises UserError for a source that cannot be used with these options, and TypeError for an object that is no source.
+    Raises UserError for an object that is no source, or that cannot be used with these options.
     """
 
     source: Any

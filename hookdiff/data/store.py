@@ -17,6 +17,7 @@ from cattrs.errors import BaseValidationError
 from torch import Tensor
 
 from hookdiff.data.memory import InMemory
+from hookdiff.data.mistakes import remedy
 from hookdiff.data.source import Images, Source, with_images
 from hookdiff.data.survey import Survey, check_readable, first_stage_shape, kind_of_shape, survey
 from hookdiff.data.transforms import Transforms, is_paired, size_text
@@ -79,17 +80,16 @@ class Prepared:
 def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
     """Read the headers of `source`, and decode its pictures if `store` keeps them.
 
-    Raises UserError for pictures of different shapes or that cannot be read, and TypeError for an object that is no
-    source.
+    Raises UserError for an object that is no source, and for pictures of different shapes or that cannot be read.
     """
+    if instead := remedy(source):
+        raise UserError(f"a {type(source).__name__} cannot be trained on: {instead}")
     if isinstance(source, Tensor):
         source = InMemory(source)
     if isinstance(source, InMemory):
         prepared = _from_memory(source, transforms, store)
     elif isinstance(source, Images):
         prepared = _from_images(source, transforms, store)
-    elif not isinstance(source, Source):
-        raise TypeError(f"expected images, a tensor, or something with a length and [i], got {type(source).__name__}")
     elif store.store in ("auto", "none"):
         prepared = Prepared(source)
     else:

@@ -11,7 +11,8 @@ from torch import Generator, nn
 
 from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start import Start
-from hookdiff.data import Feed, Images, InMemory, Source, Store, Transforms
+from hookdiff.data import Feed, Store, Transforms
+from hookdiff.data.mistakes import remedy
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config
@@ -121,8 +122,8 @@ def build_feed(config: Config, decode: bool = True) -> Feed:
     Raises ConfigError for data that cannot be trained on.
     """
     source = config.data.build()
-    if not isinstance(source, InMemory | Images | Source):  # a tensor also counts as a Source
-        raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}, which has no length or [i]")
+    if instead := remedy(source):
+        raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}: {instead}")
     store = config.data.of(Store)
     if not decode:
         store = evolve(store, store="auto", memory_limit=0)
