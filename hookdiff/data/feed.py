@@ -133,12 +133,34 @@ class Feed:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample, c h w; the first sample is loaded if nothing else gives it."""
-        shape = self.prepared.survey.shape
-        if not shape:
-            (images, *_) = next(self._loader(0).load(0, [torch.zeros(1, dtype=torch.int64)]))
-            shape = tuple(images.shape[1:])
+        if not (shape := self.prepared.survey.shape):
+            return tuple(self._first.inputs.shape[1:])
         size = self.transforms.image_size
         return shape if size is None else (shape[0], size, size)
+
+    def blank(self, num: int) -> Batch:
+        """Return `num` samples of zeros on the device, of the shapes and dtypes of the data."""
+
+        def zeros(column: Tensor) -> Tensor:
+            return torch.zeros(num, *column.shape[1:], dtype=column.dtype, device=self.device)
+
+        first, index = self._first, torch.zeros(num, dtype=torch.int64)
+        labels = None if first.labels is None else index.to(self.device)
+        conditions = {name: zeros(column) for name, column in first.conditions.items()}
+        return Batch(zeros(first.inputs), labels, index, conditions=conditions)
+
+    @cached_property
+    def _first(self) -> Batch:
+        """The first sample, as the objective gets it; that of `Images`, which have no conditions, is not read."""
+        row = torch.zeros(1, dtype=torch.int64)
+        if isinstance(self.source, Images):
+            return Batch(torch.zeros(1, *self.shape), None if self.labels is None else row)
+        if isinstance(self.samples, InMemory):
+            images, labels, conditions = self.samples.rows(row)
+        else:
+            images, labels, _, conditions = next(self._loader(0).load(0, [row]))
+        labels = row if labels is None and self.labels is not None else labels
+        return center_crop(Batch(images, labels, conditions=conditions), self.transforms)
 
     @property
     def num_classes(self) -> int | None:
