@@ -99,15 +99,16 @@ def _warn_of_unheld(loop: Loop) -> None:
 def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
     """Return labels, conditions and the images to start from, as arguments of the sampler."""
     wanted: dict[str, Any] = {}
-    labels, conditions = request.labels, request.conditions
-    if conditions is None and (names := getattr(loop.objective, "conditions", ())):
+    objective: Any = loop.objective
+    labels, conditions, names = request.labels, request.conditions, getattr(objective, "conditions", ())
+    if conditions is None and names:
         indices = loop.feed.training[request.rows(len(loop.feed.training))]
-        batch = next(loop.feed.unaugmented(indices, request.num))
-        conditions = {name: batch.conditions[name] for name in names}
-        labels = labels or (None if batch.labels is None else tuple(batch.labels.tolist()))
+        conditions = objective.given(next(loop.feed.unaugmented(indices, request.num)))
+        own = conditions.pop("labels", None)
+        labels = labels or (None if own is None else tuple(own.tolist()))
     if conditions is not None:
         wanted["conditions"] = conditions
-    if getattr(loop.objective, "conditional", False):
+    if getattr(objective, "conditional", False):
         num_classes: int = getattr(loop.model, "num_classes", 0)
         labels = labels or request.default_labels(num_classes, loop.feed.labels)
         if len(labels) != request.num or not all(-1 <= label < num_classes for label in labels):

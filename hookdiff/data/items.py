@@ -35,12 +35,11 @@ def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, ind
         raise UserError(f"sample {index} of the data is a {kind}, expected a tensor c h w or a Pillow image")
     place, conditions = f"sample {index} of the data", {}
     try:
-        sides = image.shape[-2:] if isinstance(image, Tensor) else reversed(upright_size(image))
+        sides = _sides(image) if others else ()  # before `fit`, which may reduce or turn an image of Pillow
         pixels = transforms.fit(image)
-        picture = (*pixels.shape[:-2], *sides)
         for name, value in others.items():
             place = f"sample {index} of the data: {name!r}"
-            conditions[name] = _condition(value, picture, transforms)
+            conditions[name] = _condition(value, (*pixels.shape[:-2], *sides), transforms)
     except (OSError, ValueError) as error:
         raise UserError(f"{place}: {reason(error)}") from error
     return pixels, label, index, conditions
@@ -72,15 +71,21 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, numpy.integer))
 
 
+def _sides(image: Any) -> tuple[int, ...]:
+    """Return height and width of a picture."""
+    return tuple(image.shape[-2:]) if isinstance(image, Tensor) else upright_size(image)[::-1]
+
+
 def _condition(value: Any, picture: Sequence[int], transforms: Transforms) -> Tensor:
     """Return `value` as a tensor: the first stage of an image of the size of `picture` (c h w), others as they are.
 
     Raises ValueError for an image that does not fit, and for a value of another type.
     """
     if hasattr(value, "convert"):
-        width, height = upright_size(value)
-        if not is_paired((height, width), picture):
-            raise ValueError(f"an image of {height} x {width}, expected {size_text(picture[1:])} as the picture has")
+        if not is_paired(_sides(value), picture):
+            raise ValueError(
+                f"an image of {size_text(_sides(value))}, expected {size_text(picture[1:])}, as the picture"
+            )
         return evolve(transforms, channels=None).fit(value)
     try:
         found = value if isinstance(value, Tensor) else torch.tensor(value)
