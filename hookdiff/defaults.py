@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 
 from hookdiff.data.batch import Batch
-from hookdiff.errors import UserError
+from hookdiff.errors import HookError, UserError
 from hookdiff.findings import listed
 from hookdiff.hookspecs import hookimpl
 from hookdiff.objective import LossOutput
@@ -36,8 +37,19 @@ class Defaults:
         return net
 
     @hookimpl(trylast=True)
+    def make_batch(self, batch: Batch) -> Batch:
+        return batch
+
+    @hookimpl(trylast=True)
+    def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
+        return loop.run_pass(batch)
+
+    @hookimpl(trylast=True)
     def micro_step(self, loop: Loop, batch: Batch) -> LossOutput:
         output = loop.hook.compute_loss(loop=loop, batch=batch)
+        if output.per_sample is not None:
+            loss = loop.hook.reduce_loss(loop=loop, batch=batch, output=output)
+            output = output if loss is output.loss else evolve(output, loss=_scalar(loss))
         # Weighted by its number of samples, because the last micro-batch may be smaller.
         share = len(batch) * loop.num_ranks / batch.total
         loop.hook.backward(loop=loop, loss=output.loss if share == 1 else output.loss * share)
@@ -47,6 +59,10 @@ class Defaults:
     def compute_loss(self, loop: Loop, batch: Batch) -> LossOutput:
         output = loop.objective(loop.net, batch)
         return output if isinstance(output, LossOutput) else LossOutput(output.mean())
+
+    @hookimpl(trylast=True)
+    def reduce_loss(self, output: LossOutput) -> Tensor:
+        return output.loss
 
     @hookimpl(trylast=True)
     def backward(self, loss: Tensor) -> bool:
@@ -85,6 +101,16 @@ class Defaults:
                 **_wanted(loop, request),
             )
         return Samples(images, name)
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    if loss.dim() or not loss.requires_grad:
+        graph = "with" if loss.requires_grad else "without"
+        raise HookError(
+            f"reduce_loss returned a tensor of shape {tuple(loss.shape)} {graph} a graph; expected a scalar that "
+            "depends on output.per_sample, which an objective must not detach"
+        )
+    return loss
 
 
 def _warn_of_unheld(loop: Loop) -> None:

@@ -2,19 +2,13 @@
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-
-def clear_gradients(optimizers: Iterable[Optimizer]) -> None:
-    """Set the gradients of all parameters to None, as `zero_grad` does, but without its profiler hooks."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+from hookdiff.adopted import Adopted
 
 
 class Gradients:
@@ -27,9 +21,15 @@ class Gradients:
     Only the gradients of parameters that an optimizer holds are read: `names` and `parameters`, in the model's order,
     then those of other modules. A frozen parameter has no gradient; it takes part from the step on in which it is
     thawed. `dtype` is that of the norms: float32, or float64 if a weight is float64.
+
+    A step may have several passes (see the hook `accumulate`). Norms and names are those of the last pass, but the step
+    is finite only if all its passes are. The same holds for the gradients of the modules `adopted` from plugins, which
+    are in no norm.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], adopted: Adopted | None = None) -> None:
+        self._optimizers = (*optimizers, *(adopted.optimizers if adopted else ()))
+        self._adopted = adopted.named_parameters() if adopted else []
         # The gradients of other parameters are never cleared: they grow from step to step, and move no weight.
         held = {p: None for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in model.named_parameters() if p in held}
@@ -39,10 +39,7 @@ class Gradients:
         self._others = {name: p for name, p in model.named_parameters() if p not in held}
         # At least float32, where the squares of half precision do not overflow; torch refuses a dtype that narrows.
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
-        self._norms: Tensor | None = None
-        self._measured: list[Tensor] = []  # the gradients that `_norms` were computed from
-        self._host_loss: float | None = None
-        self._host_total: float | None = None
+        self._forget()
 
     def unheld(self) -> list[str]:
         """Return the parameters of the model that want a gradient and that no optimizer holds, each once."""
@@ -51,14 +48,51 @@ class Gradients:
             del self._others[name]
         return found
 
-    def begin(self, loss: Tensor) -> None:
-        """Begin a step with this `loss`; forget the norms of the step before."""
-        self._loss, self._host_loss = loss, None
+    def _forget(self) -> None:
+        self._earlier: list[Tensor] = []  # loss and total norm of each pass but the last
+        self._pass_loss: Tensor | None = None  # of the last pass
+        self._loss = torch.zeros(())  # of the step
+        self._host_loss: float | None = None
         self.clear()
+
+    def reset(self) -> None:
+        """Begin a step without gradients; forget the passes of the step before."""
+        self._drop()
+        self._forget()
+
+    def _drop(self) -> None:
+        # As `zero_grad` does, but without its profiler hooks.
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def begin(self, loss: Tensor) -> None:
+        """Begin a pass with this `loss`; its gradients are there already."""
+        if self._pass_loss is not None:  # its gradients were not cleared, so they are in the sum of both
+            self._earlier += [self._pass_loss, torch.zeros_like(self._pass_loss)]
+        self._loss = self._pass_loss = loss
+        self._host_loss = None
+        self.clear()
+
+    def zero(self) -> None:
+        """Set all gradients to None between two passes; loss and norm of the first are kept for `finite`."""
+        if self._pass_loss is not None:
+            self._earlier += [self._pass_loss, torch.linalg.vector_norm(self.norms)]
+            self._pass_loss = None
+        self._drop()
+        self.clear()
+
+    def conclude(self, loss: Tensor) -> None:
+        """Let `loss` be the loss of the step, which need not be that of the last pass."""
+        if loss is not self._loss:
+            self.begin(loss)
 
     def clear(self) -> None:
         """Forget the norms, because the gradients have changed."""
-        self._norms = self._host_total = None
+        self._norms: Tensor | None = None
+        self._measured: list[Tensor] = []  # the gradients that `_norms` were computed from
+        self._host_norms: list[float] | None = None  # the total norm, and then losses and norms of all other parts
 
     def named(self) -> dict[str, Tensor]:
         """Return the gradients of the parameters that have one, by parameter name."""
@@ -96,15 +130,25 @@ class Gradients:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and total norm are finite."""
+        """Whether all losses and total norms of the step are finite."""
         return all(map(math.isfinite, self._look()))
 
-    def _look(self) -> tuple[float, float]:
-        # Loss and norm are copied together: this is the only transfer to the host in a step.
-        if self._host_loss is None or self._host_total is None:
+    @property
+    def overflowed(self) -> bool:
+        """Whether the first part of the step that is not finite, a pass or the adopted, has a finite loss."""
+        loss, total, *others = self._look()
+        parts = zip([*others[::2], loss], [*others[1::2], total], strict=True)
+        return next((math.isfinite(loss) for loss, norm in parts if not math.isfinite(loss + norm)), False)
+
+    def _look(self) -> list[float]:
+        # All are copied together: this is the only transfer to the host in a step.
+        if self._host_loss is None or self._host_norms is None:
             total = torch.linalg.vector_norm(self.norms)
-            self._host_loss, self._host_total = torch.stack((self._loss.to(total), total)).tolist()
-        return self._host_loss, self._host_total
+            values = [self._loss, total, *self._earlier]
+            if adopted := [p.grad for _, p in self._adopted if p.grad is not None]:
+                values += [self._loss, torch.linalg.vector_norm(self._measure(adopted))]
+            self._host_loss, *self._host_norms = torch.stack([value.to(total) for value in values]).tolist()
+        return [self._host_loss, *self._host_norms]
 
     def nonfinite(self) -> list[str]:
         """Return the names of the gradients that hold a NaN or an infinity.
@@ -113,20 +157,25 @@ class Gradients:
         finite, the norms are computed again in float64, so that the total is right. Costs a pass over all gradients
         and a transfer.
         """
+        earlier = self._look()[2 : 2 + len(self._earlier)]
+        found = [] if all(map(math.isfinite, earlier)) else ["(of an earlier pass of the step)"]
         named = self.named()
-        if not named:
-            return []
-        flags = torch.stack([torch.isfinite(gradient).all() for gradient in named.values()]).tolist()
-        names = [name for name, finite in zip(named, flags, strict=True) if not finite]
+        everything = [*named.items(), *((name, p.grad) for name, p in self._adopted if p.grad is not None)]
+        if not everything:
+            return found
+        flags = torch.stack([torch.isfinite(gradient).all() for _, gradient in everything]).tolist()
+        names = [name for (name, _), finite in zip(everything, flags, strict=True) if not finite]
         if not names:
             self._measured = list(named.values())
             self._norms = torch.stack([torch.linalg.vector_norm(g.cpu().double()) for g in self._measured])
-            self._host_total = float(torch.linalg.vector_norm(self._norms))
-        return names
+            self._host_norms = [float(torch.linalg.vector_norm(self._norms)), *earlier]
+        return [*names, *found]
 
     def scale_(self, factor: float) -> None:
         """Multiply all gradients by `factor` >= 0 in place; the norms follow."""
-        norms, total = self.norms, self.total_norm
+        norms = self.norms
+        _, total, *others = self._look()
         if self._measured:
             torch._foreach_mul_(self._measured, factor)
-        self._norms, self._host_total = norms * factor, total * factor
+        self._norms = norms * factor
+        self._host_norms = [total * factor, *others]

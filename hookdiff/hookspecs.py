@@ -34,7 +34,8 @@ class Hooks(Protocol):
     def prepare_model(self, loop: Loop) -> None:
         """Moment: once, before the optimizers are made.
 
-        May change: the model in place (shard, compile, freeze, initialise).
+        `loop.adopt` takes a module of the plugin's own here. May change: the model in place (shard, compile, freeze,
+        initialise).
         """
 
     @hookspec(firstresult=True)
@@ -68,6 +69,21 @@ class Hooks(Protocol):
         """
 
     @hookspec
+    def before_epoch(self, loop: Loop) -> None:
+        """Moment: before the first batch of each epoch; not in a run that was resumed within the epoch.
+
+        May change: own state; `loop.feed.weigh(weights)` sets how often each sample is drawn in this epoch.
+        """
+
+    @hookspec(firstresult=True)
+    def make_batch(self, loop: Loop, batch: Batch) -> Batch:
+        """Seam: each step, before the noise is drawn. Return the batch to train on: `batch`, or another one.
+
+        A batch without samples (`batch[:0]`) is skipped: it is consumed, and no other hook of the step is called.
+        May change: nothing. Wrap it to change what other plugins return.
+        """
+
+    @hookspec
     def before_step(self, loop: Loop, batch: Batch) -> None:
         """Moment: each step, before any forward; `batch.draws` holds the noise of the step.
 
@@ -75,8 +91,18 @@ class Hooks(Protocol):
         """
 
     @hookspec(firstresult=True)
+    def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
+        """Seam: each step, all forward and backward passes of `batch`. Return the loss of the step, detached.
+
+        `loop.run_pass(batch)` makes one pass in micro-batches, and adds to the gradients. A further pass with
+        `stream="NAME"` draws other dropout. `loop.gradients.zero()` between two passes drops those of the first. The
+        gradients still carry the loss scale. May change: the gradients; weights only during a pass
+        (`hookdiff.weights.holding`).
+        """
+
+    @hookspec(firstresult=True)
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> LossOutput:
-        """Seam: forward and backward of micro-batch `index` of `count`. Return its loss, detached.
+        """Seam: inside run_pass. Forward and backward of micro-batch `index` of `count`. Return its loss, detached.
 
         May change: adds to the gradients. Wrap it for DDP's `no_sync`.
         """
@@ -86,6 +112,16 @@ class Hooks(Protocol):
         """Seam: inside micro_step. Return the loss with its graph.
 
         May change: nothing. Wrap it for autocast.
+        """
+
+    @hookspec(firstresult=True)
+    def reduce_loss(self, loop: Loop, batch: Batch, output: LossOutput) -> Tensor:
+        """Seam: inside micro_step, outside of autocast. Return the scalar to minimise, with its graph.
+
+        `output.per_sample` (n, float32, with its graph) and `output.weights` (n, or None) are those of the micro-batch,
+        `output.loss` is what the objective makes of them. The result is a mean of terms that depend on one sample each;
+        otherwise it would depend on `micro_batch`. Not called for an objective without `per_sample`.
+        May change: nothing.
         """
 
     @hookspec(firstresult=True)

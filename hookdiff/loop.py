@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,17 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdiff import nonfinite, ranks
+from hookdiff.adopted import Adopted
 from hookdiff.data import Batch, Feed
-from hookdiff.gradients import Gradients, clear_gradients
+from hookdiff.gradients import Gradients
 from hookdiff.log import Log
 from hookdiff.objective import LossOutput, Objective, as_objective, join
 from hookdiff.plugins import Plugins
-from hookdiff.progress import LoopConfig, Progress, Reason, Step
+from hookdiff.progress import End, LoopConfig, Outcome, Progress, Reason, Step
 from hookdiff.randomness import Randomness
 from hookdiff.readonly import ReadOnly
 from hookdiff.sampling import Sampler, SampleRequest, Samples
 from hookdiff.state import Optimizers, RunState
-from hookdiff.weights import choose_weights, holding
+from hookdiff.weights import HeldWeights
 
 
 class Loop(ReadOnly):
@@ -58,40 +57,38 @@ class Loop(ReadOnly):
         fresh: Iterable[str] = (),
     ) -> None:
         config = config or LoopConfig()
+        self.config: Final = config
+        self.plugins: Final = Plugins(plugins or {})
+        self.hook: Final = self.plugins.hook
         self.model: Final = model
         self.net: Final = model
-        self.weights_name: Final[str] = "model"  # "model", or the name of the average that the model holds now
         self._make_optimizers: Final = optimizers if callable(optimizers) else lambda _: optimizers
         self.optimizers: Final[tuple[Optimizer, ...]] = ()
+        self.adopted: Final = Adopted(self.plugins, next(model.parameters()))
+        self.adopt: Final = self.adopted.add  # takes a module of a plugin, in `prepare_model`
         self.gradients: Final = Gradients(model, ())
+        self.weights: Final = HeldWeights(model, lambda: self.hook.offer_weights(loop=self))
         self.objective: Final = as_objective(objective)
         self.sampler: Final = sampler
-        self.config: Final = config
         self.hparams: Final = dict(hparams or {})
         self.run_dir: Final = Path(run_dir) if run_dir else None
         self.resume: Final = self.run_dir if resume is True else Path(resume) if resume else None
         self.is_branch: Final = bool(self.resume and run_dir and self.resume.resolve() != Path(run_dir).resolve())
-        self._must_resume: Final = not isinstance(resume, bool)  # a path must have a checkpoint
-        self._fresh: Final = tuple(fresh)
-        self._resumed: Final = False  # a state was loaded
-        self._has_begun: Final = True  # on_ready has been called, or is not due
-        self.plugins: Final = Plugins(plugins or {})
-        self.hook: Final = self.plugins.hook
         self.progress: Final = Progress()
         self.first_step: Final = 0  # updates made before this process began
-        self.start_time: Final = time.monotonic()  # of this process
-        self.reason: Final[Reason | None] = None  # why the run is over
-        self.message: Final = ""  # of `stop`
-        self.log: Final = Log(self.progress, config.log_every, partial(self.plugins.call, loop=self))
+        self.end: Final = End()  # why the run is over
+        self.stop: Final = self.end.stop
+        self.log: Final = Log(self.progress, self.config.log_every, partial(self.plugins.call, loop=self))
         self.output: Final = LossOutput(torch.zeros(()))  # of the newest step
         self.resources: Final = ExitStack()  # plugins push their clean-up
         self.rank: Final = ranks.rank()
         self.num_ranks: Final = ranks.num_ranks()
         self.is_main: Final = self.rank == 0  # only this rank writes files and calls sinks
         self.device: Final = next(model.parameters()).device
-        self.random: Final = Randomness(config.seed, self.rank)
+        self.random: Final = Randomness(self.config.seed, self.rank)
         self.feed: Final = Feed.of(data).bind(config.batch_size, config.seed, self.device, self.rank, self.num_ranks)
-        self._state: Final = RunState(model, self.plugins, self.progress, self.log, self.feed, self.hparams)
+        parts = (model, self.plugins, self.adopted, self.progress, self.log, self.feed, self.hparams)
+        self._state: Final = RunState(*parts, self.resume, not isinstance(resume, bool), tuple(fresh))
         self._set(_is_made=True)
 
     def run(self) -> Reason:
@@ -99,26 +96,11 @@ class Loop(ReadOnly):
         with self:
             for _ in self.steps():
                 pass
-        return self.reason or "done"
-
-    def stop(self, reason: Reason = "plugin", message: str = "") -> None:
-        """End the run after the current step; the first call counts. `message` stands in the summary of the run."""
-        self._set(reason=self.reason or reason, message=self.message if self.reason else message)
+        return self.end.reason or "done"
 
     def sample(self, request: SampleRequest) -> Samples:
         """Make images by the hook `sample`."""
         return self.hook.sample(loop=self, request=request)
-
-    @contextmanager
-    def weights(self, name: str | None) -> Iterator[str]:
-        """Let the model hold the weights called `name` during the `with`, which yields their name.
-
-        None asks for the first average that a plugin offers, or else for the model's own. Raises UnknownWeights.
-        """
-        offers: Any = self.hook.offer_weights(loop=self) if self.weights_name == "model" else ()
-        chosen, values = choose_weights(name, self.weights_name, offers)
-        with holding(self.model, values()), self._lending(weights_name=chosen):
-            yield chosen
 
     def using(self, *, net: nn.Module | None = None, sampler: Sampler | None = None) -> AbstractContextManager[None]:
         """Train with another `net`, or sample with another `sampler`, during the `with`."""
@@ -132,34 +114,31 @@ class Loop(ReadOnly):
 
     def prepare(self) -> None:
         """Prepare the model and make `net`, the optimizers and the gradients; no state is loaded."""
-        self.hook.prepare_model(loop=self)
+        with self.adopted.taking():
+            self.hook.prepare_model(loop=self)
         net = self.hook.wrap_net(loop=self, net=self.model)
         optimizers = self._state.hold(self._make_optimizers(self.model))
-        self._set(net=net.train(), optimizers=optimizers, gradients=Gradients(self.model, optimizers))
+        self._set(net=net.train(), optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the run, which the seam `restore` returns later. The tensors are not copied."""
-        assert self.weights_name == "model", "the state of a run was asked for while the model held other weights"
+        assert self.weights.name == "model", "the state of a run was asked for while the model held other weights"
         return self._state.state_dict()
 
     def __enter__(self) -> Loop:
-        self._set(start_time=time.monotonic(), reason=None, message="")
+        self.end.begin()
         with ExitStack() as on_error:
             on_error.push(self)
             self.prepare()
-            saved = self.hook.restore(loop=self)
-            self._state.check(saved, self.resume, self._must_resume, self.plugins.implement("restore"))
-            self._state.load(saved)
-            self.hook.on_start(loop=self)
-            self._state.load_plugins(saved, self._fresh)
-            self._set(first_step=self.progress.step, _resumed=bool(saved), _has_begun=False)
+            with self._state.loading(self.hook.restore(loop=self), self.plugins.implement("restore")):
+                self.hook.on_start(loop=self)
+            self._set(first_step=self.progress.step)
             on_error.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         with closing(self.feed), self.resources:
-            reason = "error" if error else self.reason or "plugin"
-            self._set(reason=reason)
+            reason = self.end.close(failed=error is not None)
             self.resources.callback(self.log.flush)  # also when a plugin fails, and before the sinks close
             if error:
                 self.hook.on_exception(loop=self, error=error)
@@ -168,18 +147,20 @@ class Loop(ReadOnly):
     def steps(self) -> Iterator[Step]:
         """Train, and yield after each step: a script may read, log, call `stop`, or break."""
         self.config.check_length()
-        while not self._is_over():
+        while not self.end.is_reached(self.config, self.progress):
             yield from self.run_epoch()
 
     def run_epoch(self) -> Iterator[Step]:
         """Train on the rest of the current epoch."""
-        self._begin()
-        if self.reason:  # a plugin has stopped the run in on_ready
+        self.hook.on_ready(loop=self, resumed=self._state.is_resumed)  # the first time only
+        if not self.end.reason and self.feed.begin(self.progress.epoch):
+            self.hook.before_epoch(loop=self)
+        if self.end.reason:  # a plugin has stopped the run
             return
         for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
             yield self.run_step(batch)
             self.hook.between_steps(loop=self)
-            if self._is_over():
+            if self.end.is_reached(self.config, self.progress):
                 break
         if self.feed.exhausted(self.progress.samples):
             self.progress.end_epoch()
@@ -188,50 +169,51 @@ class Loop(ReadOnly):
 
     def run_step(self, batch: Batch) -> Step:
         """Train on `batch` and return the outcome; a run that is stopped already trains nothing."""
-        self._begin()
+        self.hook.on_ready(loop=self, resumed=self._state.is_resumed)  # the first time only
         progress = self.progress
-        if self.reason:
-            return Step(progress.step, "stopped", math.nan, math.nan)
+        total = batch.total
+        if self.end.reason:
+            return progress.consume(total, "stopped")
+        made = self.hook.make_batch(loop=self, batch=batch)
+        if not len(made):
+            return progress.consume(total, "skipped")
+        batch = evolve(made, total=total * len(made) // len(batch))  # their number may have changed
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
-        clear_gradients(self.optimizers)
-        outputs = []
-        parts = batch.split(self.config.micro_batch)  # the draws are sliced too
-        for index, part in enumerate(parts):
-            self.random.seed_dropout(progress.position, index, self.device)
-            outputs.append(self.hook.micro_step(loop=self, batch=part, index=index, count=len(parts)))
-        self._set(output=join(outputs, parts))
-        self.gradients.begin(self.output.loss)
+        self.gradients.reset()
+        self._set(output=self.hook.accumulate(loop=self, batch=batch))
+        self.gradients.conclude(self.output.loss)
         if not self.hook.unscale(loop=self):
-            return progress.consume(batch.total, "void", self.gradients.loss, self.gradients.total_norm)
-        if report := nonfinite.examine(batch, self.output, self.gradients, progress, self.feed):
-            return self._not_finite(batch, report)
+            return progress.consume(total, "void", self.gradients.loss, self.gradients.total_norm)
+        report = nonfinite.examine(batch, self.output, self.gradients, progress, self.feed)
         loss = self.gradients.loss
         norm = self.gradients.total_norm  # before any clipping
+        if report:
+            return progress.consume(total, self._not_finite(report), loss, norm)
         self.hook.after_backward(loop=self)
         if not self.hook.optimizer_step(loop=self):
-            return progress.consume(batch.total, "held", loss, norm)
-        step = progress.consume(batch.total, "updated", loss, norm)
+            return progress.consume(total, "held", loss, norm)
+        self.adopted.update(progress.step + 1)
+        step = progress.consume(total, "updated", loss, norm)
         self.log.average({"loss": loss, "grad_norm": norm})
         self.hook.after_optimizer_step(loop=self)
         return step
 
-    def _begin(self) -> None:
-        """Call `on_ready` before the first step of this process."""
-        if not self._has_begun:
-            self._set(_has_begun=True)
-            self.hook.on_ready(loop=self, resumed=self._resumed)
+    def run_pass(self, batch: Batch, stream: str = "model") -> LossOutput:
+        """Run `batch` forward and backward in micro-batches; return the loss, detached. See the hook `accumulate`."""
+        outputs = []
+        parts = batch.split(self.config.micro_batch)  # the draws are sliced too
+        for index, part in enumerate(parts):
+            self.random.seed_dropout(self.progress.position, index, self.device, stream)
+            outputs.append(self.hook.micro_step(loop=self, batch=part, index=index, count=len(parts)))
+        output = join(outputs, parts)
+        self.gradients.begin(output.loss)
+        return output
 
-    def _not_finite(self, batch: Batch, report: nonfinite.NonFinite) -> Step:
+    def _not_finite(self, report: nonfinite.NonFinite) -> Outcome:
         verdict = nonfinite.decide(report, self.hook.on_nan(loop=self, report=report))
-        loss, norm = self.gradients.loss, self.gradients.total_norm
-        if verdict == "stop":
-            self.stop("on_nan")  # the batch is not counted, so that a resumed run begins with it
-            return Step(self.progress.step, "stopped", loss, norm)
         if verdict == "rollback":
-            self._state.roll_back(self.hook.restore(loop=self), self.first_step, self._fresh)
-        return self.progress.consume(batch.total, "skipped", loss, norm)
-
-    def _is_over(self) -> bool:
-        self._set(reason=self.reason or self.config.limit_reached(self.progress, self.start_time))
-        return self.reason is not None
+            self._state.roll_back(self.hook.restore(loop=self), self.first_step)
+        elif verdict == "stop":
+            self.stop("on_nan")
+        return "stopped" if verdict == "stop" else "skipped"

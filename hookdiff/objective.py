@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Generator, Tensor, nn
 
 from hookdiff.data.batch import Batch
@@ -15,19 +15,28 @@ from hookdiff.data.batch import Batch
 log = logging.getLogger("hookdiff")
 
 
+def _single(values: Tensor | None) -> Tensor | None:
+    return values.float() if values is not None and values.itemsize < 4 else values
+
+
 @define(eq=False, frozen=True)
 class LossOutput:
-    """The loss of a batch, and values of each sample for monitoring."""
+    """The loss of a batch, and values of each sample: for the hook `reduce_loss`, and for monitoring."""
 
     loss: Tensor  # scalar: the mean over the samples
-    per_sample: Tensor | None = None  # n, before any weights
+    per_sample: Tensor | None = field(default=None, converter=_single)  # n, float32, with its graph, before any weights
     timesteps: Tensor | None = None  # n; t or sigma if the process has no timesteps
     log_snr: Tensor | None = None  # n, natural logarithm; minus infinity for pure noise
+    weights: Tensor | None = None  # n, by which `loss` weighs the samples; None if it does not
 
     def detach(self) -> LossOutput:
         """Return the same values without their graph."""
-        columns = (self.per_sample, self.timesteps, self.log_snr)
-        return LossOutput(self.loss.detach(), *(None if column is None else column.detach() for column in columns))
+        return LossOutput(self.loss.detach(), *(None if one is None else one.detach() for one in self.columns))
+
+    @property
+    def columns(self) -> tuple[Tensor | None, ...]:
+        """The values of each sample, in the order of the fields."""
+        return self.per_sample, self.timesteps, self.log_snr, self.weights
 
 
 class Objective(Protocol):
@@ -69,5 +78,5 @@ def join(outputs: Sequence[LossOutput], parts: Sequence[Batch]) -> LossOutput:
         return outputs[0]
     samples = sum(len(part) for part in parts)
     loss = torch.stack([o.loss * (len(part) / samples) for o, part in zip(outputs, parts, strict=True)]).sum()
-    columns = zip(*((o.per_sample, o.timesteps, o.log_snr) for o in outputs), strict=True)
+    columns = zip(*(output.columns for output in outputs), strict=True)
     return LossOutput(loss, *(None if None in column else torch.cat(column) for column in columns))

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pluggy
 from attrs import evolve
-from torch import nn
+from torch import Tensor, nn
 
+from hookdiff.data.batch import Batch
 from hookdiff.defaults import Defaults
 from hookdiff.dispatch import Call, Contract, Watch, bind, compile_hook, in_order
 from hookdiff.errors import PluginError, nearest
@@ -20,13 +21,16 @@ from hookdiff.sampling import Samples
 log = logging.getLogger("hookdiff")
 
 # A plugin's tensors are saved in a file with the plugin's name; these names are taken.
-RESERVED = ("defaults", "manifest", "model", "optimizers")
+RESERVED = ("data", "defaults", "manifest", "model", "optimizers")
 # The results of the hooks, as `Hooks` declares them; the others return nothing.
 RESULTS: Mapping[str, type] = {
     "wrap_net": nn.Module,
     "restore": Mapping,
+    "make_batch": Batch,
+    "accumulate": LossOutput,
     "micro_step": LossOutput,
     "compute_loss": LossOutput,
+    "reduce_loss": Tensor,
     "backward": bool,
     "unscale": bool,
     "on_nan": str,
@@ -56,6 +60,7 @@ class Plugins(Mapping[str, object]):
         for name, plugin in (*self._plugins.items(), ("defaults", Defaults())):
             self._register(name, plugin)
         self._started: set[str] = set()
+        self._is_ready = True  # on_ready has been called since on_start
         self._calls = SimpleNamespace()
         self.hook = cast(Hooks, self._calls)
         self.instrument(None)
@@ -98,6 +103,8 @@ class Plugins(Mapping[str, object]):
         contract = Contract(name, is_seam, RESULTS.get(name, NoneType), to_the_end=is_last)
         if name == "on_start":
             return self._starting(contract, calls)
+        if name == "on_ready":
+            return self._once(contract, calls)
         return self._stopping(contract, calls) if is_last else compile_hook(contract, calls)
 
     def _starting(self, contract: Contract, calls: list[Call]) -> Callable[..., Any]:
@@ -115,9 +122,21 @@ class Plugins(Mapping[str, object]):
 
         def on_start(**arguments: Any) -> Any:
             self._started = set(self._plugins) - {call.plugin for call in calls}  # those that have nothing to start
+            self._is_ready = False
             return start(**arguments)
 
         return on_start
+
+    def _once(self, contract: Contract, calls: list[Call]) -> Callable[..., Any]:
+        """Return `on_ready`, which reaches the plugins at its first call after `on_start`."""
+        ready = compile_hook(contract, calls)
+
+        def on_ready(**arguments: Any) -> Any:
+            if not self._is_ready:
+                self._is_ready = True
+                ready(**arguments)
+
+        return on_ready
 
     def _stopping(self, contract: Contract, calls: list[Call]) -> Callable[..., Any]:
         """Return `on_exception` or `on_stop`, which reach all plugins that have started."""

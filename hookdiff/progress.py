@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 import time
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from attrs import Attribute, asdict, define, field, validators
 
 from hookdiff.errors import UserError
 from hookdiff.options import about
 from hookdiff.ranks import first_rank_says
+from hookdiff.readonly import ReadOnly
 
 _UNITS = {"step": 1, "steps": 1, "epoch": 1, "epochs": 1, "s": 1, "sec": 1, "min": 60, "h": 3600}
 AUTO = "auto"  # in a config: a micro_batch that is measured when the run starts
@@ -27,7 +28,8 @@ class Step:
     """The outcome of one batch."""
 
     step: int  # updates so far, this one included if there was one
-    outcome: Outcome  # void: the loss scale was too high; skipped, stopped: by on_nan; held: by optimizer_step
+    # void: the loss scale was too high; skipped: by on_nan or make_batch; stopped: by on_nan; held: by optimizer_step
+    outcome: Outcome
     loss: float
     grad_norm: float  # L2 over all gradients at true scale, before any clipping
 
@@ -41,11 +43,15 @@ class Progress:
     epoch: int = 0  # epochs completed
     samples: int = 0  # samples consumed in the current epoch, over all ranks
 
-    def consume(self, samples: int, outcome: Outcome, loss: float, grad_norm: float) -> Step:
-        """Count one batch of `samples` samples as consumed, and the update if there was one."""
-        self.position += 1
-        self.samples += samples
-        self.step += outcome == "updated"
+    def consume(self, samples: int, outcome: Outcome, loss: float = math.nan, grad_norm: float = math.nan) -> Step:
+        """Count one batch of `samples` samples as consumed, and the update if there was one.
+
+        A batch that stopped the run is not counted, so that a resumed run begins with it.
+        """
+        if outcome != "stopped":
+            self.position += 1
+            self.samples += samples
+            self.step += outcome == "updated"
         return Step(self.step, outcome, loss, grad_norm)
 
     def end_epoch(self) -> None:
@@ -188,3 +194,34 @@ class LoopConfig:
             return "done"
         limit = self.max_time.amount
         return "time" if limit and first_rank_says(time.monotonic() - start_time >= limit) else None
+
+
+class End(ReadOnly):
+    """Whether, why and since when the part of a run in this process is over."""
+
+    def __init__(self) -> None:
+        self.reason: Final[Reason | None] = None  # None: it goes on
+        self.message: Final = ""  # for people
+        self.start_time: Final = time.monotonic()
+        self._set(_is_made=True)
+
+    def begin(self) -> None:
+        """Forget an earlier end, and start the clock."""
+        self._set(start_time=time.monotonic(), reason=None, message="")
+
+    def stop(self, reason: Reason = "plugin", message: str = "") -> None:
+        """End the run after the current step; the first call counts. `message` stands in the summary of the run."""
+        if self.reason is None:
+            self._set(reason=reason, message=message)
+
+    def is_reached(self, config: LoopConfig, progress: Progress) -> bool:
+        """Return whether the run is over, by `stop` or by a limit of `config`."""
+        if self.reason is None and (reason := config.limit_reached(progress, self.start_time)):
+            self.stop(reason)  # unless a signal has stopped it meanwhile
+        return self.reason is not None
+
+    def close(self, failed: bool) -> Reason:
+        """Return the final reason, which is "error" if the run has `failed`."""
+        reason = "error" if failed else self.reason or "plugin"
+        self._set(reason=reason)
+        return reason

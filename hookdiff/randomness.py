@@ -92,13 +92,13 @@ class Randomness:
             generator = self._generators[stream, device] = Generator(device)
         return generator.manual_seed(derive_seed(self.seed, stream, position, self.rank))
 
-    def seed_dropout(self, position: int, part: int, device: torch.device) -> None:
+    def seed_dropout(self, position: int, part: int, device: torch.device, stream: str = "model") -> None:
         """Seed the default generators that dropout draws from, for micro-batch `part` of `position`.
 
         Dropout must use the default ones: activation checkpointing replays no other. `torch.manual_seed` does the
         same, eighty times slower.
         """
-        seed = derive_seed(self.seed, "model", position, self.rank, part)
+        seed = derive_seed(self.seed, stream, position, self.rank, part)
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)

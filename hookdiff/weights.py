@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from hookdiff.readonly import ReadOnly
 from hookdiff.sampling import UnknownWeights
 
 Tensors = Callable[[], Mapping[str, Tensor]]
@@ -27,6 +28,26 @@ def choose_weights(name: str | None, held: str, offers: Any) -> tuple[str, Tenso
     if chosen not in known:
         raise UnknownWeights(chosen, tuple(known))
     return chosen, known[chosen]
+
+
+class HeldWeights(ReadOnly):
+    """The weights that a model holds: its own, or for a while those that a plugin offers (`offer_weights`)."""
+
+    def __init__(self, model: nn.Module, offers: Callable[[], Any]) -> None:
+        self.name: Final[str] = "model"  # "model", or the name of the average that the model holds now
+        self._model: Final = model
+        self._offers: Final = offers
+        self._set(_is_made=True)
+
+    @contextmanager
+    def __call__(self, name: str | None) -> Iterator[str]:
+        """Let the model hold the weights called `name` during the `with`, which yields their name.
+
+        None asks for the first average that a plugin offers, or else for the model's own. Raises UnknownWeights.
+        """
+        chosen, values = choose_weights(name, self.name, self._offers() if self.name == "model" else ())
+        with holding(self._model, values()), self._lending(name=chosen):
+            yield chosen
 
 
 @contextmanager

@@ -94,7 +94,10 @@ def test_the_core_knows_no_plugin() -> None:
 # Names of plugins that the core also uses for something else, such as a logged value, with the files that use them.
 OWN_USES = {
     "loss": {"hookdiff/cli/summary.py", "hookdiff/diffusion/losses.py", "hookdiff/loop.py"},
-    "lr": {"hookdiff/experiment/optimizers.py", "hookdiff/state.py"},  # the learning rate of a group of weights
+    "lr": {
+        "hookdiff/experiment/optimizers.py",
+        "hookdiff/models/optimizer_state.py",
+    },  # the learning rate of a group of weights
     "memory": {"hookdiff/data/store.py"},
     "progress": {"hookdiff/state.py"},
 }
@@ -113,7 +116,7 @@ def loop_class() -> ast.ClassDef:
 
 
 def test_the_loop_and_its_step_are_short() -> None:
-    assert len((CORE / "loop.py").read_text("utf-8").splitlines()) < 240
+    assert len((CORE / "loop.py").read_text("utf-8").splitlines()) < 220
     (step,) = (node for node in loop_class().body if isinstance(node, ast.FunctionDef) and node.name == "run_step")
     assert step.end_lineno is not None
     assert step.end_lineno - step.lineno < 40
@@ -165,9 +168,10 @@ def test_attributes_of_a_loop_are_read_only() -> None:
 PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
+    "hookdiff.gradients",
     *("hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors", "hookdiff.experiment.optimizers"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory"),
-    *("hookdiff.randomness", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
+    *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
 }
 
 
@@ -187,11 +191,11 @@ def test_a_plugin_imports_only_public_names_and_its_own_package(path: Path) -> N
 # The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
 ROOMS = [
     *("errors", "readonly", "ranks", "versions", "findings"),
-    *("randomness", "options", "choices", "gradients", "dispatch"),
+    *("randomness", "options", "choices", "dispatch"),
     *("disk", "data", "progress", "objective", "sampling", "weights", "models", "diffusion"),
-    *("log", "nonfinite", "state"),
+    *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("sinks", "testing", "builtin", "experiment", "cli", "__init__"),
+    *("sinks", "periodic", "evaluation", "testing", "builtin", "experiment", "cli", "__init__"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # the other three import `Loop` for type checkers
 

@@ -81,7 +81,7 @@ def test_weights_are_those_of_a_hand_written_loop():
         x = data[order[8 * position : 8 * position + 8]]
         generator = torch.Generator().manual_seed(derive_seed(3, "noise", position))
         noise = torch.randn(x.shape, generator=generator)
-        level = torch.randint(0, 10, (8,), generator=generator).unsqueeze(1) / 10
+        level = (torch.randint(0, 10, (8,), generator=generator).unsqueeze(1) + 1) / 10
         loss = (model(x + level * noise) - noise).square().mean(1).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -220,10 +220,10 @@ def test_a_stop_has_a_message_that_the_run_records(tmp_path):
 
     loop = toy_loop({**builtin_plugins(signals=False), "stops": Stops()}, run_dir=tmp_path / "run")
     assert loop.run() == "plugin"
-    assert loop.message == "fd is below 3 at step 1"
+    assert loop.end.message == "fd is below 3 at step 1"
     record = json.loads((tmp_path / "run" / "outcome.json").read_text())
-    assert record == {"reason": "plugin", "message": loop.message, "step": 1, "epoch": 0}
-    check_facts(summary(loop, "plugin", "mine", 1.0), loop.message)
+    assert record == {"reason": "plugin", "message": loop.end.message, "step": 1, "epoch": 0}
+    check_facts(summary(loop, "plugin", "mine", 1.0), loop.end.message)
 
 
 def test_a_run_without_a_length_is_refused_and_single_steps_need_none():
@@ -279,7 +279,7 @@ def test_a_run_that_is_stopped_in_on_ready_trains_nothing(by):
             assert loop.run_step(next(iter(loop.feed.batches(0)))).outcome == "stopped"
         else:
             assert list(getattr(loop, by)()) == []
-    assert (len(ready.heard), loop.reason, loop.message) == (1, "plugin", "nothing to do")
+    assert (len(ready.heard), loop.end.reason, loop.end.message) == (1, "plugin", "nothing to do")
     assert recorder.named("before_step") == []
     assert_same(weights(loop), before)
 
@@ -479,7 +479,7 @@ def test_a_nan_reaches_on_nan_before_any_weight_changes(gradient_only, caplog):
                 break
             before.append(weights(loop))
     assert recorder.named("on_nan") == ["on_nan 2"]
-    assert loop.reason == "on_nan"
+    assert loop.end.reason == "on_nan"
     assert_same(weights(loop), before[-1])
     assert loop.progress.step == loop.progress.position == 2  # a resumed run gets the same batch again
     assert ("0.weight" in caplog.text) or not gradient_only

@@ -46,7 +46,7 @@ for loop in (first, second):
     distributed.barrier()
     time.sleep(0.15 * rank)  # the clock of the second rank starts later
     loop.run()
-print("RESULT", (first.progress.step, second.reason, second.progress.step, plugin.steps))
+print("RESULT", (first.progress.step, second.end.reason, second.progress.step, plugin.steps))
 distributed.destroy_process_group()
 """
 

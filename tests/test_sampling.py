@@ -132,13 +132,13 @@ def test_weights_are_lent_by_name_and_come_back() -> None:
         own = weights(loop)
         for name, expected, factor in ((None, "two", 2), ("three", "three", 3), ("other/three",) * 2 + (3,)):
             with loop.weights(name) as lent:
-                assert loop.weights_name == lent == expected
+                assert loop.weights.name == lent == expected
                 assert_same(weights(loop), {key: factor * value for key, value in own.items()})
                 with loop.weights(None) as again:  # a plugin may sample while weights are lent
                     assert again == expected
         with pytest.raises(ZeroDivisionError), loop.weights("two"):
             raise ZeroDivisionError
-        assert loop.weights_name == "model"
+        assert loop.weights.name == "model"
         assert_same(weights(loop), own)
         with refused(UnknownWeights, "tree", "three") as caught, loop.weights("tree"):
             pass

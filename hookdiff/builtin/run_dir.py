@@ -75,7 +75,7 @@ class RunDir:
         if loop.run_dir is None or not self._is_ready:
             return
         progress = loop.progress
-        record = {"reason": reason, "message": loop.message, "step": progress.step, "epoch": progress.epoch}
+        record = {"reason": reason, "message": loop.end.message, "step": progress.step, "epoch": progress.epoch}
         try:
             with new_file(loop.run_dir / OUTCOME) as partial:
                 write_file(partial, f"{json.dumps(record)}\n".encode())

@@ -42,7 +42,7 @@ class Signals:
                 os.kill(os.getpid(), number)
             elif number in (signal.SIGINT, signal.SIGTERM):
                 self._stop(loop, number)
-            elif loop.reason is None:  # not counted as a first signal: a scheduler may send SIGTERM next
+            elif loop.end.reason is None:  # not counted as a first signal: a scheduler may send SIGTERM next
                 loop.stop("time")
                 log.warning("the time is nearly up: stopping after this step")
 
@@ -58,7 +58,7 @@ class Signals:
             signal.signal(each, signal.SIG_DFL)
         if sys.__stderr__ and sys.__stderr__.isatty():
             sys.__stderr__.write("\x1b[?25h")  # show the cursor, which a progress bar hides
-        action = "stopping after this step" if loop.reason is None else "the run is already ending"
+        action = "stopping after this step" if loop.end.reason is None else "the run is already ending"
         self.caught = number
         loop.stop("signal")
         log.warning("%s; a second signal ends the process at once", action)

@@ -1,7 +1,6 @@
 """The plugin that skips batches at the start of a run, such as one with a NaN."""
 
 import logging
-import math
 
 from attrs import define, field
 from attrs.validators import ge
@@ -30,5 +29,5 @@ class SkipBatches:
             if feed.exhausted(progress.samples):
                 progress.end_epoch()
             left = len(feed.training) - progress.samples
-            progress.consume(min(feed.batch_size, left), "skipped", math.nan, math.nan)
+            progress.consume(min(feed.batch_size, left), "skipped")
         log.info("skipped batches: training begins at batch %d instead of %d", progress.position, first)

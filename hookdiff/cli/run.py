@@ -79,7 +79,7 @@ def train(
         longer = f"hookdiff resume {source} --{unit} N{out}"
         click.echo(f"{source} is already done, with {made} of {length} {unit}; to train longer: {longer}")
     else:
-        click.echo(summary(loop, reason, config.run.name, time.monotonic() - loop.start_time))
+        click.echo(summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time))
         if reason in ("signal", "time") and loop.progress.step and loop.plugins.implement("restore"):
             click.echo(f"to continue: hookdiff resume {run_dir}")
     sys.exit(128 + signals.caught if signals.caught and reason == "signal" else EXIT_CODES[reason])

@@ -16,8 +16,8 @@ def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
     """Return the summary of the run called `name`, which took `seconds`."""
     assert loop.run_dir
     end = "out of time" if reason == "time" else _ENDS.get(reason, reason)
-    if loop.message:
-        end = f"{end} ({loop.message})"
+    if loop.end.message:
+        end = f"{end} ({loop.end.message})"
     took = f"{int(seconds) // 60}:{int(seconds) % 60:02} min"
     done = f"{end} after {loop.progress.step} steps, {loop.progress.epoch} epochs, in {took}"
     rows = [(str(path), _describe(path, loop.log.details)) for path in sorted(loop.run_dir.glob(_VISIBLE))]

@@ -7,7 +7,7 @@ changes nothing. Batches that workers loaded ahead and that were not consumed ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
 from itertools import repeat
@@ -84,6 +84,8 @@ class Feed:
     usable: Tensor = field(init=False)  # n, int64, sorted: positions of the samples with a readable header
     training: Tensor = field(init=False)  # the usable samples to train on
     held_out_indices: Tensor = field(init=False)  # the usable samples held out
+    epoch: int | None = field(init=False, default=None)  # the last one that `begin` began
+    weights: Tensor | None = field(init=False, default=None)  # of `weigh`, in that epoch
     _rows: Tensor | None = field(init=False, default=None)  # for each sample, the row of its pixels in `samples`
     _reported: set[int] = field(init=False, factory=set)  # unreadable samples with a warning in the log
     _idle: list[Loader] = field(init=False, factory=list)  # loaders that wait for the next epoch
@@ -119,6 +121,7 @@ class Feed:
         """
         self.batch_size, self.seed, self.device = batch_size, seed, device
         self.rank, self.num_ranks, self._idle = rank, num_ranks, []
+        self.epoch = self.weights = None
         if isinstance(self.samples, InMemory):
             self.samples = self.samples.to(device)
         if batch_size < num_ranks:
@@ -192,9 +195,47 @@ class Feed:
         """Return whether an epoch has no further batch after its first `start` samples."""
         return len(self.training) - start < self._smallest
 
+    def begin(self, epoch: int) -> bool:
+        """Forget the weights of another epoch; return whether `epoch` begins, in this run or the one resumed from."""
+        if self.epoch == epoch:
+            return False
+        self.epoch, self.weights = epoch, None
+        return True
+
+    def weigh(self, weights: Tensor | None) -> None:
+        """Draw sample k of the whole set in proportion to `weights[k]` >= 0 (n), until the end of the epoch.
+
+        It counts from the next call of `batches`; None draws each training sample once. Call it in `before_epoch`.
+        Raises ValueError for weights of another number, that are negative or not finite, or 0 for all training samples.
+        """
+        if weights is not None:
+            weights = weights.detach().double().cpu()
+            if weights.shape != (len(self.samples),):
+                raise ValueError(f"weights of the shape {tuple(weights.shape)} for {len(self.samples)} samples")
+            if not (weights.isfinite() & (weights >= 0)).all() or not weights[self.training].any():
+                raise ValueError("weights of samples must be finite, at least 0, and not all 0")
+            if self.balanced:
+                raise UserError("data.balanced = true decides how often a sample is drawn, so it cannot be weighted")
+            weights = weights / weights.max()  # so that the sum is finite
+        self.weights = weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of samples to train on, the epoch, and its weights if there are any."""
+        weights = {} if self.weights is None else {"weights": self.weights}
+        return {"num_samples": len(self.training), "epoch": self.epoch, **weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the epoch and its weights."""
+        self.epoch = state.get("epoch")
+        self.weigh(state.get("weights"))
+
     def order(self, epoch: int) -> Tensor:
         """Return the samples of `epoch` in their order: int64, positions in the whole set."""
         generator = Generator().manual_seed(derive_seed(self.seed, "data", epoch))
+        if self.weights is not None:
+            chances = self.weights[self.training].cumsum(0)  # torch.multinomial takes at most 2**24 samples
+            drawn = torch.rand(len(self.training), generator=generator, dtype=torch.float64) * chances[-1]
+            return self.training[torch.searchsorted(chances, drawn, right=True)]
         if self.balanced:
             assert self.labels is not None
             return self.training[balanced(self.labels[self.training], generator)]

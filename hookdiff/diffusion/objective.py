@@ -212,11 +212,11 @@ class Diffusion:
             shapes = f"{tuple(output.shape)} for images of shape {tuple(target.shape)}"
             raise ValueError(f"the network returned shape {shapes}")
         error = self.loss(output.float(), target)
-        if type(self.weighting) is UniformWeighting:
-            return LossOutput(error.mean(), error.detach().flatten(1).mean(1), times, log_snr.flatten())
         per_sample = error.flatten(1).mean(1)
+        if type(self.weighting) is UniformWeighting:
+            return LossOutput(error.mean(), per_sample, times, log_snr.flatten())
         weights = self.weighting.weights(self.prediction, alpha.flatten(), sigma.flatten())
-        return LossOutput((weights * per_sample).mean(), per_sample.detach(), times, log_snr.flatten())
+        return LossOutput((weights * per_sample).mean(), per_sample, times, log_snr.flatten(), weights)
 
     def floor(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
         """Return the least squared error of a network that knows only the mean and the variance of the data.

@@ -1,7 +1,6 @@
 """The plugin `amp`."""
 
 import logging
-import math
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
@@ -57,7 +56,7 @@ class AMP:
         self._dtype = DTYPES.get(precision)
         if self._dtype is not torch.float16:
             return
-        for name, parameter in loop.model.named_parameters():
+        for name, parameter in (*loop.model.named_parameters(), *loop.adopted.named_parameters()):
             if parameter.requires_grad and parameter.dtype in DTYPES.values():
                 raise UserError(
                     f"plugins.amp: {name} is {parameter.dtype}; a gradient scaler needs trained weights in float32, "
@@ -89,15 +88,19 @@ class AMP:
     def unscale(self, loop: Loop) -> bool:
         if self.scaler is None:
             return PASS
-        for optimizer in loop.optimizers:
+        optimizers = (*loop.optimizers, *loop.adopted.optimizers)
+        for optimizer in optimizers:
             self.scaler.unscale_(optimizer)
+        loop.gradients.clear()
         # The loop needs the same transfer later, so it costs nothing here.
-        if loop.gradients.finite or not math.isfinite(loop.gradients.loss):
+        if loop.gradients.finite or not loop.gradients.overflowed:
             return True
         scale = self.scaler.get_scale()
-        flags = [flag for o in loop.optimizers for flag in self.scaler._found_inf_per_device(o).values()]
-        if scale <= self.min_scale or not any(flag.item() for flag in flags):
+        if scale <= self.min_scale or not loop.gradients.nonfinite():
             return True
+        for optimizer in optimizers:
+            for flag in self.scaler._found_inf_per_device(optimizer).values():
+                flag.fill_(1)  # also if the overflow was in an earlier pass, whose gradients are gone
         self._fell = [*self._fell[1 - _KEPT :], [loop.progress.position, scale]]
         self._lower()
         self._buffers.put_back()

@@ -36,7 +36,7 @@ def write_weights(out: Path, net: nn.Module, about: Mapping[str, str]) -> str:
 
 def about(loop: Loop, origin: str | None) -> dict[str, str]:
     """Return the metadata of the current weights of `loop`, which come from the file `origin` or from the run."""
-    return {"hookdiff": version("hookdiff"), "step": str(loop.progress.step), "weights": origin or loop.weights_name}
+    return {"hookdiff": version("hookdiff"), "step": str(loop.progress.step), "weights": origin or loop.weights.name}
 
 
 def plain_tensors(net: nn.Module) -> dict[str, Tensor]:

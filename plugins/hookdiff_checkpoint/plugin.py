@@ -158,7 +158,7 @@ class Checkpoint:
                 (folder / _PROBE).touch()
                 (folder / _PROBE).unlink()
             except OSError as error:
-                if error.errno == errno.EROFS and loop.reason:
+                if error.errno == errno.EROFS and loop.end.reason:
                     return  # the run is over, and on a read-only disk no process can have left anything
                 raise cannot_write(folder, error) from None
             found, damaged = find_checkpoints(folder.parent)

@@ -8,7 +8,7 @@ from attrs import define, field
 from attrs.validators import ge, in_
 from torch import Tensor
 
-from hookdiff import Due, Every, Loop, Reason, SampleRequest, UserError, hookimpl, parse_every
+from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, parse_every
 from hookdiff.options import about
 from hookdiff_fid.digits import DigitsNet, load_digits_net
 from hookdiff_fid.frechet import Moments, frechet_distance
@@ -20,16 +20,18 @@ FEATURES = {"digits": load_digits_net}  # functions that return a network in eva
 
 
 @define(eq=False)
-class FID:
+class FID(Periodic):
     """Logs the Fréchet distance of generated images to the whole training set as `fd/NAME`, NAME being `features`.
 
     With features of Inception the distance is called FID; with others it has a scale of its own. It falls with the
     number of samples (see `frechet_distance`), so compare values only if `num_samples`, features and data are equal.
     Images are clipped to [-1, 1], as they are when saved. Each measurement uses the same noise, so that a curve shows
-    the progress of the training and not that of chance. The last step of a run that is done is always measured.
+    the progress of the training and not that of chance.
     """
 
-    every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; 0: only at the end"))
+    every: Every = field(
+        default=Every(1000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
+    )
     num_samples: int = field(default=1000, validator=ge(2), metadata=about("images generated for a measurement"))
     features: str = field(default="digits", validator=in_(tuple(FEATURES)), metadata=about("network for the features"))
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
@@ -39,8 +41,6 @@ class FID:
     batch_size: int = field(default=256, validator=ge(1), metadata=about("images generated and measured at a time"))
     net: DigitsNet = field(init=False)
     reference: Moments = field(init=False)  # of the training data
-    due: Due = field(init=False)
-    last: int | None = field(init=False, default=None)  # last measured step
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -55,22 +55,10 @@ class FID:
             logger.info("fid: %d images %s", self.num_samples, when)
         real = loop.feed.unaugmented(loop.feed.training, self.batch_size)
         self.reference = Moments.from_chunks(self._features(batch.inputs, "images of the data") for batch in real)
-        self.due, self.last = Due(self.every), None
 
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if self.due.after_step(loop.progress.step):
-            self.measure(loop)
-
-    @hookimpl
-    def on_epoch_end(self, loop: Loop) -> None:
-        if self.due.after_epoch(loop.progress.epoch):
-            self.measure(loop)
-
-    @hookimpl
-    def on_stop(self, loop: Loop, reason: Reason) -> None:
-        if reason == "done" and self.last != loop.progress.step:
-            self.measure(loop)
+    def act(self, loop: Loop) -> None:
+        """Measure the current weights."""
+        self.measure(loop)
 
     def measure(self, loop: Loop) -> float:
         """Generate images with the current weights, log their distance to the data, and return it.
@@ -86,11 +74,10 @@ class FID:
             moments = moments.merge(chunk) if moments else chunk
         assert moments
         distance = frechet_distance(moments, self.reference)
-        self.last = loop.progress.step
         loop.log({f"fd/{self.features}": distance})
         if loop.is_main:
             message = "fd/%s %.4g at step %d: %d images of %s against %d of the data, %.1f s"
-            counts = (self.last, moments.num, made.weights, self.reference.num)
+            counts = (loop.progress.step, moments.num, made.weights, self.reference.num)
             logger.info(message, self.features, distance, *counts, time.monotonic() - start_time)
         return distance
 

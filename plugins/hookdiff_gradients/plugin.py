@@ -237,7 +237,7 @@ class GradientMonitor(Limits):
 
     @hookimpl
     def on_stop(self, loop: Loop) -> None:
-        was_done = loop.reason == "done" and loop.progress.step == loop.first_step  # and has been logged before
+        was_done = loop.end.reason == "done" and loop.progress.step == loop.first_step  # and has been logged before
         if loop.is_main and not was_done and (conclusion := conclude(self._num_diagnoses, self._found, self._num_nan)):
             log.info("gradients: %s", conclusion)
 

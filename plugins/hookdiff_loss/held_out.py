@@ -6,7 +6,7 @@ import torch
 from attrs import asdict, define, field
 from torch import Generator, Tensor
 
-from hookdiff import Alarms, Finding, Loop, evaluating
+from hookdiff import Alarms, Finding, Loop
 from hookdiff.randomness import derive_seed
 
 RISE = 1.03  # ratio to the lowest held-out loss
@@ -18,19 +18,18 @@ def fixed_loss(loop: Loop, indices: Tensor) -> Tensor:
     """Return the loss over the samples `indices` (n, int64), not augmented: scalar, on the device.
 
     Noise and times depend on the place in `indices` alone, so that two measurements differ by the weights. Each rank
-    takes its share. The model is in eval mode and without gradients.
+    takes its share.
     """
     # Equal shares: a sharded model must be called equally often on all ranks.
     share = indices[loop.rank : len(indices) - len(indices) % loop.num_ranks : loop.num_ranks]
     size = loop.config.micro_batch or loop.config.batch_size
     generator = Generator(loop.device)
     total = torch.zeros(2, device=loop.device)  # loss, samples
-    with evaluating(loop.model):
-        for position, batch in enumerate(loop.feed.unaugmented(share, size)):
-            generator.manual_seed(derive_seed(loop.config.seed, "evaluate", position, loop.rank))
-            drawn = loop.objective.draw(batch, generator)
-            loss = loop.hook.compute_loss(loop=loop, batch=drawn).loss.float()
-            total += torch.stack((loss * len(batch), torch.full_like(loss, len(batch))))
+    for position, batch in enumerate(loop.feed.unaugmented(share, size)):
+        generator.manual_seed(derive_seed(loop.config.seed, "evaluate", position, loop.rank))
+        drawn = loop.objective.draw(batch, generator)
+        loss = loop.hook.compute_loss(loop=loop, batch=drawn).loss.float()
+        total += torch.stack((loss * len(batch), torch.full_like(loss, len(batch))))
     if loop.num_ranks > 1:
         torch.distributed.all_reduce(total)
     return total[0] / total[1]

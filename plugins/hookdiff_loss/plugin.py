@@ -7,7 +7,7 @@ from attrs import define, evolve, field
 from attrs.validators import ge, gt, lt
 from torch import Tensor
 
-from hookdiff import Alarms, Batch, Due, Every, Loop, Reason, hookimpl, parse_every
+from hookdiff import Alarms, Batch, Evaluation, Every, Loop, hookimpl, parse_every
 from hookdiff.findings import little_learned, report
 from hookdiff.options import about
 from hookdiff_loss.diagnosis import Findings, LossTrends
@@ -19,7 +19,7 @@ WORSE = 1.1  # error over the target's variance, which is the error of a constan
 
 
 @define(eq=False)
-class LossMonitor:
+class LossMonitor(Evaluation):
     """Reports a loss that spikes, diverges, oscillates or stays flat, overfitting, and noise levels not learned.
 
     It logs the smoothed loss, the loss in bins of the log-SNR beside their floor (see `Diffusion.floor`), and the loss
@@ -51,7 +51,14 @@ class LossMonitor:
     every: Every = field(
         default=Every(1, "epochs"),
         converter=parse_every,
-        metadata=about("how often the loss of held-out samples is measured, beside the end of the run"),
+        kw_only=True,
+        metadata=about("how often the loss of held-out samples is measured; 0: only when the run is done"),
+    )
+    # Not those of an average: an average is late, and the other values here are of the model's own weights.
+    weights: str | None = field(
+        default="model",
+        kw_only=True,
+        metadata=about('"model", or the name of an average to measure on held-out samples'),
     )
     _smoothed: Smoothed = field(init=False)
     _diagnosis: LossTrends = field(init=False)
@@ -62,8 +69,6 @@ class LossMonitor:
     _alarms: Alarms = field(init=False, factory=Alarms)
     _unexplained: float = field(init=False, default=0.0)  # share of the target's variance, when last logged
     _overfitting: Overfitting = field(init=False)
-    _due: Due = field(init=False)
-    _measured_at: int | None = field(init=False, default=None)  # step of the last held-out loss
 
     def __attrs_post_init__(self) -> None:
         if 0 < self.plateau < 10 * self.window:
@@ -75,7 +80,6 @@ class LossMonitor:
     def on_start(self, loop: Loop) -> None:
         edges = bin_edges(loop.objective, self.bins)
         self._levels = NoiseLevels(loop.objective, edges, loop.device, self.patience)
-        self._due, self._measured_at = Due(self.every), None
 
     @hookimpl
     def before_step(self, batch: Batch) -> None:
@@ -101,36 +105,24 @@ class LossMonitor:
             if len(columns) == 3:
                 loop.log(self._levels.close(self._updates, loop.num_ranks > 1), detail=True)
             self._updates = 0
-        if self._due.after_step(step):
-            self._measure(loop)
-
-    @hookimpl
-    def on_epoch_end(self, loop: Loop) -> None:
-        if self._due.after_epoch(loop.progress.epoch):
-            self._measure(loop)
 
     @hookimpl
     def on_nan(self, loop: Loop) -> None:
         self._report(loop, self._diagnosis.conclude(loop.progress.step))
 
-    @hookimpl
-    def on_stop(self, loop: Loop, reason: Reason) -> None:
-        if reason == "done" and self.every.amount and self._measured_at != loop.progress.step:
-            self._measure(loop)
-
-    def _measure(self, loop: Loop) -> None:
+    def evaluate(self, loop: Loop) -> dict[str, Tensor]:
+        """Return the loss on the held-out samples, the loss on as many trained ones, and the difference."""
         held = loop.feed.held_out_indices
         if not len(held):
-            return
-        self._measured_at = loop.progress.step
-        # Equally many samples of the training set, with the same noise: the two differ by the samples alone.
-        held_out, trained_on = fixed_loss(loop, held), fixed_loss(loop, some_of(loop.feed.training, len(held)))
-        loop.log({"loss/held_out": held_out, "loss/trained_on": trained_on, "loss/held_out_gap": held_out - trained_on})
+            return {}
+        # With the same noise: the two differ by the samples alone.
+        held_out, trained = fixed_loss(loop, held), fixed_loss(loop, some_of(loop.feed.training, len(held)))
+        return {"loss": held_out, "loss_trained": trained, "loss_gap": held_out - trained}
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        if "loss/held_out" in values:
-            report(step, self._overfitting.observe(step, values["loss/held_out"], values["loss/trained_on"]))
+        if "val/loss_trained" in values:
+            report(step, self._overfitting.observe(step, values["val/loss"], values["val/loss_trained"]))
         self._unexplained = values.get("loss/unexplained", self._unexplained)
         if values.get("loss/unlearned", self._unlearned) != self._unlearned:
             unlearned = self._levels.unlearned()  # a second transfer
@@ -156,11 +148,12 @@ class LossMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the curve, of the noise levels and of the held-out loss, and the reported findings."""
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        parts = {**super().state_dict(), **{name: part.state_dict() for name, part in self._parts.items()}}
         return {**parts, "updates": self._updates, "unlearned": self._unlearned, "unexplained": self._unexplained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
+        super().load_state_dict(state)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         self._updates, self._unlearned, self._unexplained = state["updates"], state["unlearned"], state["unexplained"]

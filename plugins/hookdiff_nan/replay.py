@@ -125,7 +125,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
                     say(_summary(step) if good else f"{_summary(step)}\n{_finder(loop).diagnosis}")
                     return good
                 position = loop.progress.position
-    say(f"the run ended at batch {position}, before batch {place['position']}: {loop.reason}")
+    say(f"the run ended at batch {position}, before batch {place['position']}: {loop.end.reason}")
     return False
 
 

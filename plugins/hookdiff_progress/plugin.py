@@ -112,7 +112,7 @@ class Pace:
         if total is not None and steps_now > steps:
             left.append((total - steps_now) * seconds / (steps_now - steps))
         if config.max_time.amount:
-            left.append(config.max_time.amount - (now - self._loop.start_time))
+            left.append(config.max_time.amount - (now - self._loop.end.start_time))
         if left:
             yield f"ETA {clock(max(0.0, min(left)))}"
 

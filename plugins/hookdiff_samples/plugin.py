@@ -6,7 +6,7 @@ import torch
 from attrs import define, field
 from attrs.validators import ge, optional
 
-from hookdiff import Due, Every, Loop, Reason, SampleRequest, hookimpl, parse_every
+from hookdiff import Every, Loop, Periodic, SampleRequest, hookimpl, parse_every
 from hookdiff.disk import save_grid
 from hookdiff.options import about
 
@@ -14,7 +14,7 @@ log = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
-class SampleGrid:
+class SampleGrid(Periodic):
     """Generates images from the same noise at regular intervals, so that one can see the model learn.
 
     A grid of them is saved as `samples/step-00001000.png` in the run directory, if there is one, and sent to the sinks.
@@ -35,33 +35,16 @@ class SampleGrid:
     weights: str | None = field(
         default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
     )
-    _due: Due = field(init=False)
-    _made_at: int | None = field(init=False, default=None)  # step of the last grid
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self._due = Due(self.every)
         loop.sample(SampleRequest(0, weights=self.weights))  # refuses unknown weights before the run starts
 
-    @hookimpl
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if self._due.after_step(loop.progress.step):
-            self._make(loop)
-
-    @hookimpl
-    def on_epoch_end(self, loop: Loop) -> None:
-        if self._due.after_epoch(loop.progress.epoch):
-            self._make(loop)
-
-    @hookimpl
-    def on_stop(self, loop: Loop, reason: Reason) -> None:
-        if reason == "done" and self._made_at != loop.progress.step:
-            self._make(loop)
-
-    def _make(self, loop: Loop) -> None:
+    def act(self, loop: Loop) -> None:
+        """Make the images, on the main rank."""
         if not loop.is_main:
             return
-        step = self._made_at = loop.progress.step
+        step = loop.progress.step
         # A part of this size fits into memory, as it does in training; the images do not depend on the size.
         size = loop.config.micro_batch or loop.config.batch_size
         requests = [

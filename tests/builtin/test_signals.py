@@ -97,7 +97,7 @@ def test_a_signal_during_the_start_ends_the_run_before_its_first_step():
 def test_a_signal_at_the_end_leaves_a_run_done(caplog):
     sends = Sends("on_stop", at=20)
     loop, signals, reason = stopped(sends)
-    assert (reason, loop.reason, sends.after, signals.caught) == ("done", "done", [20], INT)
+    assert (reason, loop.end.reason, sends.after, signals.caught) == ("done", "done", [20], INT)
     assert levels(caplog) == ["WARNING"]
 
 

@@ -520,7 +520,7 @@ def test_a_plugin_may_have_any_name(tmp_path):
         def after_optimizer_step(self):
             self.held += 1
 
-    odd = [".hidden", "../up", "a b:C", "é", "nul\n", "%2Ehidden", "data", "-"]
+    odd = [".hidden", "../up", "a b:C", "é", "nul\n", "%2Ehidden", "log", "-"]
     plain(tmp_path, 4, extra={name: Holds() for name in odd})
     extra = {name: Holds() for name in odd}
     plain(tmp_path, 6, resume=True, extra=extra)

@@ -154,7 +154,7 @@ def test_the_weights_come_back_when_sampling_fails():
         with pytest.raises(RuntimeError, match="mine"):
             loop.sample(SampleRequest(1))
         assert_same(weights(loop), before)
-        assert loop.weights_name == "model"
+        assert loop.weights.name == "model"
 
 
 def test_it_logs_its_distance():

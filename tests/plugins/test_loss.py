@@ -1,4 +1,3 @@
-import copy
 import json
 import logging
 import math
@@ -15,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff import PASS, Batch, Feed, Finding, InMemory, Loop, LossOutput, hookimpl
+from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, UnknownWeights, hookimpl
 from hookdiff.data import digits
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Process
-from hookdiff.disk import flatten
-from hookdiff.testing import CountTransfers, assert_same, toy_loop
+from hookdiff.testing import CountTransfers, assert_resumes, assert_same, toy_loop
+from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
+from tests.conftest import Restores, saved
 
 
 class Net(nn.Module):
@@ -284,7 +284,7 @@ def test_a_batch_that_is_skipped_does_not_spoil_the_floor() -> None:
 
 def test_an_objective_without_noise_levels_is_not_split() -> None:
     heard = Heard()
-    toy_loop({"loss": LossMonitor(), "heard": heard}).run()
+    toy_loop({"loss": LossMonitor(), "heard": heard}, objective=lambda net, batch: net(batch.inputs).square()).run()
     assert heard.values[20].keys() == {"loss", "grad_norm", "loss/smooth", "loss/deviation", "loss/spikes"}
 
 
@@ -311,7 +311,7 @@ class Still:
 def test_the_held_out_loss_has_the_same_noise_each_time() -> None:
     loop, heard = make(LossMonitor(every=4), 50, before={"still": Still()}, steps=10, model=Net(dropout=0.5))
     loop.run()
-    measured = [logged["loss/held_out"] for logged in heard.values.values() if "loss/held_out" in logged]
+    measured = [logged["val/loss"] for logged in heard.values.values() if "val/loss" in logged]
     assert len(measured) == 3  # at 4, at 8, and at the end
     assert len(set(measured)) == 1
 
@@ -331,17 +331,17 @@ def test_the_held_out_loss_is_that_of_the_samples_held_out() -> None:
         losses = [float(diffusion(loop.model, diffusion.draw(batch, generator)).loss) for _ in range(100)]
     # One measurement has 50 draws of noise, so its error is that of such a mean.
     spread = float(numpy.std(losses))
-    assert heard.values[10]["loss/held_out"] == pytest.approx(numpy.mean(losses), abs=4 * spread)
-    gap = heard.values[10]["loss/held_out"] - heard.values[10]["loss/trained_on"]
-    assert heard.values[10]["loss/held_out_gap"] == pytest.approx(gap, abs=1e-6)
+    assert heard.values[10]["val/loss"] == pytest.approx(numpy.mean(losses), abs=4 * spread)
+    gap = heard.values[10]["val/loss"] - heard.values[10]["val/loss_trained"]
+    assert heard.values[10]["val/loss_gap"] == pytest.approx(gap, abs=1e-6)
     assert abs(gap) < 3 * spread
 
 
-@pytest.mark.parametrize(("every", "steps"), [("1 epochs", [10, 20, 24]), (12, [12, 24]), (0, [])])
+@pytest.mark.parametrize(("every", "steps"), [("1 epochs", [10, 20, 24]), (12, [12, 24]), (0, [24])])
 def test_the_held_out_loss_is_measured_when_due(every: Any, steps: list[int]) -> None:
     loop, heard = make(LossMonitor(every=every), 80, steps=24)
     loop.run()
-    assert [step for step, logged in heard.values.items() if "loss/held_out" in logged] == steps
+    assert [step for step, logged in heard.values.items() if "val/loss" in logged] == steps
 
 
 def test_the_training_is_the_same_with_held_out_measurements() -> None:
@@ -357,7 +357,19 @@ def test_the_training_is_the_same_with_held_out_measurements() -> None:
 def test_without_samples_held_out_there_is_nothing_to_measure() -> None:
     loop, heard = make(LossMonitor(every=1), steps=4)
     loop.run()
-    assert not any("loss/held_out" in logged for logged in heard.values.values())
+    assert not any("val/loss" in logged for logged in heard.values.values())
+
+
+def test_the_held_out_loss_of_an_average() -> None:
+    def measured(name: str) -> float:
+        ema = EMA(decay=0.9)
+        loop, heard = make(LossMonitor(every=0, weights=name), 50, before={"ema": ema}, steps=10)
+        loop.run()
+        return heard.values[10]["val/loss"]
+
+    assert abs(measured("ema") - measured("model")) > 1e-4
+    with pytest.raises(UnknownWeights, match="emma"):
+        measured("emma")
 
 
 def test_samples_are_spread_evenly() -> None:
@@ -399,48 +411,40 @@ def test_a_net_that_memorises_its_samples_is_reported(caplog: pytest.LogCaptureF
     loop, heard = make(LossMonitor(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
     loop.run()
     assert any("overfitted since step" in text for text in warnings(caplog))
-    assert heard.values[800]["loss/held_out_gap"] > 0.5
+    assert heard.values[800]["val/loss_gap"] > 0.5
 
 
 # Resume, ranks, config
 
 
-class Restored:
-    """Starts from a state, and keeps that of a step."""
-
-    def __init__(self, state: Any = PASS, keep: int = -1) -> None:
-        self.state, self.keep = state, keep
-
-    @hookimpl
-    def restore(self) -> Any:
-        return self.state
-
-    @hookimpl(trylast=True)
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.progress.step == self.keep:
-            self.kept = copy.deepcopy(loop.state_dict())
+def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
+    assert_resumes(
+        lambda: LossMonitor(every=5, window=20, plateau=0),
+        at=(3, 10, 14),
+        model=Net(),
+        objective=Diffusion(VP(schedule="cosine")),
+        data=Feed(InMemory(digits().images[:400]), held_out=50),
+        steps=24,
+        batch_size=32,
+        log_every=10,
+    )
 
 
-@pytest.mark.parametrize("cut", [3, 10, 14])
-def test_a_resumed_run_is_the_run_that_was_never_stopped(cut: int) -> None:
-    def start(restored: Restored) -> tuple[Loop, Heard]:
-        loop, heard = make(LossMonitor(every=5, window=20, plateau=0), 50, before={"restored": restored}, steps=24)
+def test_a_run_that_was_done_logs_its_held_out_loss_once() -> None:
+    def start(state: Any) -> tuple[Loop, Heard]:
+        loop, heard = make(LossMonitor(every=5), 50, before={"restores": Restores(state)}, steps=10)
         loop.run()
         return loop, heard
 
-    restored = Restored(keep=cut)
-    whole, logged = start(restored)
-    again, heard_again = start(Restored(restored.kept))
-    (tensors, tree), (other, other_tree) = flatten(whole.state_dict()), flatten(again.state_dict())
-    assert_same(tensors, other)
-    assert json.dumps(tree, sort_keys=True) == json.dumps(other_tree, sort_keys=True)
-    assert heard_again.values == {step: values for step, values in logged.values.items() if step > cut}
+    loop, heard = start(None)
+    assert [step for step, values in heard.values.items() if "val/loss" in values] == [5, 10]
+    assert start(saved(loop))[1].values == {}
 
 
 def test_the_number_of_bins_may_change_on_resume() -> None:
-    restored = Restored(keep=7)
-    make(LossMonitor(), before={"restored": restored}, steps=7)[0].run()
-    loop, heard = make(LossMonitor(bins=20), before={"restored": Restored(restored.kept)}, steps=20)
+    first = Restores(at=7)
+    make(LossMonitor(), before={"restores": first}, steps=7)[0].run()
+    loop, heard = make(LossMonitor(bins=20), before={"restores": Restores(first.state)}, steps=20)
     loop.run()
     assert any(name.startswith("loss/snr-15:") for name in heard.values[20])
 
@@ -454,7 +458,7 @@ sys.path.insert(0, sys.argv[3])
 from test_loss import LossMonitor, Still, make
 loop, heard = make(LossMonitor(every=10), 50, before={"still": Still()}, steps=10)
 loop.run()
-values = {name: value for name, value in heard.values[10].items() if "snr" in name or "out" in name}
+values = {name: value for name, value in heard.values[10].items() if "snr" in name or "val" in name}
 bins = loop.plugins["loss"]._levels
 means = [(sum(float(o.per_sample.sum()) for o in heard.outputs), sum(len(o.per_sample) for o in heard.outputs))]
 print("RESULT", repr((values, heard.values[10]["loss/unexplained"], means)))
@@ -476,7 +480,7 @@ def test_ranks_sum_their_samples(tmp_path: Path) -> None:
     assert values == other_values
     assert one != two  # each saw its own share
     assert unexplained == other
-    assert "loss/held_out" in values
+    assert "val/loss" in values
 
 
 @pytest.mark.parametrize(

@@ -400,7 +400,7 @@ def test_a_resumed_run_can_roll_back_at_once_and_has_the_state_that_was_saved(tm
         assert {**sees.seen, "last": saved.state_dict()["last"]} == saved.state_dict()
         assert [values[0] for values in sees.seen["last"]] == [1.0, 2.0, 3.0]
         assert [step.outcome for step in steps] == ["updated", "updated"]
-    assert loop.reason == "done"
+    assert loop.end.reason == "done"
 
 
 def test_a_run_does_not_roll_back_for_ever(tmp_path, caplog):

@@ -1,0 +1,91 @@
+"""The base of plugins that measure the network on held-out samples, or in any other way."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from attrs import define, field
+
+from hookdiff.errors import HookError
+from hookdiff.hookspecs import hookimpl
+from hookdiff.log import Mean, Value
+from hookdiff.options import about
+from hookdiff.periodic import Periodic
+from hookdiff.randomness import derive_seed
+from hookdiff.weights import evaluating
+
+if TYPE_CHECKING:
+    from hookdiff.loop import Loop
+
+
+@define(eq=False)
+class Evaluation(Periodic):
+    """The base of plugins that measure the network: a subclass implements `evaluate`, and `val/NAME` is logged.
+
+    A measurement does not change the training, to the bit. The step of the newest one is saved, so that a resumed run
+    measures at the same steps as one that was never stopped. A subclass with more state extends `state_dict` and
+    `load_state_dict`.
+    """
+
+    weights: str | None = field(
+        default=None,
+        kw_only=True,
+        metadata=about('"model", or the name of an average to measure; without it an average if any'),
+    )
+
+    @abstractmethod
+    def evaluate(self, loop: Loop) -> Mapping[str, Value | Mean]:
+        """Return the values by name, as for `loop.log`: scalar tensors stay on their device.
+
+        The network holds the weights that were asked for, named `loop.weights.name`, and is in eval mode; gradients are
+        off. To sample with these weights, name them: `SampleRequest(16, weights=loop.weights.name)`. The global
+        generators of torch, numpy and Python have the same seed in each measurement, and another one on each rank. It
+        is called on all ranks; to measure a share of the samples on each, reduce the results over the ranks.
+        """
+
+    @hookimpl(specname="on_start")
+    def _check_weights(self, loop: Loop) -> None:
+        with loop.weights(self.weights):  # refuses an unknown name before the run starts
+            pass
+
+    def act(self, loop: Loop) -> None:
+        """Measure, and log the values. Raises HookError for a result of another type."""
+        seed = derive_seed(loop.config.seed, "evaluate", -1, loop.rank)  # no batch has this position
+        with loop.weights(self.weights), evaluating(loop.model), _seeded(seed, loop.device):
+            values = self.evaluate(loop)
+        if not isinstance(values, Mapping):
+            kind = type(self).__name__
+            raise HookError(f"{kind}.evaluate returned a {type(values).__name__}, expected values by name, as a dict")
+        loop.log({f"val/{name}": value for name, value in values.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step of the newest measurement."""
+        return {"measured_at": self._acted_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self._acted_at = state["measured_at"]
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global generators during the `with`; then restore them."""
+    on_gpu = device.type == "cuda"
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng([device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)
