@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from hookdiff.progress import Reason, Verdict
     from hookdiff.sampling import SampleRequest, Samples
 
+HOOKS_VERSION = 1  # of the contract: greater once a hook is removed, renamed, or means something else
+
 hookspec = pluggy.HookspecMarker("hookdiff")
 hookimpl = pluggy.HookimplMarker("hookdiff")
 
@@ -238,3 +240,37 @@ class Hooks(Protocol):
 
 
 HOOK_NAMES = tuple(name for name, member in vars(Hooks).items() if hasattr(member, "hookdiff_spec"))
+
+# For each former name of a hook: its name now, and the version in which it was renamed.
+RENAMED: dict[str, tuple[str, int]] = {}
+
+# For names in other trainers (Lightning, Composer, transformers, Keras, fastai), the nearest name here.
+ELSEWHERE = {
+    other: ours
+    for ours, others in {
+        "prepare_model": "configure_model",
+        "on_start": "setup on_fit_start on_init_end",
+        "on_ready": "on_train_start on_train_begin fit_start before_fit",
+        "before_epoch": "on_train_epoch_start on_epoch_start on_epoch_begin epoch_start before_train",
+        "make_batch": "on_before_batch_transfer on_after_batch_transfer after_dataloader",
+        "before_step": "on_train_batch_start on_train_batch_begin on_step_begin batch_start before_batch",
+        "accumulate": "before_train_batch after_train_batch",
+        "micro_step": "on_substep_end",
+        "compute_loss": "training_step before_forward after_forward after_pred",
+        "reduce_loss": "before_loss after_loss",
+        "backward": "on_before_backward before_backward",
+        "after_backward": "on_after_backward on_before_optimizer_step on_pre_optimizer_step",
+        "after_optimizer_step": (
+            "on_train_batch_end on_batch_end on_step_end on_optimizer_step on_before_zero_grad batch_end after_batch "
+            "after_step"
+        ),
+        "on_epoch_end": "on_train_epoch_end epoch_end after_epoch after_train",
+        "between_steps": "batch_checkpoint epoch_checkpoint",
+        "on_checkpoint": "on_save",
+        "on_stop": "on_train_end on_fit_end teardown fit_end after_fit",
+        "Evaluation.evaluate": "validation_step on_validation_epoch_end on_evaluate eval_start",
+        "state_dict": "on_save_checkpoint",
+        "load_state_dict": "on_load_checkpoint",
+    }.items()
+    for other in others.split()
+}

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from hookdiff.cli import COMMANDS
-from hookdiff.hookspecs import HOOK_NAMES
+from hookdiff.hookspecs import HOOK_NAMES, HOOKS_VERSION
 from tests.conftest import check_facts, finish
 
 
@@ -74,6 +74,15 @@ def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
         ("sample . --num 0", ("'--num'",)),
         ("runn", ("'runn'",)),
         ("run small.toml --nonsense", ("'--nonsense'",)),
+        *(
+            (f"{command} --plugins hd_cli_user:{kind}", facts)
+            for command in ("run small.toml", "check small.toml", "doctor small.toml", "plugins --order small.toml")
+            for kind, facts in {
+                "Later": (99, HOOKS_VERSION, "pip install -U hookdiff"),
+                "Habit": ("'on_train_batch_end'", "'after_optimizer_step'"),
+            }.items()
+        ),
+        ("plugins hd_cli_user:Later", (99, HOOKS_VERSION, "pip install -U hookdiff")),
     ],
 )
 def test_a_wrong_input_is_one_message_with_exit_code_2(hookdiff, folder, words, facts):
