@@ -194,7 +194,7 @@ ROOMS = [
     *("disk", "data", "progress", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("sinks", "periodic", "evaluation", "testing", "builtin", "experiment", "cli", "__init__"),
+    *("sinks", "periodic", "evaluation", "testing", "builtin", "experiment", "cli", "__init__", "examples"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # the other three import `Loop` for type checkers
 
