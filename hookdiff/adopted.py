@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from attrs import define
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookdiff.errors import PluginError
+from hookdiff.errors import PluginError, UserError, nearest
 from hookdiff.models.optimizer_state import load_optimizer, optimizer_state
 
 
@@ -40,10 +41,15 @@ class Adopted:
     def __init__(self, plugins: Mapping[str, object], like: Tensor) -> None:
         self._plugins, self._like = plugins, like
         self._trained: dict[str, list[Trained]] = {}  # by the name of the plugin
+        self._is_open = False
 
-    def clear(self) -> None:
-        """Forget all modules."""
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Forget all modules, and take new ones during the `with`."""
         self._trained.clear()
+        self._is_open = True
+        yield
+        self._is_open = False
 
     def add(self, plugin: object, module: nn.Module, optimizer: Optimizer | None = None, every: int = 1) -> None:
         """Take `module` of `plugin`, to be called as `loop.adopt(self, ...)` in `prepare_model`.
@@ -52,9 +58,12 @@ class Adopted:
         its state and the module's are saved with that of the plugin. Without an optimizer the module is frozen, in eval
         mode, gets the dtype of the model, and is not saved.
 
-        Raises PluginError if the optimizer does not hold exactly the trained parameters of the module.
+        Raises PluginError at another time, for a plugin that is not of the run, and if the optimizer does not hold
+        exactly the trained parameters of the module.
         """
-        name = next(name for name, own in self._plugins.items() if own is plugin)
+        name = next((name for name, own in self._plugins.items() if own is plugin), None)
+        if name is None or not self._is_open:
+            raise PluginError("loop.adopt(self, module, optimizer) is for plugins of the run, in prepare_model")
         if optimizer is None:
             module.to(self._like.device, self._like.dtype).eval().requires_grad_(False)
             return
@@ -74,6 +83,13 @@ class Adopted:
     def of(self, plugin: str) -> list[Trained]:
         """Return the trained modules of `plugin`."""
         return self._trained.get(plugin, [])
+
+    def named(self, plugins: Iterable[str]) -> Iterator[tuple[str, int, Trained]]:
+        """Yield plugin, number and module for each trained module of `plugins`. Raises UserError for one without."""
+        for plugin in plugins:
+            if plugin not in self._trained:
+                raise UserError(f"the plugin {plugin!r} trains no module of its own{nearest(plugin, self._trained)}")
+            yield from ((plugin, index, one) for index, one in enumerate(self._trained[plugin]))
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:

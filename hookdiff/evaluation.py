@@ -43,8 +43,8 @@ class Evaluation(Periodic):
     def evaluate(self, loop: Loop) -> Mapping[str, Value | Mean]:
         """Return the values by name, as for `loop.log`: scalar tensors stay on their device.
 
-        The network holds the weights that were asked for, named `loop.weights_name`, and is in eval mode; gradients are
-        off. To sample with these weights, name them: `SampleRequest(16, weights=loop.weights_name)`. The global
+        The network holds the weights that were asked for, named `loop.weights.name`, and is in eval mode; gradients are
+        off. To sample with these weights, name them: `SampleRequest(16, weights=loop.weights.name)`. The global
         generators of torch, numpy and Python have the same seed in each measurement, and another one on each rank. It
         is called on all ranks; to measure a share of the samples on each, reduce the results over the ranks.
         """

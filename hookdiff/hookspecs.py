@@ -88,8 +88,9 @@ class Hooks(Protocol):
     def make_batch(self, loop: Loop, batch: Batch) -> Batch:
         """Seam: each step, before the noise is drawn. Return the batch to train on: `batch`, or another one.
 
-        A batch without samples (`batch[:0]`) is skipped: it is consumed, and no other hook of the step is called. Draw
-        random numbers from `loop.random`.
+        The batch may have another number of samples; the loss is the mean over them. A batch without samples
+        (`batch[:0]`) is skipped: it is consumed, and no other hook of the step is called. Draw random numbers from
+        `loop.random`.
         May change: nothing. Wrap it to change the batch that other plugins return.
         """
 

@@ -114,8 +114,8 @@ class Loop(ReadOnly):
 
     def prepare(self) -> None:
         """Prepare the model and make `net`, the optimizers and the gradients; no state is loaded."""
-        self.adopted.clear()
-        self.hook.prepare_model(loop=self)
+        with self.adopted.taking():
+            self.hook.prepare_model(loop=self)
         net = self.hook.wrap_net(loop=self, net=self.model)
         optimizers = self._state.hold(self._make_optimizers(self.model))
         self._set(net=net.train(), optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted))
@@ -174,9 +174,10 @@ class Loop(ReadOnly):
         total = batch.total
         if self.end.reason:
             return progress.consume(total, "stopped")
-        batch = self.hook.make_batch(loop=self, batch=batch)
-        if not len(batch):
+        made = self.hook.make_batch(loop=self, batch=batch)
+        if not len(made):
             return progress.consume(total, "skipped")
+        batch = evolve(made, total=total * len(made) // len(batch))  # their number may have changed
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
         self.gradients.reset()

@@ -253,3 +253,19 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 
     with refused(PluginError, "'weight'", "Adam"):
         toy_loop({"weight": Foreign()}).run()
+
+
+def test_a_module_is_taken_only_in_prepare_model_and_from_a_plugin_of_the_run() -> None:
+    class Late(Uncertainty):
+        @hookimpl
+        def on_start(self, loop: Loop) -> None:
+            loop.adopt(self, self.net)
+
+    class Other(Uncertainty):
+        @hookimpl
+        def prepare_model(self, loop: Loop) -> None:
+            loop.adopt(object(), self.net)
+
+    for plugin in (Late(), Other()):
+        with refused(PluginError, "loop.adopt", "prepare_model"):
+            toy_loop({"weight": plugin}).run()

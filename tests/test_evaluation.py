@@ -110,8 +110,8 @@ def test_the_weights_that_were_asked_for_are_measured(name: str | None, order: l
     held: list[tuple[str, Tensor]] = []
 
     def read(loop: Loop) -> dict[str, float]:
-        held.append((loop.weights_name, loop.model[0].weight.detach().clone()))
-        assert loop.sample(SampleRequest(1, weights=loop.weights_name)).weights == loop.weights_name
+        held.append((loop.weights.name, loop.model[0].weight.detach().clone()))
+        assert loop.sample(SampleRequest(1, weights=loop.weights.name)).weights == loop.weights.name
         return {}
 
     ema = EMA(decay=0.5)
@@ -127,7 +127,7 @@ def test_the_weights_that_were_asked_for_are_measured(name: str | None, order: l
 
 def test_without_an_average_the_weights_of_the_model_are_measured() -> None:
     held: list[str] = []
-    toy_loop({"measure": Measure(read=lambda loop: held.append(loop.weights_name) or {})}, steps=1).run()
+    toy_loop({"measure": Measure(read=lambda loop: held.append(loop.weights.name) or {})}, steps=1).run()
     assert held == ["model"]
 
 

@@ -1,5 +1,6 @@
 """The examples run as a user runs them."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -58,26 +59,13 @@ def test_a_published_plugin_is_found_configured_called_in_order_and_removed(
     assert "Traceback" not in err
 
 
-def test_lookahead_follows_its_paper(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from hookdiff.testing import toy_loop, toy_model, weights
-
-    monkeypatch.syspath_prepend(site)
-    from hookdiff_lookahead import Lookahead
-
-    def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.5)
-
-    plain, start = [], weights(toy_loop())
-    loop = toy_loop(optimizers=sgd, steps=2)
-    with loop:
-        for _ in loop.steps():
-            plain.append(weights(loop))
-    looked = toy_loop({"lookahead": Lookahead(every=2, alpha=0.25)}, model=toy_model(), optimizers=sgd, steps=2)
-    looked.run()
-    for name, value in weights(looked).items():
-        torch.testing.assert_close(value, start[name] + 0.25 * (plain[1][name] - start[name]))
+def test_the_tests_of_the_published_plugin_pass(site: Path, tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / "third_party" / "test_lookahead.py", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, *sys.path)))}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout
+    check_facts(done.stdout, "2 passed")
 
 
 def test_embed_trains_in_both_styles(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_weights_are_those_of_a_hand_written_loop():
         x = data[order[8 * position : 8 * position + 8]]
         generator = torch.Generator().manual_seed(derive_seed(3, "noise", position))
         noise = torch.randn(x.shape, generator=generator)
-        level = torch.randint(0, 10, (8,), generator=generator).unsqueeze(1) / 10
+        level = (torch.randint(0, 10, (8,), generator=generator).unsqueeze(1) + 1) / 10
         loss = (model(x + level * noise) - noise).square().mean(1).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -7,6 +7,7 @@ from attrs import define, evolve, field
 
 from hookdiff import Loop, hookimpl
 from hookdiff.choices import chosen
+from hookdiff.gradients import Gradients
 from hookdiff.options import about
 from hookdiff_clip.rules import Norm, Rule
 
@@ -16,6 +17,9 @@ class Clip:
     """Clips the gradients once per step, at their true scale."""
 
     rule: Rule = field(default=Norm(), converter=chosen[Rule], metadata=about("rule by which gradients are clipped"))
+    adopted: tuple[str, ...] = field(
+        default=(), metadata=about("plugins with modules of their own, of which each is clipped too, on its own")
+    )
     moved_keys: ClassVar[Mapping[str, str]] = {
         "mode": "rule = 'adaptive'",
         "statistic": "rule = 'adaptive', 'percentile' or 'zscore'",
@@ -29,22 +33,32 @@ class Clip:
         "min_weight": "rule = { use = 'agc', min_weight = 1e-3 }",
         "exclude": "rule = { use = 'agc', exclude = ['out.*'] }",
     }
-    _running: Rule = field(init=False)  # copy of the rule for this run, with its state
+    _clipped: dict[str, tuple[Rule, Gradients]] = field(init=False)  # copies of the rule, by the prefix of their values
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self._running = evolve(self.rule)
-        self._running.start(loop)
+        models = {"clip": (loop.model, loop.gradients)}
+        for name, index, trained in loop.adopted.named(self.adopted):
+            models[f"clip/{name}/{index}"] = trained.module, Gradients(trained.module, [trained.optimizer])
+        self._clipped = {prefix: (evolve(self.rule), gradients) for prefix, (_, gradients) in models.items()}
+        for prefix, (model, gradients) in models.items():
+            self._clipped[prefix][0].start(model, gradients)
 
     @hookimpl(trylast=True)
     def after_backward(self, loop: Loop) -> None:
-        self._running.clip_(loop)
+        for prefix, (rule, gradients) in self._clipped.items():
+            if gradients is not loop.gradients:
+                gradients.clear()  # they are those of another step by now
+            values = rule.clip_(gradients, loop.log.next_due)
+            loop.log.average({f"{prefix}/{name}": value for name, value in values.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the name of the rule and its state."""
-        return {"rule": self.rule.use, "state": self._running.state_dict()}
+        """Return the name of the rule, and its state for each of the models that it clips."""
+        return {"rule": self.rule.use, "states": {name: rule.state_dict() for name, (rule, _) in self._clipped.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of the same rule; the state of another rule is ignored."""
         if state["rule"] == self.rule.use:
-            self._running.load_state_dict(state["state"])
+            for name, (rule, _) in self._clipped.items():
+                if name in state["states"]:
+                    rule.load_state_dict(state["states"][name])

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from attrs import Attribute, define, field
 from attrs.validators import ge, gt, lt
+from torch import Tensor, nn
 
-from hookdiff import Loop
 from hookdiff.choices import Choice
+from hookdiff.gradients import Gradients
 from hookdiff.options import about, between
 from hookdiff_clip.units import Units
 
@@ -27,12 +28,15 @@ class Rule(Choice, ABC):
     kind = "clip_rule"
     default = "norm"
 
-    def start(self, loop: Loop) -> None:
-        """Prepare for the gradients of `loop`; called when the loop starts."""
+    def start(self, model: nn.Module, gradients: Gradients) -> None:
+        """Prepare for the `gradients` of `model`; called when the loop starts."""
 
     @abstractmethod
-    def clip_(self, loop: Loop) -> None:
-        """Change the gradients of `loop` in place, and log `clip/share`, the share that was clipped."""
+    def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:
+        """Change the gradients in place; return "share", the share that was clipped, and other values to log.
+
+        If not `is_logged`, the share may be left out: nobody reads it.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
@@ -58,14 +62,12 @@ class Norm(Rule):
         """The norm above which the next step is clipped."""
         return self.max_norm
 
-    def clip_(self, loop: Loop) -> None:
-        threshold, norm = self.threshold, loop.gradients.total_norm
+    def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:
+        threshold, norm = self.threshold, gradients.total_norm
         if norm > threshold:
-            loop.gradients.scale_(threshold / norm)
-        loop.log.average({"clip/share": float(norm > threshold)})
-        if math.isfinite(threshold):
-            loop.log.average({"clip/threshold": threshold})
+            gradients.scale_(threshold / norm)
         self.follow(min(norm, threshold))
+        return {"share": float(norm > threshold), **({"threshold": threshold} if math.isfinite(threshold) else {})}
 
     def follow(self, norm: float) -> None:
         """Adapt the threshold to the norm of one step after clipping."""
@@ -171,14 +173,15 @@ class Value(Rule):
 
     max_value: float = field(default=1.0, validator=gt(0), metadata=about("largest absolute value of an entry"))
 
-    def clip_(self, loop: Loop) -> None:
-        tensors = loop.gradients.tensors()
+    def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:
+        tensors = gradients.tensors()
         torch._foreach_clamp_min_(tensors, -self.max_value)
         torch._foreach_clamp_max_(tensors, self.max_value)
-        loop.gradients.clear()
-        if loop.log.next_due:
-            counts = [torch.count_nonzero(tensor.abs() >= self.max_value) for tensor in tensors]
-            loop.log.average({"clip/share": torch.stack(counts).sum() / sum(tensor.numel() for tensor in tensors)})
+        gradients.clear()
+        if not is_logged:
+            return {}
+        counts = [torch.count_nonzero(tensor.abs() >= self.max_value) for tensor in tensors]
+        return {"share": torch.stack(counts).sum() / sum(tensor.numel() for tensor in tensors)}
 
 
 @define
@@ -192,12 +195,13 @@ class AGC(Rule):
     exclude: tuple[str, ...] = field(default=(), metadata=about("patterns of parameters that are not clipped"))
     _units: Units = field(init=False, eq=False, repr=False)
 
-    def start(self, loop: Loop) -> None:
-        self._units = Units(loop.model, loop.gradients.names, self.exclude, loop.gradients.dtype)
+    def start(self, model: nn.Module, gradients: Gradients) -> None:
+        self._units = Units(model, gradients.names, self.exclude, gradients.dtype)
 
-    def clip_(self, loop: Loop) -> None:
-        loop.log.average({"clip/share": self._units.clip_(self.factor, self.min_weight)})
-        loop.gradients.clear()
+    def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:
+        share = self._units.clip_(self.factor, self.min_weight)
+        gradients.clear()
+        return {"share": share}
 
 
 Rule.known = {

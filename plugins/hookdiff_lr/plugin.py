@@ -60,6 +60,9 @@ class LR:
     total: int | None = field(
         default=None, validator=optional(ge(1)), metadata=about("step at which the fall ends; without it the last step")
     )
+    adopted: tuple[str, ...] = field(
+        default=(), metadata=about("plugins with optimizers of their own that follow the schedule too")
+    )
     moved_keys: ClassVar[Mapping[str, str]] = {
         "min_ratio": "schedule = { use = 'cosine', min_ratio = 0.1 }",
         "at": "schedule = { use = 'step', milestones = [0.5, 0.75] }",
@@ -71,6 +74,7 @@ class LR:
         "fall": "schedule = { use = 'cooldown', shape = 'linear' }",
     }
     _curve: Curve = field(init=False)
+    _optimizers: list[Optimizer] = field(init=False)
     _rates: list[list[float]] = field(init=False)  # highest rate of each group of each optimizer
     _logged: dict[str, dict[str, Any]] = field(init=False)  # groups of optimizers by the name of their rate
 
@@ -115,13 +119,15 @@ class LR:
         self._curve = self.curve(steps)
         for remark in self.remarks(steps) if loop.is_main else ():
             log.warning(remark)
-        self._rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in loop.optimizers]
+        adopted = [trained.optimizer for _, _, trained in loop.adopted.named(self.adopted)]
+        self._optimizers = [*loop.optimizers, *adopted]
+        self._rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._logged = distinct_groups(loop.optimizers)
 
     @hookimpl
     def before_step(self, loop: Loop) -> None:
         factor = self._curve.factor(loop.progress.step)
-        for optimizer, rates in zip(loop.optimizers, self._rates, strict=True):
+        for optimizer, rates in zip(self._optimizers, self._rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate * factor)  # a captured graph reads the rate at this address

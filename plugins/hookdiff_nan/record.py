@@ -167,7 +167,7 @@ def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
     """Return digests of inputs and results of the current step."""
     per_sample = loop.output.per_sample
     return {
-        "inputs": digest(batch.inputs),
+        "inputs": digest_of(batch),
         "indices": None if batch.indices is None else batch.indices.tolist(),
         "outcome": {
             "loss": [_plain(loop.gradients.loss)],
@@ -175,6 +175,11 @@ def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
             "gradients": {name: digest(value) for name, value in loop.gradients.named().items()},
         },
     }
+
+
+def digest_of(batch: Batch) -> str:
+    """Return the digest of the inputs and conditions of `batch`."""
+    return "-".join(map(digest, (batch.inputs, *batch.conditions.values())))
 
 
 def digest(values: Tensor) -> str:

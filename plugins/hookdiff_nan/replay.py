@@ -14,7 +14,7 @@ from attrs import define, evolve, field
 from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled, no_trace, parts_of
 from hookdiff_nan.plugin import NaN
-from hookdiff_nan.record import CONFIG, Record, digest, kept_in, read_record, surroundings
+from hookdiff_nan.record import CONFIG, Record, digest_of, kept_in, read_record, surroundings
 
 Say = Callable[[str], None]
 _TRAIN_HOOKS = (*STEP_HOOKS, "restore", "after_backward", "optimizer_step", "on_nan")
@@ -78,7 +78,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
                 raise UserError(
                     f"the data has no batch at this position: it now has {len(loop.feed.training)} training samples"
                 )
-            if digest(batch.inputs) != record.facts["inputs"]:
+            if digest_of(batch) != record.facts["inputs"]:
                 indices = None if batch.indices is None else batch.indices.tolist()
                 others = "the batch has other samples" if indices != record.facts["indices"] else "its values differ"
                 say(f"differs: the data has changed: {others}")

@@ -254,7 +254,8 @@ def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
     """Return a hash of the weights, buffers, gradients, learning rates and `batch`."""
     held = [*loop.model.parameters(), *loop.model.buffers()]
     if batch is not None:
-        held += [value for value in (batch.inputs, *batch.draws.values()) if isinstance(value, Tensor)]
+        columns = (batch.inputs, *batch.conditions.values(), *batch.draws.values())
+        held += [value for value in columns if isinstance(value, Tensor)]
     if hook not in ("before_step", "on_epoch_end"):  # in which the gradients of the step before may be left
         held += [weight.grad for weight in loop.model.parameters() if weight.grad is not None]
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

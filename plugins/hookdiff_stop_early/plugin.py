@@ -75,7 +75,7 @@ class StopEarly:
             loop.stop("plugin", f"{self.metric} has not improved for {self._stale} measurements; {best}")
 
     def _warn_if_unknown(self, loop: Loop) -> None:
-        if self._is_logged or loop.reason != "done":
+        if self._is_logged or loop.end.reason != "done":
             return
         near = nearest(self.metric, self._names)
         what = f"stop_early: {self.metric!r} was never logged, so it could not end the run{near}"

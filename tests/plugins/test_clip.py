@@ -12,9 +12,11 @@ from attrs import define
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from hookdiff import PASS, ConfigError, Loop, LoopConfig, UserError, hookimpl, load_config
+from hookdiff import PASS, ConfigError, Loop, LoopConfig, LossOutput, UserError, hookimpl, load_config
+from hookdiff.gradients import Gradients
 from hookdiff.testing import CountTransfers, toy_loop, toy_model
 from hookdiff_clip import AGC, Adaptive, Clip, Norm, Percentile, Rule, Value, ZScore
+from tests.conftest import Logged, refused
 
 FOLLOWING: list[Callable[..., Rule]] = [
     partial(Adaptive, decay=0.9, factor=0.8),
@@ -369,6 +371,44 @@ def test_the_loss_stays_known_when_the_gradients_change() -> None:
     assert look.loss == step.loss
 
 
+class Critic:
+    """Trains a module of its own with a large gradient."""
+
+    def __init__(self) -> None:
+        self.net = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(self.net.weight)
+
+    @hookimpl
+    def prepare_model(self, loop: Loop) -> None:
+        loop.adopt(self, self.net, torch.optim.SGD(self.net.parameters(), lr=1.0))
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self) -> Any:
+        output = yield
+        return LossOutput(output.loss + (self.net.weight * torch.tensor([[3.0, 4.0]])).sum())
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [(Norm(max_norm=1.0), [0.6, 0.8]), (Value(max_value=2.0), [2.0, 2.0]), (AGC(factor=1.0), [0.6, 0.8])],
+)
+def test_a_module_of_a_plugin_is_clipped_on_its_own_and_only_if_it_is_named(rule: Rule, expected: list[float]) -> None:
+    if isinstance(rule, AGC):
+        expected = [value * math.sqrt(2) for value in expected]  # the norm of the weights
+    for names, clipped in (((), [3.0, 4.0]), (("critic",), expected)):
+        critic, logged = Critic(), Logged()
+        loop = toy_loop({"clip": Clip(rule, names), "critic": critic, "logged": logged}, steps=1, log_every=1)
+        loop.run()
+        moved = 1 - critic.net.weight.detach()
+        torch.testing.assert_close(moved, torch.tensor([clipped]))
+        assert bool(logged.of("clip/critic/0/share")) == bool(names)
+
+
+def test_a_plugin_without_a_module_of_its_own_cannot_be_named() -> None:
+    with refused(UserError, "'critic'"):
+        toy_loop({"clip": Clip(adopted=("critic",))}, steps=1).run()
+
+
 @define
 class Halve(Rule):
     """A user-defined rule with a factor that falls from step to step."""
@@ -376,10 +416,10 @@ class Halve(Rule):
     factor: float = 0.5
     power: int = 0
 
-    def clip_(self, loop: Loop) -> None:
+    def clip_(self, gradients: Gradients, is_logged: bool) -> dict[str, float]:
         self.power += 1
-        loop.gradients.scale_(self.factor**self.power)
-        loop.log.average({"clip/share": 1.0})
+        gradients.scale_(self.factor**self.power)
+        return {"share": 1.0}
 
     def state_dict(self) -> dict[str, Any]:
         return {"power": self.power}
@@ -393,7 +433,7 @@ def test_a_rule_may_be_user_defined() -> None:
         loop.run()
         ratios = [total(after) / total(before) for before, after in zip(look.before, look.after, strict=True)]
         assert ratios == pytest.approx([1 / 4, 1 / 16, 1 / 64])
-    assert clip.state_dict()["state"] == {"power": 3}
+    assert clip.state_dict()["states"]["clip"] == {"power": 3}
     assert rule.power == 0
 
 
@@ -410,8 +450,8 @@ from hookdiff_clip import Rule
 class Nothing(Rule):
     share: float = 0.5
 
-    def clip_(self, loop):
-        loop.log.average({"clip/share": self.share})
+    def clip_(self, gradients, is_logged):
+        return {"share": self.share}
 """
 
 
@@ -430,7 +470,7 @@ def test_a_rule_of_a_module_beside_the_config(tmp_path: Path, monkeypatch: Any, 
     folder = tmp_path / "runs" / "mine"
     assert '"clip/share": 0.25' in (folder / "metrics.jsonl").read_text()
     recorded = load_config(folder / "config.toml").resolved()["plugins"]["clip"]
-    assert recorded == {"rule": {"use": "clip_of_a_stranger:Nothing", "share": 0.25}}
+    assert recorded["rule"] == {"use": "clip_of_a_stranger:Nothing", "share": 0.25}
 
 
 def test_a_rule_is_recorded_with_all_its_options(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from hookdiff import ConfigError, SampleRequest, UserError, load_config
 from hookdiff.experiment.probe import try_config
-from hookdiff.testing import assert_same, toy_loop, toy_model, weights
+from hookdiff.testing import assert_resumes, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile
 from hookdiff_ema import EMA
@@ -174,14 +174,8 @@ def test_the_batch_size_may_be_dynamic_or_static(dynamic):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_resumes_to_the_bit(tmp_path):
-    def plugins():
-        return {"compile": Compile(), "ema": EMA(), "checkpoint": Checkpoint(every=3)}
-
-    whole = ran(plugins(), run_dir=tmp_path / "whole", model=net(dropout=0.3))
-    ran(plugins(), steps=3, run_dir=tmp_path / "cut", model=net(dropout=0.3))
-    resumed = ran(plugins(), run_dir=tmp_path / "cut", resume=True, model=net(seed=1, dropout=0.3))
-    assert_same(weights(resumed), weights(whole))
+def test_a_compiled_run_resumes_to_the_bit():
+    assert_resumes(Compile, at=[3], others={"ema": EMA}, model=net(dropout=0.3), steps=6, micro_batch=3)
 
 
 @pytest.mark.slow

@@ -1,4 +1,3 @@
-import copy
 import json
 import logging
 import math
@@ -15,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff import PASS, Batch, Feed, Finding, InMemory, Loop, LossOutput, UnknownWeights, hookimpl
+from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, UnknownWeights, hookimpl
 from hookdiff.data import digits
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Process
-from hookdiff.disk import flatten
-from hookdiff.testing import CountTransfers, assert_same, toy_loop
+from hookdiff.testing import CountTransfers, assert_resumes, assert_same, toy_loop
 from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
+from tests.conftest import Restores, saved
 
 
 class Net(nn.Module):
@@ -285,7 +284,7 @@ def test_a_batch_that_is_skipped_does_not_spoil_the_floor() -> None:
 
 def test_an_objective_without_noise_levels_is_not_split() -> None:
     heard = Heard()
-    toy_loop({"loss": LossMonitor(), "heard": heard}).run()
+    toy_loop({"loss": LossMonitor(), "heard": heard}, objective=lambda net, batch: net(batch.inputs).square()).run()
     assert heard.values[20].keys() == {"loss", "grad_norm", "loss/smooth", "loss/deviation", "loss/spikes"}
 
 
@@ -418,53 +417,34 @@ def test_a_net_that_memorises_its_samples_is_reported(caplog: pytest.LogCaptureF
 # Resume, ranks, config
 
 
-class Restored:
-    """Starts from a state, and keeps that of a step."""
-
-    def __init__(self, state: Any = PASS, keep: int = -1) -> None:
-        self.state, self.keep = state, keep
-
-    @hookimpl
-    def restore(self) -> Any:
-        return self.state
-
-    @hookimpl(trylast=True)
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.progress.step == self.keep:
-            self.kept = copy.deepcopy(loop.state_dict())
-
-
-@pytest.mark.parametrize("cut", [3, 10, 14])
-def test_a_resumed_run_is_the_run_that_was_never_stopped(cut: int) -> None:
-    def start(restored: Restored) -> tuple[Loop, Heard]:
-        loop, heard = make(LossMonitor(every=5, window=20, plateau=0), 50, before={"restored": restored}, steps=24)
-        loop.run()
-        return loop, heard
-
-    restored = Restored(keep=cut)
-    whole, logged = start(restored)
-    again, heard_again = start(Restored(restored.kept))
-    (tensors, tree), (other, other_tree) = flatten(whole.state_dict()), flatten(again.state_dict())
-    assert_same(tensors, other)
-    assert json.dumps(tree, sort_keys=True) == json.dumps(other_tree, sort_keys=True)
-    assert heard_again.values == {step: values for step, values in logged.values.items() if step > cut}
+def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
+    assert_resumes(
+        lambda: LossMonitor(every=5, window=20, plateau=0),
+        at=(3, 10, 14),
+        model=Net(),
+        objective=Diffusion(VP(schedule="cosine")),
+        data=Feed(InMemory(digits().images[:400]), held_out=50),
+        steps=24,
+        batch_size=32,
+        log_every=10,
+    )
 
 
 def test_a_run_that_was_done_logs_its_held_out_loss_once() -> None:
     def start(state: Any) -> tuple[Loop, Heard]:
-        loop, heard = make(LossMonitor(every=5), 50, before={"restored": Restored(state)}, steps=10)
+        loop, heard = make(LossMonitor(every=5), 50, before={"restores": Restores(state)}, steps=10)
         loop.run()
         return loop, heard
 
-    loop, heard = start(PASS)
+    loop, heard = start(None)
     assert [step for step, values in heard.values.items() if "val/loss" in values] == [5, 10]
-    assert start(copy.deepcopy(loop.state_dict()))[1].values == {}
+    assert start(saved(loop))[1].values == {}
 
 
 def test_the_number_of_bins_may_change_on_resume() -> None:
-    restored = Restored(keep=7)
-    make(LossMonitor(), before={"restored": restored}, steps=7)[0].run()
-    loop, heard = make(LossMonitor(bins=20), before={"restored": Restored(restored.kept)}, steps=20)
+    first = Restores(at=7)
+    make(LossMonitor(), before={"restores": first}, steps=7)[0].run()
+    loop, heard = make(LossMonitor(bins=20), before={"restores": Restores(first.state)}, steps=20)
     loop.run()
     assert any(name.startswith("loss/snr-15:") for name in heard.values[20])
 

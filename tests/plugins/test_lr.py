@@ -24,6 +24,7 @@ from hookdiff_lr import (
     StepLR,
 )
 from hookdiff_lr.chart import ticks
+from tests.conftest import refused
 
 TOTAL = 1000
 ratios = st.floats(0, 1)
@@ -563,3 +564,32 @@ def test_ticks_are_round_and_few(highest, most):
     assert marks[-1] >= highest * (1 - 1e-6)
     digits = {f"{(marks[1]):.3e}".partition("e")[0]}
     assert digits <= {"1.000", "2.000", "2.500", "5.000"}
+
+
+class Critic:
+    """Trains a module of its own."""
+
+    def __init__(self):
+        self.net = torch.nn.Linear(1, 1)
+        self.rates = []
+
+    @hookimpl
+    def prepare_model(self, loop):
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.5)
+        loop.adopt(self, self.net, self.optimizer)
+
+    @hookimpl
+    def after_optimizer_step(self):
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(("names", "rates"), [((), [0.5] * 4), (("critic",), [0.5, 0.375, 0.25, 0.125])])
+def test_an_optimizer_of_a_plugin_follows_the_schedule_only_if_it_is_named(names, rates):
+    critic = Critic()
+    toy_loop({"critic": critic, "lr": LR(LinearLR(), adopted=names)}, steps=4).run()
+    assert critic.rates == pytest.approx(rates)
+
+
+def test_a_plugin_without_an_optimizer_of_its_own_cannot_be_named():
+    with refused(UserError, "'critc'", "'critic'"):
+        toy_loop({"critic": Critic(), "lr": LR(adopted=("critc",))}).run()

@@ -61,14 +61,14 @@ def test_it_ends_the_run_and_names_the_best_value(
     values: Sequence[float], options: dict[str, Any], step: int, best: tuple[str, str]
 ) -> None:
     loop = train(values, **options)
-    assert (loop.reason, loop.progress.step) == ("plugin", step)
-    check_facts(loop.message, "val/loss", options["patience"], *best)
+    assert (loop.end.reason, loop.progress.step) == ("plugin", step)
+    check_facts(loop.end.message, "val/loss", options["patience"], *best)
 
 
 @pytest.mark.parametrize("curve", [[3, 2, 1], [1, 2, 3]])
 def test_a_run_that_improves_or_is_short_is_done(curve: list[float]) -> None:
     loop = train([20 - step for step in range(20)] if curve[0] == 3 else curve, patience=20)
-    assert (loop.reason, loop.progress.step, loop.message) == ("done", 20, "")
+    assert (loop.end.reason, loop.progress.step, loop.end.message) == ("done", 20, "")
 
 
 def reference(values: Sequence[float], patience: int, min_delta: float) -> int | None:
@@ -95,7 +95,7 @@ def test_it_ends_where_a_slow_reference_does(values: list[float], patience: int,
     loop.run()
     expected = reference(values, patience, min_delta)
     assert loop.progress.step == (expected or len(values))
-    assert bool(loop.message) == (expected is not None)
+    assert bool(loop.end.message) == (expected is not None)
 
 
 def test_the_order_of_the_plugins_does_not_matter() -> None:
@@ -104,7 +104,7 @@ def test_the_order_of_the_plugins_does_not_matter() -> None:
         plugins = {"stop_early": StopEarly(patience=3), "curve": Curve([3, 2, 1, 2], every=2), "ema": EMA()}
         loop = toy_loop({name: plugins[name] for name in order})
         loop.run()
-        found.add((loop.reason, loop.progress.step, loop.message))
+        found.add((loop.end.reason, loop.progress.step, loop.end.message))
     assert len(found) == 1
     assert found.pop()[:2] == ("plugin", 8)
 
@@ -128,8 +128,8 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(cut: int) -> None:
 
     restores = Restores(at=cut)
     whole, again = run(restores), run(Restores(restores.state))
-    assert (whole.reason, whole.progress.step) == ("plugin", 5)
-    assert (again.reason, again.progress.step, again.message) == ("plugin", 5, whole.message)
+    assert (whole.end.reason, whole.progress.step) == ("plugin", 5)
+    assert (again.end.reason, again.progress.step, again.end.message) == ("plugin", 5, whole.end.message)
     assert again.plugins["stop_early"].state_dict() == whole.plugins["stop_early"].state_dict()  # type: ignore[attr-defined]
 
 
@@ -141,9 +141,9 @@ def test_a_run_that_was_ended_trains_no_more_unless_patience_is_raised() -> None
         plugins = {"restores": Restores(saved(stopped)), "stop_early": StopEarly(**options), "curve": Curve([3, 2])}
         loop = toy_loop(plugins)
         loop.run()
-        return loop.reason, loop.progress.step, loop.message
+        return loop.end.reason, loop.progress.step, loop.end.message
 
-    assert resume(patience=2) == ("plugin", 4, stopped.message)
+    assert resume(patience=2) == ("plugin", 4, stopped.end.message)
     assert resume(patience=5)[:2] == ("plugin", 7)
     assert resume(patience=2, mode="max")[:2] == ("plugin", 7)  # another question: the count begins at the first value
 
@@ -214,7 +214,7 @@ ends = []
 for metric in ("mine", "main"):
     loop = toy_loop({"stop_early": StopEarly(metric=metric, patience=4), "logs": Logs()})
     loop.run()
-    ends.append((loop.reason, loop.progress.step))
+    ends.append((loop.end.reason, loop.progress.step))
 print("RESULT", ends)
 distributed.destroy_process_group()
 """

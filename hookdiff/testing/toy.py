@@ -1,35 +1,37 @@
-"""Helpers for tests of plugins: a real Loop, small enough that a test takes milliseconds."""
+"""A real Loop, small enough that a test takes milliseconds."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Generator, Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from hookdiff.data.batch import Batch
 from hookdiff.loop import Loop
 from hookdiff.objective import LossOutput
 from hookdiff.progress import LoopConfig
 
-_READS = ("item", "tolist", "numpy", "cpu", "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
-
 
 class ToyObjective:
-    """Learns to predict the noise in samples of any shape: a small diffusion with timesteps and a loss per sample."""
+    """Learns to predict the noise in samples of any shape: a small diffusion.
+
+    The noise has the standard deviation (timestep + 1) / 10; its output has the loss, the timestep and the log-SNR of
+    each sample.
+    """
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
         noise = torch.randn(batch.inputs.shape, generator=generator)
         timesteps = torch.randint(0, 10, (len(batch),), generator=generator)
-        draws = {"noise": noise, "timesteps": timesteps}
-        return Batch(batch.inputs, batch.labels, batch.indices, draws, batch.total)
+        return evolve(batch, draws={"noise": noise, "timesteps": timesteps})
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:
         noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
-        level = (timesteps.float() / 10).reshape(-1, *[1] * (noise.dim() - 1))
-        error = (net(batch.inputs + level * noise).float() - noise).square().flatten(1).mean(1)
-        return LossOutput(error.mean(), error, timesteps)
+        level = (timesteps.float() + 1) / 10
+        noisy = batch.inputs + level.reshape(-1, *[1] * (noise.dim() - 1)) * noise
+        error = (net(noisy).float() - noise).square().flatten(1).mean(1)
+        return LossOutput(error.mean(), error, timesteps, -2 * level.log())
 
 
 class ToySampler:
@@ -80,32 +82,3 @@ def toy_loop(
         resume=resume,
         fresh=fresh,
     )
-
-
-def weights(loop: Loop) -> dict[str, Tensor]:
-    """Return a copy of the model's state."""
-    return {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-
-
-def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    """Raise AssertionError, naming the first tensor that is not exactly equal."""
-    assert one.keys() == other.keys(), f"only in one: {sorted(one.keys() ^ other.keys())}"
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), f"{name} differs by {(value - other[name]).abs().max():g}"
-
-
-class CountTransfers(TorchFunctionMode):
-    """Counts the transfers from the device to the host during a `with`, in `.count`.
-
-    item(), tolist(), numpy(), cpu(), to("cpu"), bool(), int() and float() count, also on a CPU, where they are free.
-    `to` with a torch.device does not count, since the device may be the loop's own.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        self.count += name in _READS or (name == "to" and "cpu" in (*args[1:], *(kwargs or {}).values()))
-        return func(*args, **(kwargs or {}))

@@ -1,0 +1,46 @@
+"""The plugins of this distribution, and a loop in which each of them does something."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookdiff.data import InMemory, digits
+from hookdiff.experiment.discovery import installed
+from hookdiff.testing import toy_model
+
+# Options with which each plugin does something in 12 steps; a plugin that is not named here has its defaults.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "amp": {"precision": "fp16", "init_scale": 2.0**22, "growth_interval": 4},
+    "checkpoint": {"every": 2, "keep_last": 9},
+    "clip": {"rule": {"use": "adaptive", "warmup": 2, "factor": 0.5}},
+    "compile": {"backend": "eager"},  # the compiler itself takes most of a minute
+    "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},
+    "fid": {"every": 4, "num_samples": 8},
+    "loss": {"window": 20, "plateau": 0},
+    "lr": {"warmup": 3},
+    "memory": {"empty_cache_every": 6},
+    "samples": {"every": 4, "num": 4, "scale": 1},
+    "spectral": {"layers": ["2.3"]},
+    "stop_early": {"metric": "loss", "patience": 99},
+}
+KINDS: dict[str, Any] = {
+    name: entry.load()
+    for name, (entry, *_) in installed().items()
+    if entry.dist is not None and entry.dist.name == "hookdiff"
+}
+
+
+def net() -> nn.Module:
+    """Return the toy net with dropout, between layers that take and give digits."""
+    before = torch.get_rng_state()
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 4), toy_model(dropout=0.2), nn.Linear(4, 64), nn.Unflatten(1, (1, 8, 8))
+    )
+    torch.set_rng_state(before)
+    return model
+
+
+DATA = InMemory(digits().images[:40])  # 4 batches in an epoch
+LOOP: dict[str, Any] = {"data": DATA, "steps": 12, "batch_size": 10, "micro_batch": 4, "log_every": 3}

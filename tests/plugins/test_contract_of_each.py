@@ -1,0 +1,72 @@
+"""Rules for each plugin of this distribution; a new plugin is tested as soon as it has an entry point."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from hookdiff.experiment.discovery import installed
+from hookdiff.experiment.structure import Problems, arguments
+from hookdiff.testing import COMPANIONS, assert_any_order, assert_removable, assert_resumes
+from tests.conftest import check_facts
+from tests.first_party import KINDS, LOOP, OPTIONS, net
+
+CHANGES: dict[str, Any] = {"amp": "training", "clip": "training", "lr": "training", "spectral": "model"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+class TestEveryPlugin:
+    def make(self, name: str) -> Any:
+        """Return a function that makes the plugin; skip the test if a package that the plugin needs is missing."""
+        for module in getattr(KINDS[name], "needs", {}):
+            pytest.importorskip(module)
+        return lambda: KINDS[name](**OPTIONS.get(name, {}))
+
+    def test_a_resumed_run_equals_an_uninterrupted_one(self, name: str) -> None:
+        # At the first update, at the end of an epoch, and in the middle of one.
+        assert_resumes(self.make(name), at=(1, 4, 6), model=net(), **LOOP)
+
+    def test_its_place_in_the_list_makes_no_difference(self, name: str) -> None:
+        # Two plugins that change gradients are the same in both orders only up to rounding.
+        others = {other: make for other, make in COMPANIONS.items() if (name, other) != ("clip", "limit")}
+        assert_any_order(self.make(name), others=others, model=net(), **LOOP)
+
+    def test_it_can_be_left_out_and_added(self, name: str) -> None:
+        assert_removable(self.make(name), changes=CHANGES.get(name, "nothing"), model=net(), **LOOP)
+
+    def test_an_unknown_key_is_named(self, name: str) -> None:
+        problems = Problems()
+        arguments(KINDS[name], {"no_such_key": 1}, f"plugins.{name}", problems)
+        (problem,) = problems.found
+        check_facts(problem, f"plugins.{name}.no_such_key")
+
+    def test_a_bad_value_is_refused_with_its_key(self, name: str) -> None:
+        for field in attrs.fields(KINDS[name]):
+            if field.init:
+                problems = Problems()
+                arguments(KINDS[name], {field.alias: {"a": [[]]}}, f"plugins.{name}", problems)
+                (problem,) = problems.found
+                check_facts(problem, f"plugins.{name}.{field.alias}")
+
+    def test_it_is_an_attrs_class_that_compares_by_identity(self, name: str) -> None:
+        kind = KINDS[name]
+        assert attrs.has(kind)
+        assert kind.__eq__ is object.__eq__
+        assert len({kind(), kind()}) == 2
+
+    def test_it_has_a_docstring(self, name: str) -> None:
+        kind = KINDS[name]
+        assert kind.__doc__
+        assert not kind.__doc__.startswith(f"{kind.__name__}(")  # a dataclass without a docstring gets such a text
+
+    def test_it_needs_no_settings(self, name: str) -> None:
+        fields = attrs.fields(KINDS[name])
+        assert [field.name for field in fields if field.init and field.default is attrs.NOTHING] == []
+
+    def test_its_package_has_its_name_and_its_types(self, name: str) -> None:
+        (entry,) = installed()[name]
+        package = entry.value.partition(":")[0]
+        assert package == f"hookdiff_{name}"
+        source = Path(__import__(package).__file__ or "").parent
+        assert (source / "py.typed").exists()
