@@ -266,7 +266,7 @@ class ErrorFile:
 
     @hookimpl
     def on_exception(self, loop: Loop, error: BaseException) -> None:
-        if loop.run_dir:
+        if loop.run_dir and loop.run_dir.is_dir():  # the run may have failed before it was made
             text = "".join(traceback.format_exception(error))
             (loop.run_dir / f"error-{loop.rank}.txt").write_text(f"step {loop.progress.step}\n{text}")
 
@@ -276,6 +276,6 @@ class RunList:
 
     @hookimpl
     def on_stop(self, loop: Loop, reason: Reason) -> None:
-        if loop.is_main and loop.run_dir:
+        if loop.is_main and loop.run_dir and loop.run_dir.is_dir():
             with (loop.run_dir.parent / "runs.csv").open("a") as file:
                 file.write(f"{loop.run_dir.name},{loop.progress.step},{reason}\n")

@@ -290,8 +290,7 @@ ELSEWHERE = {
         "backward": "on_before_backward before_backward",
         "after_backward": "on_after_backward on_before_optimizer_step on_pre_optimizer_step",
         "after_optimizer_step": (
-            "on_train_batch_end on_batch_end on_step_end on_optimizer_step on_before_zero_grad batch_end after_batch "
-            "after_step"
+            "on_train_batch_end on_batch_end on_step_end on_optimizer_step batch_end after_batch after_step"
         ),
         "on_epoch_end": "on_train_epoch_end epoch_end after_epoch after_train",
         "between_steps": "batch_checkpoint epoch_checkpoint",

@@ -102,6 +102,13 @@ def test_the_command_prints_the_contract_and_the_example(hookdiff: Any) -> None:
         lines = lines[1 + len(text.splitlines()) :]
 
 
+def test_a_config_runs_an_example(hookdiff: Any, write_config: Any, tmp_path: Path) -> None:
+    config, run = write_config(run={"steps": 2}), tmp_path / "run"
+    code, _, _ = hookdiff("run", config, "--plugins", "hookdiff.examples:MixUp", "--out", run)
+    assert code == 0
+    assert '"hookdiff.examples:MixUp"' in (run / "config.toml").read_text()
+
+
 def test_prepare_model() -> None:
     loop = toy_loop({"freeze": examples.FreezePart("0")}, optimizers=sgd)
     before = weights(loop)

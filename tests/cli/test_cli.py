@@ -93,6 +93,16 @@ def test_a_wrong_input_is_one_message_with_exit_code_2(hookdiff, folder, words, 
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
+@pytest.mark.parametrize("command", ["check", "run", "doctor"])
+def test_an_installed_plugin_for_a_later_version_of_the_hooks_is_one_message(hookdiff, folder, install, command):
+    source = "from hookdiff import hookimpl\nclass Late:\n    hooks_version = 99\n"
+    install("hookdiff-late", {"late": "hd_cli_late:Late"}, hd_cli_late=source)
+    code, out, err = hookdiff(command, "small.toml", "--plugins", "late")
+    assert (code, out) == (2, "")
+    check_facts(err, "'late'", "hookdiff-late 1.0", 99, HOOKS_VERSION, "pip install -U hookdiff")
+    assert not (folder / "runs").exists()
+
+
 def test_a_bug_in_a_plugin_ends_in_its_traceback(folder, start):
     code, _, err = finish(start(folder, "run", "small.toml", "--plugins", "hd_cli_user:Bug"))
     assert code == 1
