@@ -18,9 +18,8 @@ class Batch:
     draws: Mapping[str, Tensor] = Factory(dict)  # random numbers that the objective drew, one row per sample
     # The samples of the step, over all micro-batches and ranks.
     total: int = Factory(lambda batch: len(batch.inputs), takes_self=True)
-    conditions: Mapping[str, Tensor] = Factory(
-        dict
-    )  # all else in the samples, such as masks, by name: a row per sample
+    # All else in the samples, such as masks, by name: one row per sample.
+    conditions: Mapping[str, Tensor] = Factory(dict)
 
     def __len__(self) -> int:
         return len(self.inputs)
