@@ -38,7 +38,11 @@ class Loop(ReadOnly):
     plugins: by name, called in this order. `fresh` names the plugins that ignore their saved state.
     hparams: the whole config as plain values, for plugins that record it.
     resume: True continues the run in `run_dir`, if it has a checkpoint; a path continues the run or checkpoint there.
-    Attributes are read-only: `using`, `weights` and `set_micro_batch` change them.
+
+    The other attributes are `net`, `adopted` and `adopt`; `feed`, `gradients`, `output` and `weights`; `progress`,
+    `first_step`, `is_branch`, `end` and `stop`; `log`, `random`, `resources` and `hook`; `device`, `rank`, `num_ranks`
+    and `is_main`. docs/loop.md has an example of each. All are read-only; `using`, `weights` and `set_micro_batch`
+    change them.
     """
 
     def __init__(
