@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,16 @@ class Gradients:
         """Begin a step without gradients; forget the passes of the step before."""
         self._drop()
         self._forget()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Forget all that is known of the step during the `with`; then know it again. The gradients stay."""
+        kept = dict(vars(self))
+        self._forget()
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     def _drop(self) -> None:
         # As `zero_grad` does, but without its profiler hooks.

@@ -38,11 +38,7 @@ class Loop(ReadOnly):
     plugins: by name, called in this order. `fresh` names the plugins that ignore their saved state.
     hparams: the whole config as plain values, for plugins that record it.
     resume: True continues the run in `run_dir`, if it has a checkpoint; a path continues the run or checkpoint there.
-
-    The other attributes are `net`, `adopted` and `adopt`; `feed`, `gradients`, `output` and `weights`; `progress`,
-    `first_step`, `is_branch`, `end` and `stop`; `log`, `random`, `resources` and `hook`; `device`, `rank`, `num_ranks`
-    and `is_main`. docs/loop.md has an example of each. All are read-only; `using`, `weights` and `set_micro_batch`
-    change them.
+    All attributes, which docs/loop.md describes, are read-only; `using`, `weights` and `set_micro_batch` change them.
     """
 
     def __init__(
@@ -110,8 +106,8 @@ class Loop(ReadOnly):
         """Train with another `net`, or sample with another `sampler`, during the `with`."""
         return self._lending(net=net or self.net, sampler=sampler or self.sampler)
 
-    def set_micro_batch(self, size: int) -> None:
-        """Send `size` samples at a time through the network from now on."""
+    def set_micro_batch(self, size: int | None) -> None:
+        """Send `size` samples at a time through the network from now on; None: the whole batch."""
         self._set(config=evolve(self.config, micro_batch=size))
         if "run" in self.hparams:
             self.hparams["run"] = {**self.hparams["run"], "micro_batch": size}

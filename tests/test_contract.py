@@ -169,7 +169,7 @@ def test_attributes_of_a_loop_are_read_only() -> None:
 PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
-    "hookdiff.gradients",
+    *("hookdiff.gradients", "hookdiff.rehearsal"),
     *("hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors", "hookdiff.experiment.optimizers"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory"),
     *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
@@ -196,7 +196,8 @@ ROOMS = [
     *("disk", "data", "progress", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("sinks", "periodic", "evaluation", "testing", "builtin", "experiment", "cli", "__init__", "examples"),
+    *("rehearsal", "sinks", "periodic", "evaluation", "testing"),
+    *("builtin", "experiment", "cli", "__init__", "examples"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # the other three import `Loop` for type checkers
 

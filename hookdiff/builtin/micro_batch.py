@@ -1,11 +1,8 @@
 """The plugin that finds a micro-batch that fits in memory, for `micro_batch = "auto"`."""
 
-import copy
 import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from attrs import define
@@ -16,6 +13,8 @@ from hookdiff.errors import UserError
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.memory import optimizer_bytes
+from hookdiff.objective import LossOutput
+from hookdiff.rehearsal import rehearsing
 
 log = logging.getLogger("hookdiff")
 # In lower case: messages of allocators and libraries that do not raise torch.OutOfMemoryError.
@@ -26,9 +25,9 @@ _MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "can
 class FitMicroBatch:
     """Sets `micro_batch` to the whole batch, or to the first of its half, quarter, ... that fits in memory.
 
-    Each size is tried with forward and backward passes of a real step, while memory for the state of the optimizers is
-    reserved. The trials change no gradients, buffers, random numbers, states of plugins or logged values. With several
-    ranks, the smallest size found is used. On a CPU, the system may kill the process before torch runs out of memory.
+    Each size is tried with all passes of a real step, while memory for the state of the optimizers is reserved. The
+    trials change nothing (see `rehearsing`). With several ranks, the smallest size found is used. On a CPU, the system
+    may kill the process before torch runs out of memory.
     """
 
     @hookimpl(trylast=True)
@@ -37,8 +36,8 @@ class FitMicroBatch:
         rows = loop.feed.training[: -(-loop.config.batch_size // loop.num_ranks)]
         (batch,) = loop.feed.unaugmented(rows, len(rows))
         batch = loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))
-        with _restoring(loop):
-            size = _largest(loop, batch)
+        with rehearsing(loop) as passes:
+            size = _largest(loop, batch, passes)
         if loop.num_ranks > 1:
             smallest = torch.tensor(size, device=loop.device)
             distributed.all_reduce(smallest, distributed.ReduceOp.MIN)
@@ -52,14 +51,18 @@ class FitMicroBatch:
         loop.set_micro_batch(size)
 
 
-def _largest(loop: Loop, batch: Batch) -> int:
+def _largest(loop: Loop, batch: Batch, passes: Callable[[Batch], LossOutput]) -> int:
     """Return the first size that fits out of the whole batch, its half, ... 1; 0 if none does."""
-    reserve = 0 if any(optimizer.state for optimizer in loop.optimizers) else optimizer_bytes(loop.optimizers)
+    reserve = optimizer_bytes(each for each in (*loop.optimizers, *loop.adopted.optimizers) if not each.state)
     if loop.device.type == "cuda":  # 5% more: the allocator's blocks never fill the memory completely
         reserve += torch.cuda.get_device_properties(loop.device).total_memory // 20
     size = len(batch)
-    while size and not _fits(loop, batch, size, reserve):
+    while size:
+        loop.set_micro_batch(size)
+        if _fits(batch[: 2 * size], passes, reserve, loop.device):  # the second part has the gradients of the first
+            break
         # Not inside `_fits`: there, the error and its frames still hold the tensors.
+        loop.gradients.reset()
         gc.collect()
         if loop.device.type in ("cuda", "mps"):
             getattr(torch, loop.device.type).empty_cache()
@@ -67,20 +70,15 @@ def _largest(loop: Loop, batch: Batch) -> int:
     return size
 
 
-def _fits(loop: Loop, batch: Batch, size: int, reserve: int) -> bool:
+def _fits(batch: Batch, passes: Callable[[Batch], LossOutput], reserve: int, device: torch.device) -> bool:
     try:
-        reserved = torch.empty(reserve, dtype=torch.uint8, device=loop.device)
-        for part in batch.split(size)[:2]:  # the second one runs while the gradients of the first are in memory
-            # As if more micro-batches followed, so that no rank waits for another.
-            loop.hook.micro_step(loop=loop, batch=part, index=0, count=2)
+        reserved = torch.empty(reserve, dtype=torch.uint8, device=device)
+        passes(batch)
         del reserved
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         return False
-    finally:
-        for parameter in loop.model.parameters():
-            parameter.grad = None
     return True
 
 
@@ -88,21 +86,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` says that a GPU or a CPU is out of memory."""
     known = isinstance(error, RuntimeError) and any(message in str(error).lower() for message in _MESSAGES)
     return known or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-
-@contextmanager
-def _restoring(loop: Loop) -> Iterator[None]:
-    """Log nothing inside the `with`; at its end restore buffers, random states and the states of plugins."""
-    hooks = ("micro_step", "compute_loss", "backward")
-    names = {impl.plugin_name for hook in hooks for impl in loop.plugins.order(hook)}
-    called: list[Any] = [plugin for name, plugin in loop.plugins.items() if name in names]
-    states = [(plugin, copy.deepcopy(plugin.state_dict())) for plugin in called if hasattr(plugin, "state_dict")]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in loop.model.buffers()]
-    try:
-        with loop.log.muted(), torch.random.fork_rng([loop.device] if loop.device.type == "cuda" else []):
-            yield
-    finally:
-        for buffer, values in buffers:
-            buffer.copy_(values)
-        for plugin, state in states:
-            plugin.load_state_dict(state)

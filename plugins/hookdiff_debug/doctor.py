@@ -22,8 +22,8 @@ from hookdiff_debug.trial import Trial, train
 
 # Plugins that have a part in a step or in sampling; those that write files, or measure now and then, have none.
 _IN_A_STEP = (
-    *("prepare_model", "before_step", "micro_step", "compute_loss", "backward", "unscale", "after_backward"),
-    *("optimizer_step", "sample", "offer_weights", "wrap_net"),
+    *("prepare_model", "make_batch", "before_step", "accumulate", "micro_step", "compute_loss", "reduce_loss"),
+    *("backward", "unscale", "after_backward", "optimizer_step", "sample", "offer_weights", "wrap_net", "before_epoch"),
 )
 _IN_SAMPLING = ("prepare_model", "restore", "sample", "offer_weights")
 _PARTS = {"compute_loss": "forward", "backward": "backward", "optimizer_step": "optimizer"}  # of a step, by hook
@@ -77,6 +77,8 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
                 loop.model.load_state_dict(saved.model.state_dict())
                 for own, other in zip(loop.optimizers, saved.optimizers, strict=True):
                     own.load_state_dict(copy.deepcopy(other.state_dict()))
+                for mine, kept in zip(loop.adopted, saved.adopted, strict=True):
+                    mine.load_state_dict(copy.deepcopy(kept.state_dict()))
                 loop.progress.load_state_dict(saved.progress.state_dict())
             del saved  # so that its memory is not counted as the trial's
         else:

@@ -144,18 +144,19 @@ def _peak(loop: Loop, batch: Batch, trial: Trial) -> Iterator[None]:
         yield
         trial.peak_memory = torch.cuda.max_memory_allocated(loop.device)
         return
-    loop.model.zero_grad()  # as the step does first: old gradients do not count
-    kept = [optimizer.state for optimizer in loop.optimizers]
-    kept += [plugin.state_dict() for plugin in loop.plugins.values() if hasattr(plugin, "state_dict")]
-    there = storages([*loop.model.parameters(), *loop.model.buffers(), batch.inputs, batch.labels, *tree_leaves(kept)])
+    loop.gradients.reset()  # as the step does first: old gradients do not count
+    kept = tree_leaves(loop.state_dict())
+    there = storages([*loop.model.parameters(), *loop.model.buffers(), batch.inputs, batch.labels, *kept])
     with HeldBytes(there) as held, eager(loop.model):  # tensors of compiled code cannot be counted
         yield
     trial.peak_memory = sum(there.values()) + held.most
 
 
 def _batches(loop: Loop, clock: Clock) -> Iterator[Batch]:
-    """Yield batches for ever; the end of an epoch is counted, but fires no hook."""
+    """Yield batches for ever; the end of an epoch is counted, but calls no hook."""
     while True:
+        if loop.feed.begin(loop.progress.epoch):
+            loop.hook.before_epoch(loop=loop)
         batches = loop.feed.batches(loop.progress.epoch, loop.progress.samples)
         while True:
             with clock("data", "batches"):

@@ -6,9 +6,10 @@ the workspaces of kernels, come on top.
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from hookdiff.experiment import make_model, pick_device
 from hookdiff.models.memory import HeldBytes, as_fake, storages
 
 # Plugins without any of these only write files or make images.
-HOOKS = ("prepare_model", "wrap_net", "micro_step", "compute_loss", "backward", "state_dict")
+HOOKS = (
+    *("prepare_model", "wrap_net", "accumulate", "micro_step", "compute_loss", "reduce_loss", "backward"),
+    "state_dict",
+)
 
 
 @define(frozen=True, kw_only=True)
@@ -72,8 +76,7 @@ def estimate_memory(config: Config) -> MemoryEstimate:
                     problem = error
     if isinstance(problem, ConfigError) and not _needs_values(problem):
         raise problem
-    reason = "it reads values of tensors, which do not exist here" if _needs_values(problem) else _first_line(problem)
-    raise UserError(f"the memory of {config.model.use} cannot be counted: {reason}") from problem
+    raise UserError(f"the memory of {config.model.use} cannot be counted: {_reason(problem)}") from problem
 
 
 def _needs_values(error: BaseException | None) -> bool:
@@ -94,51 +97,61 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
         try:
             yield
         except Exception as error:
-            notes.append(f"{part}: {_first_line(error)}")
+            notes.append(f"{part}: {_reason(error)}")
 
-    def update(parts: Iterable[Batch], *, step: bool = True) -> None:
-        for part in parts:
-            loop.hook.micro_step(loop=loop, batch=part, index=0, count=1)
+    def passes(batch: Batch) -> None:
+        loop.gradients.reset()
+        with noted("the passes that a plugin makes"):
+            loop.hook.accumulate(loop=loop, batch=batch)
+            return
+        loop.gradients.reset()
+        loop.run_pass(batch)
+
+    def step() -> None:
         with mode:
-            for optimizer in loop.optimizers if step else ():
+            for optimizer in optimizers:
                 optimizer.step()
 
     loop = build_loop(config, run_dir, hooks=HOOKS, make=make)
     loop.prepare()
+    optimizers = (*loop.optimizers, *loop.adopted.optimizers)
     for start in loop.plugins.order("on_start"):  # each plugin by itself
         with noted(f"the plugin {start.plugin_name!r} did not start"):
             start.function(*({"loop": loop}[name] for name in start.argnames))
     size = -(-config.run.batch_size // loop.num_ranks)
     micro_batch = min(size, loop.config.micro_batch or size)
     batch, more = _batch(loop, size), _batch(loop, micro_batch + 1)
-    parts = batch.split(micro_batch)
     inputs, parameters, buffers = _tensors(batch), storages(loop.model.parameters()), storages(loop.model.buffers())
     held = parameters | buffers | inputs
 
     with _saved() as saved:
-        update(parts[:1], step=False)
+        loop.hook.micro_step(loop=loop, batch=batch[:micro_batch], index=0, count=1)
     activations = _sum_without(saved, held)  # now, because a later tensor may get the address of a freed one
-    gradients = sum(storages(parameter.grad for parameter in loop.model.parameters()).values())
+    passes(batch[:micro_batch])
+    weights = [*loop.model.parameters(), *(parameter for _, parameter in loop.adopted.named_parameters())]
+    gradients = sum(storages(weight.grad for weight in weights).values())
     optimizer: int | None = None
     with noted("the state of the optimizer"):
-        update(())
+        step()
         state = [value for each in loop.optimizers for entry in each.state.values() for value in entry.values()]
         held |= storages(state)
         optimizer = sum(storages(state, device).values())
     plugins: dict[str, int] = {}
     for name, plugin in loop.plugins.items():
         with noted(f"the state of the plugin {name!r}"):
-            tensors, _ = flatten(plugin.state_dict() if hasattr(plugin, "state_dict") else {})
-            own = storages(tensors.values(), loop.device)
+            keepers: list[Any] = [plugin] if hasattr(plugin, "state_dict") else []
+            tensors = [flatten(each.state_dict())[0].values() for each in (*keepers, *loop.adopted.of(name))]
+            own = storages(chain(*tensors), loop.device)
             plugins[name] = _sum_without(own, held)
             held |= own
     with _saved() as saved:
-        loop.hook.compute_loss(loop=loop, batch=more)
+        loop.hook.micro_step(loop=loop, batch=more, index=0, count=1)
     per_sample = _sum_without(saved, held | _tensors(more)) - activations
-    for each in loop.optimizers:
-        each.zero_grad()
+    loop.gradients.reset()
     with HeldBytes(held) as now:
-        update(parts[:2], step=optimizer is not None)  # the second part adds to the gradients of the first
+        passes(batch[: 2 * micro_batch])  # the second part adds to the gradients of the first
+        if optimizer is not None:
+            step()
 
     fixed = {
         "parameters": sum(parameters.values()),
@@ -157,7 +170,7 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
         per_sample=per_sample,
         peak=sum(fixed.values()) + (optimizer or 0) + sum(plugins.values()) + now.most,
         available=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys(notes)),
         **fixed,
     )
 
@@ -211,5 +224,7 @@ def _data(config: Config, loop: Loop) -> int:
     return size if fits and config.data.of(Store).place(size) != "none" else 0
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    if _needs_values(error):
+        return "it reads values of tensors, which do not exist here"
     return str(error).partition("\n")[0] or type(error).__name__

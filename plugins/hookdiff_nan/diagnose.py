@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Loop, NonFinite
 from hookdiff.disk import flatten, unflatten
+from hookdiff.rehearsal import rehearsing
 from hookdiff_nan.watch import Backward, Forward, Watch, describe, is_bad, name_of
 
 Cause = Literal["weight", "data", "draw", "overflow", "forward", "loss", "backward", "unclear"]
@@ -29,8 +30,10 @@ ADVICE: dict[Cause, str] = {
 }
 
 # Hooks in which a plugin can take part in a step before on_nan.
-STEP_HOOKS = ("prepare_model", "wrap_net", "before_step", "micro_step", "compute_loss", "backward", "unscale")
-_RERUN = ("micro_step", "compute_loss", "backward")
+STEP_HOOKS = (
+    *("prepare_model", "wrap_net", "make_batch", "before_step", "accumulate", "micro_step", "compute_loss"),
+    *("reduce_loss", "backward", "unscale"),
+)
 _SHOWN = 8  # samples that a report names
 
 
@@ -49,22 +52,23 @@ class Diagnosis:
         return f"{self.cause}: {self.text}"
 
 
-def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Diagnosis:
+def diagnose(loop: Loop, report: NonFinite, watch: Watch) -> Diagnosis:
     """Return why the step of `report` is not finite; `loop` stays as it is.
 
-    `put_back` gives the buffers the values that they had before the step. Costs one or two forward and backward passes.
+    The buffers must have the values from before the step. The loop calls `begin` and `finish` of `watch` around each
+    micro-batch. Costs all passes of the step, once or twice.
     """
-    put_back()  # batch norm's statistics hold the NaN of its inputs by now
     weights = _bad_weights(loop)
     data = (report.batch.inputs, *report.batch.conditions.values())
     inputs = sorted({row for values in data for row in _bad_rows(values)})
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
     missed = "the step is finite when it runs again: its computation is not deterministic"
     try:
-        watch, bad_loss = _run_again(loop, report.batch, put_back)
-        helped = (bad_loss or watch.backward) and _is_finite_without_autocast(loop, report.batch, watch, put_back)
+        with rehearsing(loop) as passes, eagerly(), watch:
+            watch.finish(passes(report.batch).loss)
+        helped = (watch.bad_loss or watch.backward) and _is_finite_without_autocast(loop, report.batch, watch)
     except torch.OutOfMemoryError:
-        watch, bad_loss, helped = Watch(loop.model), False, False
+        watch, helped = Watch(loop.model), False
         missed = "there was not enough memory to run the step again"
     rows = inputs or next(iter(draws.values()), report.samples)
     samples = _samples(loop, report.batch, rows)
@@ -93,7 +97,7 @@ def diagnose(loop: Loop, report: NonFinite, put_back: Callable[[], None]) -> Dia
         return found("loss", "data and draws are finite, but the inputs that the objective made from them are not")
     if forward:
         return found("forward", _of_forward(forward), module=module)
-    if bad_loss:
+    if watch.bad_loss:
         return found("loss", "the output of the network is finite, but its loss is not")
     if backward := watch.backward:
         module = backward.takers[-1].name if backward.takers else None
@@ -118,60 +122,12 @@ def _of_backward(backward: Backward) -> str:
     return f"the loss is finite, but the derivative of the modules after {backward.maker} is not"
 
 
-def _run_again(loop: Loop, batch: Batch, put_back: Callable[[], None]) -> tuple[Watch, bool]:
-    """Run micro-batches until one is not finite; return its watch, and whether its loss is not finite."""
-    watch = Watch(loop.model)
-    with no_trace(loop, put_back), eagerly():
-        for index, part, count in parts_of(loop, batch):
-            watch = Watch(loop.model)
-            with watch:
-                output = loop.hook.micro_step(loop=loop, batch=part, index=index, count=count)
-            if watch.backward or is_bad(output.loss):
-                return watch, is_bad(output.loss)
-    return watch, False
-
-
-def _is_finite_without_autocast(loop: Loop, batch: Batch, watch: Watch, put_back: Callable[[], None]) -> bool:
+def _is_finite_without_autocast(loop: Loop, batch: Batch, watch: Watch) -> bool:
     if watch.autocast is None:
         return False
-    with no_trace(loop, put_back), eagerly(), _without_autocast(loop):
-        for index, part, count in parts_of(loop, batch):
-            output = loop.hook.micro_step(loop=loop, batch=part, index=index, count=count)
-            gradients = [p.grad for p in loop.model.parameters() if p.grad is not None]
-            if is_bad(output.loss) or any(map(is_bad, gradients)):
-                return False
-    return True
-
-
-def parts_of(loop: Loop, batch: Batch) -> Iterator[tuple[int, Batch, int]]:
-    """Yield index, micro-batch and number of micro-batches as the loop makes them, with the same dropout."""
-    parts = batch.split(loop.config.micro_batch)
-    for index, part in enumerate(parts):
-        loop.random.seed_dropout(loop.progress.position, index, loop.device)
-        yield index, part, len(parts)
-
-
-@contextmanager
-def no_trace(loop: Loop, put_back: Callable[[], None]) -> Iterator[None]:
-    """Restore gradients, buffers, generators and the state of plugins afterwards."""
-    gradients = [(parameter, parameter.grad) for parameter in loop.model.parameters()]
-    # With several ranks, a rank that finds nothing would wait for one that stops early.
-    net = loop.net if loop.num_ranks == 1 else loop.model
-    took_part: list[Any] = [p for p in loop.plugins.values() if any(hasattr(p, hook) for hook in _RERUN)]
-    states = [(plugin, copied(plugin.state_dict())) for plugin in took_part if hasattr(plugin, "state_dict")]
-    cuda = [loop.device] if loop.device.type == "cuda" else []
-    put_back()
-    try:
-        with torch.random.fork_rng(cuda), loop.using(net=net):
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-    finally:
-        put_back()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for plugin, state in states:
-            plugin.load_state_dict(state)
+    with rehearsing(loop) as passes, eagerly(), _without_autocast(loop):
+        passes(batch)
+        return math.isfinite(loop.gradients.loss) and not loop.gradients.nonfinite()
 
 
 def eagerly() -> AbstractContextManager[Any]:
@@ -215,7 +171,8 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bad_weights(loop: Loop) -> dict[str, str]:
     """Return the values of bad parameters and buffers, as text; a buffer, such as a mask, may hold infinities."""
-    bad = {name: describe(value) for name, value in loop.model.named_parameters() if is_bad(value)}
+    weights = (*loop.model.named_parameters(), *loop.adopted.named_parameters())
+    bad = {name: describe(value) for name, value in weights if is_bad(value)}
     return bad | {name: describe(value) for name, value in loop.model.named_buffers() if value.isnan().any()}
 
 

@@ -7,11 +7,12 @@ from typing import Any, Literal
 from attrs import define, field
 from attrs.validators import ge, min_len
 
-from hookdiff import Loop, NonFinite, Sink, Verdict, hookimpl
+from hookdiff import Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
 from hookdiff.options import about
 from hookdiff.weights import Buffers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose
 from hookdiff_nan.record import kept_in, write_record
+from hookdiff_nan.watch import Watch
 
 log = logging.getLogger("hookdiff")
 
@@ -48,16 +49,25 @@ class NaN:
     _furthest: int = field(default=0, init=False)  # largest step at which one was left out
     _last: list[list[float]] = field(factory=list, init=False)  # [step, loss, gradient norm] of the last updates
     buffers: Buffers = field(init=False)  # as they were before the step
+    _watch: Watch = field(init=False)  # of the newest diagnosis
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self.can_roll_back = loop.resume is not None and loop.progress.position > 0
         self.buffers = Buffers(loop.model)
+        self._watch = Watch(loop.model, loop.adopted.named_parameters())
 
     @hookimpl(tryfirst=True)
     def before_step(self) -> None:
         self.num_begun += 1
         self.buffers.keep()
+
+    @hookimpl(wrapper=True)
+    def micro_step(self) -> Generator[None, LossOutput, LossOutput]:
+        self._watch.begin()
+        output = yield
+        self._watch.finish(output.loss)
+        return output
 
     @hookimpl(tryfirst=True)
     def after_backward(self, loop: Loop) -> None:
@@ -75,17 +85,13 @@ class NaN:
 
     @hookimpl(wrapper=True)
     def on_nan(self, loop: Loop, report: NonFinite) -> Generator[None, list[Verdict], list[Verdict]]:
-        # From before the step: plugins may change their state in on_nan.
-        states = {
-            name: copied(plugin.state_dict())
-            for name, plugin in loop.plugins.items()
-            if hasattr(plugin, "state_dict")
-            and not isinstance(plugin, Sink)
-            and any(hasattr(plugin, hook) for hook in STEP_HOOKS)
-        }
+        try:
+            states, problem = _states(loop), ""  # now, because plugins may change their state in on_nan
+        except UserError as error:  # such as of an optimizer of weights that are not the model's
+            states, problem = {}, str(error)
         verdicts = yield
-        self.diagnosis = found = diagnose(loop, report, self.buffers.put_back)
-        self.buffers.put_back()
+        self.buffers.put_back()  # batch norm's statistics hold the NaN of its inputs by now
+        self.diagnosis = found = diagnose(loop, report, self._watch)
         others = dict(report.notes)
         report.notes.clear()  # the cause comes first
         report.notes.update({"cause": str(found), "try": ADVICE[found.cause], **found.details, **others})
@@ -97,7 +103,10 @@ class NaN:
             title = f"updates {int(self._last[0][0])} to {int(self._last[-1][0])}"
             report.notes[title] = f"losses {' '.join(losses)}\ngradient norms {' '.join(norms)}"
         verdict = self._verdict(loop, report, found)
-        self._keep(loop, report, found, states)
+        if problem:
+            report.notes["replay"] = f"not kept: {problem}"
+        else:
+            self._keep(loop, report, found, states)
         return [*verdicts, verdict]
 
     def _verdict(self, loop: Loop, report: NonFinite, found: Diagnosis) -> Verdict:
@@ -123,7 +132,7 @@ class NaN:
             report.notes["replay"] = f"not kept: {root} has {self.keep} steps already (plugins.nan.keep)"
             return
         try:
-            parts = {"plugins": states, "buffers": self.buffers.kept}
+            parts = {**states, "buffers": self.buffers.kept}
             more = {"is_first": self.num_begun == 1, "can_roll_back": self.can_roll_back}
             write_record(path, loop, report, found, parts, more)
         except OSError as error:
@@ -140,3 +149,17 @@ class NaN:
         self._last = [list(values) for values in state["last"]]
         self._in_a_row = max(self._in_a_row, state["in_a_row"])
         self._furthest = max(self._furthest, state["furthest"])
+
+
+def _states(loop: Loop) -> dict[str, Any]:
+    """Return copies of the state of the data, and of the plugins that take part in a step."""
+    names = [
+        name
+        for name, plugin in loop.plugins.items()
+        if not isinstance(plugin, Sink) and any(hasattr(plugin, hook) for hook in STEP_HOOKS)
+    ]
+    with loop.log.muted():  # the state of a run includes that of the log, which is sent to the sinks before
+        state = loop.state_dict()
+    return copied(
+        {"data": state["data"], "plugins": {name: state["plugins"][name] for name in names if name in state["plugins"]}}
+    )

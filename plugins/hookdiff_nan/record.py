@@ -6,6 +6,7 @@ It holds no pickle, and gets its name only once it is complete:
     config.toml                               the resolved config of the run
     model.safetensors                         the weights before the step, with the model's own keys
     plugins.safetensors, buffers.safetensors  the state of plugins that take part in a step; all buffers
+    data.safetensors                          the weights of the samples in this epoch, if a plugin set them
     step.json                                 progress, machine, versions, digests of inputs and results
 """
 
@@ -41,7 +42,7 @@ class Record:
 
     path: Path
     facts: dict[str, Any]  # of step.json
-    parts: dict[str, dict[str, Any]]  # "model", "plugins" and "buffers", tensors on the CPU
+    parts: dict[str, dict[str, Any]]  # "model", "plugins", "data" and "buffers", tensors on the CPU
 
 
 def kept_in(root: Path) -> set[str]:
@@ -166,13 +167,14 @@ def surroundings(loop: Loop) -> dict[str, Any]:
 def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
     """Return digests of inputs and results of the current step."""
     per_sample = loop.output.per_sample
+    adopted = {name: p.grad for name, p in loop.adopted.named_parameters() if p.grad is not None}
     return {
         "inputs": digest_of(batch),
         "indices": None if batch.indices is None else batch.indices.tolist(),
         "outcome": {
             "loss": [_plain(loop.gradients.loss)],
             "losses of the samples": [] if per_sample is None else _plain(per_sample.tolist()),
-            "gradients": {name: digest(value) for name, value in loop.gradients.named().items()},
+            "gradients": {name: digest(value) for name, value in (loop.gradients.named() | adopted).items()},
         },
     }
 

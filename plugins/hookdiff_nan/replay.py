@@ -6,18 +6,20 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import define, evolve, field
 
 from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config
-from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled, no_trace, parts_of
+from hookdiff.rehearsal import rehearsing
+from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
 from hookdiff_nan.plugin import NaN
 from hookdiff_nan.record import CONFIG, Record, digest_of, kept_in, read_record, surroundings
 
+P = TypeVar("P")
 Say = Callable[[str], None]
-_TRAIN_HOOKS = (*STEP_HOOKS, "restore", "after_backward", "optimizer_step", "on_nan")
+_TRAIN_HOOKS = (*STEP_HOOKS, "restore", "before_epoch", "after_backward", "optimizer_step", "on_nan")
 
 
 @define(eq=False)
@@ -25,6 +27,7 @@ class Replay:
     """Restores the state before a kept step: progress, weights, buffers, and the plugins that take part in a step."""
 
     path: str = ""
+    say: Say = field(init=False)  # takes a line about inputs that differ
     _record: Record = field(init=False)
 
     @hookimpl
@@ -37,6 +40,7 @@ class Replay:
         return {
             "progress": self._record.facts["progress"],
             "log": {},
+            "data": parts["data"],
             "model": parts["model"],
             "optimizers": {str(index): {} for index in range(len(loop.optimizers))},
             "plugins": {name: state for name, state in parts["plugins"].items() if name in loop.plugins},
@@ -49,6 +53,13 @@ class Replay:
         for name, value in self._record.parts["buffers"].items():
             if (own := buffers.get(name)) is not None and own.shape == value.shape:
                 own.copy_(value)
+
+    @hookimpl(tryfirst=True)
+    def before_step(self, batch: Batch) -> None:
+        if digest_of(batch) != self._record.facts["inputs"]:
+            indices = None if batch.indices is None else batch.indices.tolist()
+            others = "the batch has other samples" if indices != self._record.facts["indices"] else "its values differ"
+            self.say(f"differs: the data has changed: {others}")
 
 
 def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly: bool, say: Say) -> bool:
@@ -68,9 +79,9 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
     _compute_as_then(record)
     with tempfile.TemporaryDirectory() as folder:
         loop = build_loop(evolve(config, plugins=parts), Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=keep)
-        nan = _finder(loop)
+        _one(loop, Replay).say = say
         with _quietly(), loop:
-            nan.can_roll_back = record.facts["can_roll_back"]
+            _one(loop, NaN).can_roll_back = record.facts["can_roll_back"]
             for line in _differences(record, surroundings(loop)):
                 say(line)
             batch = next(loop.feed.batches(loop.progress.epoch, loop.progress.samples), None)
@@ -78,10 +89,6 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
                 raise UserError(
                     f"the data has no batch at this position: it now has {len(loop.feed.training)} training samples"
                 )
-            if digest_of(batch) != record.facts["inputs"]:
-                indices = None if batch.indices is None else batch.indices.tolist()
-                others = "the batch has other samples" if indices != record.facts["indices"] else "its values differ"
-                say(f"differs: the data has changed: {others}")
             if anomaly:
                 if isinstance(record.facts["outcome"]["loss"][0], str):
                     say("the loss itself is not finite: the cause is not in the backward pass")
@@ -122,7 +129,7 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
             for step in loop.steps():
                 if position == place["position"]:
                     good = step.outcome not in ("stopped", "skipped")
-                    say(_summary(step) if good else f"{_summary(step)}\n{_finder(loop).diagnosis}")
+                    say(_summary(step) if good else f"{_summary(step)}\n{_one(loop, NaN).diagnosis}")
                     return good
                 position = loop.progress.position
     say(f"the run ended at batch {position}, before batch {place['position']}: {loop.end.reason}")
@@ -147,9 +154,9 @@ def names_of_plugins(record: Record) -> tuple[str, ...]:
     return tuple(_config(record, (), ()).plugins)
 
 
-def _finder(loop: Loop) -> NaN:
+def _one(loop: Loop, kind: type[P]) -> P:
     for plugin in loop.plugins.values():
-        if isinstance(plugin, NaN):
+        if isinstance(plugin, kind):
             return plugin
     raise UserError("--plugins: replay needs the plugin that kept the step, so it cannot be removed")
 
@@ -219,12 +226,9 @@ def _first_difference(before: Any, now: Any) -> str | None:
 
 def _warm_up(loop: Loop, batch: Batch) -> None:
     """Compile for all batch sizes of the step: a second size changes the code for the first one too."""
-    batch = loop.objective.draw(batch, loop.random.generator("noise", loop.progress.position, loop.device))
-    nan = _finder(loop)
-    nan.before_step()
-    with no_trace(loop, nan.buffers.put_back):
-        for index, part, count in parts_of(loop, batch):
-            loop.hook.micro_step(loop=loop, batch=part, index=index, count=count)
+    with rehearsing(loop) as passes:
+        made = loop.hook.make_batch(loop=loop, batch=batch)
+        passes(loop.objective.draw(made, loop.random.generator("noise", loop.progress.position, loop.device)))
 
 
 def _find_operation(loop: Loop, batch: Batch, say: Say) -> bool:

@@ -1,8 +1,8 @@
-"""Finds the first value of a forward and backward pass that is not finite, with hooks on every module."""
+"""Finds the first value of the passes of a step that is not finite, with hooks on every module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -85,9 +85,14 @@ class Backward:
 
 @define(eq=False)
 class Watch:
-    """Records the first bad output and the first bad gradient in a `with` block. Each check waits for the device."""
+    """Records the first bad output and the first bad gradient in a `with` block. Each check waits for the device.
+
+    `begin` forgets a micro-batch in which all was finite; `finish` ends the record at the first one that was not.
+    """
 
     model: nn.Module
+    others: Sequence[tuple[str, Tensor]] = ()  # parameters of other modules, with their names
+    bad_loss: bool = field(default=False, init=False)  # the loss of the last micro-batch is not finite
     forward: Forward | None = field(default=None, init=False)
     backward: Backward | None = field(default=None, init=False)
     given: list[str] = field(factory=list, init=False)  # the last arguments of the model
@@ -101,20 +106,43 @@ class Watch:
     _makers: dict[tuple[Any, int], NamedModule] = field(factory=dict, init=False)
     _handles: list[Any] = field(factory=list, init=False)
 
+    def begin(self) -> None:
+        """Begin a micro-batch, and forget the one before. Does nothing outside of the `with`."""
+        if self._handles:
+            self._forget()
+
+    def finish(self, loss: Tensor) -> None:
+        """End a micro-batch with this `loss`, or all passes; if a value was not finite, record nothing more."""
+        if self._handles:
+            self.bad_loss = is_bad(loss)
+            if self.bad_loss or self.backward:
+                self._close()
+
+    def _forget(self) -> None:
+        self.forward, self.backward = None, None
+        self.autocast, self._last = None, None
+        self.given, self.returned = [], []
+        self.bad_loss, self.given_finite, self.returned_finite = False, True, False
+        self._takers, self._makers = {}, {}
+
     def __enter__(self) -> Watch:
+        self._forget()
         for name, module in self.model.named_modules():
             place = NamedModule(name, type(module).__name__)
             self._handles += [
                 module.register_forward_pre_hook(partial(self._before, place), with_kwargs=True),
                 module.register_forward_hook(partial(self._after, place), with_kwargs=True),
             ]
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in (*self.model.named_parameters(), *self.others):
             if parameter.requires_grad:
                 hook = partial(self._look, name, None)
                 self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles, self._takers, self._makers = [], {}, {}

@@ -45,7 +45,7 @@ from hookdiff_selftest.witness import END, RESUMED, SAVED, Witness
 METRICS = "metrics.jsonl"
 _TAIL = 30  # lines of a run that failed
 _MOST = 5  # names in a list
-_NETWORK = ("micro_step", "backward")  # the hooks in which the network is called
+_NETWORK = ("accumulate", "micro_step", "backward")  # the hooks in which the network is called
 _KILLED = signal.SIGTERM if os.name == "nt" else -signal.SIGKILL  # the exit code of a process that the witness killed
 _GPU = "on a GPU, some operations of torch are not deterministic; try the CPU (--set run.device=cpu)"
 _OWN_GENERATOR = "perhaps a plugin, the model or the data draws from a generator of its own that nobody seeds"
@@ -254,7 +254,7 @@ class Evidence:
         if hook not in _NETWORK or first in drew or any(each.owner == first for each in changed):
             likely.insert(0, first)
         if hook:
-            takes_part = ("before_step", "compute_loss", *_NETWORK)
+            takes_part = ("before_epoch", "make_batch", "before_step", "compute_loss", "reduce_loss", *_NETWORK)
             likely += [name for name in lost if any(hasattr(self.plugins[name].target, h) for h in takes_part)]
             likely.append(first)
         else:

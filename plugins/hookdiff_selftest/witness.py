@@ -30,8 +30,8 @@ SAVED, RESUMED, END = "saved", "resumed", "end"  # the moments, and the files ab
 _NOTHING: Any = object()
 # Hooks after which weights, gradients and hyper-parameters are traced; some of them must not change any.
 _CHANGING = (
-    *("before_step", "micro_step", "backward", "unscale", "after_backward", "optimizer_step", "after_optimizer_step"),
-    *("on_epoch_end", "between_steps"),
+    *("before_epoch", "before_step", "accumulate", "micro_step", "reduce_loss", "backward", "unscale"),
+    *("after_backward", "optimizer_step", "after_optimizer_step", "on_epoch_end", "between_steps"),
 )
 _MOST = 10_000  # larger mappings and lists, and longer strings, are not compared
 _DEPTH = 4
@@ -252,18 +252,19 @@ def _plain(value: Any, depth: int) -> Any:
 
 def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
     """Return a hash of the weights, buffers, gradients, learning rates and `batch`."""
-    held = [*loop.model.parameters(), *loop.model.buffers()]
+    weights = [*loop.model.parameters(), *(parameter for _, parameter in loop.adopted.named_parameters())]
+    held = [*weights, *loop.model.buffers()]
     if batch is not None:
         columns = (batch.inputs, *batch.conditions.values(), *batch.draws.values())
         held += [value for value in columns if isinstance(value, Tensor)]
-    if hook not in ("before_step", "on_epoch_end"):  # in which the gradients of the step before may be left
-        held += [weight.grad for weight in loop.model.parameters() if weight.grad is not None]
+    if hook not in ("before_epoch", "before_step", "on_epoch_end"):  # which may have the gradients of the step before
+        held += [weight.grad for weight in weights if weight.grad is not None]
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in held]
     sums = [each.detach().view(whole[each.itemsize]).sum() for each in plain if each.layout == torch.strided]
     groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
-    # In before_step the rates are being set: a resumed run still has those of its config.
-    rates = [float(group.get("lr", 0.0)) for group in groups if hook != "before_step"]
+    # In before_step the rates are being set: until then a resumed run has those of its config.
+    rates = [float(group.get("lr", 0.0)) for group in groups if hook not in ("before_epoch", "before_step")]
     return hash((int(torch.stack(sums).sum()), *rates))
 
 

@@ -13,6 +13,7 @@ from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_nan import NaN
 from tests.conftest import check_facts
+from tests.sam import SAM, Uncertainty
 
 BAD = 3  # the batch with the NaN
 
@@ -443,3 +444,94 @@ def test_the_state_of_plugins_is_kept_from_before_the_step(tmp_path):
     assert kept["amp"]["scaler"]["scale"] == 8.0
     assert amp.scaler.get_scale() == 4.0
     assert [values[0] for values in kept["nan"]["last"]] == [1.0, 2.0]
+
+
+class Fragile(nn.Module):
+    """Makes NaN once its weight is further than 0.01 from 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x * self.weight * (0.01 - (self.weight - 1).abs().max()).sqrt()
+
+
+class Numbers:
+    """Notes what the loop knows of the gradients, before or after the diagnosis."""
+
+    def __init__(self):
+        self.seen = None
+
+    def look(self, loop):
+        gradients = loop.gradients
+        self.seen = str((gradients.loss, gradients.total_norm, gradients.finite, gradients.overflowed))
+        self.weights = weights(loop)
+
+    @hookimpl(wrapper=True)
+    def on_nan(self, loop):
+        self.look(loop)
+        before = self.seen, self.weights
+        verdicts = yield
+        self.look(loop)
+        assert self.seen == before[0]
+        assert_same(self.weights, before[1])
+        return verdicts
+
+
+@pytest.mark.parametrize("amp", [{}, {"amp": AMP("fp16", init_scale=2)}], ids=["", "amp"])
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_a_nan_of_the_second_pass_is_found_in_its_module(micro_batch, amp, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), Fragile(), nn.Linear(8, 4))
+    nan, numbers = NaN(), Numbers()
+    plugins = {"numbers": numbers, "nan": nan, "sam": SAM(rho=5.0, after=BAD), **amp}
+    options = {"model": model, "optimizers": lambda net: torch.optim.SGD(net.parameters(), 1e-4)}
+    loop = toy_loop(plugins, run_dir=tmp_path, micro_batch=micro_batch, **options)
+    assert loop.run() == "on_nan"
+    assert (loop.progress.position, nan.diagnosis.cause, nan.diagnosis.module) == (BAD, "forward", "1")
+    check_facts(nan.diagnosis.text, "1 (Fragile)", "NaN")
+    assert numbers.seen
+    assert (model[1].weight - 1).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_a_bad_weight_of_a_plugin_is_named(micro_batch, tmp_path):
+    class Spoils:
+        @hookimpl
+        def before_step(self, loop):
+            if loop.progress.position == BAD:
+                with torch.no_grad():
+                    loop.plugins["weight"].net.weight.fill_(math.nan)
+
+    nan = NaN()
+    toy_loop({"nan": nan, "weight": Uncertainty(), "spoils": Spoils()}, run_dir=tmp_path, micro_batch=micro_batch).run()
+    assert (nan.diagnosis.cause, nan.diagnosis.parameter) == ("weight", "weight: weight")
+
+
+def test_a_run_that_cannot_be_saved_is_diagnosed_too(tmp_path, caplog):
+    """The optimizer holds a weight that is not the model's."""
+    other = nn.Parameter(torch.ones(4))
+
+    class Scaled(ToyObjective):
+        def __call__(self, net, batch):
+            output = super().__call__(net, batch)
+            return LossOutput(output.loss * other.mean().log() if self.bad else output.loss + other.square().sum())
+
+    objective = Scaled()
+    objective.bad = False
+
+    class Spoils:
+        @hookimpl
+        def before_step(self, loop):
+            if loop.progress.position == BAD:
+                objective.bad = True
+                other.data.fill_(-1.0)
+
+    nan = NaN()
+    plugins = {"nan": nan, "spoils": Spoils()}
+    optimizers = lambda net: torch.optim.AdamW([*net.parameters(), other], 0.01)  # noqa: E731
+    assert toy_loop(plugins, objective=objective, optimizers=optimizers, run_dir=tmp_path).run() == "on_nan"
+    assert nan.diagnosis.cause == "loss"
+    assert list(tmp_path.glob("nan/*")) == []
+    check_facts(caplog.messages[-1], "not kept", "AdamW")

@@ -60,6 +60,18 @@ class Steep(Net):
         return h + (h * (self.calls < 7) + 0 * h).square().sum().sqrt() * 0 if self.calls > 6 else h
 
 
+class Fragile(Net):
+    """Makes NaN where the weights are moved uphill."""
+
+    def __init__(self, in_channels: int = 1):
+        super().__init__(in_channels)
+        self.scale = nn.Parameter(torch.ones(8, 1, 1))
+
+    def forward(self, x, timesteps):
+        h = self.layers(x) * self.scale * (0.5 - (self.scale - 1).abs().max()).sqrt()
+        return self.last(h)
+
+
 def spoilt():
     images = digits().images.clone().float().div(127.5).sub(1)
     images[:90] = torch.nan
@@ -77,6 +89,31 @@ def levelled():
     levels[:90] = torch.nan
     return InMemory(images, conditions={"level": levels})
 '''
+
+MIXED = """
+import torch
+from attrs import define, evolve
+from hookdiff import hookimpl
+
+@define(eq=False)
+class Mixed:
+    "Draws early samples rarely, and mixes each sample with another one."
+
+    @hookimpl
+    def before_epoch(self, loop):
+        loop.feed.weigh(torch.arange(len(loop.feed.samples)) + 1.0)
+
+    @hookimpl
+    def make_batch(self, loop, batch):
+        return evolve(batch, inputs=0.5 * (batch.inputs + batch.inputs.roll(1, 0)))
+
+class Breaks:
+    @hookimpl(trylast=True)
+    @torch.no_grad()
+    def after_optimizer_step(self, loop):
+        if loop.progress.step == 2:
+            loop.plugins["uncertainty"].net.weight[3:] = torch.nan
+"""
 
 BASE: dict[str, Any] = {
     "run": {"steps": 30, "batch_size": 16, "micro_batch": 6, "log_every": 5, "device": "cpu", "plugins": ["nan"]},
@@ -255,6 +292,50 @@ def test_no_amp_needs_amp(spoilt: Path, hookdiff: Command) -> None:
     code, _, err = hookdiff("replay", spoilt, "--plugins", "no:nan")
     assert code == 2
     check_facts(err, "--plugins")
+
+
+def test_a_nan_of_the_second_pass_comes_back_bit_for_bit(tmp_path: Path, start: Any) -> None:
+    options: dict[str, Any] = {"sam": {"rho": 50.0, "after": 3}, "amp": {"precision": "fp16", "init_scale": 4.0}}
+    path = config(tmp_path, ["amp", "tests.sam:SAM"], model={"use": "nets:Fragile"}, plugins=options)
+    code, _, err = finish(start(tmp_path, "run", path, "--out", "run"))
+    assert code == 3, err
+    (step,) = kept(tmp_path)
+    report = json.loads((step / "report.json").read_text())
+    assert (report["cause"], report["step"]) == ("forward", 3)
+    check_facts(report["text"], "layers (Sequential)", "last (Conv2d)")
+    code, out, err = finish(start(tmp_path, "replay", step))
+    assert (code, err) == (0, ""), out
+    assert out.startswith((step / "report.txt").read_text())
+    check_facts(out.splitlines()[-1], 1, 16, 7)  # loss, losses of the samples, gradients
+    assert finish(start(tmp_path, "replay", step, "--set", "plugins.sam.after=9"))[0] == 0  # one pass is finite
+
+
+@pytest.mark.parametrize(("rate", "more", "cause"), [(100.0, [], "backward"), (0.1, ["mixed:Breaks"], "weight")])
+def test_a_module_of_a_plugin_comes_back_bit_for_bit(
+    folder: Path, rate: float, more: list[str], cause: str, hookdiff: Command
+) -> None:
+    (folder / "mixed.py").write_text(MIXED)
+    path = config(folder, ["tests.sam:Uncertainty", *more], plugins={"uncertainty": {"lr": rate}})
+    code, _, err = hookdiff("run", path, "--out", "run")
+    assert code == 3, err
+    (step,) = kept(folder)
+    report = json.loads((step / "report.json").read_text())
+    assert report["step"] > 0
+    assert report["cause"] == cause
+    assert report["parameter"] == "uncertainty: weight"
+    code, out, _ = hookdiff("replay", step)
+    assert code == 0, out
+    check_facts(out.splitlines()[-1], 1, 16, 7)  # the gradient of the learned weight counts
+
+
+def test_batches_that_a_plugin_makes_and_weighs_come_back(folder: Path, hookdiff: Command) -> None:
+    (folder / "mixed.py").write_text(MIXED)
+    path = config(folder, ["mixed:Mixed"], data={"source": "nets:spoilt"})
+    assert hookdiff("run", path, "--out", "run")[0] == 3
+    (step,) = kept(folder)
+    code, out, _ = hookdiff("replay", step)
+    assert code == 0, out
+    assert out.startswith((step / "report.txt").read_text())
 
 
 @pytest.mark.parametrize("every", [2, 0])
