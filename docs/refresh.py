@@ -1,14 +1,19 @@
-"""Makes the tables of keys in docs/*.md anew from the classes: `python docs/refresh.py`."""
+"""Makes the generated parts of docs/*.md anew from the source: `python docs/refresh.py`."""
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hookdiff.choices import import_object
+from hookdiff.cli.hooks import contract, example, imports
 from hookdiff.experiment.reference import Key, keys, summary
+from hookdiff.hookspecs import HOOK_NAMES, Hooks
 
-_BLOCK = re.compile(r"(<!-- keys of (\S+?)(?: without ([\w, ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_KEYS = re.compile(r"(<!-- keys of (\S+?)(?: without ([\w, ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_HOOK = re.compile(r"(<!-- hook (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_IMPORTS = re.compile(r"(<!-- imports -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) -> str:
@@ -29,18 +34,30 @@ def _row(key: Key) -> str:
     return f"| `{key.name}` | {f'`{key.default}`' if key.default else ''} | {key.help} |"
 
 
-def refresh(text: str) -> str:
-    """Return Markdown `text` with its tables made anew.
+def hook(name: str) -> str:
+    """Return the heading of the hook `name`, its docstring and its example."""
+    _, *arguments = inspect.signature(getattr(Hooks, name)).parameters
+    return f"### {name}({', '.join(arguments)})\n\n{contract(name)}\n\n{_python(example(name))}"
 
-    A table stands between `<!-- keys of module:Name -->`, which may go on with ` without a, b`, and `<!-- end -->`.
+
+def _python(code: str) -> str:
+    return f"```python\n{code}\n```\n"
+
+
+def refresh(text: str) -> str:
+    """Return Markdown `text` with its generated parts made anew.
+
+    They stand before `<!-- end -->`: a table of keys after `<!-- keys of module:Name -->`, which may go on with
+    ` without a, b`; a hook after `<!-- hook NAME -->`; the imports of all examples after `<!-- imports -->`.
     """
 
-    def made(block: re.Match[str]) -> str:
-        begin, path, without, end = block.groups()
+    def table(path: str, without: str | None) -> str:
         names = frozenset(name.strip() for name in (without or "").split(","))
-        return f"{begin}\n{markdown(import_object(path, 'the reference'), names)}\n{end}"
+        return "\n" + markdown(import_object(path, "the reference"), names) + "\n"
 
-    return _BLOCK.sub(made, text)
+    text = _KEYS.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], text)
+    text = _HOOK.sub(lambda found: found[1] + hook(found[2]) + found[3], text)
+    return _IMPORTS.sub(lambda found: found[1] + _python("\n".join(imports(map(example, HOOK_NAMES)))) + found[2], text)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,20 @@ from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
 from hookdiff_networks import UNet
 
+LR = 1e-3
+
 
 def make_loop(steps: int, run_dir: Path) -> Loop:
     torch.manual_seed(0)  # for the initial weights; the loop seeds everything else
     return Loop(
         UNet(in_channels=1, image_size=8, channels=32, num_res_blocks=1),
-        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=LR, fused=True),
         Diffusion(VP(schedule="cosine")),
         digits(),
         LoopConfig(steps=steps, batch_size=64),
         plugins={**builtin_plugins(), "ema": EMA(), "checkpoint": Checkpoint()},
         sampler=Sampling(steps=25),
+        hparams={"optimizer": {"use": "adamw", "lr": LR}},  # into config.toml, beside the LoopConfig
         run_dir=run_dir,
     )
 

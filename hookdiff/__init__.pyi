@@ -12,7 +12,7 @@ from .errors import (
 from .evaluation import Evaluation as Evaluation
 from .experiment import Config as Config, build_loop as build_loop, load_config as load_config
 from .findings import Alarms as Alarms, Finding as Finding
-from .hookspecs import Hooks as Hooks, hookimpl as hookimpl
+from .hookspecs import HOOKS_VERSION as HOOKS_VERSION, Hooks as Hooks, hookimpl as hookimpl
 from .loop import Loop as Loop
 from .nonfinite import NonFinite as NonFinite
 from .objective import LossOutput as LossOutput, Objective as Objective

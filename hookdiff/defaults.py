@@ -36,6 +36,15 @@ class Defaults:
     def wrap_net(self, net: nn.Module) -> nn.Module:
         return net
 
+    @hookimpl
+    def on_ready(self, loop: Loop) -> None:
+        if loop.run_dir and loop.is_main and loop.plugins.keys().isdisjoint(("run_dir", "metrics")):
+            log.warning(
+                "%s: no plugin of this run writes config.toml, metrics.jsonl and outcome.json; to have them: "
+                "Loop(..., plugins={**builtin_plugins(), ...})",
+                loop.run_dir,
+            )
+
     @hookimpl(trylast=True)
     def make_batch(self, batch: Batch) -> Batch:
         return batch
@@ -123,11 +132,20 @@ def _warn_of_unheld(loop: Loop) -> None:
 
 
 def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
-    """Return the labels and the images to start from, as arguments of the sampler."""
+    """Return labels, conditions and the images to start from, as arguments of the sampler."""
     wanted: dict[str, Any] = {}
-    if getattr(loop.objective, "conditional", False):
+    objective: Any = loop.objective
+    labels, conditions, names = request.labels, request.conditions, getattr(objective, "conditions", ())
+    if conditions is None and names:
+        indices = loop.feed.training[request.rows(len(loop.feed.training))]
+        conditions = objective.given(next(loop.feed.unaugmented(indices, request.num)))
+        own = conditions.pop("labels", None)
+        labels = labels or (None if own is None else tuple(own.tolist()))
+    if conditions is not None:
+        wanted["conditions"] = conditions
+    if getattr(objective, "conditional", False):
         num_classes: int = getattr(loop.model, "num_classes", 0)
-        labels = request.labels or request.default_labels(num_classes, loop.feed.labels)
+        labels = labels or request.default_labels(num_classes, loop.feed.labels)
         if len(labels) != request.num or not all(-1 <= label < num_classes for label in labels):
             raise UserError(f"expected {request.num} labels from 0 to {num_classes - 1}, or -1 for none, got {labels}")
         wanted["labels"] = torch.tensor(labels)

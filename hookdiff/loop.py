@@ -38,7 +38,7 @@ class Loop(ReadOnly):
     plugins: by name, called in this order. `fresh` names the plugins that ignore their saved state.
     hparams: the whole config as plain values, for plugins that record it.
     resume: True continues the run in `run_dir`, if it has a checkpoint; a path continues the run or checkpoint there.
-    Attributes are read-only: `using`, `weights` and `set_micro_batch` change them.
+    All attributes, which docs/loop.md describes, are read-only; `using`, `weights` and `set_micro_batch` change them.
     """
 
     def __init__(

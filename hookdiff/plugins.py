@@ -14,9 +14,10 @@ from hookdiff.data.batch import Batch
 from hookdiff.defaults import Defaults
 from hookdiff.dispatch import Call, Contract, Watch, bind, compile_hook, in_order
 from hookdiff.errors import PluginError, nearest
-from hookdiff.hookspecs import HOOK_NAMES, Hooks
+from hookdiff.hookspecs import ELSEWHERE, HOOK_NAMES, HOOKS_VERSION, RENAMED, Hooks
 from hookdiff.objective import LossOutput
 from hookdiff.sampling import Samples
+from hookdiff.versions import distributions
 
 log = logging.getLogger("hookdiff")
 
@@ -171,11 +172,20 @@ class _Manager(pluggy.PluginManager):
 
 
 def check_plugin(name: str, plugin: object) -> None:
-    """Raise PluginError for a plugin with a method that would never be called, or that can only save or load state."""
+    """Raise PluginError for a name of the core, a class in place of an instance, or as `check_contract` does."""
     if name in RESERVED:
         raise PluginError(f"a plugin cannot be named {name!r}: the core uses that name")
     if inspect.isclass(plugin):
         raise PluginError(f"the plugin {name!r} is the class {plugin.__name__}; give an instance: {plugin.__name__}()")
+    check_contract(name, plugin)
+
+
+def check_contract(name: str, plugin: object) -> None:
+    """Raise PluginError for a `plugin`, or the class of one, that does not fit this version of the hooks.
+
+    It is made for a later version, has a method that would never be called, or can only save or only load its state.
+    """
+    check_version(name, plugin if inspect.isclass(plugin) else type(plugin))
     keeps, takes = (callable(_static(plugin, half)) for half in ("state_dict", "load_state_dict"))
     if keeps != takes:
         there, missing = ("state_dict", "load_state_dict") if keeps else ("load_state_dict", "state_dict")
@@ -193,7 +203,7 @@ def check_plugin(name: str, plugin: object) -> None:
             continue
         hook = options["specname"] or attribute
         if hook not in HOOK_NAMES:
-            raise PluginError(f"the plugin {name!r}: there is no hook {hook!r}{nearest(hook, HOOK_NAMES)}")
+            raise PluginError(f"the plugin {name!r}: there is no hook {hook!r}{_instead_of(hook)}")
         if options["hookwrapper"]:
             raise PluginError(f"the plugin {name!r}: use wrapper=True in place of hookwrapper=True in {attribute}")
         if inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member):
@@ -203,6 +213,26 @@ def check_plugin(name: str, plugin: object) -> None:
                 f"the plugin {name!r}: {attribute} has a `yield`, so it would never run; write "
                 "@hookimpl(wrapper=True) to surround the hook, or return instead"
             )
+
+
+def check_version(name: str, kind: type) -> None:
+    """Raise PluginError for a class with a `hooks_version` that is greater than ours, or that is no number."""
+    wanted = _static(kind, "hooks_version") or HOOKS_VERSION
+    if not isinstance(wanted, int):
+        raise PluginError(f"the plugin {name!r}: write hooks_version = {HOOKS_VERSION}, a number without a type")
+    if wanted > HOOKS_VERSION:
+        origin = "".join(f" of {one.name} {one.version}" for one in distributions([kind]))
+        raise PluginError(
+            f"the plugin {name!r}{origin} is made for version {wanted} of the hooks, and this hookdiff has version "
+            f"{HOOKS_VERSION}: pip install -U hookdiff"
+        )
+
+
+def _instead_of(hook: str) -> str:
+    if hook in RENAMED:
+        now, version = RENAMED[hook]
+        return f": since version {version} of the hooks its name is {now!r}"
+    return f"; in hookdiff it is {ELSEWHERE[hook]!r}" if hook in ELSEWHERE else nearest(hook, HOOK_NAMES)
 
 
 def _static(plugin: object, attribute: str) -> object:

@@ -1,6 +1,6 @@
 """The request and the result of the hook `sample`, and the protocol of samplers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, Protocol
 
@@ -10,6 +10,13 @@ from torch import Generator, Tensor, nn
 
 from hookdiff.errors import UserError, nearest
 from hookdiff.randomness import derive_seed
+
+
+def _has_a_row_each(request: Any, _: Any, conditions: Mapping[str, Tensor] | None) -> None:
+    for name, column in (conditions or {}).items():
+        if column.shape[:1] != (request.num,):
+            shape = tuple(column.shape)
+            raise ValueError(f"'conditions': {name!r} has shape {shape}, expected {request.num} rows, one per image")
 
 
 @define(frozen=True)
@@ -24,6 +31,8 @@ class SampleRequest:
     labels: tuple[int, ...] | None = None  # one per image, -1 is no class; None: see `default_labels`
     images: Tensor | None = field(default=None, eq=False)  # n c h w in [-1, 1]: to start from, in place of pure noise
     strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]
+    # By name, one row per image; None: those of training samples, if the objective needs any (see `rows`).
+    conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
 
     def generators(self) -> list[Generator]:
         """Return one CPU generator for each image: image k is the same in any grid and batch, and on any device."""
@@ -36,10 +45,16 @@ class SampleRequest:
         Images to look at take the classes in turn. Images for metrics ("evaluate") take the labels of random samples of
         the data, if `known` (n, int64) holds them, so that each class is as frequent as in the data.
         """
-        numbers = range(self.start, self.start + self.num)
         if self.stream != "evaluate" or known is None or not len(known):
-            return tuple(k % num_classes for k in numbers)
-        return tuple(int(known[derive_seed(self.seed, self.stream, k, part=1) % len(known)]) for k in numbers)
+            return tuple(k % num_classes for k in range(self.start, self.start + self.num))
+        return tuple(int(known[row]) for row in self.rows(len(known)))
+
+    def rows(self, num_samples: int) -> list[int]:
+        """Return the sample, of `num_samples`, that gives each image its conditions: in turn, or random to evaluate."""
+        numbers = range(self.start, self.start + self.num)
+        if self.stream != "evaluate":
+            return [k % num_samples for k in numbers]
+        return [derive_seed(self.seed, self.stream, k, part=1) % num_samples for k in numbers]
 
 
 @define(frozen=True, eq=False)
@@ -78,8 +93,10 @@ class Sampler(Protocol):
         labels: Tensor | None = None,
         images: Tensor | None = None,
         strength: float = 0.8,
+        conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return one image of `shape` (c h w) for each generator; `net` was trained with `objective`.
 
-        `labels` (n, int64), `images` and `strength` are given only if the `SampleRequest` has them.
+        `labels` (n, int64), `images`, `strength` and `conditions` (n rows each) are given only if the `SampleRequest`
+        has them.
         """

@@ -90,9 +90,9 @@ class Sink:
         if loop.is_main:
             self.check(loop)
 
-    @hookimpl
-    def before_step(self, loop: Loop) -> None:
-        self._open(loop)  # not in on_start, where the own state is not loaded yet
+    @hookimpl(trylast=True)
+    def on_ready(self, loop: Loop) -> None:
+        self._open(loop)
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:

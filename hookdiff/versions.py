@@ -10,15 +10,18 @@ import torch
 
 
 def versions(plugins: Iterable[object]) -> dict[str, str]:
-    """Return the versions of python, torch, hookdiff, and of each distribution that has the class of a plugin.
-
-    A plugin of a script or of a local module has no distribution.
-    """
-    owners = {entry.module.partition(".")[0]: entry.dist for entry in entry_points(group="hookdiff.plugins")}
-    modules = sorted({type(plugin).__module__ for plugin in plugins})
-    found = [owners.get(module.partition(".")[0]) or _owner(module) for module in modules]
+    """Return the versions of python, torch, hookdiff, and of the distributions of the plugins."""
+    found = distributions(map(type, plugins))
     ours = {"python": platform.python_version(), "torch": str(torch.__version__), "hookdiff": version("hookdiff")}
-    return {**{one.name: one.version for one in found if one}, **ours}
+    return {**{one.name: one.version for one in found}, **ours}
+
+
+def distributions(classes: Iterable[type]) -> list[Distribution]:
+    """Return the distributions that have the `classes` of plugins; those of a script or a local module have none."""
+    owners = {entry.module.partition(".")[0]: entry.dist for entry in entry_points(group="hookdiff.plugins")}
+    modules = sorted({kind.__module__ for kind in classes})
+    found = [owners.get(module.partition(".")[0]) or _owner(module) for module in modules]
+    return [one for one in found if one]
 
 
 @cache

@@ -116,7 +116,8 @@ def loop_class() -> ast.ClassDef:
 
 
 def test_the_loop_and_its_step_are_short() -> None:
-    assert len((CORE / "loop.py").read_text("utf-8").splitlines()) < 220
+    help_lines = (ast.get_docstring(loop_class()) or "").splitlines()
+    assert len((CORE / "loop.py").read_text("utf-8").splitlines()) - len(help_lines) < 210
     (step,) = (node for node in loop_class().body if isinstance(node, ast.FunctionDef) and node.name == "run_step")
     assert step.end_lineno is not None
     assert step.end_lineno - step.lineno < 40
@@ -195,7 +196,8 @@ ROOMS = [
     *("disk", "data", "progress", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("rehearsal", "sinks", "periodic", "evaluation", "testing", "builtin", "experiment", "cli", "__init__"),
+    *("rehearsal", "sinks", "periodic", "evaluation", "testing"),
+    *("builtin", "experiment", "cli", "__init__", "examples"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # the other three import `Loop` for type checkers
 

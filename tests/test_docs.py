@@ -1,6 +1,7 @@
 """README and docs/: their code runs, and they name every hook, plugin and command."""
 
 import inspect
+import pydoc
 import re
 import shlex
 import shutil
@@ -14,10 +15,13 @@ import pytest
 import tomli
 import tomli_w
 
+import hookdiff
+from hookdiff import Loop
 from hookdiff.cli import COMMANDS, main
 from hookdiff.experiment.config import load_config
 from hookdiff.experiment.discovery import installed
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
+from hookdiff.testing import toy_loop
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -126,6 +130,40 @@ def test_the_hook_reference_has_every_hook_with_its_arguments_and_kind(page: str
         _, *arguments = inspect.signature(spec).parameters
         kind = "Seam" if spec.hookdiff_spec["firstresult"] else "Moment"
         assert said[name] == (", ".join(arguments), kind)
+
+
+def sections(page: str) -> dict[str, str]:
+    """Return the text of each section `### name` or `### name(arguments)`; `### a, b` is a section of both."""
+    _, *parts = re.split(r"^### (.+)\n", (ROOT / page).read_text("utf-8"), flags=re.M)
+    found = {}
+    for heading, text in zip(parts[::2], parts[1::2], strict=True):
+        names = [heading] if "(" in heading else heading.split(", ")
+        found |= {name: text.partition("\n## ")[0] for name in names}
+    return found
+
+
+def test_the_page_of_the_loop_has_every_attribute_and_method_with_a_short_example() -> None:
+    loop = toy_loop()
+    methods = [name for name, member in vars(Loop).items() if inspect.isfunction(member)]
+    public = {name for name in (*vars(loop), *methods) if not name.startswith("_")}
+    page = sections("docs/loop.md")
+    assert {heading.partition("(")[0] for heading in page} == public
+    for heading, text in page.items():
+        name, _, arguments = heading.partition("(")
+        own = re.findall(r"(\w+)(?:=[^,)]+)?[,)]", arguments)
+        callables = (*methods, "adopt", "log", "stop", "weights")
+        assert own == (list(inspect.signature(getattr(loop, name)).parameters) if name in callables else []), name
+        assert re.search(r"\b(changed|called|used) by\b", text, re.I), f"{name}: who may change or call it"
+        (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+        assert 1 <= len(block.splitlines()) <= 5, name
+
+
+def test_help_shows_the_public_names_and_all_of_the_loop() -> None:
+    assert set(hookdiff.__all__) <= set(dir(hookdiff))
+    text = pydoc.render_doc(Loop, renderer=pydoc.plaintext)
+    for heading in sections("docs/loop.md"):
+        assert re.search(rf"\b{heading.partition('(')[0]}\b", text), heading
+    assert all(inspect.getdoc(getattr(Loop, name)) for name in vars(Loop) if not name.startswith("_"))
 
 
 def test_the_readme_names_every_plugin_and_every_hook() -> None:

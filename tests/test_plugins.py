@@ -3,8 +3,9 @@ from contextlib import contextmanager
 import pytest
 from attrs import define, field
 
+import hookdiff
 from hookdiff import HookError, PluginError, hookimpl
-from hookdiff.hookspecs import HOOK_NAMES, Hooks
+from hookdiff.hookspecs import ELSEWHERE, HOOK_NAMES, HOOKS_VERSION, RENAMED, Hooks
 from hookdiff.plugins import RESERVED, Plugins
 from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import refused
@@ -89,6 +90,31 @@ class AsyncWrapper:
         yield
 
 
+class Former:
+    @hookimpl
+    def on_void(self):
+        pass
+
+
+class Habit:
+    @hookimpl
+    def on_train_batch_end(self):
+        pass
+
+
+class Later:
+    hooks_version = HOOKS_VERSION + 1
+
+    @hookimpl
+    def a_hook_to_come(self):
+        pass
+
+
+@define(eq=False)
+class KeyOfTheConfig:
+    hooks_version: int = 1
+
+
 REFUSED = {
     "a class": (Good, ["Good()"]),
     "an unmarked method": (Unmarked(), ["after_backward", "@hookimpl"]),
@@ -103,15 +129,34 @@ REFUSED = {
     "a generator that is no wrapper": (ForgetsWrapper(), ["optimizer_step", "@hookimpl(wrapper=True)"]),
     "an async method": (Async(), ["before_step", "async"]),
     "an async generator": (AsyncWrapper(), ["before_step", "async"]),
+    "a former name of a hook": (Former(), ["'on_void'", "'on_nan'", 1]),
+    "a hook of another trainer": (Habit(), ["'on_train_batch_end'", "'after_optimizer_step'"]),
+    "a later contract": (Later(), [HOOKS_VERSION, HOOKS_VERSION + 1, "pip install -U hookdiff"]),
+    "a contract that is no number": (type("V", (), {"hooks_version": "2"})(), ["hooks_version = 1"]),
+    "a contract that would be a key": (KeyOfTheConfig(), ["hooks_version = 1"]),
     "requires as a string": (type("R", (), {"requires": "ema"})(), ["requires", "('ema',)"]),
     "conflicts as a string": (type("C", (), {"conflicts": "ema"})(), ["conflicts", "('ema',)"]),
 }
 
 
 @pytest.mark.parametrize(("plugin", "facts"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_plugin_that_does_not_fit_the_contract_is_refused(plugin, facts):
+def test_a_plugin_that_does_not_fit_the_contract_is_refused(plugin, facts, monkeypatch):
+    monkeypatch.setitem(RENAMED, "on_void", ("on_nan", 1))  # no hook has been renamed yet
     with refused(PluginError, "mine", *facts):
         Plugins({"mine": plugin})
+
+
+def test_the_names_of_other_trainers_lead_to_hooks():
+    assert set(ELSEWHERE.values()) <= {*HOOK_NAMES, "state_dict", "load_state_dict", "Evaluation.evaluate"}
+    assert {now for now, _ in RENAMED.values()} <= set(HOOK_NAMES)
+    assert not {*ELSEWHERE, *RENAMED} & set(HOOK_NAMES)
+
+
+def test_a_plugin_of_this_contract_is_accepted():
+    class Current(Good):
+        hooks_version = hookdiff.HOOKS_VERSION
+
+    assert list(Plugins({"mine": Current()})) == ["mine"]
 
 
 @define

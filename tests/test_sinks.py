@@ -326,6 +326,23 @@ def test_a_sink_opens_after_its_state_is_loaded() -> None:
     assert sink.names[:2] == ["load", "open"]
 
 
+def test_a_sink_is_open_when_the_first_step_begins() -> None:
+    sink = Recorder()
+    with make_loop({"sink": sink}) as loop:
+        assert sink.names == []  # a loop that only samples opens none
+        for _ in loop.steps():
+            assert sink.names[0] == "open"
+    stopped = Recorder()
+
+    class Stops:
+        @hookimpl
+        def on_ready(self, loop: Loop) -> None:
+            loop.stop()
+
+    make_loop({"sink": stopped, "stops": Stops()}).run()
+    assert stopped.names == ["open", "close"]
+
+
 def test_a_second_run_of_the_loop_opens_the_sink_again() -> None:
     sink = Recorder()
     loop = make_loop({"sink": sink, "stop": StopAt(1)}, steps=2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hookdiff import PASS, Loop, UserError, hookimpl
+from hookdiff.builtin import Metrics
 from hookdiff.disk import flatten, unflatten
 from hookdiff.errors import NoCheckpoint
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
@@ -454,12 +455,12 @@ def test_without_a_checkpoint_the_run_starts_anew_unless_a_path_was_given(
 ) -> None:
     caplog.set_level(logging.INFO)
     run = tmp_path / "run"
-    loop = toy_loop({"keeps": Restores({})}, run_dir=run, resume=True, steps=3)
-    assert loop.run() == "done"
+    plugins = {"metrics": Metrics(), "keeps": Restores({})}
+    assert toy_loop(plugins, run_dir=run, resume=True, steps=3).run() == "done"
     assert caplog.messages == []  # there was no run directory
     run.mkdir()
     (run / "metrics.jsonl").touch()
-    assert toy_loop({"keeps": Restores({})}, run_dir=run, resume=True, steps=3).run() == "done"
+    assert toy_loop(plugins, run_dir=run, resume=True, steps=3).run() == "done"
     (message,) = caplog.messages
     check_facts(message, run, "checkpoint")
     for named in (run, str(run)):
@@ -500,7 +501,8 @@ def test_an_invalid_part_of_a_state_is_named(part: str, tmp_path: Path) -> None:
 def test_another_number_of_samples_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def loop(samples: int, **options: Any) -> Loop:
         data = torch.zeros(samples, 1, 4, 4)
-        return toy_loop({"checkpoint": Checkpoint(every=2)}, data=data, run_dir=tmp_path, **options)
+        plugins = {"metrics": Metrics(), "checkpoint": Checkpoint(every=2)}
+        return toy_loop(plugins, data=data, run_dir=tmp_path, **options)
 
     loop(40, steps=2).run()
     loop(40, steps=4, resume=True).run()

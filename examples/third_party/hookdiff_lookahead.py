@@ -16,6 +16,8 @@ from hookdiff.options import about
 class Lookahead:
     """Keeps a slow copy of the weights, moves it towards the weights at intervals, and resets the weights to it."""
 
+    hooks_version = 1  # of the hooks that it is made for; without a type, so that it is no key
+
     every: int = field(default=5, validator=ge(1), metadata=about("interval, k in the paper", "updates"))
     alpha: float = field(
         default=0.5, validator=[gt(0), le(1)], metadata=about("share of the way to the weights that the copy moves")

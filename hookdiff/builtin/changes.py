@@ -25,8 +25,8 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("model.num_heads", "model.patch_size", "model.hidden_size", "model.depth", "model.mlp_ratio"),
     ),
     "the weights were trained with this meaning of inputs, times and outputs": (
-        *("diffusion.process", "diffusion.prediction", "diffusion.conditional", "diffusion.data_mean"),
-        "diffusion.data_std",
+        *("diffusion.process", "diffusion.prediction", "diffusion.conditional", "diffusion.conditions"),
+        *("diffusion.data_mean", "diffusion.data_std"),
     ),
     "the state of the optimizer is of another kind": ("optimizer.use",),
     "weights would move to another optimizer without their state": ("optimizer.adamw",),

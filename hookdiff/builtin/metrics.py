@@ -34,12 +34,11 @@ class Metrics:
     _file: FileIO | None = field(default=None, init=False)
     _waiting: bytes = field(default=b"", init=False)  # lines that are not written yet because the disk is full
     _length: int = field(default=0, init=False)  # bytes of the file that belong to this run
-    _must_cut: bool = field(default=False, init=False)  # a state was loaded, but the file is not cut to `_length` yet
 
-    @hookimpl
-    def before_step(self, loop: Loop) -> None:
+    @hookimpl(trylast=True)
+    def on_ready(self, loop: Loop, resumed: bool) -> None:
         """Cut the lines that an earlier process wrote after the state that was loaded."""
-        if self._must_cut and loop.run_dir and loop.is_main:
+        if resumed and loop.run_dir and loop.is_main:
             self._open(loop, loop.run_dir / METRICS)
 
     @hookimpl
@@ -78,17 +77,10 @@ class Metrics:
                         break
             existed = path.exists()
             path.touch()
-            self._file = path.open("r+b", buffering=0)
-            found = self._file.readall()
-            kept = found[: found.rfind(b"\n", 0, self._length) + 1]
-            self._warn(loop, path, existed, found, kept)
-            self._length = self._file.seek(len(kept))
-            self._file.truncate()
-        self._must_cut = False
-
-    def _warn(self, loop: Loop, path: Path, existed: bool, found: bytes, kept: bytes) -> None:
-        step, lost = loop.progress.step, self._length - len(kept)
-        if found and not self._must_cut and not self._length:
+            self._file, expected = path.open("r+b", buffering=0), self._length
+            found, kept = self._cut(self._file)
+        step, lost = loop.progress.step, expected - len(kept)
+        if found and not expected and not loop.first_step:
             count = len(found.splitlines())
             log.warning("%s: replaces the %d line%s of an earlier run", path, count, "s" * (count != 1))
         elif loop.resume and lost and existed:
@@ -97,6 +89,15 @@ class Metrics:
             log.warning("%s is %s", path, text)
         elif loop.resume and lost and not loop.is_branch:
             log.warning("%s is missing; a new one begins after step %d", path, step)
+
+    def _cut(self, file: FileIO) -> tuple[bytes, bytes]:
+        """Cut `file` after the last whole line within `_length`; return its content before and after that."""
+        file.seek(0)
+        found = file.readall()
+        kept = found[: found.rfind(b"\n", 0, self._length) + 1]
+        self._length = file.seek(len(kept))
+        file.truncate()
+        return found, kept
 
     def _close(self, path: Path) -> None:
         if self._waiting:
@@ -109,9 +110,10 @@ class Metrics:
         return {"bytes": self._length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._file:
-            self._file.close()
-        self._length, self._must_cut, self._waiting = state["bytes"], True, b""
+        self._length, self._waiting = state["bytes"], b""
+        if self._file and not self._file.closed:  # in a rollback
+            with writing(Path(str(self._file.name))):
+                self._cut(self._file)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

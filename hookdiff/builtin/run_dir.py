@@ -6,21 +6,22 @@ import logging
 import shutil
 
 import tomli_w
-from attrs import define, field
+from attrs import asdict, define, field
 
 from hookdiff.disk.files import cannot_write, new_file, write_file, writing
 from hookdiff.disk.lock import LOCK, lock_run_dir
 from hookdiff.disk.paths import CONFIG, OUTCOME, check_run_dir
+from hookdiff.errors import UserError
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
-from hookdiff.progress import Reason
+from hookdiff.progress import Every, Reason
 
 log = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
 class RunDir:
-    """Makes and locks the run directory, and writes the resolved config into it.
+    """Makes and locks the run directory, and writes the config into it: `hparams`, and [run] with the `LoopConfig`.
 
     An existing directory is locked first of all, so that no other run changes it. Everything else is written in
     `on_ready`, before any other plugin writes there. So a run that cannot start leaves no files, and deletes no earlier
@@ -47,10 +48,11 @@ class RunDir:
 
     @hookimpl(tryfirst=True)
     def on_ready(self, loop: Loop) -> None:
-        """Write the directory; raises UserError when this fails or another run has just made it."""
+        """Write the directory; raises UserError for hparams that are no TOML, and if another run has just made it."""
         path = loop.run_dir
         if path is None or not loop.is_main:
             return
+        config = _as_toml(loop)
         with writing(path):
             if self.overwrite and path.exists():
                 check_run_dir(path, overwrite=True)
@@ -64,9 +66,8 @@ class RunDir:
             lock_run_dir(path, loop.resources)
             if not self._existed and (path / CONFIG).exists():
                 check_run_dir(path)
-            config = tomli_w.dumps(loop.hparams) or "# This run was started by a script.\n"
             with new_file(path / CONFIG) as partial:
-                write_file(partial, config.encode())
+                write_file(partial, config)
         self._is_ready = True
 
     @hookimpl(trylast=True)
@@ -81,3 +82,13 @@ class RunDir:
                 write_file(partial, f"{json.dumps(record)}\n".encode())
         except OSError as error:
             log.warning("%s", cannot_write(loop.run_dir / OUTCOME, error))
+
+
+def _as_toml(loop: Loop) -> bytes:
+    """Return the hparams of the loop, with a table [run] in any case."""
+    options = asdict(loop.config, recurse=False)
+    run = {k: str(v) if isinstance(v, Every) else v for k, v in options.items() if v is not None}
+    try:
+        return tomli_w.dumps({"run": run, **loop.hparams}).encode()
+    except TypeError as error:
+        raise UserError(f"Loop(hparams=...): {error}; give numbers, text, and lists and dicts of them") from error

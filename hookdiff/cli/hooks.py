@@ -1,6 +1,10 @@
-"""`hookdiff hooks`: print every hook: when it is called, and what plugins may change."""
+"""`hookdiff hooks`: print every hook: when it is called, what plugins may change, and an example."""
 
+import ast
+import functools
 import inspect
+from collections.abc import Iterable
+from pathlib import Path
 
 import click
 
@@ -12,7 +16,7 @@ from hookdiff.errors import UserError, nearest
 def command(names: tuple[str, ...]) -> None:
     """Print the hooks called NAME, or all hooks.
 
-    For each hook: its arguments, when it is called, what plugins may change, and what it returns.
+    For each hook: its arguments, when it is called, what plugins may change, what it returns, and an example.
     """
     from hookdiff.hookspecs import HOOK_NAMES, Hooks
 
@@ -20,7 +24,48 @@ def command(names: tuple[str, ...]) -> None:
         if name not in HOOK_NAMES:
             raise UserError(f"there is no hook {name!r}{nearest(name, HOOK_NAMES)}")
     for name in names or HOOK_NAMES:
-        spec = getattr(Hooks, name)
-        signature = str(inspect.signature(spec)).replace("(self, ", "(").replace("'", "")
+        signature = str(inspect.signature(getattr(Hooks, name))).replace("(self, ", "(").replace("'", "")
+        code = example(name)
         click.echo(click.style(f"{name}{signature}", bold=True))
-        click.echo("".join(f"    {line}".rstrip() + "\n" for line in (inspect.getdoc(spec) or "").splitlines()))
+        for text in (contract(name), "\n".join(imports([code])), code):
+            click.echo("".join(f"    {line}".rstrip() + "\n" for line in text.splitlines()))
+
+
+def contract(hook: str) -> str:
+    """Return the docstring of `hook`."""
+    from hookdiff.hookspecs import Hooks
+
+    return inspect.getdoc(getattr(Hooks, hook)) or ""
+
+
+def example(hook: str) -> str:
+    """Return the source of the example of `hook`: the class in `hookdiff.examples` that implements it."""
+    source, module = _examples()
+    (found,) = (
+        node
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and any(getattr(member, "name", "") == hook for member in node.body)
+    )
+    first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
+    return "\n".join(source.splitlines()[first - 1 : found.end_lineno])
+
+
+def imports(codes: Iterable[str]) -> list[str]:
+    """Return the lines that import the names in these examples."""
+    used = {node.id for code in codes for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    lines = []
+    for node in _examples()[1].body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias for alias in node.names if alias.name in used]
+            if isinstance(node, ast.ImportFrom) and names:
+                lines.append(ast.unparse(ast.ImportFrom(node.module, names, node.level)))
+            elif names:
+                lines.append(ast.unparse(ast.Import(names)))
+    return lines
+
+
+@functools.cache
+def _examples() -> tuple[str, ast.Module]:
+    # The file is read and not imported: the import of torch takes long.
+    source = Path(__file__).parents[1].joinpath("examples.py").read_text("utf-8")
+    return source, ast.parse(source)

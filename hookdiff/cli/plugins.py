@@ -33,7 +33,8 @@ def command(names: tuple[str, ...], order: Path | None, plugins: tuple[str, ...]
                 summary = (inspect.getdoc(plugin_class(name)) or "").partition("\n")[0]
             except Exception as error:  # a broken plugin must not hide the others
                 summary = f"cannot be used: {error}"
-            click.echo(f"{name:<12} {summary}  ({', '.join(map(distribution, entries))})")
+            others = [distribution(entry) for entry in entries if not entry.dist or entry.dist.name != "hookdiff"]
+            click.echo(f"{name:<12} {summary}" + f"  ({', '.join(others)})" * bool(others))
 
 
 def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from hookdiff.builtin.metrics import METRICS, read_metrics
-from hookdiff.disk.paths import CONFIG
+from hookdiff.disk.paths import CONFIG, OUTCOME
 from hookdiff.loop import Loop
 
 _VISIBLE = "[!.]*"  # files that are not hidden; there are none if the run stopped before it made its directory
@@ -20,7 +20,8 @@ def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
         end = f"{end} ({loop.end.message})"
     took = f"{int(seconds) // 60}:{int(seconds) % 60:02} min"
     done = f"{end} after {loop.progress.step} steps, {loop.progress.epoch} epochs, in {took}"
-    rows = [(str(path), _describe(path, loop.log.details)) for path in sorted(loop.run_dir.glob(_VISIBLE))]
+    files = [path for path in sorted(loop.run_dir.glob(_VISIBLE)) if path.name != OUTCOME]  # `done` says the same
+    rows = [(str(path), _describe(path, loop.log.details)) for path in files]
     width = max((len(path) for path, _ in rows), default=0)
     return "\n".join([f"{name}: {done}", *(f"  {path:<{width}}  {text}" for path, text in rows)])
 

@@ -1,5 +1,6 @@
 """The random stage of the transforms, for a whole batch at once, on the batch's device.
 
+What belongs to the pictures and has their height and width, such as masks, is cropped and flipped with them.
 The random numbers of a sample depend on (seed, epoch, index) alone: batch size, ranks, workers and store change no
 pixel.
 """
@@ -7,43 +8,65 @@ pixel.
 from collections.abc import Callable
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
+from hookdiff.data.batch import Batch
 from hookdiff.data.memory import to_unit_range
-from hookdiff.data.transforms import Transforms
+from hookdiff.data.transforms import Transforms, is_paired
 from hookdiff.randomness import uniforms
 
 # The columns of the random numbers. Each augmentation has its own, so that enabling one does not change another.
 _TOP, _LEFT, _FLIP, _FACTORS, _ORDER = 0, 1, 2, slice(3, 7), slice(7, 11)
 
 
-def augment(images: Tensor, transforms: Transforms, seed: int, epoch: int, indices: Tensor) -> Tensor:
-    """Return inputs (n c h w, float32 in [-1, 1]) from first-stage `images` of the samples `indices` (n, CPU)."""
+def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Batch:
+    """Return first-stage `samples`, which have indices, with images of uint8 as float32 in [-1, 1]."""
     if not transforms.random:
-        return to_unit_range(images)
+        return _moved(samples, lambda images: images)
+    images, indices = samples.inputs, samples.indices
+    assert indices is not None
     draws = uniforms(seed, "augment", epoch, indices, 11)
     size, side = transforms.image_size, images.shape[-1]
-    if size is not None and size != side:
-        top, left = (draws[:, [_TOP, _LEFT]] * (side - size + 1)).long().to(images.device).unbind(1)
-        windows = images.unfold(2, size, 1).unfold(3, size, 1)  # n c y x size size: a view of every window
-        images = windows[torch.arange(len(images), device=images.device), :, top, left]
-    if transforms.flip:
-        share = 0.5 if transforms.flip is True else transforms.flip
-        mirrored = (draws[:, _FLIP] < share).to(images.device)
-        images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
-    if any(transforms.color_jitter):
+
+    def move(images: Tensor) -> Tensor:
+        if size is not None and size != side:
+            top, left = (draws[:, [_TOP, _LEFT]] * (side - size + 1)).long().to(images.device).unbind(1)
+            windows = images.unfold(2, size, 1).unfold(3, size, 1)  # n c y x size size: a view of every window
+            images = windows[torch.arange(len(images), device=images.device), :, top, left]
+        if transforms.flip:
+            share = 0.5 if transforms.flip is True else transforms.flip
+            mirrored = (draws[:, _FLIP] < share).to(images.device)
+            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+        return images
+
+    def recolour(images: Tensor) -> Tensor:
         images = to_unit_range(images).add(1).div_(2)
         return jitter(images, transforms.color_jitter, draws[:, _FACTORS], draws[:, _ORDER]).mul_(2).sub_(1)
-    return to_unit_range(images)
+
+    return _moved(samples, move, recolour if any(transforms.color_jitter) else to_unit_range)
 
 
-def center_crop(images: Tensor, transforms: Transforms) -> Tensor:
-    """Return the centre of first-stage `images` as inputs, n c h w, float32 in [-1, 1]."""
+def center_crop(samples: Batch, transforms: Transforms) -> Batch:
+    """Return the centre of first-stage `samples`, with images of uint8 as float32 in [-1, 1]."""
     size = transforms.image_size
-    if size is not None:
-        start = round((images.shape[-1] - size) / 2)
-        images = images[..., start : start + size, start : start + size]
-    return to_unit_range(images)
+    if size is None:
+        return _moved(samples, lambda images: images)
+    start = round((samples.inputs.shape[-1] - size) / 2)
+    return _moved(samples, lambda images: images[..., start : start + size, start : start + size])
+
+
+def _moved(
+    samples: Batch, move: Callable[[Tensor], Tensor], recolour: Callable[[Tensor], Tensor] = to_unit_range
+) -> Batch:
+    """Apply `move` (n c h w to n c h w) to the inputs and to images among the conditions, `recolour` to the inputs."""
+    conditions = dict(samples.conditions)
+    for name, column in conditions.items():
+        if is_paired(column.shape[1:], samples.inputs.shape[1:]):
+            moved = move(column if column.dim() == 4 else column.unsqueeze(1))
+            moved = moved if column.dim() == 4 else moved.squeeze(1)
+            conditions[name] = to_unit_range(moved) if moved.dtype == torch.uint8 else moved
+    return evolve(samples, inputs=recolour(move(samples.inputs)), conditions=conditions)
 
 
 def jitter(images: Tensor, strengths: tuple[float, float, float, float], draws: Tensor, order: Tensor) -> Tensor:

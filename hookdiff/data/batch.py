@@ -12,12 +12,14 @@ from torch import Tensor
 class Batch:
     """The samples of one step; a slice of it is a micro-batch with everything that belongs to its samples."""
 
-    inputs: Tensor  # n c h w, float32 in [-1, 1]
+    inputs: Tensor  # n c h w, float32 in [-1, 1]; or samples of another shape
     labels: Tensor | None = None  # n, int64
     indices: Tensor | None = None  # n, int64, on the CPU: positions in the data set
     draws: Mapping[str, Tensor] = Factory(dict)  # random numbers that the objective drew, one row per sample
     # The samples of the step, over all micro-batches and ranks.
     total: int = Factory(lambda batch: len(batch.inputs), takes_self=True)
+    # All else in the samples, such as masks, by name: one row per sample.
+    conditions: Mapping[str, Tensor] = Factory(dict)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -30,6 +32,7 @@ class Batch:
             None if self.indices is None else self.indices[rows],
             {name: draw[rows] for name, draw in self.draws.items()},
             self.total,
+            {name: column[rows] for name, column in self.conditions.items()},
         )
 
     def split(self, size: int | None) -> list[Batch]:

@@ -20,7 +20,8 @@ from torch import Generator, Tensor
 
 from hookdiff.data.augment import augment, center_crop
 from hookdiff.data.batch import Batch
-from hookdiff.data.loader import Loader, Stack, read_image, read_item
+from hookdiff.data.items import Stack, read_item
+from hookdiff.data.loader import Loader, read_image
 from hookdiff.data.memory import InMemory
 from hookdiff.data.order import balanced, replacements, split
 from hookdiff.data.source import Images, Source
@@ -35,7 +36,7 @@ logger = logging.getLogger("hookdiff")
 _CPU = torch.device("cpu")
 _AT_ONCE = 1 << 20  # pixel values that are fetched from memory in one go: 4 MiB in float32
 
-Finish = Callable[[Tensor, Tensor], Tensor]  # takes first-stage images and indices, returns inputs
+Finish = Callable[[Batch], Batch]  # takes first-stage samples
 
 
 def _check_held_out(_: Any, __: Any, held_out: int | float) -> None:
@@ -48,10 +49,9 @@ class Feed:
     """The epochs of `source` in batches, and this rank's share of each batch.
 
     `source` is a tensor n c h w, an `InMemory` set, `Images` (see `hookdiff.data.Folder`), or any other object with a
-    length and `[i]` (see `Source`). A DataLoader reads samples that are not in memory. The other options are keys of
-    the config table [data].
+    length and `[i]`, such as a list (see `Source`). The other options are keys of the config table [data].
 
-    Raises UserError for a source that cannot be used with these options, and TypeError for an object that is no source.
+    Raises UserError for an object that is no source, or that cannot be used with these options.
     """
 
     source: Any
@@ -136,12 +136,34 @@ class Feed:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample, c h w; the first sample is loaded if nothing else gives it."""
-        shape = self.prepared.survey.shape
-        if not shape:
-            (images, _, _) = next(self._loader(0).load(0, [torch.zeros(1, dtype=torch.int64)]))
-            shape = tuple(images.shape[1:])
+        if not (shape := self.prepared.survey.shape):
+            return tuple(self._first.inputs.shape[1:])
         size = self.transforms.image_size
         return shape if size is None else (shape[0], size, size)
+
+    def blank(self, num: int) -> Batch:
+        """Return `num` samples of zeros on the device, of the shapes and dtypes of the data."""
+
+        def zeros(column: Tensor) -> Tensor:
+            return torch.zeros(num, *column.shape[1:], dtype=column.dtype, device=self.device)
+
+        first, index = self._first, torch.zeros(num, dtype=torch.int64)
+        labels = None if first.labels is None else index.to(self.device)
+        conditions = {name: zeros(column) for name, column in first.conditions.items()}
+        return Batch(zeros(first.inputs), labels, index, conditions=conditions)
+
+    @cached_property
+    def _first(self) -> Batch:
+        """The first sample, as the objective gets it; that of `Images`, which have no conditions, is not read."""
+        row = torch.zeros(1, dtype=torch.int64)
+        if isinstance(self.source, Images):
+            return Batch(torch.zeros(1, *self.shape), None if self.labels is None else row)
+        if isinstance(self.samples, InMemory):
+            images, labels, conditions = self.samples.rows(row)
+        else:
+            images, labels, _, conditions = next(self._loader(0).load(0, [row]))
+        labels = row if labels is None and self.labels is not None else labels
+        return center_crop(Batch(images, labels, conditions=conditions), self.transforms)
 
     @property
     def num_classes(self) -> int | None:
@@ -221,13 +243,11 @@ class Feed:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield this rank's share of the batches of `epoch`, after the first `start` samples of its order."""
-
-        def finish(images: Tensor, indices: Tensor) -> Tensor:
-            return augment(images, self.transforms, self.seed, epoch, indices)
-
         whole = torch.split(self.order(epoch)[start:], self.batch_size)
         parts = [part for part in whole if len(part) >= self._smallest]
-        yield from self._make(epoch, parts, self.rank, self.num_ranks, finish)
+        yield from self._make(
+            epoch, parts, self.rank, self.num_ranks, lambda samples: augment(samples, self.transforms, self.seed, epoch)
+        )
 
     def unaugmented(self, indices: Tensor, batch_size: int = 256) -> Iterator[Batch]:
         """Yield the samples `indices` (n, int64), such as those held out, in this order and without augmentation.
@@ -235,7 +255,7 @@ class Feed:
         Samples that are cropped at random are cropped at the centre. A `Source` draws its own augmentation of epoch 0.
         """
         parts = torch.split(indices, batch_size) if len(indices) else ()
-        yield from self._make(0, parts, 0, 1, lambda images, _: center_crop(images, self.transforms))
+        yield from self._make(0, parts, 0, 1, lambda samples: center_crop(samples, self.transforms))
 
     def _make(self, epoch: int, parts: Sequence[Tensor], rank: int, num_ranks: int, finish: Finish) -> Iterator[Batch]:
         shares = [part[rank::num_ranks] for part in parts]
@@ -243,8 +263,8 @@ class Feed:
             made = self._fetch(self.samples, shares, finish)
         else:
             made = self._load(epoch, shares, finish)
-        for part, batch in zip(parts, made, strict=True):
-            yield Batch(*batch, total=len(part))
+        for part, (inputs, labels, indices, conditions) in zip(parts, made, strict=True):
+            yield Batch(inputs, labels, indices, total=len(part), conditions=conditions)
 
     def _fetch(self, samples: InMemory, shares: list[Tensor], finish: Finish) -> Iterator[Stack]:
         if not shares:
@@ -257,23 +277,31 @@ class Feed:
                 group = [self._rows[share] for share in group]
             sizes = [len(share) for share in group]
             indices = torch.cat(group)
-            images, labels = samples.rows(indices, self.device)
-            inputs, by_batch = torch.split(finish(images, indices), sizes), repeat(None)
-            yield from zip(inputs, by_batch if labels is None else torch.split(labels, sizes), group, strict=False)
+            images, labels, conditions = samples.rows(indices, self.device)
+            made = finish(Batch(images, labels, indices, conditions=conditions))
+            inputs, by_batch = torch.split(made.inputs, sizes), repeat(None)
+            columns = {name: torch.split(column, sizes) for name, column in made.conditions.items()}
+            cut = ({name: parts[k] for name, parts in columns.items()} for k in range(len(group)))
+            yield from zip(inputs, by_batch if labels is None else torch.split(labels, sizes), group, cut, strict=False)
 
     def _load(self, epoch: int, shares: Sequence[Tensor], finish: Finish) -> Iterator[Stack]:
         loader = self._idle.pop() if self._idle else self._loader(self.workers)
-        for share, (images, labels, indices) in zip(shares, loader.load(epoch, shares), strict=True):
+        for share, (images, labels, indices, conditions) in zip(shares, loader.load(epoch, shares), strict=True):
             for index in sorted(set(share[share != indices].tolist()) - self._reported):
                 self._reported.add(index)
                 name, count = self.describe(index), len(self._reported)
                 logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)
             if labels is None and self.labels is not None:
                 labels = self.labels[indices]
-            inputs = finish(images.to(self.device, non_blocking=True), indices)
-            yield inputs, None if labels is None else labels.to(self.device, non_blocking=True), indices
+            images, labels = self._on_device(images), None if labels is None else self._on_device(labels)
+            conditions = {name: self._on_device(column) for name, column in conditions.items()}
+            made = finish(Batch(images, labels, indices, conditions=conditions))
+            yield made.inputs, labels, indices, dict(made.conditions)
         # If the epoch is left before its end, the loader is not kept: its workers still load batches of that epoch.
         self._idle.append(loader)
+
+    def _on_device(self, column: Tensor) -> Tensor:
+        return column.to(self.device, non_blocking=True)
 
     def close(self) -> None:
         """End the workers that wait for another epoch; a later epoch starts new ones."""

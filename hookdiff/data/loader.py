@@ -1,26 +1,20 @@
 """Reads samples when they are needed, in this process or in workers that persist from epoch to epoch."""
 
 import atexit
-import random
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
-import numpy
-import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hookdiff.data.decode import Unreadable
-from hookdiff.data.source import Images, Source, reason, with_image
-from hookdiff.data.transforms import Transforms, size_text
+from hookdiff.data.items import LoadedSample, Stack, collate
+from hookdiff.data.source import Images, with_image
 from hookdiff.errors import UserError
-from hookdiff.randomness import derive_seed
 
-LoadedSample = tuple[Tensor, int | None, int]  # pixels after the first stage, c h w; label; index
-Stack = tuple[Tensor, Tensor | None, Tensor]  # the same for a batch
 Read = Callable[[int, int], LoadedSample]  # takes an epoch and an index
 
 
@@ -112,7 +106,7 @@ class _Reader(Dataset[Stack | UserError]):
     def __getitem__(self, address: tuple[int, Any]) -> Stack | UserError:
         epoch, indices = address
         try:
-            return _stack([self.read(epoch, index) for index in indices.tolist()])
+            return collate([self.read(epoch, index) for index in indices.tolist()])
         except UserError as error:
             return error
 
@@ -125,36 +119,7 @@ def read_image(source: Images, fit: Callable[[Any], Tensor], successors: Any, ep
     first = index
     while True:
         try:
-            return with_image(source, index, fit), None, index
+            return with_image(source, index, fit), None, index, {}
         except Unreadable:
             if successors is None or (index := int(successors[index])) == first:
                 raise
-
-
-def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, index: int) -> LoadedSample:
-    """Return an item of a map-style data set, after seeding all default generators by (seed, epoch, index).
-
-    Raises UserError for an item that cannot be used.
-    """
-    own_seed = derive_seed(seed, "augment", epoch, part=index)
-    random.seed(own_seed)
-    numpy.random.seed(own_seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(own_seed)
-    item = source[index]
-    image, label = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, None)
-    if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # as an image of Pillow has
-        kind = type(image).__name__
-        raise UserError(f"sample {index} of the data is a {kind}, expected a tensor c h w or a Pillow image")
-    try:
-        return transforms.fit(image), None if label is None else int(label), index
-    except (OSError, ValueError) as error:
-        raise UserError(f"sample {index} of the data: {reason(error)}") from error
-
-
-def _stack(samples: Sequence[LoadedSample]) -> Stack:
-    images, labels, indices = zip(*samples, strict=True)
-    for image, index in zip(images, indices, strict=True):
-        if (image.shape, image.dtype) != (images[0].shape, images[0].dtype):
-            one, other = (f"{size_text(each.shape)} of {each.dtype}" for each in (images[0], image))
-            raise UserError(f"sample {indices[0]} of the data is {one}, sample {index} is {other}: set image_size")
-    return torch.stack(images), None if None in labels else torch.tensor(labels), torch.tensor(indices)

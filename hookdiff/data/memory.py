@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,42 +10,57 @@ from torch import Tensor
 
 
 def to_unit_range(images: Tensor) -> Tensor:
-    """Scale uint8 images from [0, 255] to float32 in [-1, 1]; floats are returned as float32, unscaled."""
+    """Scale uint8 images from [0, 255] to float32 in [-1, 1]; floats become float32, and others stay as they are."""
     if images.dtype == torch.uint8:
         return images.float().div_(127.5).sub_(1)
-    return images.float()
+    return images.float() if images.is_floating_point() else images
 
 
 class InMemory:
     """A data set in memory: images n c h w, uint8 or float in [-1, 1].
 
-    Labels (n, int64; -1: unknown) and the names of the classes are optional. Raises ValueError for images or labels of
-    another shape or dtype.
+    Labels (n, int64; -1: unknown), the names of the classes, and conditions (by name, n rows each; see `Source`) are
+    optional. Raises ValueError for images, labels or conditions of another shape or dtype.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor | None = None, classes: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor | None = None,
+        classes: Sequence[str] | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> None:
         if images.dim() < 2 or not (images.dtype == torch.uint8 or images.is_floating_point()):
             raise ValueError(f"expected images n c h w, uint8 or float, got {tuple(images.shape)} of {images.dtype}")
         if labels is not None and (labels.shape != images.shape[:1] or labels.dtype != torch.int64):
             raise ValueError(f"expected {len(images)} labels of int64, got {tuple(labels.shape)} of {labels.dtype}")
-        self.images, self.labels, self.classes = images, labels, classes
+        for name, column in (conditions or {}).items():
+            if not isinstance(column, Tensor) or column.shape[:1] != images.shape[:1]:
+                got = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
+                raise ValueError(f"conditions {name!r}: expected a tensor with {len(images)} rows, got {got}")
+        self.images, self.labels, self.classes, self.conditions = images, labels, classes, dict(conditions or {})
 
     def __len__(self) -> int:
         return len(self.images)
 
     def to(self, device: torch.device) -> InMemory:
         """Return a copy on the GPU `device` if the set takes at most a quarter of its free memory; else self."""
-        if device.type != "cuda" or self.images.nbytes > torch.cuda.mem_get_info(device)[0] // 4:
+        size = self.images.nbytes + sum(column.nbytes for column in self.conditions.values())
+        if device.type != "cuda" or size > torch.cuda.mem_get_info(device)[0] // 4:
             return self
         labels = None if self.labels is None else self.labels.to(device)
-        return InMemory(self.images.to(device), labels, self.classes)
+        conditions = {name: column.to(device) for name, column in self.conditions.items()}
+        return InMemory(self.images.to(device), labels, self.classes, conditions)
 
-    def rows(self, indices: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return images, as they are stored, and labels of `indices` (n, int64, CPU) on `device`."""
+    def rows(
+        self, indices: Tensor, device: torch.device | None = None
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """Return images, as they are stored, labels and conditions of `indices` (n, int64, CPU) on `device`."""
         rows = indices.to(self.images.device, non_blocking=True)
         images = self.images[rows].to(device, non_blocking=True)
         labels = None if self.labels is None else self.labels[rows].to(device, non_blocking=True)
-        return images, labels
+        conditions = {name: column[rows].to(device, non_blocking=True) for name, column in self.conditions.items()}
+        return images, labels, conditions
 
 
 def digits() -> InMemory:

@@ -42,11 +42,21 @@ class Images(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """A map-style data set: `source[i]` is a picture, or a pair of a picture and its label.
+    """A map-style data set: `source[i]` is a picture, or a tuple or dict with a picture and more.
 
-    A picture is a tensor c h w, uint8 or floats in [-1, 1], or a Pillow image. `source[i]` may augment with numbers
-    from `random`, `numpy.random` and torch's default generator: all three are seeded for the sample. The attributes
-    `labels`, `classes` and `describe` are optional, and the same as in `Images`.
+    * A picture is a tensor c h w, uint8 or floats in [-1, 1], or a Pillow image. A tensor of another shape, such as a
+      vector or tokens, is taken as it is.
+    * A dict has the picture under "image" or "inputs", and may have an integer under "label". All else becomes
+      `Batch.conditions`, under its key.
+    * In a tuple the picture comes first. An integer in the second place is the label; all else becomes a condition,
+      named `item1`, `item2`, ... by its place.
+
+    Conditions are tensors, arrays, numbers or lists of numbers, of one shape and dtype in all samples, or Pillow
+    images. An image of the height and width of the picture (h w or c h w) is resized, cropped and flipped with it, and
+    becomes float32 in [-1, 1] if it is uint8. All others are passed on as they are.
+
+    `source[i]` may augment with numbers from `random`, `numpy.random` and torch's default generator: all three are
+    seeded for the sample. The attributes `labels`, `classes` and `describe` are optional, and the same as in `Images`.
     """
 
     def __len__(self) -> int: ...

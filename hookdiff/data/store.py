@@ -11,15 +11,16 @@ from typing import Any, Literal
 import cattrs
 import numpy
 import torch
-from attrs import Factory, define, field
+from attrs import Factory, define, evolve, field
 from attrs.validators import ge, in_
 from cattrs.errors import BaseValidationError
 from torch import Tensor
 
 from hookdiff.data.memory import InMemory
+from hookdiff.data.mistakes import remedy
 from hookdiff.data.source import Images, Source, with_images
 from hookdiff.data.survey import Survey, check_readable, first_stage_shape, kind_of_shape, survey
-from hookdiff.data.transforms import Transforms, size_text
+from hookdiff.data.transforms import Transforms, is_paired, size_text
 from hookdiff.disk import cannot_write, make_folder, new_folder, write_file
 from hookdiff.errors import UserError
 from hookdiff.options import about
@@ -79,17 +80,16 @@ class Prepared:
 def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
     """Read the headers of `source`, and decode its pictures if `store` keeps them.
 
-    Raises UserError for pictures of different shapes or that cannot be read, and TypeError for an object that is no
-    source.
+    Raises UserError for an object that is no source, and for pictures of different shapes or that cannot be read.
     """
+    if instead := remedy(source):
+        raise UserError(f"a {type(source).__name__} cannot be trained on: {instead}")
     if isinstance(source, Tensor):
         source = InMemory(source)
     if isinstance(source, InMemory):
         prepared = _from_memory(source, transforms, store)
     elif isinstance(source, Images):
         prepared = _from_images(source, transforms, store)
-    elif not isinstance(source, Source):
-        raise TypeError(f"expected images, a tensor, or something with a length and [i], got {type(source).__name__}")
     elif store.store in ("auto", "none"):
         prepared = Prepared(source)
     else:
@@ -132,9 +132,26 @@ def _from_memory(source: InMemory, transforms: Transforms, store: Store) -> Prep
             got = f"{size_text(shape)} of {images.dtype}"
             raise UserError(f"image_size and channels are for uint8 images of 1 or 3 channels; these are {got}")
         shape = first_stage_shape(kinds, transforms)
-        fitted = torch.cat([transforms.fit_stack(chunk) for chunk in torch.split(images, 1024)])
-        source = InMemory(fitted, source.labels)
+        conditions = {
+            name: _fit_condition(name, column, images, transforms) for name, column in source.conditions.items()
+        }
+        source = InMemory(_fit_all(images, transforms), source.labels, conditions=conditions)
     return Prepared(source, "memory", Survey(shape, kinds))
+
+
+def _fit_all(images: Tensor, transforms: Transforms) -> Tensor:
+    return torch.cat([transforms.fit_stack(chunk) for chunk in torch.split(images, 1024)])
+
+
+def _fit_condition(name: str, column: Tensor, images: Tensor, transforms: Transforms) -> Tensor:
+    """Return the first stage of conditions that are images of the same size as `images`, others as they are."""
+    shape, sides = column.shape, images.shape[2:]
+    if not is_paired(shape[1:], images.shape[1:]) or transforms.side is None or sides == (transforms.side,) * 2:
+        return column
+    if column.dtype != torch.uint8:
+        raise UserError(f"conditions {name!r}: only uint8 can be resized with the images; these are {column.dtype}")
+    fitted = _fit_all(column.reshape(-1, 1, *sides), evolve(transforms, channels=None))
+    return fitted.reshape(*shape[:-2], *fitted.shape[2:])
 
 
 def _decode_to_memory(source: Images, found: Survey, transforms: Transforms) -> Tensor:

@@ -115,7 +115,7 @@ class Transforms:
 
         if isinstance(image, (Tensor, numpy.ndarray)):
             pixels = torch.as_tensor(image)
-            pixels = pixels[None] if pixels.dim() == 2 else pixels
+            pixels = pixels[None] if pixels.dim() == 2 and pixels.dtype == torch.uint8 else pixels
             if self.fits(pixels.shape) and not (pixels.dtype == torch.uint8 and pixels.shape[0] in _ALPHA):
                 return pixels
             if pixels.dtype != torch.uint8 or pixels.dim() != 3 or pixels.shape[0] > 4:
@@ -154,6 +154,11 @@ class Transforms:
         if self.channels == 3 and channels == 1:
             images = images.expand(-1, 3, -1, -1)
         return images.contiguous()
+
+
+def is_paired(shape: Sequence[int], picture: Sequence[int]) -> bool:
+    """Return whether values of `shape` are an image, h w or c h w, of the height and width of a `picture` c h w."""
+    return len(picture) == 3 and len(shape) in (2, 3) and tuple(shape[-2:]) == tuple(picture[1:])
 
 
 def size_text(shape: Sequence[int]) -> str:

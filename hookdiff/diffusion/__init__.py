@@ -4,7 +4,7 @@ from hookdiff.diffusion.chain import Chain
 from hookdiff.diffusion.clipping import Clamp, Clipping, DynamicThreshold, NoClipping
 from hookdiff.diffusion.guidance import ClassifierFree, Guidance
 from hookdiff.diffusion.losses import L1, MSE, Huber, Loss
-from hookdiff.diffusion.objective import Diffusion
+from hookdiff.diffusion.objective import Diffusion, without
 from hookdiff.diffusion.prediction import (
     EDMPrediction,
     Epsilon,
@@ -75,4 +75,5 @@ __all__ = [
     "VPrediction",
     "Weighting",
     "X0Weighting",
+    "without",
 ]

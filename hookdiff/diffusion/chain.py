@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 
 from hookdiff.diffusion.clipping import Clipping
 from hookdiff.diffusion.guidance import Guidance
-from hookdiff.diffusion.objective import Diffusion, Net, to_device
+from hookdiff.diffusion.objective import Diffusion, Given, Net, to_device
 from hookdiff.diffusion.prediction import noise_from_x0
 from hookdiff.diffusion.process import Point
 
@@ -28,7 +28,7 @@ class Chain:
     clipping: Clipping
     guidance: Guidance
     steps: int  # from noise to image
-    labels: Tensor | None
+    given: Given  # labels and conditions
     generators: Sequence[Generator]
     previous: tuple[Tensor, Point] | None = None  # x0 and start of the previous step, kept by solvers that need them
 
@@ -36,12 +36,12 @@ class Chain:
         """Return the clipped image (x0) and the noise that the network predicts for `x` at the point `at`."""
         diffusion = self.diffusion
 
-        def network(noisy: Tensor, labels: Tensor | None) -> Tensor:
+        def network(noisy: Tensor, given: Given) -> Tensor:
             dtype = torch.int64 if isinstance(at.time, int) else noisy.dtype
             times = torch.full((len(noisy),), at.time, device=noisy.device, dtype=dtype)
-            return diffusion.predict(self.net, noisy, times, labels, at.alpha, at.sigma)
+            return diffusion.predict(self.net, noisy, times, given, at.alpha, at.sigma)
 
-        output = self.guidance.output(network, x, at, self.labels).to(x.dtype)
+        output = self.guidance.output(network, x, at, self.given).to(x.dtype)
         x0, noise = diffusion.prediction.x0_and_noise(output, x, at.alpha, at.sigma)
         if not self.clipping.clips:
             return x0, noise

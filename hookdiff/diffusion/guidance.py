@@ -1,4 +1,4 @@
-"""Guidance of sampling by the network's outputs with and without a label."""
+"""Guidance of sampling by the network's outputs with and without label and conditions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from attrs.validators import ge
 from torch import Tensor
 
 from hookdiff.choices import Choice
+from hookdiff.diffusion.objective import Given, without
 from hookdiff.diffusion.process import Point
 from hookdiff.options import about, between
 
-Ask = Callable[[Tensor, Tensor | None], Tensor]  # (x_t, labels: n, int64, -1 for none) -> output of the network
+Ask = Callable[[Tensor, Given], Tensor]  # (x_t, labels and conditions) -> output of the network
 
 
 class Guidance(Choice, ABC):
@@ -26,8 +27,12 @@ class Guidance(Choice, ABC):
     default = "cfg"
 
     @abstractmethod
-    def output(self, ask: Ask, x: Tensor, at: Point, labels: Tensor | None) -> Tensor:
-        """Return the output for `x` (n c h w) at the point `at`; `labels` are None if the network takes none."""
+    def output(self, ask: Ask, x: Tensor, at: Point, given: Given) -> Tensor:
+        """Return the output for `x` (n c h w) at the point `at`.
+
+        `given` holds the labels and conditions of `x`, and is empty if the network takes none; `without(given)`, from
+        `hookdiff.diffusion`, stands for no label and no conditions.
+        """
 
     def check(self, diffusion: Any) -> None:
         """Raise ValueError, naming `guidance`, if it does not fit the objective (`Diffusion`)."""
@@ -41,12 +46,14 @@ def _is_interval(guidance: object, option: Attribute[Any], interval: tuple[float
 
 @define(frozen=True)
 class ClassifierFree(Guidance):
-    """u + scale (c - u), for the outputs c with a label and u without: Ho & Salimans 2022 (arXiv 2207.12598).
+    """u + scale (c - u), for the outputs c with all conditions and u with none: Ho & Salimans 2022 (arXiv 2207.12598).
 
     The limited interval is from Kynkäänniemi et al. 2024 (arXiv 2404.07724).
     """
 
-    scale: float = field(default=1.0, validator=ge(0), metadata=about("strength; 1: no guidance, 0: labels ignored"))
+    scale: float = field(
+        default=1.0, validator=ge(0), metadata=about("strength; 1: no guidance, 0: labels and conditions ignored")
+    )
     interval: tuple[float, float] = field(
         default=(0.0, math.inf),
         converter=tuple,
@@ -54,21 +61,22 @@ class ClassifierFree(Guidance):
         metadata=about("lowest and highest sigma / alpha at which guidance is used"),
     )
 
-    def output(self, ask: Ask, x: Tensor, at: Point, labels: Tensor | None) -> Tensor:
+    def output(self, ask: Ask, x: Tensor, at: Point, given: Given) -> Tensor:
         low, high = self.interval
-        if labels is None or self.scale == 1 or not low <= at.ratio <= high:
-            return ask(x, labels)
-        both = ask(torch.cat([x, x]), torch.cat([labels, torch.full_like(labels, -1)]))
-        with_label, without = both.chunk(2)
-        return without + self.scale * (with_label - without)  # a scale of 0 is the unconditional output exactly
+        if not given or self.scale == 1 or not low <= at.ratio <= high:
+            return ask(x, given)
+        both = {name: torch.cat([given[name], nothing]) for name, nothing in without(given).items()}
+        conditional, unconditional = ask(torch.cat([x, x]), both).chunk(2)
+        return unconditional + self.scale * (conditional - unconditional)  # a scale of 0 is the latter exactly
 
     def check(self, diffusion: Any) -> None:
         if self.scale != 1 and diffusion.conditional is not None:
-            if not diffusion.conditional:
-                raise ValueError("'guidance' needs a network that was trained with labels, and this one was not")
+            if not diffusion.conditional and not diffusion.conditions:
+                raise ValueError("'guidance' needs a network trained with labels or conditions, and this one was not")
             if not diffusion.label_dropout:
                 raise ValueError(
-                    "'guidance' needs diffusion.label_dropout above 0: the network was never trained without a label"
+                    "'guidance' needs diffusion.label_dropout above 0: the network was never trained without its label "
+                    "and conditions"
                 )
 
 

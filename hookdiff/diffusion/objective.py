@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from attrs import Attribute, Factory, define, field
+from attrs import Attribute, Factory, define, evolve, field
 from torch import Generator, Tensor
 
 from hookdiff.choices import chosen
@@ -19,8 +19,14 @@ from hookdiff.diffusion.weighting import UniformWeighting, Weighting
 from hookdiff.objective import LossOutput
 from hookdiff.options import about, between
 
-# (noisy images: n c h w, times: n, int64 or float32[, labels: n, int64]) -> n c h w
+# (noisy images: n c h w, times: n, int64 or float32[, labels: n, int64][, name=condition ...]) -> n c h w
 Net = Callable[..., Tensor]
+Given = Mapping[str, Tensor]  # all else that the network gets, n rows each: conditions by name, and "labels" (-1: none)
+
+
+def without(given: Given) -> dict[str, Tensor]:
+    """Return what the network gets for samples without label and conditions: label -1, and zeros."""
+    return {name: torch.full_like(column, -1 if name == "labels" else 0) for name, column in given.items()}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -33,6 +39,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _numbers(value: float | tuple[float, ...] | list[float]) -> tuple[float, ...]:
     return tuple(map(float, value)) if isinstance(value, (tuple, list)) else (float(value),)
+
+
+def _names(value: str | Iterable[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _are_no_draws(_: Any, __: Any, names: tuple[str, ...]) -> None:
+    if taken := {"noise", "timesteps", "labels"}.intersection(names):
+        raise ValueError(f"'conditions' cannot be named {taken.pop()!r}: the objective uses this name itself")
 
 
 def _fits_process(diffusion: Any, option: Attribute[Any], value: Any) -> None:
@@ -76,7 +91,15 @@ class Diffusion:
         default=None, metadata=about("give the network the labels; unless given, true if the model has classes")
     )
     label_dropout: float = field(
-        default=0.1, validator=between(0, 1), metadata=about("share of labels dropped in training, for guidance")
+        default=0.1,
+        validator=between(0, 1),
+        metadata=about("share of samples without their label and conditions in training, for guidance"),
+    )
+    conditions: tuple[str, ...] = field(
+        default=(),
+        converter=_names,
+        validator=_are_no_draws,
+        metadata=about("names of what the network gets from the samples by keyword, beside image and label"),
     )
     data_mean: float | tuple[float, ...] = field(
         default=0.0,
@@ -137,27 +160,42 @@ class Diffusion:
         """Return `batch` with the random draws of this step in `draws`, on the device of the inputs.
 
         `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
-        in 0..T-1, or float32. `labels`, only for a conditional objective, are those of the batch, some replaced by -1.
-        All are drawn on the generator's device, so a CPU generator gives the same numbers for every device.
+        in 0..T-1, or float32. `labels`, only for a conditional objective, and its `conditions`, by name, are those of
+        the batch; of some samples they are replaced by -1 and 0. All are drawn on the generator's device, so a CPU
+        generator gives the same numbers for every device.
 
-        Raises ValueError if the objective is conditional and the batch has no labels.
+        Raises ValueError if the batch has no labels for a conditional objective, or lacks one of the conditions.
         """
         shape, device, where = batch.inputs.shape, batch.inputs.device, generator.device
         noise = torch.randn(shape, generator=generator, device=where, dtype=torch.float32)
         times = self.times.draw(self.process, len(batch), generator)
         drawn = {"noise": to_device(noise, device), "timesteps": to_device(times, device)}
-        if self.conditional:
-            if batch.labels is None:
-                raise ValueError("the objective is conditional, but the data has no labels")
+        if given := self.given(batch):
             chance = torch.rand(len(batch), generator=generator, device=where, dtype=torch.float32)
-            drawn["labels"] = torch.where(to_device(chance < self.label_dropout, device), -1, batch.labels)
-        return Batch(batch.inputs, batch.labels, batch.indices, {**batch.draws, **drawn}, batch.total)
+            dropped = to_device(chance < self.label_dropout, device)
+            for name, nothing in without(given).items():
+                rows = dropped.view(-1, *[1] * (nothing.dim() - 1))
+                drawn[name] = torch.where(rows, nothing, given[name])
+        return evolve(batch, draws={**batch.draws, **drawn})
+
+    def given(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what the network gets of `batch` beside its inputs, by name: labels, if conditional, and conditions.
+
+        Raises ValueError for what the batch lacks.
+        """
+        if self.conditional and batch.labels is None:
+            raise ValueError("the objective is conditional, but the data has no labels")
+        if lacking := [name for name in self.conditions if name not in batch.conditions]:
+            there = ", ".join(map(repr, batch.conditions)) or "none"
+            raise ValueError(f"the data has no condition {', '.join(map(repr, lacking))}; it has {there}")
+        labels = {"labels": batch.labels} if self.conditional and batch.labels is not None else {}
+        return {**labels, **{name: batch.conditions[name] for name in self.conditions}}
 
     def __call__(self, net: Net, batch: Batch) -> LossOutput:
         """Return the loss of `net` on a batch that went through `draw`.
 
         The network gets float32 images, under autocast too, the times as `Process.network_time` returns them, and the
-        labels if the objective is conditional. The error is computed in float32 and averaged over c h w, then weighted
+        labels and conditions as drawn. The error is computed in float32 and averaged over c h w, then weighted
         and averaged over the samples; `LossOutput.per_sample` is without the weights.
 
         Raises ValueError if the network's output has another shape than its images.
@@ -168,7 +206,7 @@ class Diffusion:
         x_t = q_sample(x0, noise, alpha, sigma)
         # Autocast leaves additions and multiplications alone, so x_t and the target stay float32. The times are never
         # cast, because bfloat16 would round 999 to 1000.
-        output = self.predict(net, x_t, self.process.network_time(times), batch.draws.get("labels"), alpha, sigma)
+        output = self.predict(net, x_t, self.process.network_time(times), batch.draws, alpha, sigma)
         target = self.prediction.target(x0, noise, alpha, sigma)
         if output.shape != target.shape:  # broadcasting might give a meaningless loss
             shapes = f"{tuple(output.shape)} for images of shape {tuple(target.shape)}"
@@ -212,13 +250,15 @@ class Diffusion:
         target = self.prediction.target
         return target(one, zero, alpha, sigma), target(zero, one, alpha, sigma), alpha, sigma
 
-    def predict(self, net: Net, x_t: Tensor, times: Tensor, labels: Tensor | None, alpha: Any, sigma: Any) -> Tensor:
+    def predict(self, net: Net, x_t: Tensor, times: Tensor, given: Given, alpha: Any, sigma: Any) -> Tensor:
         """Return the network's output for x_t, n c h w.
 
-        `times` (as returned by `Process.network_time`) and `labels` are n; `alpha` and `sigma` broadcast against x_t.
+        `times` (as returned by `Process.network_time`) are n; `alpha` and `sigma` broadcast against x_t. The network
+        gets the "labels" of `given`, if there are any, and the objective's `conditions` by keyword.
         """
         shown = self.prediction.network_input(x_t, alpha, sigma)
-        return net(shown, times) if labels is None else net(shown, times, labels)
+        labels = (given["labels"],) if "labels" in given else ()
+        return net(shown, times, *labels, **{name: given[name] for name in self.conditions})
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return `images` (n c h w) as (x - data_mean) / data_std."""

@@ -50,7 +50,7 @@ class Sampling:
     guidance: Guidance = field(
         default=ClassifierFree(),
         converter=chosen[Guidance],
-        metadata=about("combination of the network's outputs with and without a label"),
+        metadata=about("combination of the network's outputs with and without label and conditions"),
     )
     batch_size: int = field(default=256, validator=ge(1), metadata=about("images in one call of the network"))
     moved_keys: ClassVar[Mapping[str, str]] = {
@@ -91,6 +91,7 @@ class Sampling:
         labels: Tensor | None = None,
         images: Tensor | None = None,
         strength: float = 0.8,
+        conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return one image for each generator.
 
@@ -109,6 +110,7 @@ class Sampling:
             labels: n, int64; -1 is no class. Required if the objective is conditional.
             images: n c h w in [-1, 1]: start from these, with noise added, rather than from pure noise.
             strength: with `images`, the share of the steps to run, in (0, 1]: 1 leaves little of the image.
+            conditions: what the network gets by keyword, n rows each. Required if the objective has `conditions`.
 
         Returns:
             `dtype` of shape n c h w on `device`; in [-1, 1] unless `clipping` is "none".
@@ -128,6 +130,13 @@ class Sampling:
             raise ValueError(f"labels has shape {tuple(labels.shape)}, expected ({len(made)},)")
         if diffusion.conditional and labels is None and len(made):
             raise ValueError("the network was trained with labels: give one for each image, or -1 for no class")
+        conditions = conditions or {}
+        for name, column in conditions.items():
+            if column.shape[:1] != made.shape[:1]:
+                raise ValueError(f"condition {name!r} has shape {tuple(column.shape)}, expected {len(made)} rows")
+        if set(conditions) != set(diffusion.conditions) and len(made):
+            one, other = (", ".join(map(repr, names)) or "none" for names in (conditions, diffusion.conditions))
+            raise ValueError(f"the conditions given are {one}; the network was trained with {other}")
         if images is not None:
             if not 0 < strength <= 1:
                 raise ValueError(f"strength must be in (0, 1]: {strength:g}")
@@ -143,8 +152,10 @@ class Sampling:
                     x = x * diffusion.process.initial_scale
                 else:
                     x = q_sample(diffusion.normalize(images[rows].to(made)), x, points[0].alpha, points[0].sigma)
-                given = labels[rows].to(made.device) if labels is not None and diffusion.conditional else None
-                chain = Chain(net, diffusion, clipping, self.guidance, self.steps, given, generators[rows])
+                known = {name: column[rows].to(made.device) for name, column in conditions.items()}
+                if labels is not None and diffusion.conditional:
+                    known["labels"] = labels[rows].to(made.device)
+                chain = Chain(net, diffusion, clipping, self.guidance, self.steps, known, generators[rows])
                 for point, next_point in pairwise((*points, IMAGE)):
                     x = solver.step(chain, x, point, next_point)
                 shown = diffusion.denormalize(x)

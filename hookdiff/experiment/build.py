@@ -11,7 +11,8 @@ from torch import Generator, nn
 
 from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.start import Start
-from hookdiff.data import Feed, Images, InMemory, Source, Store, Transforms
+from hookdiff.data import Feed, Store, Transforms
+from hookdiff.data.mistakes import remedy
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config
@@ -121,8 +122,8 @@ def build_feed(config: Config, decode: bool = True) -> Feed:
     Raises ConfigError for data that cannot be trained on.
     """
     source = config.data.build()
-    if not isinstance(source, InMemory | Images | Source):  # a tensor also counts as a Source
-        raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}, which has no length or [i]")
+    if instead := remedy(source):
+        raise ConfigError(f"data.source: {config.data.use} made a {type(source).__name__}: {instead}")
     store = config.data.of(Store)
     if not decode:
         store = evolve(store, store="auto", memory_limit=0)
@@ -180,7 +181,10 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
     if 0 < asked < known:
         raise ConfigError(f"{part.where}: {part.use} has num_classes = {asked}, the data has {known} classes")
     try:
-        check_contract(model, feed.shape, labels=bool(objective.conditional), times=times.dtype)
+        given = objective.given(feed.blank(2)) if objective.conditions else {}
+        conditions = {name: given[name] for name in objective.conditions}
+        labels = bool(objective.conditional)
+        check_contract(model, feed.shape, labels=labels, times=times.dtype, conditions=conditions)
     except ValueError as error:
         differing = [f"{k} = {v}" for k, v in _facts(feed).items() if part.arguments.get(k, v) != v]
         likely = f"; the data has {', '.join(differing)}" if differing else ""
@@ -203,6 +207,9 @@ def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
         raise ConfigError(f"diffusion.conditional: the network takes classes, and {config.data.use} has no labels")
     with _problems_of("diffusion"):
         objective.normalize(torch.zeros(1, *feed.shape))
+    if objective.conditions:
+        with _problems_of("diffusion.conditions"):
+            objective.given(feed.blank(1))
     return objective, build_sampling(config, objective)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hookdiff.choices import import_object
 from hookdiff.errors import PluginError, nearest
+from hookdiff.plugins import check_contract
 
 GROUP = "hookdiff.plugins"
 
@@ -38,8 +39,8 @@ def plugin_name(given: str) -> str:
 def plugin_class(given: str) -> type:
     """Import the class of the plugin `given`: a name from the entry points, or `module:Class`.
 
-    Raises PluginError if there is none or several of that name, if it cannot be imported, if it is no class, or if a
-    package that it `needs` (a mapping of modules to requirements of pip) is missing.
+    Raises PluginError if there is none or several of that name, if it cannot be imported, if it is no class, if a
+    package that it `needs` (a mapping of modules to requirements of pip) is missing, or if it does not fit the hooks.
     """
     kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
     if not inspect.isclass(kind):
@@ -52,6 +53,7 @@ def plugin_class(given: str) -> type:
             spec = None
         if spec is None:
             raise PluginError(f"the plugin {given!r} needs the package {module}: pip install '{requirement}'")
+    check_contract(given, kind)
     return kind
 
 
@@ -66,4 +68,8 @@ def _load(name: str) -> Any:
     try:
         return entry.load()
     except (ImportError, AttributeError) as error:
-        raise PluginError(f"the plugin {name!r} of {distribution(entry)} cannot be imported: {error}") from error
+        is_ours = isinstance(error, ImportError) and str(error.name).partition(".")[0] == "hookdiff"
+        way_out = "; it may need a later hookdiff: pip install -U hookdiff" * is_ours
+        raise PluginError(
+            f"the plugin {name!r} of {distribution(entry)} cannot be imported: {error}{way_out}"
+        ) from error

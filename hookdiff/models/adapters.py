@@ -1,11 +1,12 @@
 """The contract of models, and hooks that let models of other libraries follow it.
 
 A model is called as `model(x, timesteps)`, or as `model(x, timesteps, labels)` if its `num_classes` is above 0, where
-label -1 stands for "no class". It returns a tensor. The hooks change neither its class nor the names of its parameters.
+label -1 stands for "no class". It gets the objective's conditions by keyword. It returns a tensor. The hooks change
+neither its class nor the names of its parameters.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,16 +70,23 @@ def checkpointable(kind: Any) -> Any:
 
 
 def check_contract(
-    model: nn.Module, shape: Sequence[int], *, labels: bool = False, times: torch.dtype = torch.int64
+    model: nn.Module,
+    shape: Sequence[int],
+    *,
+    labels: bool = False,
+    times: torch.dtype = torch.int64,
+    conditions: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Call `model` once with `times` of this dtype; if its output has a tensor `sample`, let the model return that.
+
+    `conditions`, by name and with two rows each, are given by keyword.
 
     Raises ValueError unless the model maps images of `shape` (c h w) to the same shape. The message continues a
     sentence that begins with the model's name.
     """
     given = (2, *shape)
     try:
-        output = _call(model, given, labels, times)
+        output = _call(model, given, labels, times, conditions or {})
     except Exception as error:  # a model may raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         and_times = "" if times == torch.int64 else f" and times in {str(times).removeprefix('torch.')}"
@@ -92,12 +100,17 @@ def check_contract(
         raise ValueError(f"returned shape {tuple(output.shape)} for images of shape {given}, expected the same")
 
 
-def _call(model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.dtype) -> Any:
+def _call(
+    model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.dtype, conditions: Mapping[str, Tensor]
+) -> Any:
     """Return the output of `model` for zeros; if it can, it runs on the meta device, which computes nothing."""
 
     def zeros(device: torch.device) -> tuple[Tensor, ...]:
         classes = torch.zeros(shape[0], dtype=torch.int64, device=device)
         return (torch.zeros(shape, device=device), classes.to(times), *([classes] if labels else []))
+
+    def by_name(device: torch.device) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(column, device=device) for name, column in conditions.items()}
 
     meta = torch.device("meta")
     tensors = {
@@ -107,9 +120,10 @@ def _call(model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.d
     }
     with evaluating(model):
         try:
-            return functional_call(model, tensors, zeros(meta), tie_weights=False)
+            return functional_call(model, tensors, zeros(meta), by_name(meta), tie_weights=False)
         except Exception:  # for example of a model that reads values; the call below repeats other errors
-            return model(*zeros(next(model.parameters()).device))
+            device = next(model.parameters()).device
+            return model(*zeros(device), **by_name(device))
 
 
 def _take_sample(model: nn.Module, args: Any, output: Any) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Generator, Tensor, nn
 
 from hookdiff.data.batch import Batch
@@ -23,8 +24,7 @@ class ToyObjective:
     def draw(self, batch: Batch, generator: Generator) -> Batch:
         noise = torch.randn(batch.inputs.shape, generator=generator)
         timesteps = torch.randint(0, 10, (len(batch),), generator=generator)
-        draws = {"noise": noise, "timesteps": timesteps}
-        return Batch(batch.inputs, batch.labels, batch.indices, draws, batch.total)
+        return evolve(batch, draws={"noise": noise, "timesteps": timesteps})
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:
         noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]

@@ -53,7 +53,7 @@ class Checkpoint:
     _saved: tuple[int, ...] | None = field(default=None, init=False)  # place of the newest checkpoint
     _number: int = field(default=0, init=False)  # saves so far, those before a resume included
     _wanted: bool = field(default=False, init=False)
-    _is_open: bool = field(default=False, init=False)  # from the first step on
+    _is_open: bool = field(default=False, init=False)  # the folder is prepared
     _is_storable: bool = field(default=False, init=False)  # a file can hold the whole state
     _problem: str | None = field(default=None, init=False)  # error of the newest save
     _writer: Writer | None = field(default=None, init=False)  # on the main rank
@@ -78,10 +78,34 @@ class Checkpoint:
         self._folder(loop)  # refuses a run without a directory
         self._due = Due(self.every)
 
-    @hookimpl(tryfirst=True)
-    def before_step(self, loop: Loop) -> None:
-        if not self._is_open:
-            self._open(loop)
+    @hookimpl
+    def on_ready(self, loop: Loop) -> None:
+        """Prepare the folder.
+
+        Raises UserError for a place that cannot be written, or that holds another run.
+        """
+        folder = self._folder(loop)
+        if loop.is_main:
+            try:
+                make_folder(folder)
+                lock_run_dir(folder.parent, loop.resources)
+                settle(folder)
+                (folder / _PROBE).touch()
+                (folder / _PROBE).unlink()
+            except OSError as error:
+                if error.errno == errno.EROFS and loop.end.reason:
+                    return  # the run is over, and on a read-only disk no process can have left anything
+                raise cannot_write(folder, error) from None
+            found, damaged = find_checkpoints(folder.parent)
+            if (found or damaged) and not self._goes_on(loop):
+                raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
+            # A run removes only its own checkpoints. Damaged ones do not count, and stay for the user to look at.
+            own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
+            known = {one.path: one for one in own if one.path.resolve() not in self._passed_over}
+            self._logged.is_found = any(self.keep_best in one.metrics for one in found)
+            self._revision, self._writer = revision(), Writer(folder, known, self._kept)
+            loop.resources.callback(self._writer.close)
+        self._is_open = True
 
     @hookimpl(tryfirst=True)
     def on_nan(self, loop: Loop) -> None:
@@ -131,7 +155,7 @@ class Checkpoint:
                 else:
                     loop.hook.on_checkpoint(loop=loop, path=path)
         elif reason == "done" and not self._is_open and self._goes_on(loop):
-            self._open(loop)  # no step was left, but a killed process may not have completed its last save
+            self.on_ready(loop)  # no step was left, but a killed process may not have completed its last save
             if self._writer:
                 self._writer.prune()
         else:
@@ -143,34 +167,6 @@ class Checkpoint:
                         f"the end of the run is not saved: {self._problem}\n  {self._writer.last_good()}"
                     )
                 self._alarms.check(loop.progress.step, "best", self._logged.problem(is_over=True), over=False)
-
-    def _open(self, loop: Loop) -> None:
-        """Prepare the folder before the first step; a loop that only samples leaves an earlier run unchanged.
-
-        Raises UserError for a place that cannot be written, or that holds another run.
-        """
-        folder = self._folder(loop)
-        if loop.is_main:
-            try:
-                make_folder(folder)
-                lock_run_dir(folder.parent, loop.resources)
-                settle(folder)
-                (folder / _PROBE).touch()
-                (folder / _PROBE).unlink()
-            except OSError as error:
-                if error.errno == errno.EROFS and loop.end.reason:
-                    return  # the run is over, and on a read-only disk no process can have left anything
-                raise cannot_write(folder, error) from None
-            found, damaged = find_checkpoints(folder.parent)
-            if (found or damaged) and not self._goes_on(loop):
-                raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
-            # A run removes only its own checkpoints. Damaged ones do not count, and stay for the user to look at.
-            own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
-            known = {one.path: one for one in own if one.path.resolve() not in self._passed_over}
-            self._logged.is_found = any(self.keep_best in one.metrics for one in found)
-            self._revision, self._writer = revision(), Writer(folder, known, self._kept)
-            loop.resources.callback(self._writer.close)
-        self._is_open = True
 
     def _kept(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         return choose(found, self.keep_last, self.keep_every, self.keep_best, self.best == "highest")

@@ -165,19 +165,20 @@ def _measure(loop: Loop, batch: Batch) -> Outputs | None:
 
 
 def _portray(loop: Loop) -> _Portrait:
-    batch, objective = _plain_batch(loop), loop.objective
-    labels = batch.labels if getattr(objective, "conditional", False) else None
+    batch = _plain_batch(loop)
+    objective: Any = loop.objective
+    given = objective.given(batch)
     outputs = _measure(loop, batch)
     levels, averaged, average = list[Level](), list[Level](), None
     if len(batch) > 1:
-        errors = partial(measure.measure_levels, loop.model, objective, batch.inputs, labels)
+        errors = partial(measure.measure_levels, loop.model, objective, batch.inputs, given)
         with evaluating(loop.model):
             levels = errors()
             with loop.weights(None) as name:
                 averaged = errors()
         average = None if name == "model" else name
     with loop.weights(None), evaluating(loop.model):
-        few = None if labels is None else labels[:_DRAWN]
+        few = {name: column[:_DRAWN] for name, column in given.items()}
         strip = measure.draw_strip(loop.model, objective, batch.inputs[:_DRAWN], few).cpu()
     sampler: Any = loop.sampler
     with loop.using(sampler=evolve(sampler, steps=min(sampler.steps, _SAMPLER_STEPS))):

@@ -185,7 +185,7 @@ def measure_layers(loop: Loop) -> dict[str, Layer]:
     return {layer: Layer(math.hypot(*found[layer]) if found[layer] else None, size) for layer, size in sizes.items()}
 
 
-def _predictions(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
+def _predictions(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """Yield times, x_t, the network's time, its output, alpha and sigma at each of `LEVELS`, and x0 and noise."""
     x0 = diffusion.normalize(images)
     noise = torch.randn(x0.shape, generator=Generator().manual_seed(0)).to(x0)
@@ -193,14 +193,14 @@ def _predictions(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None
         times = diffusion.process.from_fraction(torch.full((len(images),), fraction)).to(images.device)
         alpha, sigma, _ = diffusion.process.rates(times, x0.ndim)
         x_t, time = alpha * x0 + sigma * noise, diffusion.process.network_time(times)
-        output = diffusion.predict(net, x_t, time, labels, alpha, sigma).float()
+        output = diffusion.predict(net, x_t, time, given, alpha, sigma).float()
         yield times, x_t, time, output, alpha, sigma, x0, noise
 
 
-def measure_levels(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) -> list[Level]:
+def measure_levels(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, Tensor]) -> list[Level]:
     """Return the network's error on `images` (n c h w, n above 1) at `LEVELS`, always with the same noise."""
     rows = []
-    for times, _, time, output, alpha, sigma, x0, noise in _predictions(net, diffusion, images, labels):
+    for times, _, time, output, alpha, sigma, x0, noise in _predictions(net, diffusion, images, given):
         target = diffusion.prediction.target(x0, noise, alpha, sigma)
         error, mean_error = (output - target).square().mean(), target.var(0).mean()
         floor = diffusion.floor(times, x0.var(0).mean()).mean()
@@ -208,13 +208,13 @@ def measure_levels(net: Any, diffusion: Any, images: Tensor, labels: Tensor | No
     return [Level(*numbers) for numbers in torch.stack(rows).tolist()]
 
 
-def draw_strip(net: Any, diffusion: Any, images: Tensor, labels: Tensor | None) -> Tensor:
+def draw_strip(net: Any, diffusion: Any, images: Tensor, given: Mapping[str, Tensor]) -> Tensor:
     """Return pictures, n c h w in [-1, 1], in rows of `len(LEVELS) + 1`, two rows an image.
 
     The image and its noisy versions; the image again and, below each noisy version, the network's prediction of it.
     """
     upper, lower = [images], [images]
-    for _, x_t, _, output, alpha, sigma, _, _ in _predictions(net, diffusion, images, labels):
+    for _, x_t, _, output, alpha, sigma, _, _ in _predictions(net, diffusion, images, given):
         predicted, _ = diffusion.prediction.x0_and_noise(output, x_t, alpha, sigma)
         # In a process whose noise has no bounds, the noisy image is shown as bright as the others.
         upper.append(diffusion.denormalize(x_t / (alpha.square() + sigma.square()).sqrt()))

@@ -82,7 +82,6 @@ class EMA:
     _due: Due = field(init=False)
     _folder: Path = field(init=False)  # of the snapshots
     _snapped: int | None = field(default=None, init=False)  # step of the newest snapshot
-    _cleared: bool = field(default=False, init=False)  # snapshots of undone steps have been removed
     _alarms: Alarms = field(factory=Alarms, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -105,6 +104,11 @@ class EMA:
         self._due = Due(self.snapshot_every)
         for average in self._averages:
             average.start(self._weights.tensors)
+
+    @hookimpl(trylast=True)
+    def on_ready(self, loop: Loop) -> None:
+        if self.snapshot_every.amount and loop.is_main:
+            remove_later(self._folder, loop.progress.step)
 
     @hookimpl(tryfirst=True)
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -169,9 +173,6 @@ class EMA:
 
     @hookimpl(trylast=True, specname="after_optimizer_step")
     def snapshot_after_step(self, loop: Loop) -> None:
-        if self.snapshot_every.amount and loop.is_main and not self._cleared:
-            remove_later(self._folder, loop.progress.step)
-            self._cleared = True
         if self._due.after_step(loop.progress.step):
             self._snapshot(loop)
 
@@ -191,6 +192,7 @@ class EMA:
         if not loop.is_main or self._snapped == step or not self.num_updates:
             return
         self._snapped = step
+        remove_later(self._folder, step)  # those from before a rollback
         for average in self._averages:
             if average.std is not None:
                 path = self._folder / f"step-{step:08d}-std={average.std}.safetensors"
@@ -235,4 +237,4 @@ class EMA:
             average.still_state = still
         self._alarms.load_state_dict(state[ALARMS])
         self.num_updates = state[NUM_UPDATES]
-        self._snapped, self._cleared = None, False
+        self._snapped = None

@@ -58,9 +58,9 @@ def write_snapshot(snapshot: Snapshot, values: Mapping[str, Tensor], averaged: C
 
 
 def remove_later(folder: Path, step: int) -> None:
-    """Remove the snapshots of `step` and later; a run that stands at `step` has undone these steps."""
+    """Remove the snapshots after `step`; a run that stands at `step` has undone these steps."""
     for path in folder.glob("step-*"):
-        if (named := _NAME.fullmatch(path.name)) and int(named[1]) >= step:
+        if (named := _NAME.fullmatch(path.name)) and int(named[1]) > step:
             path.unlink()
 
 

@@ -198,14 +198,11 @@ def _make_fake(module: nn.Module, optimizer: Optimizer, mode: FakeTensorMode, de
 
 def _batch(loop: Loop, size: int) -> Batch:
     """Return a batch of zeros. Its tensors are real, because a network may read times and labels."""
-    inputs = torch.zeros(size, *loop.feed.shape, device=loop.device)
-    labels = None if loop.feed.labels is None else torch.zeros(size, dtype=torch.int64, device=loop.device)
-    batch = Batch(inputs, labels, torch.zeros(size, dtype=torch.int64))
-    return loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))
+    return loop.objective.draw(loop.feed.blank(size), loop.random.generator("noise", 0, loop.device))
 
 
 def _tensors(batch: Batch) -> dict[int, int]:
-    return storages([batch.inputs, batch.labels, *batch.draws.values()])
+    return storages([batch.inputs, batch.labels, *batch.conditions.values(), *batch.draws.values()])
 
 
 @contextmanager
@@ -231,7 +228,8 @@ def _data(config: Config, loop: Loop) -> int:
     if loop.device.type != "cuda":
         return 0
     if isinstance(samples, InMemory):
-        return sum(storages([samples.images, samples.labels], loop.device).values())
+        held = [samples.images, samples.labels, *samples.conditions.values()]
+        return sum(storages(held, loop.device).values())
     size = len(samples) * torch.Size(loop.feed.shape).numel()  # decoded, one byte per value
     fits = size <= torch.cuda.mem_get_info(loop.device)[0] // 4
     return size if fits and config.data.of(Store).place(size) != "none" else 0

@@ -59,7 +59,8 @@ def diagnose(loop: Loop, report: NonFinite, watch: Watch) -> Diagnosis:
     micro-batch. Costs all passes of the step, once or twice.
     """
     weights = _bad_weights(loop)
-    inputs = _bad_rows(report.batch.inputs)
+    data = (report.batch.inputs, *report.batch.conditions.values())
+    inputs = sorted({row for values in data for row in _bad_rows(values)})
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
     missed = "the step is finite when it runs again: its computation is not deterministic"
     try:

@@ -169,7 +169,7 @@ def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
     per_sample = loop.output.per_sample
     adopted = {name: p.grad for name, p in loop.adopted.named_parameters() if p.grad is not None}
     return {
-        "inputs": digest(batch.inputs),
+        "inputs": digest_of(batch),
         "indices": None if batch.indices is None else batch.indices.tolist(),
         "outcome": {
             "loss": [_plain(loop.gradients.loss)],
@@ -177,6 +177,11 @@ def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
             "gradients": {name: digest(value) for name, value in (loop.gradients.named() | adopted).items()},
         },
     }
+
+
+def digest_of(batch: Batch) -> str:
+    """Return the digest of the inputs and conditions of `batch`."""
+    return "-".join(map(digest, (batch.inputs, *batch.conditions.values())))
 
 
 def digest(values: Tensor) -> str:

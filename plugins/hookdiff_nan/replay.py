@@ -15,7 +15,7 @@ from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hoo
 from hookdiff.rehearsal import rehearsing
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
 from hookdiff_nan.plugin import NaN
-from hookdiff_nan.record import CONFIG, Record, digest, kept_in, read_record, surroundings
+from hookdiff_nan.record import CONFIG, Record, digest_of, kept_in, read_record, surroundings
 
 P = TypeVar("P")
 Say = Callable[[str], None]
@@ -56,7 +56,7 @@ class Replay:
 
     @hookimpl(tryfirst=True)
     def before_step(self, batch: Batch) -> None:
-        if digest(batch.inputs) != self._record.facts["inputs"]:
+        if digest_of(batch) != self._record.facts["inputs"]:
             indices = None if batch.indices is None else batch.indices.tolist()
             others = "the batch has other samples" if indices != self._record.facts["indices"] else "its values differ"
             self.say(f"differs: the data has changed: {others}")

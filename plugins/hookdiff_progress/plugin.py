@@ -36,7 +36,7 @@ class ProgressBar:
     _began: int = field(init=False, default=0)  # position of the first batch
 
     @hookimpl
-    def on_start(self, loop: Loop) -> None:
+    def on_ready(self, loop: Loop) -> None:
         if not loop.is_main:
             return
         self._pace, self._began = Pace(loop), loop.progress.position
@@ -85,36 +85,47 @@ class ProgressBar:
 
 
 class Pace:
-    """The speed of this process over its last ten logs; steps before a resume do not count."""
+    """The speed of this process; steps before a resume do not count."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._marks = deque([self._now()], maxlen=10)
+        self._start = self._now()
+        self._marks = deque([self._start], maxlen=10)
+        self._longest = 0.0, 0  # seconds and steps of the longest interval between two logs
 
     def mark(self) -> None:
         """Note the time and the progress of the run."""
-        self._marks.append(self._now())
+        self._longest = self._longest_until(now := self._now())
+        self._marks.append(now)
 
     def parts(self) -> Iterable[str]:
         """Yield "1234 img/s" and "ETA 0:12" as far as they are known.
 
-        The pace is the median over the logs, and the time left follows from their mean: an evaluation makes the run
-        longer, but not the training slower.
+        The pace is the median over the last ten logs. The time left follows from the mean of this process, because
+        evaluations make a run longer; but without the longest interval, so that a single pause does not count as
+        training.
         """
         last = self._now()
-        (began, _, steps), (now, _, steps_now) = self._marks[0], last
-        config, total = self._loop.config, total_steps(self._loop)
-        seconds, left = now - began, []
+        (began, _, steps), (now, _, steps_now) = self._start, last
+        config, total, left = self._loop.config, total_steps(self._loop), []
+        took, made = now - began, steps_now - steps
+        pause, steps_in_pause = self._longest_until(last)
+        if steps_in_pause < made:
+            took, made = took - pause, made - steps_in_pause
         spans = [(end - start, b - a) for (start, a, _), (end, b, _) in pairwise([*self._marks, last])]
         # Some clocks stand still for 15 ms.
-        if paces := [done / took for took, done in spans if done > 0 and took > 0]:
+        if paces := [batches / seconds for seconds, batches in spans if batches > 0 and seconds > 0]:
             yield f"{statistics.median(paces) * config.batch_size:.0f} img/s"
-        if total is not None and steps_now > steps:
-            left.append((total - steps_now) * seconds / (steps_now - steps))
+        if total is not None and made > 0:
+            left.append((total - steps_now) * took / made)
         if config.max_time.amount:
             left.append(config.max_time.amount - (now - self._loop.end.start_time))
         if left:
             yield f"ETA {clock(max(0.0, min(left)))}"
+
+    def _longest_until(self, now: tuple[float, int, int]) -> tuple[float, int]:
+        began, _, steps = self._marks[-1]
+        return max(self._longest, (now[0] - began, now[2] - steps))
 
     def _now(self) -> tuple[float, int, int]:
         return time.monotonic(), self._loop.progress.position, self._loop.progress.step

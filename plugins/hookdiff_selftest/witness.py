@@ -255,7 +255,8 @@ def _fingerprint(loop: Loop, hook: str, batch: Batch | None) -> int:
     weights = [*loop.model.parameters(), *(parameter for _, parameter in loop.adopted.named_parameters())]
     held = [*weights, *loop.model.buffers()]
     if batch is not None:
-        held += [value for value in (batch.inputs, *batch.draws.values()) if isinstance(value, Tensor)]
+        columns = (batch.inputs, *batch.conditions.values(), *batch.draws.values())
+        held += [value for value in columns if isinstance(value, Tensor)]
     if hook not in ("before_epoch", "before_step", "on_epoch_end"):  # which may have the gradients of the step before
         held += [weight.grad for weight in weights if weight.grad is not None]
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

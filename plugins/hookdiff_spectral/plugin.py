@@ -5,14 +5,13 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from attrs import define, field
 from attrs.validators import min_len
 from torch import Generator, Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
 
-from hookdiff import Batch, ConfigError, Loop, evaluating, hookimpl, nearest
+from hookdiff import ConfigError, Loop, evaluating, hookimpl, nearest
 from hookdiff.models.init import LAYERS, is_zero, layers_called
 from hookdiff.options import about
 from hookdiff.randomness import derive_seed
@@ -63,10 +62,7 @@ class Spectral:
 
 def _output_layer(loop: Loop) -> str | None:
     """Return the name of the linear layer or convolution that is called last, or None if none is called."""
-    inputs = torch.zeros(1, *loop.feed.shape, device=loop.device)
-    index = torch.zeros(1, dtype=torch.int64)
-    batch = Batch(inputs, None if loop.feed.labels is None else index.to(loop.device), index)
-    batch = loop.objective.draw(batch, Generator(loop.device).manual_seed(0))
+    batch = loop.objective.draw(loop.feed.blank(1), Generator(loop.device).manual_seed(0))
     with layers_called(loop.model) as called, evaluating(loop.model):
         loop.objective(loop.model, batch)
     return called[-1] if called else None

@@ -176,7 +176,7 @@ def test_all_changes_of_fixed_keys_are_refused_at_once(runs):
 
 def resumed(tmp_path, state, hparams):
     plugins = {"changes": Changes({}), "state": Restores(state)}
-    loop = toy_loop(plugins, run_dir=tmp_path, resume=True, steps=3, hparams=hparams)
+    loop = toy_loop(plugins, resume=tmp_path, steps=3, hparams=hparams)
     loop.run()
     return loop
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hookdiff import PASS, Loop, hookimpl
+from hookdiff import PASS, Loop, SampleRequest, hookimpl
 from hookdiff.builtin import Metrics
 from hookdiff.builtin.metrics import read_metrics
 from hookdiff.testing import toy_loop
@@ -99,7 +99,7 @@ def test_a_resumed_run_cuts_the_lines_after_its_checkpoint(tmp_path: Path, at: i
     assert length(end) == (tmp_path / "metrics.jsonl").stat().st_size
 
 
-def test_the_first_step_of_a_resumed_run_cuts_the_file_whether_or_not_it_writes(tmp_path: Path) -> None:
+def test_the_file_is_cut_before_the_first_step_of_a_resumed_run_whether_or_not_it_writes(tmp_path: Path) -> None:
     state = train(tmp_path, 10)
     before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     assert len(before) == 4
@@ -110,7 +110,7 @@ def test_the_first_step_of_a_resumed_run_cuts_the_file_whether_or_not_it_writes(
             assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before)
 
         @hookimpl(trylast=True)
-        def before_step(self) -> None:
+        def on_ready(self) -> None:
             assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(before[:2])
 
     end = continue_from(tmp_path, state, steps=14, extra={"looks": Looks()})
@@ -202,9 +202,20 @@ def test_a_rollback_removes_later_lines(tmp_path: Path) -> None:
             return "rollback"
 
     loop = toy_loop({"metrics": Metrics(), "back": Back()}, run_dir=tmp_path)
-    loop.run()
+    with loop:
+        for step in loop.steps():
+            if step.outcome == "skipped":
+                assert [line["step"] for line in records(tmp_path)] == [5, 10]
     assert loop.progress.position == 20 + 17 - 10 + 1
     assert [line["step"] for line in records(tmp_path)] == [5, 10, 15, 20]
+
+
+def test_a_loop_that_trains_nothing_leaves_the_lines_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    state = train(tmp_path, 10)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with toy_loop({"metrics": Metrics(), "state": Restores(state)}, run_dir=tmp_path, resume=True) as loop:
+        loop.sample(SampleRequest(2))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_loop_that_runs_again_appends_to_the_file(tmp_path: Path) -> None:

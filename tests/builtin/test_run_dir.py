@@ -5,8 +5,11 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
+import tomli
 
 from hookdiff import StorageError, UserError, build_loop, hookimpl, load_config
 from hookdiff.builtin.run_dir import RunDir
@@ -14,7 +17,7 @@ from hookdiff.disk import lock_run_dir
 from hookdiff.disk.paths import CONFIG, check_run_dir, run_of
 from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import check_facts, fill, free, refused, wait_for
+from tests.conftest import PATIENCE, check_facts, fill, free, records, refused, wait_for
 
 USER = """
 import os
@@ -54,6 +57,22 @@ class Keeps:
 """
 
 
+SCRIPT = """
+import torch
+from hookdiff import Loop, LoopConfig, builtin_plugins
+from hookdiff.testing import ToyObjective, toy_model
+
+model = toy_model()
+for name, plugins, hparams in (
+    ("given", builtin_plugins(), {"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "note": "mine"}),
+    ("not-given", builtin_plugins(), None),
+    ("bare", {}, None),
+):
+    optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), LoopConfig(steps=6, batch_size=8, log_every=2)
+    Loop(model, optimizer, ToyObjective(), torch.zeros(40, 4), config, plugins, run_dir=name, hparams=hparams).run()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch, write_config):
     (tmp_path / "hd_run_dir.py").write_text(USER)
@@ -65,6 +84,41 @@ def folder(tmp_path, monkeypatch, write_config):
 
 def run_dir_loop(path, **options):
     return toy_loop({"run_dir": RunDir()}, run_dir=path, steps=2, **options)
+
+
+def test_a_script_leaves_the_files_of_a_run(folder, hookdiff):
+    assert (
+        hookdiff("run", "small.toml", "--plugins", "no:checkpoint", "--set", "run.log_every=2", "--out", "cli")[0] == 0
+    )
+    (folder / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    made = subprocess.run(
+        [sys.executable, "script.py"], env=environment, check=True, capture_output=True, text=True, timeout=PATIENCE
+    )
+    names = {path.name for path in (folder / "cli").iterdir()} - {"samples"}
+    for name in ("given", "not-given"):
+        assert {path.name for path in (folder / name).iterdir()} == names
+        assert [line["step"] for line in records(folder / name)] == [2, 4, 6]
+        assert json.loads((folder / name / "outcome.json").read_text())["reason"] == "done"
+    run = {"steps": 6, "seed": 0, "batch_size": 8, "log_every": 2, "max_time": "0"}
+    config = {"run": run, "optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "note": "mine"}
+    assert tomli.loads((folder / "given" / CONFIG).read_text()) == config
+    assert tomli.loads((folder / "not-given" / CONFIG).read_text()) == {"run": run}
+    assert not (folder / "bare").exists()
+    (warning,) = made.stderr.splitlines()
+    check_facts(warning, "bare", "Loop(..., plugins={**builtin_plugins(), ...})", "metrics.jsonl")
+
+
+def test_hparams_that_no_toml_file_can_hold_are_refused_before_anything_is_written(tmp_path):
+    with refused(UserError, "hparams", "NoneType"):
+        run_dir_loop(tmp_path / "run", hparams={"model": {"depth": None}}).run()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loop_that_trains_nothing_does_not_warn_of_a_bare_run_directory(tmp_path, caplog):
+    with toy_loop(run_dir=tmp_path):
+        pass
+    assert not caplog.messages
 
 
 def test_a_second_loop_in_the_same_directory_is_refused(tmp_path):

@@ -31,6 +31,22 @@ class OutOfTime:
         if loop.progress.step == 2:
             loop.stop("time")
 
+class Later:
+    "Is made for a later version of the hooks."
+
+    hooks_version = 99
+
+    @hookimpl
+    def a_hook_to_come(self):
+        pass
+
+class Habit:
+    "Has a hook of another trainer."
+
+    @hookimpl
+    def on_train_batch_end(self):
+        pass
+
 class Bug:
     "Raises an error that is no UserError."
 

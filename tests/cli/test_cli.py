@@ -3,7 +3,7 @@ import re
 import pytest
 
 from hookdiff.cli import COMMANDS
-from hookdiff.hookspecs import HOOK_NAMES
+from hookdiff.hookspecs import HOOK_NAMES, HOOKS_VERSION
 from tests.conftest import check_facts, finish
 
 
@@ -74,6 +74,15 @@ def test_hooks_prints_every_hook_with_its_signature(hookdiff, folder):
         ("sample . --num 0", ("'--num'",)),
         ("runn", ("'runn'",)),
         ("run small.toml --nonsense", ("'--nonsense'",)),
+        *(
+            (f"{command} --plugins hd_cli_user:{kind}", facts)
+            for command in ("run small.toml", "check small.toml", "doctor small.toml", "plugins --order small.toml")
+            for kind, facts in {
+                "Later": (99, HOOKS_VERSION, "pip install -U hookdiff"),
+                "Habit": ("'on_train_batch_end'", "'after_optimizer_step'"),
+            }.items()
+        ),
+        ("plugins hd_cli_user:Later", (99, HOOKS_VERSION, "pip install -U hookdiff")),
     ],
 )
 def test_a_wrong_input_is_one_message_with_exit_code_2(hookdiff, folder, words, facts):
@@ -82,6 +91,16 @@ def test_a_wrong_input_is_one_message_with_exit_code_2(hookdiff, folder, words, 
     assert (code, out) == (2, "")
     check_facts(err, *facts)
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
+
+
+@pytest.mark.parametrize("command", ["check", "run", "doctor"])
+def test_an_installed_plugin_for_a_later_version_of_the_hooks_is_one_message(hookdiff, folder, install, command):
+    source = "from hookdiff import hookimpl\nclass Late:\n    hooks_version = 99\n"
+    install("hookdiff-late", {"late": "hd_cli_late:Late"}, hd_cli_late=source)
+    code, out, err = hookdiff(command, "small.toml", "--plugins", "late")
+    assert (code, out) == (2, "")
+    check_facts(err, "'late'", "hookdiff-late 1.0", 99, HOOKS_VERSION, "pip install -U hookdiff")
+    assert not (folder / "runs").exists()
 
 
 def test_a_bug_in_a_plugin_ends_in_its_traceback(folder, start):

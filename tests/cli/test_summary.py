@@ -10,7 +10,8 @@ def test_golden_summary_of_a_run(tmp_path):
         line |= {"fd/x": 8.0 - line["step"], "odd/inner": 1.0}
     lines[8]["fd/x"] = None
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "config.toml").touch()
+    for name in ("config.toml", "outcome.json"):
+        (tmp_path / name).touch()
     (tmp_path / "samples").mkdir()
     for name in ("step-00000001.png", "step-00000010.png"):
         (tmp_path / "samples" / name).touch()

@@ -7,10 +7,18 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 from torchvision.transforms import functional as vision
 
-from hookdiff.data import Transforms
-from hookdiff.data.augment import augment, center_crop, jitter
+from hookdiff.data import Batch, Transforms, augment as stage
+from hookdiff.data.augment import jitter
 
 ALL = Transforms(image_size=9, resize=12, flip=0.3, color_jitter=(0.4, 0.3, 0.5, 0.2))
+
+
+def augment(images: Tensor, transforms: Transforms, seed: int, epoch: int, indices: Tensor) -> Tensor:
+    return stage.augment(Batch(images, indices=indices), transforms, seed, epoch).inputs
+
+
+def center_crop(images: Tensor, transforms: Transforms) -> Tensor:
+    return stage.center_crop(Batch(images), transforms).inputs
 
 
 def stack(num: int = 40, side: int = 12, channels: int = 3) -> Tensor:

@@ -45,7 +45,7 @@ def test_scaling_leaves_the_images_as_they_are() -> None:
 
 def test_fetching_takes_rows_in_the_order_asked_for() -> None:
     data = InMemory(torch.arange(5.0).reshape(5, 1, 1, 1), torch.arange(5) * 2)
-    images, labels = data.rows(torch.tensor([3, 0, 3]))
+    images, labels, _ = data.rows(torch.tensor([3, 0, 3]))
     assert images.flatten().tolist() == [3, 0, 3]
     assert labels is not None
     assert labels.tolist() == [6, 0, 6]

@@ -145,9 +145,9 @@ class MyClipping(Clipping):
 class MyGuidance(Guidance):
     scale: float = 5.0
 
-    def output(self, ask, x, at, labels):
-        without = ask(x, torch.full_like(labels, -1))
-        return without + self.scale * (ask(x, labels) - without)
+    def output(self, ask, x, at, given):
+        plain = ask(x, without(given))
+        return plain + self.scale * (ask(x, given) - plain)
 """
 
 # The key, the stranger's class, the options that make it equal to a part of hookdiff, and that part.

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from hookdiff import PluginError
+from hookdiff import HOOKS_VERSION, PluginError
 from hookdiff.experiment.discovery import distribution, import_object, installed, plugin_class, plugin_name
 from tests.conftest import refused
 
@@ -59,6 +59,18 @@ def test_a_broken_import_names_the_distribution_and_the_cause(install):
     install("hookdiff-broken", {"broken": "hd_broken:Mine"}, hd_broken="import not_to_be_found\n")
     with refused(PluginError, "'broken'", "hookdiff-broken 1.0", "'not_to_be_found'"):
         plugin_class("broken")
+
+
+def test_a_name_that_hookdiff_lacks_may_need_a_later_hookdiff(install):
+    install("hookdiff-late", {"late": "hd_late:Mine"}, hd_late="from hookdiff import NotYet\n")
+    with refused(PluginError, "'late'", "hookdiff-late 1.0", "'NotYet'", "pip install -U hookdiff"):
+        plugin_class("late")
+
+
+def test_a_plugin_for_a_later_version_of_the_hooks_names_its_distribution(install):
+    install("hookdiff-late", {"late": "hd_late:Mine"}, hd_late=PLUGIN + "    hooks_version = 99\n")
+    with refused(PluginError, "'late'", "hookdiff-late 1.0", 99, HOOKS_VERSION, "pip install -U hookdiff"):
+        plugin_class("late")
 
 
 def test_a_broken_plugin_does_not_hide_the_others(install):

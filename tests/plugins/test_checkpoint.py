@@ -128,7 +128,8 @@ def plain(run, steps=12, resume=False, extra=None, checkpoint=None, **options):
     """A run of the toy net with this plugin alone, on 4 batches an epoch."""
     run.mkdir(exist_ok=True)
     plugin = checkpoint or Checkpoint(**{"every": 2, "keep_last": 9, **options})
-    loop = toy_loop({**(extra or {}), "checkpoint": plugin}, run_dir=run, resume=resume, steps=steps, batch_size=10)
+    plugins = {"metrics": Metrics(), **(extra or {}), "checkpoint": plugin}
+    loop = toy_loop(plugins, run_dir=run, resume=resume, steps=steps, batch_size=10)
     loop.run()
     return loop
 
@@ -413,12 +414,15 @@ def test_two_runs_in_one_script_may_use_the_plugin_one_after_the_other(tmp_path)
 
 
 def test_an_earlier_run_in_the_folder_is_refused_and_left_unchanged(tmp_path):
-    plain(tmp_path, extra={"metrics": Metrics()})
+    def writers():
+        return {"metrics": Metrics(), "ema": EMA(std=[0.1], snapshot_every=5)}
+
+    plain(tmp_path, extra=writers())
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
     assert tmp_path / "metrics.jsonl" in before
     for resume in (False, tmp_path / "checkpoints" / names(4)[0]):
         with refused(UserError, tmp_path / "checkpoints", "resume", "run_dir"):
-            plain(tmp_path, 20, resume=resume, extra={"metrics": Metrics()})
+            plain(tmp_path, 20, resume=resume, extra=writers())
     assert before == {
         path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"
     }

@@ -600,7 +600,7 @@ def test_errors_of_the_best_gaussian_prediction_lie_on_the_floor(process):
         def __getattr__(self, name):
             return getattr(diffusion, name)
 
-    for level in measure_levels(None, Best(), images, None):
+    for level in measure_levels(None, Best(), images, {}):
         assert level.error == pytest.approx(level.floor, rel=0.05)
         assert level.error <= level.mean_error * 1.02
 

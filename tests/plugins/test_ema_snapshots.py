@@ -2,16 +2,18 @@
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from hookdiff import UserError, build_loop, hookimpl, load_config
+from hookdiff import PASS, UserError, build_loop, hookimpl, load_config
 from hookdiff.testing import assert_same, toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA
 from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct
+from tests.conftest import saved
 
 STEPS = 256
 
@@ -179,6 +181,45 @@ def test_snapshots_of_later_steps_are_removed(tmp_path):
     trained(tmp_path, steps=96)
     trained(tmp_path, steps=1)  # another run in the same folder
     assert list(files(tmp_path)) == [f"step-00000001-std={std}.safetensors" for std in (0.05, 0.1)]
+
+
+def test_snapshots_of_later_steps_are_removed_before_the_first_step(tmp_path):
+    class Looks:
+        @hookimpl(trylast=True)
+        def on_ready(self):
+            assert files(tmp_path) == {}
+
+    trained(tmp_path, steps=96)
+    trained(tmp_path, steps=1, plugins={"looks": Looks()})
+
+
+def test_snapshots_from_before_a_rollback_are_removed(tmp_path):
+    class Back:
+        """Saves at step 10, meets a NaN in batch 18, and goes back."""
+
+        kept = None
+
+        @hookimpl
+        def restore(self):
+            return self.kept or PASS
+
+        @hookimpl(trylast=True)
+        def after_optimizer_step(self, loop):
+            if loop.progress.position == 10:
+                self.kept = saved(loop)
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self, loop):
+            output = yield
+            return output if loop.progress.position != 17 else evolve(output, loss=output.loss * float("nan"))
+
+        @hookimpl
+        def on_nan(self):
+            return "rollback"
+
+    # An epoch has five batches. The fourth one brings steps 16 and 17, and after the rollback 11 and 12.
+    trained(tmp_path, steps=20, snapshot_every="1 epochs", plugins={"back": Back()})
+    assert sorted({snapshot.step for snapshot in find_snapshots(tmp_path)}) == [5, 10, 12, 17, 20]
 
 
 def test_an_average_that_starts_again_is_not_mixed_with_the_earlier_one(tmp_path):

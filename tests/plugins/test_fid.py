@@ -27,7 +27,7 @@ from tests.conftest import Logged, check_facts, refused
 @pytest.fixture(scope="module")
 def real() -> tuple[Tensor, Tensor]:
     data = digits()
-    images, labels = data.rows(torch.arange(len(data)))
+    images, labels, _ = data.rows(torch.arange(len(data)))
     assert labels is not None
     return to_unit_range(images), labels
 

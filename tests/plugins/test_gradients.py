@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, load_config
+from hookdiff.builtin import Metrics
 from hookdiff.testing import CountTransfers, toy_loop, toy_model
 from hookdiff_clip import Clip, Norm
 from hookdiff_debug import Debug
@@ -528,7 +529,7 @@ class TestRuns:
     ) -> None:
         data = torch.linspace(-1, 1, 160).reshape(40, 4)
         data[11] = math.nan
-        plugins = {"gradients": GradientMonitor(), "debug": Debug(), "nan": NaN()}
+        plugins = {"metrics": Metrics(), "gradients": GradientMonitor(), "debug": Debug(), "nan": NaN()}
         assert toy_loop(plugins, data=data, run_dir=tmp_path).run() == "on_nan"
         (report,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
         logged = [line.partition(":")[0].strip() for line in report.splitlines()]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hookdiff import LossOutput, hookimpl
+from hookdiff.builtin import Metrics
 from hookdiff.testing import CountTransfers, ToyObjective, assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
@@ -415,7 +416,8 @@ def test_a_run_does_not_roll_back_for_ever(tmp_path, caplog):
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "nan").write_text("a file")
-    assert toy_loop({"nan": NaN("skip")}, objective=NaNAt(1), run_dir=tmp_path, steps=3).run() == "done"
+    plugins = {"metrics": Metrics(), "nan": NaN("skip")}
+    assert toy_loop(plugins, objective=NaNAt(1), run_dir=tmp_path, steps=3).run() == "done"
     (message,) = caplog.messages
     check_facts(message, tmp_path / "nan", "File exists")
     assert "hookdiff replay" not in message

@@ -298,6 +298,36 @@ def test_a_resumed_run_counts_its_own_steps(
     assert late.endswith("  13 img/s  ETA 16:00")
 
 
+def test_a_pause_does_not_count_as_training_in_the_eta(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Pauses:
+        """Takes 1000 seconds after each of these steps, as an evaluation does."""
+
+        def __init__(self, *steps: int) -> None:
+            self.steps = steps
+
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            clock.now += 1000 * (loop.progress.step in self.steps)
+
+    def etas(*steps: int) -> dict[int, int]:
+        make_loop({"bar": ProgressBar(), "clock": clock, "pauses": Pauses(*steps)}, steps=100).run()
+        found = [
+            re.search(r"step (\d+)/.*ETA (?:(\d+):)?(\d+):(\d+)", line) for line in capsys.readouterr().err.splitlines()
+        ]
+        return {int(one[1]): int(one[2] or 0) * 3600 + int(one[3]) * 60 + int(one[4]) for one in found if one}
+
+    clock = Clock(monkeypatch)
+    assert etas() == {step: 10 * (100 - step) for step in range(2, 101, 2)}  # ten seconds for each step
+    once = etas(20)
+    assert len(once) == 50
+    assert once == etas()
+    often = etas(20, 40, 60, 80, 100)
+    assert 800 < often[60] < 2400  # pauses that come again make a run longer: by 2000 seconds
+    assert max(often[step + 2] - often[step] for step in range(60, 98, 2)) < 400  # seconds
+
+
 def test_the_eta_follows_max_time_if_it_ends_the_run_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,18 @@ def spoilt():
     images = digits().images.clone().float().div(127.5).sub(1)
     images[:90] = torch.nan
     return InMemory(images)
+
+
+class Levelled(Net):
+    def forward(self, x, timesteps, level):
+        return super().forward(x, timesteps) * level.view(-1, 1, 1, 1)
+
+
+def levelled():
+    images = digits().images
+    levels = torch.ones(len(images))
+    levels[:90] = torch.nan
+    return InMemory(images, conditions={"level": levels})
 '''
 
 MIXED = """
@@ -196,6 +208,23 @@ def test_data_that_changed_is_named(spoilt: Path, folder: Path, hookdiff: Comman
     assert code == 1
     check_facts(out.splitlines()[0], "data")
     assert "nan" not in out.splitlines()[-1]  # the step is finite now
+
+
+def test_a_spoilt_condition_is_bad_data_and_belongs_to_the_kept_step(folder: Path, hookdiff: Command) -> None:
+    tables = {
+        "data": {"source": "nets:levelled"},
+        "model": {"use": "nets:Levelled"},
+        "diffusion": {"conditions": ["level"]},
+    }
+    assert hookdiff("run", config(folder, [], **tables), "--out", "run")[0] == 3
+    (step,) = kept(folder)
+    assert json.loads((step / "report.json").read_text())["cause"] == "data"
+    assert hookdiff("replay", step)[0] == 0
+    (folder / "nets.py").write_text(NETS.replace("torch.nan", "-1.0"))
+    sys.modules.pop("nets")
+    code, out, _ = hookdiff("replay", step)
+    assert code == 1
+    check_facts(out.splitlines()[0], "data", "values")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,257 @@
+"""What the network gets of the samples by keyword, in training, in sampling, and in a run of the command line."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookdiff import Batch, ConfigError, InMemory, Loop, LoopConfig, SampleRequest, build_loop, load_config
+from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling
+from tests.conftest import SMALL, refused
+from tests.diffusion.conftest import generators, seeded
+
+CAPTIONS = torch.arange(1, 13).float().reshape(12, 1) / 12
+
+
+class Net(nn.Module):
+    """Predicts an image that has the caption in every pixel, and keeps what it was given."""
+
+    num_classes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.calls: list[dict[str, Any]] = []
+
+    def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor | None = None, **given: Tensor) -> Tensor:
+        self.calls.append({"labels": labels, **given})
+        return self.scale * given["caption"].view(-1, 1, 1, 1).expand_as(x) if given else self.scale * x
+
+
+def loop(net: nn.Module, **options: Any) -> Loop:
+    masks = torch.rand(12, 1, 4, 4) > 0.5
+    data = InMemory(torch.zeros(12, 1, 4, 4), torch.arange(12) % 4, conditions={"caption": CAPTIONS, "mask": masks})
+    objective = Diffusion(prediction="sample", **{"conditions": "caption", **options})
+    sampler = Sampling(steps=2, clipping="none")
+    return Loop(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0),
+        objective,
+        data,
+        LoopConfig(steps=3, batch_size=4),
+        sampler=sampler,
+    )
+
+
+def brightness(images: Tensor) -> list[float]:
+    return images.mean((1, 2, 3)).tolist()
+
+
+def of(num: int) -> Batch:
+    images, labels = torch.rand(num, 3, 4, 4, generator=seeded(1)), torch.arange(num) % 10
+    conditions = {
+        "caption": torch.rand(num, 7, 2) + 1,
+        "number": torch.arange(num) + 1,
+        "mask": torch.ones(num, 3).bool(),
+    }
+    return Batch(images, labels, conditions=conditions)
+
+
+def test_the_network_gets_only_the_named_conditions_by_keyword() -> None:
+    net = Net()
+    running = loop(net, label_dropout=0.0)
+    running.run()
+    assert [call.keys() for call in net.calls] == [{"labels", "caption"}] * 3
+    order = running.feed.order(0)
+    assert torch.equal(torch.cat([call["caption"] for call in net.calls]), CAPTIONS[order])
+
+
+def test_without_conditions_the_draws_are_the_same_to_the_bit() -> None:
+    batch = of(64)
+    plain = Batch(batch.inputs, batch.labels)
+    for conditional in (None, True):
+        one, other = (Diffusion(conditional=conditional).draw(each, seeded()) for each in (plain, batch))
+        assert one.draws.keys() == other.draws.keys() == {"noise", "timesteps"} | ({"labels"} if conditional else set())
+        assert all(torch.equal(one.draws[name], other.draws[name]) for name in one.draws)
+        assert other.conditions == batch.conditions
+    named = Diffusion(conditional=True, conditions=("caption",)).draw(batch, seeded()).draws
+    assert all(torch.equal(named[name], other.draws[name]) for name in other.draws)
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_a_sample_loses_its_label_and_all_its_conditions_together(conditional: bool) -> None:
+    batch, names = of(2000), ("caption", "number", "mask")
+    drawn = Diffusion(conditional=conditional, conditions=names, label_dropout=0.25).draw(batch, seeded())
+    dropped = drawn.draws["number"] == 0
+    assert float(dropped.double().mean()) == pytest.approx(0.25, abs=0.03)
+    for name in names:
+        was, now = batch.conditions[name], drawn.draws[name]
+        assert now.dtype == was.dtype
+        assert torch.equal(now[~dropped], was[~dropped])
+        assert not now[dropped].any()
+        assert torch.equal(drawn.conditions[name], was)  # as the loss gets them
+    if conditional:
+        assert torch.equal(drawn.draws["labels"] == -1, dropped)
+    parts = drawn.split(7)
+    assert torch.equal(torch.cat([part.draws["caption"] for part in parts]), drawn.draws["caption"])
+
+
+def test_missing_conditions_are_refused_by_name() -> None:
+    with refused(ValueError, "'depth'", "'caption'", "'mask'"):
+        Diffusion(conditions=("caption", "depth")).draw(of(2), seeded())
+    with refused(ValueError, "'caption'", "none"):
+        Diffusion(conditions="caption").draw(Batch(torch.zeros(2, 1, 2, 2)), seeded())
+    with refused(ValueError, "'conditions'", "'noise'"):
+        Diffusion(conditions=("noise",))
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(1.0, [0.2, 0.4]), (0.0, [0.0, 0.0]), (3.0, [0.6, 1.2])])
+@pytest.mark.parametrize("conditional", [True, False])
+def test_guidance_compares_with_no_label_and_zero_conditions(
+    scale: float, expected: list[float], conditional: bool
+) -> None:
+    net, diffusion = Net(), Diffusion(prediction="sample", conditional=conditional, conditions=("caption", "mask"))
+    given = {"caption": torch.tensor([[0.2], [0.4]]), "mask": torch.ones(2, 3).bool()}
+    sampling = Sampling(steps=1, clipping="none", guidance=ClassifierFree(scale))
+    labels = torch.tensor([5, 6])
+    made = sampling.sample(net, diffusion, (1, 2, 2), generators(0, 1), "cpu", labels=labels, conditions=given)
+    assert brightness(made) == pytest.approx(expected)
+    (call,) = net.calls
+    if scale == 1:
+        assert torch.equal(call["mask"], given["mask"])
+    else:
+        assert call["mask"].tolist() == [[True] * 3] * 2 + [[False] * 3] * 2
+        assert call["caption"].tolist() == [*given["caption"].tolist(), [0], [0]]
+        assert (call["labels"].tolist() == [5, 6, -1, -1]) if conditional else call["labels"] is None
+
+
+def test_sampling_slices_its_conditions_and_refuses_others() -> None:
+    net, diffusion = Net(), Diffusion(prediction="sample", conditions="caption")
+
+    def sample(**conditions: Tensor) -> Tensor:
+        sampling = Sampling(steps=2, clipping="none", batch_size=5)
+        return sampling.sample(net, diffusion, (1, 2, 2), generators(*range(12)), "cpu", conditions=conditions)
+
+    assert brightness(sample(caption=CAPTIONS)) == pytest.approx(CAPTIONS.flatten().tolist())
+    assert [len(call["caption"]) for call in net.calls] == [5, 5, 5, 5, 2, 2]
+    for conditions, facts in (
+        ({}, ["'caption'", "none"]),
+        ({"captoin": CAPTIONS}, ["'captoin'", "'caption'"]),
+        ({"caption": CAPTIONS, "mask": CAPTIONS}, ["'mask'", "'caption'"]),
+        ({"caption": CAPTIONS[:3]}, ["'caption'", "(3, 1)", 12]),
+    ):
+        with refused(ValueError, *facts):
+            sample(**conditions)
+    with refused(ValueError, "'guidance'", "labels", "conditions"):
+        Sampling(guidance=ClassifierFree(2.0)).points(Diffusion(conditional=False))
+
+
+def test_a_loop_samples_with_given_conditions_or_those_of_training_samples() -> None:
+    with loop(Net()) as running:
+        own = torch.tensor([[0.9], [0.1], [0.5]])
+        assert brightness(running.sample(SampleRequest(3, conditions={"caption": own})).images) == pytest.approx(
+            [0.9, 0.1, 0.5]
+        )
+        taken = CAPTIONS.flatten().tolist()
+        assert brightness(running.sample(SampleRequest(3, start=10)).images) == pytest.approx([*taken[10:], taken[0]])
+        evaluated = brightness(running.sample(SampleRequest(40, stream="evaluate")).images)
+        later = brightness(running.sample(SampleRequest(10, start=30, stream="evaluate")).images)
+        assert evaluated[30:] == later
+        assert len({round(12 * value) for value in evaluated}) > 6
+    with refused(ValueError, "'caption'", "(3, 1)", 2):
+        SampleRequest(2, conditions={"caption": own})
+    with loop(Net(), conditions=()) as running, refused(ValueError, "'caption'", "none"):
+        running.sample(SampleRequest(3, conditions={"caption": own}))
+
+
+def test_a_request_for_conditions_that_the_data_lacks_is_refused_by_name() -> None:
+    with loop(Net(), conditions=("caption", "text")) as running, refused(ValueError, "'text'", "'caption'", "'mask'"):
+        running.sample(SampleRequest(2))
+
+
+def test_default_labels_belong_to_the_samples_with_the_conditions() -> None:
+    net = Net()
+    net.num_classes = 4
+    with loop(net, conditional=True) as running:
+        running.sample(SampleRequest(7, stream="evaluate"))
+    (first, *_) = net.calls
+    assert (first["labels"] == (first["caption"].flatten() * 12 - 1).round().long() % 4).all()
+
+
+USER = """
+import torch
+from attrs import define
+from hookdiff import InMemory, hookimpl
+from torch import nn
+
+class Pairs:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        image = torch.full((1, 8, 8), index / 40)
+        return {"image": image, "mask": image > 0.5, "caption": torch.full((3,), index / 40)}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.Linear(3, 4)
+        self.last = nn.Conv2d(4, 1, 3, padding=1)
+
+    def forward(self, x, timesteps, mask, caption):
+        hidden = self.first(torch.cat([x, mask.to(x)], 1)) + self.norm(caption)[..., None, None]
+        return self.last(torch.nn.functional.silu(hidden))
+"""
+
+
+@pytest.fixture
+def tables(user_module: Callable[[str, str], None]) -> dict[str, Any]:
+    user_module("hd_pairs", USER)
+    return {
+        **SMALL,
+        "data": {"source": "hd_pairs:Pairs", "flip": True},
+        "model": {"use": "hd_pairs:Net"},
+        "diffusion": {**SMALL["diffusion"], "conditions": ["mask", "caption"]},
+    }
+
+
+def test_runs_of_a_config_get_conditions_and_sample_with_them(
+    tables: dict[str, Any],
+    write_config: Callable[..., Path],
+    hookdiff: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+) -> None:
+    plugins = ["samples", "checkpoint", "loss", "nan", "debug", "memory", "spectral"]
+    tables["data"]["held_out"] = 8
+    tables["run"] = {"steps": 6, "batch_size": 16, "plugins": plugins, "micro_batch": 5, "log_every": 2}
+    config = write_config(**tables, plugins={"samples": {"every": 3, "num": 4}})
+    code, _, err = hookdiff("run", config, "--out", tmp_path / "run")
+    assert code == 0, err
+    assert len(list((tmp_path / "run" / "samples").glob("step-*.png"))) == 2
+    code, out, err = hookdiff("sample", tmp_path / "run", "--num", 5, "--guidance-scale", 2)
+    assert code == 0, err
+    assert "5 images" in out
+    for command in ("memory", "doctor", "data"):
+        code, out, err = hookdiff(command, config, *(["--steps", 4] if command == "doctor" else []))
+        assert code in ((0, 1) if command == "doctor" else (0,)), err
+        assert out
+
+
+@pytest.mark.parametrize(
+    ("names", "facts"),
+    [
+        (["mask", "text"], ["diffusion.conditions", "'text'", "'mask'", "'caption'"]),
+        (["mask"], ["model", "hd_pairs:Net", "'caption'"]),
+        ([], ["model", "hd_pairs:Net"]),
+    ],
+)
+def test_conditions_that_do_not_fit_data_and_network_are_refused_before_training(
+    tables: dict[str, Any], write_config: Callable[..., Path], tmp_path: Path, names: list[str], facts: list[str]
+) -> None:
+    tables["diffusion"]["conditions"] = names
+    with refused(ConfigError, *facts):
+        build_loop(load_config(write_config(**tables)), tmp_path / "run")
