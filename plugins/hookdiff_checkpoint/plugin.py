@@ -80,10 +80,7 @@ class Checkpoint:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        """Prepare the folder.
-
-        Raises UserError for a place that cannot be written, or that holds another run.
-        """
+        """Prepare the folder; raises UserError if it cannot be written, or holds another run."""
         folder = self._folder(loop)
         if loop.is_main:
             try:
