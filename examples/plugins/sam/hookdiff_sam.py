@@ -1,0 +1,38 @@
+"""The plugin `sam`: sharpness-aware minimisation (Foret et al. 2021, arXiv 2010.01412, algorithm 1)."""
+
+import torch
+from attrs import define, field
+from attrs.validators import gt
+
+from hookdiff import Batch, Loop, LossOutput, hookimpl
+from hookdiff.options import about
+from hookdiff.weights import Buffers, holding
+
+
+@define(eq=False)
+class SAM:
+    """Updates the weights with the gradient at the worst weights nearby, which leads to flatter minima.
+
+    A step makes two passes, so it takes twice the time. The logged loss is that of the weights themselves.
+    """
+
+    rho: float = field(
+        default=0.05, validator=gt(0), metadata=about("distance of the worst weights (L2 norm over all weights)")
+    )
+
+    @hookimpl
+    def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
+        output = loop.run_pass(batch)
+        # A factor of all gradients, such as the loss scale of fp16, cancels in the direction.
+        step = self.rho / (torch.linalg.vector_norm(loop.gradients.norms) + 1e-12)
+        gradients = loop.gradients.named()
+        worst = {
+            name: p.detach() + step * gradients[name] for name, p in loop.model.named_parameters() if name in gradients
+        }
+        loop.gradients.zero()
+        buffers = Buffers(loop.model)  # batch norm is to see each batch once, and with the weights themselves
+        buffers.keep()
+        with holding(loop.model, worst):
+            loop.run_pass(batch)  # with the dropout of the first pass
+        buffers.put_back()
+        return output

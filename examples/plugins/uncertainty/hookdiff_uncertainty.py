@@ -1,0 +1,55 @@
+"""The plugin `uncertainty`: a learned loss weight for each noise level, as in EDM2 (Karras et al. 2024)."""
+
+import math
+
+import torch
+from attrs import define, field
+from attrs.validators import ge, gt
+from torch import Tensor, nn
+
+from hookdiff import Loop, LossOutput, UserError, hookimpl
+from hookdiff.options import about
+from hookdiff.randomness import derive_seed
+
+
+class LogVariance(nn.Module):
+    """u, a linear map of Fourier features of the noise level, ln(sigma / alpha) / 4. It starts at zero."""
+
+    def __init__(self, features: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 2 * math.pi * torch.randn(features, generator=generator))
+        self.register_buffer("phases", 2 * math.pi * torch.rand(features, generator=generator))
+        self.linear = nn.Linear(features, 1, bias=False)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, log_snr: Tensor) -> Tensor:
+        level = log_snr.float().clamp(-40, 40) / -8  # the log-SNR of pure noise is not finite
+        waves = torch.outer(level, self.get_buffer("frequencies")) + self.get_buffer("phases")
+        result: Tensor = self.linear(math.sqrt(2) * waves.cos())
+        return result[:, 0]
+
+
+@define(eq=False)
+class Uncertainty:
+    """Divides the loss at each noise level by its usual size there, so that all levels count alike.
+
+    Minimises loss / exp(u) + u with u(noise level) learned beside the network: arXiv 2312.02696, eq. 21.
+    """
+
+    lr: float = field(default=0.01, validator=gt(0), metadata=about("learning rate of u (Adam)"))
+    features: int = field(default=128, validator=ge(1), metadata=about("number of Fourier features"))
+    log_variance: LogVariance = field(init=False)
+
+    @hookimpl
+    def prepare_model(self, loop: Loop) -> None:
+        seed = derive_seed(loop.config.seed, "uncertainty", 0)
+        self.log_variance = LogVariance(self.features, torch.Generator().manual_seed(seed))
+        loop.adopt(self, self.log_variance, torch.optim.Adam(self.log_variance.parameters(), lr=self.lr))
+
+    @hookimpl
+    def reduce_loss(self, output: LossOutput) -> Tensor:
+        if output.per_sample is None or output.log_snr is None:
+            raise UserError("uncertainty: the objective returns no log-SNR for each sample")
+        loss = output.per_sample if output.weights is None else output.per_sample * output.weights
+        u: Tensor = self.log_variance(output.log_snr)
+        return (loss / u.exp() + u).mean()
