@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tomli
@@ -431,7 +431,7 @@ class Curve:
     ],
 )
 def test_a_run_ends_at_its_target(
-    installed: None, mode: str, times: int, curve: tuple[float, ...], end: int | None
+    installed: None, mode: Literal["min", "max"], times: int, curve: tuple[float, ...], end: int | None
 ) -> None:
     from hookdiff_target import Target
 
@@ -452,5 +452,20 @@ def test_a_run_at_its_target_stays_ended_unless_the_target_is_harder(
         code, _, err = hookdiff("run", config, "--out", tmp_path / "run", *words)
         assert code == 0, err
         outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
-        assert outcome["step"] == step
-        assert outcome["reason"] == ("plugin" if step == 2 else "done")
+        assert (outcome["step"], outcome["reason"]) == (step, "plugin" if step == 2 else "done")
+
+    code, _, err = hookdiff("check", config, "--set", "plugins.target.mode=maximum")
+    assert code == 2
+    check_facts(err, "plugins.target.mode", "max")
+
+
+def test_the_first_rank_decides_whether_the_target_is_reached(
+    installed: None, second_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hookdiff_target
+
+    asked: list[bool] = []
+    monkeypatch.setattr(hookdiff_target, "first_rank_says", lambda reached: asked.append(reached))
+    loop = toy_loop({"target": hookdiff_target.Target(metric="curve", value=2.0), "curve": Curve(3, 2, 1)}, steps=3)
+    assert loop.run() == "done"
+    assert asked[-3:] == [False, True, True]

@@ -20,6 +20,12 @@ class SAM:
         default=0.05, validator=gt(0), metadata=about("distance of the worst weights (L2 norm over all weights)")
     )
 
+    buffers: Buffers = field(init=False)
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        self.buffers = Buffers(loop.model)
+
     @hookimpl
     def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
         output = loop.run_pass(batch)
@@ -30,9 +36,8 @@ class SAM:
             name: p.detach() + step * gradients[name] for name, p in loop.model.named_parameters() if name in gradients
         }
         loop.gradients.zero()
-        buffers = Buffers(loop.model)  # batch norm is to see each batch once, and with the weights themselves
-        buffers.keep()
+        self.buffers.keep()  # batch norm is to see each batch once, and with the weights themselves
         with holding(loop.model, worst):
             loop.run_pass(batch)  # with the dropout of the first pass
-        buffers.put_back()
+        self.buffers.put_back()
         return output

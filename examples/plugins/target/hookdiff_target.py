@@ -1,13 +1,14 @@
 """The plugin `target`: the time to a target, as benchmarks measure it (Coleman et al. 2017, DAWNBench)."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from attrs import define, field
-from attrs.validators import ge, in_
+from attrs.validators import ge
 
 from hookdiff import Loop, hookimpl
 from hookdiff.options import about
+from hookdiff.ranks import first_rank_says
 
 
 @define(eq=False)
@@ -19,8 +20,8 @@ class Target:
 
     metric: str = field(metadata=about('name of the logged number, such as "val/loss"; required'))
     value: float = field(metadata=about("the target; required"))
-    mode: str = field(
-        default="min", validator=in_(("min", "max")), metadata=about('reached from above, "min", or from below, "max"')
+    mode: Literal["min", "max"] = field(
+        default="min", metadata=about('"min": a number up to the target reaches it; "max": a number from the target up')
     )
     times: int = field(default=1, validator=ge(1), metadata=about("measurements in a row that have to reach it"))
     newest: list[float] = field(factory=list, init=False)  # at most `times` measurements
@@ -32,21 +33,23 @@ class Target:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        if self.reached:
-            self.end(loop)
+        self.end_if_reached(loop)
 
     @hookimpl
-    def on_log(self, loop: Loop, values: Mapping[str, float]) -> None:
+    def on_log(self, values: Mapping[str, float]) -> None:
         if self.metric in values:
             self.newest = [*self.newest, values[self.metric]][-self.times :]
-            if self.reached:
-                self.end(loop)
 
-    def end(self, loop: Loop) -> None:
-        loop.stop("plugin", f"{self.metric} has reached {self.value:g}: {self.newest[-1]:.4g}")
+    @hookimpl
+    def between_steps(self, loop: Loop) -> None:
+        self.end_if_reached(loop)
+
+    def end_if_reached(self, loop: Loop) -> None:
+        if first_rank_says(self.reached):  # ranks may log different values, or none
+            loop.stop("plugin", f"{self.metric} has reached {self.value:g}")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"newest": list(self.newest)}
+        return {"metric": self.metric, "newest": list(self.newest)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.newest = list(state["newest"])
+        self.newest = list(state["newest"]) if state["metric"] == self.metric else []
