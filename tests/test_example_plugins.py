@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -304,6 +304,29 @@ def test_values_of_the_same_step_share_a_row_and_an_earlier_step_replaces_later_
     for step, value in ((1, 0.5), (2, math.nan), (3, math.inf), (2, 4.0), (3, 5.0)):  # as after a rollback to step 1
         sink.scalars(step, {"loss": value})
     assert (tmp_path / "other.csv").read_text() == "step,loss\n1,0.5\n2,4.0\n3,5.0\n"
+
+
+def test_a_write_that_fails_in_the_middle_is_repeated(
+    installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hookdiff_csv import Csv
+
+    failed: list[int] = []
+    write = csv.DictWriter.writerow
+
+    def write_half(self: Any, row: Mapping[str, Any]) -> Any:
+        if row["step"] == 2 and not failed:
+            failed.append(2)
+            write(self, {"step": 2})
+            raise OSError("no space")
+        return write(self, row)
+
+    monkeypatch.setattr("csv.DictWriter.writerow", write_half)
+    sink = Csv(path="a.csv")
+    loop = toy_loop({"csv": sink, "curve": Curve(3, 2, 1)}, run_dir=tmp_path, steps=3, log_every=5)
+    loop.run()
+    assert failed
+    assert (tmp_path / "a.csv").read_text() == "step,curve\n1,3.0\n2,2.0\n3,1.0\n"
 
 
 def test_a_table_without_a_run_directory_is_refused(installed: None) -> None:

@@ -19,7 +19,6 @@ class SAM:
     rho: float = field(
         default=0.05, validator=gt(0), metadata=about("distance of the worst weights (L2 norm over all weights)")
     )
-
     buffers: Buffers = field(init=False)
 
     @hookimpl
