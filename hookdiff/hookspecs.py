@@ -109,9 +109,10 @@ class Hooks(Protocol):
         again. A further pass repeats the dropout of the first, or draws other dropout with `stream="NAME"`.
         `loop.gradients` are those of the newest pass, and carry the loss scale until `unscale`. `loop.gradients.zero()`
         clears them between two passes and keeps their norm: an overflow in any pass makes the step void, and a NaN in
-        any pass makes it not finite.
+        any pass makes it not finite. The loss may be that of any pass. The statistics of batch norm change in each
+        pass; `Buffers` of `hookdiff.weights` restores them.
         May change: the gradients; weights only during a pass, by `with holding(loop.model, tensors)` of
-        `hookdiff.weights`, which restores them after any error.
+        `hookdiff.weights`, which takes some or all parameters by name and restores them after any error.
         """
 
     @hookspec(firstresult=True)
@@ -229,7 +230,8 @@ class Hooks(Protocol):
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         """Moment: the `values` of `step`, given to `loop.log` and `loop.log.average`, as numbers on the host.
 
-        May change: files; no state.
+        It may be called several times for a step, and after a rollback the steps go back. With several ranks, each gets
+        its own values: decide in `between_steps`, with `hookdiff.ranks.first_rank_says`. May change: own state, files.
         """
 
     @hookspec

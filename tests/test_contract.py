@@ -196,7 +196,7 @@ ROOMS = [
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
     *("rehearsal", "sinks", "periodic", "evaluation", "testing"),
-    *("builtin", "experiment", "cli", "__init__", "examples"),
+    *("builtin", "experiment", "cli", "__init__", "examples", "__main__"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # the other three import `Loop` for type checkers
 

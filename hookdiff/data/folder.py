@@ -18,7 +18,7 @@ class Folder:
     Raises ValueError if there is no image, or if images and labels do not match.
 
     Args:
-        path: the folder (required)
+        path: the folder
         labels: "folder": the class of an image is the first folder below `path`, if there are two such folders or more;
             "none": no classes; or a .csv or .jsonl file, in `path` or the working directory, with a `file` (below
             `path`) and a `label` for each image: a name, or an integer from 0 (-1: unknown)

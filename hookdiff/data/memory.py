@@ -81,7 +81,7 @@ def fashion_mnist(root: str, train: bool = True, download: bool = False) -> InMe
     Raises ValueError if a file is missing or broken.
 
     Args:
-        root: folder with the four idx files, not gzipped, in FashionMNIST/raw (required)
+        root: folder with the four idx files, not gzipped, in FashionMNIST/raw
         train: true: the 60,000 training images; false: the 10,000 test images
         download: let torchvision download the files if they are missing
     """

@@ -24,7 +24,7 @@ class Arrays:
     Raises ValueError for a file that cannot be read, an array that does not hold images, and labels that do not match.
 
     Args:
-        path: an .npy or .npz file (required)
+        path: an .npy or .npz file
         images: name of the array in an .npz; unless given, "images", or the only array
         labels: name of the array of labels in an .npz, or path of a separate .npy; one integer for each image (-1:
             unknown); unless given, "labels" if the .npz has it

@@ -20,7 +20,7 @@ class HuggingFace:
 
     Args:
         path: a folder that `save_to_disk` wrote, a folder of images or of .parquet files, a .parquet file, or a name
-            on the hub (required)
+            on the hub
         split: part of the data set
         name: configuration, for a data set that has several
         image_column: column with the images; unless given, the first column of images

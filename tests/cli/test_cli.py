@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -28,6 +30,13 @@ def test_help_summarises_the_commands_of_plugins(hookdiff, folder, install):
     assert helps["zap"] == "Zap a run."
     assert helps["silent"] == helps["broken"] == "(from others)"
     assert not helps["replay"].startswith("(")
+
+
+def test_the_module_is_the_command():
+    made = subprocess.run([sys.executable, "-m", "hookdiff", "plugins", "nothing"], capture_output=True, text=True)
+    assert made.returncode == 2
+    check_facts(made.stderr, "'nothing'")
+    assert "Traceback" not in made.stderr
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["hooks"], ["--version"]])

@@ -17,9 +17,7 @@ class Freeze:
     In fine-tuning, new layers first adapt to the pretrained ones (Howard & Ruder 2018, arXiv 1801.06146, section 3.3).
     """
 
-    weights: list[str] = field(
-        validator=min_len(1), metadata=about('patterns of names of weights, such as "down.*"; required')
-    )
+    weights: list[str] = field(validator=min_len(1), metadata=about('patterns of names of weights, such as "down.*"'))
     until: int = field(default=1000, validator=ge(1), metadata=about("updates before they are trained", "steps"))
     chosen: list[nn.Parameter] = field(factory=list, init=False)
 

@@ -18,8 +18,8 @@ class Target:
     A run that was ended so stays ended when it is resumed, unless the target is harder then. NaN reaches no target.
     """
 
-    metric: str = field(metadata=about('name of the logged number, such as "val/loss"; required'))
-    value: float = field(metadata=about("the target; required"))
+    metric: str = field(metadata=about('name of the logged number, such as "val/loss"'))
+    value: float = field(metadata=about("the target"))
     mode: Literal["min", "max"] = field(
         default="min", metadata=about('"min": a number up to the target reaches it; "max": a number from the target up')
     )

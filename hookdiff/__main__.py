@@ -1,0 +1,5 @@
+"""`python -m hookdiff` is the command `hookdiff`."""
+
+from hookdiff.cli import main
+
+main()
