@@ -142,7 +142,22 @@ def compile_hook(contract: Contract, calls: Sequence[Call]) -> Callable[..., Any
     body: Bound = seam if contract.is_seam else to_the_end if contract.to_the_end else moment
     for call in reversed([call for call in calls if call.is_wrapper]):
         body = _surround(contract, call, body)
+    if contract.is_seam and len(calls) == 1:
+        return _only(contract, calls[0].plugin, calls[0].run)
     return lambda **arguments: body(arguments)
+
+
+def _only(contract: Contract, plugin: str, run: Bound) -> Callable[..., Any]:
+    """Return a seam with one implementation, its default: most seams of a step are like this."""
+    returns = contract.returns
+
+    def call(**arguments: Any) -> Any:
+        result = run(arguments)
+        if not isinstance(result, returns):
+            raise HookError(_refusal(contract, plugin, result))
+        return result
+
+    return call
 
 
 def _refusal(contract: Contract, plugin: str, result: object) -> str:

@@ -31,6 +31,7 @@ class Gradients:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], adopted: Adopted | None = None) -> None:
         self._optimizers = (*optimizers, *(adopted.optimizers if adopted else ()))
         self._adopted = adopted.named_parameters() if adopted else []
+        self._no_loss = torch.zeros(())
         # The gradients of other parameters are never cleared: they grow from step to step, and move no weight.
         held = {p: None for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in model.named_parameters() if p in held}
@@ -52,7 +53,7 @@ class Gradients:
     def _forget(self) -> None:
         self._earlier: list[Tensor] = []  # loss and total norm of each pass but the last
         self._pass_loss: Tensor | None = None  # of the last pass
-        self._loss = torch.zeros(())  # of the step
+        self._loss = self._no_loss  # of the step
         self._host_loss: float | None = None
         self.clear()
 
@@ -137,7 +138,7 @@ class Gradients:
     @property
     def total_norm(self) -> float:
         """L2 norm over all gradients, on the host."""
-        return self._look()[1]
+        return self._look()[1] if self._host_norms is None else self._host_norms[0]
 
     @property
     def finite(self) -> bool:

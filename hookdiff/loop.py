@@ -177,7 +177,7 @@ class Loop(ReadOnly):
         made = self.hook.make_batch(loop=self, batch=batch)
         if not len(made):
             return progress.consume(total, "skipped")
-        batch = evolve(made, total=total * len(made) // len(batch))  # their number may have changed
+        batch = made.in_place_of(batch)
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
         self.gradients.reset()

@@ -31,7 +31,8 @@ class LossOutput:
 
     def detach(self) -> LossOutput:
         """Return the same values without their graph."""
-        return LossOutput(self.loss.detach(), *(None if one is None else one.detach() for one in self.columns))
+        columns = [one.detach() if one is not None and one.requires_grad else one for one in self.columns]
+        return LossOutput(self.loss.detach(), *columns)
 
     @property
     def columns(self) -> tuple[Tensor | None, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from attrs import Attribute, Factory, define, evolve, field
+from attrs import Attribute, Factory, define, field
 from torch import Generator, Tensor
 
 from hookdiff.choices import chosen
@@ -176,7 +176,8 @@ class Diffusion:
             for name, nothing in without(given).items():
                 rows = dropped.view(-1, *[1] * (nothing.dim() - 1))
                 drawn[name] = torch.where(rows, nothing, given[name])
-        return evolve(batch, draws={**batch.draws, **drawn})
+        draws = {**batch.draws, **drawn}
+        return Batch(batch.inputs, batch.labels, batch.indices, draws, batch.total, batch.conditions)
 
     def given(self, batch: Batch) -> dict[str, Tensor]:
         """Return what the network gets of `batch` beside its inputs, by name: labels, if conditional, and conditions.
