@@ -147,7 +147,8 @@ class Plugins(Mapping[str, object]):
             try:
                 return compile_hook(contract, started)(**arguments)
             except Exception:
-                if "error" not in (arguments.get("reason"), *arguments):
+                has_failed = contract.name == "on_exception" or arguments["reason"] == "error"
+                if not has_failed:
                     raise
                 # The error that ended the run must not be hidden.
                 log.exception("%s failed too, after the error that ended the run", contract.name)

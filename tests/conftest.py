@@ -1,3 +1,4 @@
+import ast
 import copy
 import importlib
 import json
@@ -367,3 +368,31 @@ class StopAt:
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.progress.step == self.step:
             loop.stop()
+
+
+_RANK = """
+import datetime, sys
+from torch import distributed
+rank = int(sys.argv[1])
+wait = datetime.timedelta(seconds=300)
+distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=wait)
+exec(sys.argv[3])
+print("RESULT", result)
+distributed.destroy_process_group()
+"""
+
+
+def two_ranks(code: str, folder: Path) -> list[Any]:
+    """Run `code` in two processes that are ranks of one run, and return the values that it gives to `result`."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(rank), str(folder / "store"), code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    written = [process.communicate(timeout=PATIENCE) for process in started]
+    assert [process.returncode for process in started] == [0, 0], written
+    return [ast.literal_eval(out.partition("RESULT ")[2].strip()) for out, _ in written]

@@ -221,7 +221,11 @@ def test_a_module_that_is_only_used_is_frozen_and_not_saved() -> None:
 
     teacher = Teacher()
     model = toy_model().double()
-    objective = lambda net, batch: net(batch.inputs.double()).square().mean()  # noqa: E731
+
+    def objective(net: nn.Module, batch: Batch) -> Tensor:
+        output: Tensor = net(batch.inputs.double())
+        return output.square().mean()
+
     loop = toy_loop({"teacher": teacher}, model=model, objective=objective, steps=3)
     before = {name: value.double() for name, value in teacher.net.state_dict().items()}
     loop.run()

@@ -1,12 +1,10 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from hookdiff.ranks import first_rank_says, num_ranks, rank
-from tests.conftest import PATIENCE
+from tests.conftest import two_ranks
 
 
 def test_a_single_process_is_the_first_of_one_rank() -> None:
@@ -15,13 +13,9 @@ def test_a_single_process_is_the_first_of_one_rank() -> None:
 
 
 RANK = """
-import datetime, sys, time, torch
-from torch import distributed
+import time, torch
 from hookdiff import Due, hookimpl
 from hookdiff.testing import toy_loop
-rank = int(sys.argv[1])
-wait = datetime.timedelta(seconds=300)
-distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=wait)
 
 class Evaluates:
     "Sums over the ranks after each step, and again when it is due: all ranks must be due at the same step."
@@ -46,25 +40,13 @@ for loop in (first, second):
     distributed.barrier()
     time.sleep(0.15 * rank)  # the clock of the second rank starts later
     loop.run()
-print("RESULT", (first.progress.step, second.end.reason, second.progress.step, plugin.steps))
-distributed.destroy_process_group()
+result = first.progress.step, second.end.reason, second.progress.step, plugin.steps
 """
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_intervals_of_time_are_due_on_all_ranks_at_the_same_step(tmp_path: Path) -> None:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    written = [process.communicate(timeout=PATIENCE) for process in started]
-    assert [process.returncode for process in started] == [0, 0], written
-    (one, other) = (eval(out.partition("RESULT ")[2]) for out, _ in written)
+    one, other = two_ranks(RANK, tmp_path)
     assert one == other
     first, reason, second, evaluated = one
     assert len(evaluated) >= 3

@@ -20,7 +20,7 @@ class TestEveryPlugin:
     def make(self, name: str) -> Any:
         """Return a function that makes the plugin; skip the test if a package that the plugin needs is missing."""
         for module in getattr(KINDS[name], "needs", {}):
-            pytest.importorskip(module)
+            pytest.importorskip(module, reason=f"{name} needs the extra package {module}")
         return lambda: KINDS[name](**OPTIONS.get(name, {}))
 
     def test_a_resumed_run_equals_an_uninterrupted_one(self, name: str) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -18,7 +16,7 @@ from hookdiff import Evaluation, Every, Loop, parse_every
 from hookdiff.testing import toy_loop
 from hookdiff_ema import EMA
 from hookdiff_stop_early import StopEarly
-from tests.conftest import PATIENCE, Logged, Restores, check_facts, records, saved, warnings
+from tests.conftest import Logged, Restores, check_facts, records, saved, two_ranks, warnings
 
 NAN, INF = math.nan, math.inf
 
@@ -193,11 +191,6 @@ def test_a_bad_value_is_refused(key: str, value: Any) -> None:
 
 
 RANK = """
-import datetime, sys
-from torch import distributed
-rank = int(sys.argv[1])
-wait = datetime.timedelta(seconds=300)
-distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=wait)
 from hookdiff import hookimpl
 from hookdiff.testing import toy_loop
 from hookdiff_stop_early import StopEarly
@@ -210,30 +203,17 @@ class Logs:
         if loop.is_main:
             loop.log({"main": loop.progress.step})
 
-ends = []
+result = []
 for metric in ("mine", "main"):
     loop = toy_loop({"stop_early": StopEarly(metric=metric, patience=4), "logs": Logs()})
     loop.run()
-    ends.append((loop.end.reason, loop.progress.step))
-print("RESULT", ends)
-distributed.destroy_process_group()
+    result.append((loop.end.reason, loop.progress.step))
 """
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_all_ranks_end_where_the_first_one_decides(tmp_path: Path) -> None:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    written = [process.communicate(timeout=PATIENCE) for process in started]
-    assert [process.returncode for process in started] == [0, 0], written
-    one, other = (eval(out.partition("RESULT ")[2]) for out, _ in written)
+    one, other = two_ranks(RANK, tmp_path)
     assert one == other == [("plugin", 5), ("plugin", 5)]
 
 
