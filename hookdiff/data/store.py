@@ -83,7 +83,7 @@ def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
     Raises UserError for an object that is no source, and for pictures of different shapes or that cannot be read.
     """
     if instead := remedy(source):
-        raise UserError(f"a {type(source).__name__} cannot be trained on: {instead}")
+        raise UserError(f"the data is of type {type(source).__name__}, which cannot be trained on: {instead}")
     if isinstance(source, Tensor):
         source = InMemory(source)
     if isinstance(source, InMemory):
