@@ -18,11 +18,11 @@ from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.structure import missing
 from hookdiff.loop import Loop
 from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.progress import AUTO
+from hookdiff.structure import missing
 
 
 def build_loop(

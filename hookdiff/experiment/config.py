@@ -23,12 +23,12 @@ from hookdiff.errors import ConfigError, PluginError, UserError, nearest, why_mi
 from hookdiff.experiment.discovery import installed, plugin_class, plugin_name
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.structure import Problems, Text, arguments, as_toml, described, missing, parameters
 from hookdiff.models.adapters import checkpointable
 from hookdiff.models.init import Initialisation
 from hookdiff.options import about
 from hookdiff.plugins import check_partners
 from hookdiff.progress import AUTO, LoopConfig
+from hookdiff.structure import Problems, Text, arguments, as_toml, described, missing, parameters
 
 
 def _is_size_or_auto(instance: object, attribute: Attribute[Any], value: Any) -> None:

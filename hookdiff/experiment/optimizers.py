@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hookdiff.errors import ConfigError, nearest
-from hookdiff.experiment.structure import parameters as arguments_of
 from hookdiff.models.names import plain_name
 from hookdiff.options import about
+from hookdiff.structure import parameters as arguments_of
 
 if TYPE_CHECKING:
     from hookdiff.experiment.part import Part

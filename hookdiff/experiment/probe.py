@@ -15,10 +15,10 @@ from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.build import build_model, build_sampling, pick_device
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.optimizers import build_optimizers, check_patterns, patterns_of
-from hookdiff.experiment.structure import Problems, missing
 from hookdiff.models.load import check_file
 from hookdiff.plugins import Plugins
 from hookdiff.state import as_tuple
+from hookdiff.structure import Problems, missing
 
 
 def try_config(config: Config, *, resume: bool = False) -> None:

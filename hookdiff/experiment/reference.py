@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from hookdiff.choices import Choice
-from hookdiff.experiment.structure import as_toml, fields_of, hints_of, parameters
+from hookdiff.structure import as_toml, fields_of, hints_of, parameters
 
 _ARGUMENT = re.compile(r"^    +(\w+): (.*(?:\n     +.*)*)", re.MULTILINE)
 

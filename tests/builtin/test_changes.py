@@ -15,8 +15,8 @@ from hookdiff.builtin.changes import FIXED, FIXED_SWITCHES, Changes, changes
 from hookdiff.diffusion import Diffusion
 from hookdiff.disk import flatten
 from hookdiff.experiment.config import RunConfig
-from hookdiff.experiment.structure import described, parameters
 from hookdiff.models.init import Initialisation
+from hookdiff.structure import described, parameters
 from hookdiff.testing import toy_loop
 from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet

@@ -10,7 +10,7 @@ from torchvision import datasets
 
 from hookdiff import Feed, InMemory, UserError
 from hookdiff.data.vision import Vision, vision
-from hookdiff.experiment.structure import parameters
+from hookdiff.structure import parameters
 from tests.conftest import refused
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hookdiff import ConfigError, SampleRequest, load_config
 from hookdiff.experiment.build import build_loop
 from hookdiff.experiment.probe import try_config
-from hookdiff.experiment.structure import Problems, arguments, parameters
 from hookdiff.models.adapters import adapt, check_contract, checkpointable
+from hookdiff.structure import Problems, arguments, parameters
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import DiT, UNet
 from tests.conftest import check_facts, refused

@@ -16,7 +16,7 @@ import torch
 
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff.builtin import Metrics
-from hookdiff.experiment.structure import Problems, arguments
+from hookdiff.structure import Problems, arguments
 from hookdiff.testing import toy_loop
 from hookdiff_aim import Aim
 from tests.conftest import Restores, check_facts, refused, saved, warnings

@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from hookdiff.experiment.discovery import installed
-from hookdiff.experiment.structure import Problems, arguments
+from hookdiff.structure import Problems, arguments
 from hookdiff.testing import COMPANIONS, assert_any_order, assert_removable, assert_resumes
 from tests.conftest import check_facts
 from tests.first_party import KINDS, LOOP, OPTIONS, net

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdiff import SampleRequest, UserError, hookimpl
 from hookdiff.disk.tree import flatten, unflatten
-from hookdiff.experiment.structure import Problems, arguments, resolved
+from hookdiff.structure import Problems, arguments, resolved
 from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ema import EMA, NoWarmup, Power, Warmup

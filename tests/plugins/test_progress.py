@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, hookimpl
 from hookdiff.data import digits
-from hookdiff.experiment.structure import Problems, arguments
+from hookdiff.structure import Problems, arguments
 from hookdiff.testing import toy_loop
 from hookdiff_debug import Debug
 from hookdiff_ema import EMA

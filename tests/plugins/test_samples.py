@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import PASS, Batch, Every, Loop, LoopConfig, Objective, hookimpl
 from hookdiff.data import digits
-from hookdiff.experiment.structure import Problems, arguments
+from hookdiff.structure import Problems, arguments
 from hookdiff_samples import SampleGrid
 from tests.conftest import check_facts, refused, warnings
 

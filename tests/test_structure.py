@@ -13,8 +13,8 @@ from attrs.validators import ge, in_, le, optional
 from hypothesis import given, strategies as st
 
 from hookdiff.diffusion import Clipping, NoClipping
-from hookdiff.experiment.structure import Problems, Text, arguments, missing, parameters, resolved
 from hookdiff.progress import Every, parse_every
+from hookdiff.structure import Problems, Text, arguments, missing, parameters, resolved
 from tests.conftest import check_facts
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Turns a TOML table into checked arguments of the attrs class, module or function that it configures.
+"""Turns plain values into checked arguments of the attrs class, module or function that they are for.
 
 The rules: unknown keys are refused; values are not coerced (the string "false" is no bool, 7 is no string), except int
 to float; attrs validators run field by field; all problems are reported at once.
