@@ -10,7 +10,7 @@ from hookdiff.disk.files import (
     write_tensors,
     writing,
 )
-from hookdiff.disk.images import as_pictures, check_writable, save_grid
+from hookdiff.disk.images import as_pictures, check_writable, save_grid, save_image, to_uint8
 from hookdiff.disk.lock import lock_run_dir
 from hookdiff.disk.paths import CONFIG, run_of
 from hookdiff.disk.tree import flatten, unflatten
@@ -28,6 +28,8 @@ __all__ = [
     "new_folder",
     "run_of",
     "save_grid",
+    "save_image",
+    "to_uint8",
     "unflatten",
     "write_file",
     "write_tensors",

@@ -2,7 +2,7 @@
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -36,8 +36,21 @@ def plugin_name(given: str) -> str:
     return given.rpartition(":")[2].lower() if ":" in given else given
 
 
-def plugin_class(given: str) -> type:
+def is_needed(plugin: object, hooks: Collection[str] | None) -> bool:
+    """Return whether a loop that calls only `hooks` (None: all) needs `plugin`, or a plugin of this class.
+
+    Only a loop that restores needs a plugin that saves.
+    """
+    if hooks is None:
+        return True
+    saves = hasattr(plugin, "restore") and "restore" not in hooks
+    return not saves and any(hasattr(plugin, hook) for hook in hooks)
+
+
+def plugin_class(given: str, hooks: Collection[str] | None = None) -> type:
     """Import the class of the plugin `given`: a name from the entry points, or `module:Class`.
+
+    With `hooks`, packages are required only of a plugin that a loop with these hooks needs.
 
     Raises PluginError if there is none or several of that name, if it cannot be imported, if it is no class, if a
     package that it `needs` (a mapping of modules to requirements of pip) is missing, or if it does not fit the hooks.
@@ -45,7 +58,7 @@ def plugin_class(given: str) -> type:
     kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
     if not inspect.isclass(kind):
         raise PluginError(f"the plugin {given!r} is a {type(kind).__name__}, expected a class")
-    needs: Mapping[str, str] = getattr(kind, "needs", {})
+    needs: Mapping[str, str] = getattr(kind, "needs", {}) if is_needed(kind, hooks) else {}
     for module, requirement in needs.items():
         try:
             spec = importlib.util.find_spec(module)

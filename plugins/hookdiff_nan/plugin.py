@@ -7,11 +7,11 @@ from typing import Any, Literal
 from attrs import define, field
 from attrs.validators import ge, min_len
 
-from hookdiff import Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
+from hookdiff import Batch, Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
 from hookdiff.options import about
 from hookdiff.weights import Buffers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose
-from hookdiff_nan.record import kept_in, write_record
+from hookdiff_nan.record import batch_state, kept_in, write_record
 from hookdiff_nan.watch import Watch
 
 log = logging.getLogger("hookdiff")
@@ -50,12 +50,18 @@ class NaN:
     _last: list[list[float]] = field(factory=list, init=False)  # [step, loss, gradient norm] of the last updates
     buffers: Buffers = field(init=False)  # as they were before the step
     _watch: Watch = field(init=False)  # of the newest diagnosis
+    _batch: Batch = field(init=False)  # of this step, as the data gave it
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self.can_roll_back = loop.resume is not None and loop.progress.position > 0
         self.buffers = Buffers(loop.model)
         self._watch = Watch(loop.model, loop.adopted.named_parameters())
+
+    @hookimpl(wrapper=True)
+    def make_batch(self, batch: Batch) -> Generator[None, Batch, Batch]:
+        self._batch = batch
+        return (yield)
 
     @hookimpl(tryfirst=True)
     def before_step(self) -> None:
@@ -132,7 +138,7 @@ class NaN:
             report.notes["replay"] = f"not kept: {root} has {self.keep} steps already (plugins.nan.keep)"
             return
         try:
-            parts = {**states, "buffers": self.buffers.kept}
+            parts = {**states, "buffers": self.buffers.kept, "batch": batch_state(self._batch, loop.feed)}
             more = {"is_first": self.num_begun == 1, "can_roll_back": self.can_roll_back}
             write_record(path, loop, report, found, parts, more)
         except OSError as error:
