@@ -17,7 +17,6 @@ from attrs import define, evolve, field
 from torch import Tensor, nn
 
 from hookdiff.builtin.metrics import METRICS, read_metrics
-from hookdiff.builtin.micro_batch import is_out_of_memory
 from hookdiff.data import Facts, Remembered
 from hookdiff.disk.paths import CONFIG, run_of
 from hookdiff.errors import ConfigError, NoCheckpoint, UserError, nearest
@@ -270,6 +269,8 @@ class Run:
 
     def _made(self, request: SampleRequest) -> Tensor | None:
         """Return the images of `request`, or None if they do not fit in memory."""
+        from hookdiff.builtin.micro_batch import is_out_of_memory
+
         try:
             return self.loop.sample(request).images.cpu()
         except (MemoryError, RuntimeError) as error:

@@ -142,6 +142,51 @@ def test_samples_start_from_a_picture(hookdiff, folder, run):
     assert sample("--images", "white.jpg", "--strength", 0.05) > sample("--images", "white.jpg", "--strength", 1) > 0
 
 
+def test_single_pictures_are_those_of_the_archive_and_replace_none(hookdiff, folder, run):
+    assert hookdiff("sample", "run", "--num", 3, "--each", "singles", "--out", "x.npz")[0] == 0
+    (pixels,) = numpy.load(folder / "x.npz").values()  # without classes there are no labels
+    assert (pixels.shape, pixels.dtype) == ((3, 8, 8, 1), numpy.uint8)
+    names = sorted(path.name for path in (folder / "singles").iterdir())
+    assert names == ["000000.png", "000001.png", "000002.png"]
+    for row, name in zip(pixels, names, strict=True):
+        assert numpy.array_equal(numpy.asarray(Image.open(folder / "singles" / name)), row[..., 0])
+    (folder / "singles" / names[0]).unlink()
+    before = [path.stat().st_mtime_ns for path in (folder / "singles").iterdir()]
+    for words, fact in ((["--each", "singles"], names[1]), (["--out", "x.npz"], "x.npz")):
+        code, _, err = hookdiff("sample", "run", "--num", 3, *words)
+        assert code == 2
+        check_facts(err, fact, "--overwrite")
+    assert [path.stat().st_mtime_ns for path in (folder / "singles").iterdir()] == before
+    assert not (run / "samples").exists()
+    for name in ("seed-0.png", "seed-0-2.png"):
+        check_facts(hookdiff("sample", "run", "--num", 1)[1], f"run/samples/{name}")
+
+
+def test_only_the_white_part_of_a_mask_is_painted(hookdiff, folder, run):
+    picture = numpy.arange(64, dtype=numpy.uint8).reshape(8, 8) * 4
+    for name, values in {"a/1": picture, "a/2": picture[::-1].copy()}.items():
+        (folder / "a").mkdir(exist_ok=True)
+        Image.fromarray(values).save(folder / f"{name}.png")
+    mask = numpy.zeros((8, 8), numpy.uint8)
+    mask[:, 3:6] = 255
+    Image.fromarray(mask).save(folder / "mask.png")
+    for sampler in ("ddim", "ddpm", "euler", "heun", "dpmpp_2m"):
+        words = ["--images", "a", "--mask", "mask.png", "--sampler", sampler, "--steps", 4, "--out", f"{sampler}.npz"]
+        assert hookdiff("sample", "run", *words)[0] == 0
+        made = numpy.load(folder / f"{sampler}.npz")["arr_0"][..., 0]
+        for row, known in zip(made, (picture, picture[::-1]), strict=True):
+            assert numpy.array_equal(row[mask == 0], known[mask == 0])
+            assert not numpy.array_equal(row[mask == 255], known[mask == 255])
+    for words, facts in (
+        (["--mask", "mask.png"], ("--mask", "--images")),
+        (["--images", "a", "--mask", "a/3.png"], ("a/3.png",)),
+        (["--images", "run/checkpoints"], ("--images", "run/checkpoints")),
+    ):
+        code, _, err = hookdiff("sample", "run", *words)
+        assert code == 2
+        check_facts(err, *facts)
+
+
 def test_a_run_without_a_checkpoint_is_refused(hookdiff, folder):
     assert hookdiff("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--set", "run.steps=1")[0] == 0
     for words in (("sample", "run"), ("run", "small.toml", "--out", "run", "--plugins", "no:checkpoint", "--resume")):
