@@ -9,16 +9,24 @@ import time
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import define, field
 
 from hookdiff.disk.files import cannot_write, writing
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
+from hookdiff.structure import COUNT
 
 METRICS = "metrics.jsonl"
 log = logging.getLogger("hookdiff")
+
+
+@define(frozen=True)
+class MetricsState:
+    """The saved state of `Metrics`."""
+
+    bytes: int = field(validator=COUNT)
 
 
 @define(eq=False)
@@ -31,6 +39,7 @@ class Metrics:
     line. If the disk is full, new lines are kept in memory until there is space.
     """
 
+    state_class: ClassVar[type] = MetricsState
     _file: FileIO | None = field(default=None, init=False)
     _waiting: bytes = field(default=b"", init=False)  # lines that are not written yet because the disk is full
     _length: int = field(default=0, init=False)  # bytes of the file that belong to this run

@@ -4,6 +4,9 @@ import errno
 import json
 import logging
 import shutil
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
 import tomli_w
 from attrs import asdict, define, field
@@ -14,7 +17,7 @@ from hookdiff.disk.paths import CONFIG, OUTCOME, check_run_dir
 from hookdiff.errors import UserError
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
-from hookdiff.progress import Every, Reason
+from hookdiff.progress import Every
 
 log = logging.getLogger("hookdiff")
 
@@ -70,18 +73,26 @@ class RunDir:
                 write_file(partial, config)
         self._is_ready = True
 
-    @hookimpl(trylast=True)
-    def on_stop(self, loop: Loop, reason: Reason) -> None:
-        """Record why and where the run has ended; a disk that fails gives a warning."""
-        if loop.run_dir is None or not self._is_ready:
-            return
+    @hookimpl(wrapper=True, tryfirst=True)
+    def on_stop(self, loop: Loop) -> Generator[None, Any, Any]:
+        """Record why and where the run has ended, after all other plugins; a disk that fails gives a warning."""
+        reason = "error"
+        try:
+            result = yield
+            reason = loop.end.reason or "done"  # a plugin may have changed it
+            return result
+        finally:
+            if loop.run_dir is not None and self._is_ready:
+                self._record(loop, loop.run_dir / OUTCOME, reason)
+
+    def _record(self, loop: Loop, path: Path, reason: str) -> None:
         progress = loop.progress
         record = {"reason": reason, "message": loop.end.message, "step": progress.step, "epoch": progress.epoch}
         try:
-            with new_file(loop.run_dir / OUTCOME) as partial:
+            with new_file(path) as partial:
                 write_file(partial, f"{json.dumps(record)}\n".encode())
         except OSError as error:
-            log.warning("%s", cannot_write(loop.run_dir / OUTCOME, error))
+            log.warning("%s", cannot_write(path, error))
 
 
 def _as_toml(loop: Loop) -> bytes:

@@ -25,12 +25,13 @@ from torch import Tensor
 from hookdiff import UserError
 from hookdiff.disk import new_file, new_folder, unflatten, write_file, write_tensors
 
-FORMAT = 2
+FORMAT = 3
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 REMOVED = ".removed"  # suffix of a folder that is being removed
 STEP = re.compile(r"step-\d{8,}")  # names that a run gives; a run never removes a checkpoint of another name
 _DIGEST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')  # first line of a manifest: the digest of all other lines
 _NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # as `file_of` makes them, inside the folder
+PARTS = ("model", "optimizers", "progress", "log", "data", "random", "config")
 _COUNTS = ("position", "epoch", "step", "samples")
 # Errors from a manifest that is valid JSON, but was not written by hookdiff.
 _FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -49,6 +50,7 @@ class CheckpointInfo:
     path: Path
     place: tuple[int, int]  # position and epoch; the newest checkpoint of a run has the largest
     number: int  # of the save, from 1
+    scheduled: bool  # made at a time that the config sets, and not by the end of a run
     metrics: Mapping[str, float]  # values logged at its step
 
     @classmethod
@@ -59,7 +61,8 @@ class CheckpointInfo:
         number = index(manifest["number"])
         if min(position, epoch, number, *others) < 0:
             raise ValueError("a count is negative")
-        return cls(path, (position, epoch), number, {k: float(v) for k, v in manifest["metrics"].items()})
+        metrics = {str(name): float(value) for name, value in manifest["metrics"].items()}
+        return cls(path, (position, epoch), number, bool(manifest["scheduled"]), metrics)
 
 
 def file_of(part: str) -> str:
@@ -171,6 +174,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise _foreign(path, error) from None
     plugins = {name.removeprefix("plugins/"): part for name, part in parts.items() if name.startswith("plugins/")}
     others = {name: part for name, part in parts.items() if not name.startswith("plugins/")}
+    if lacking := [name for name in PARTS if name not in others]:
+        raise UserError(f"{path}: {MANIFEST} was not written by hookdiff: it lacks the part {lacking[0]!r}")
     return {"versions": manifest["versions"], **others, "plugins": plugins}
 
 

@@ -42,7 +42,6 @@ class Replay:
             "log": {},
             "data": parts["data"],
             "model": parts["model"],
-            "optimizers": {str(index): {} for index in range(len(loop.optimizers))},
             "plugins": {name: state for name, state in parts["plugins"].items() if name in loop.plugins},
         }
 
@@ -81,7 +80,6 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
         loop = build_loop(evolve(config, plugins=parts), Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=keep)
         _one(loop, Replay).say = say
         with _quietly(), loop:
-            _one(loop, NaN).can_roll_back = record.facts["can_roll_back"]
             for line in _differences(record, surroundings(loop)):
                 say(line)
             batch = next(loop.feed.batches(loop.progress.epoch, loop.progress.samples), None)
