@@ -143,14 +143,14 @@ class RunState:
         if not saved:
             return
         with refused_if_unfit("model"):
-            _check_model(self.model, saved["model"])
+            _check_model(self.model, saved["model"], self.place is not None)
         with refused_if_unfit("optimizers"):
             optimizers = saved.get("optimizers", {})
             numbers = [str(index) for index in range(len(self.optimizers))]
             if "optimizers" in saved and sorted(optimizers) != sorted(numbers):
                 raise ValueError(f"it has {len(optimizers)} optimizers, the run has {len(self.optimizers)}")
             for index, state in optimizers.items():
-                check_optimizer(self.optimizers[int(index)], self.model, state)
+                check_optimizer(self.optimizers[int(index)], self.model, state, self.place is not None)
         with refused_if_unfit("progress"):
             structured(Counts, saved["progress"])
         with refused_if_unfit("log"):
@@ -181,14 +181,15 @@ class RunState:
 
     def _check_plugin(self, name: str, state: State) -> None:
         plugin: Any = self.plugins[name]
+        is_finite = self.place is not None  # a replay begins with the weights of a step that failed
         if adopted := self.adopted.of(name):
             structured(dict[str, dict[str, Any]], state[ADOPTED])
             if len(state[ADOPTED]) != len(adopted):
                 raise ValueError(f"{ADOPTED}: there are {len(state[ADOPTED])} modules, the plugin has {len(adopted)}")
             for index, trained in enumerate(adopted):
                 saved = state[ADOPTED][str(index)]
-                _check_model(trained.module, saved["module"], f"module of the plugin {name!r}")
-                check_optimizer(trained.optimizer, trained.module, saved["optimizer"])
+                _check_model(trained.module, saved["module"], is_finite, f"module of the plugin {name!r}")
+                check_optimizer(trained.optimizer, trained.module, saved["optimizer"], is_finite)
         own = {key: value for key, value in state.items() if key != ADOPTED}
         if kind := getattr(plugin, "state_class", None):
             structured(kind, own)
@@ -235,6 +236,7 @@ class RunState:
         A checkpoint made by this process has the state of all plugins, those that began `fresh` too.
         """
         if not saved:
+            log.error("there is no checkpoint to go back to: the run stops")
             return False
         here, data = self.progress.state_dict(), self.feed.state_dict()
         with refused_if_unfit("progress"):
@@ -274,8 +276,8 @@ def _refused_plugin(name: str) -> AbstractContextManager[None]:
     return refused_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights")
 
 
-def _check_model(model: nn.Module, saved: State, of: str = "model") -> None:
-    """Raise UserError unless `saved` are tensors for `model`; `of` is what the checkpoint calls it."""
+def _check_model(model: nn.Module, saved: State, is_finite: bool, of: str = "model") -> None:
+    """Raise UserError unless `saved` are tensors for `model`, with finite weights if `is_finite`; `of` names it."""
     structured(dict[str, Any], saved)
     own = model.state_dict()
     if changed := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
@@ -292,5 +294,7 @@ def _check_model(model: nn.Module, saved: State, of: str = "model") -> None:
     if found := compared("shape", lambda value: tuple(value.shape)) or compared("dtype", lambda value: value.dtype):
         raise UserError(f"the checkpoint is of another {of}: {found}")
     # Buffers, such as a mask, may hold infinities.
-    if bad := [name for name, _ in model.named_parameters() if name in saved and not saved[name].isfinite().all()]:
+    if is_finite and (
+        bad := [name for name, _ in model.named_parameters() if name in saved and not saved[name].isfinite().all()]
+    ):
         raise UserError(f"the checkpoint's {of} holds values that are not finite: {listed(bad, 3)}")

@@ -74,11 +74,12 @@ def check_eps(optimizers: Iterable[Optimizer]) -> None:
                     )
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry) -> None:
+def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_finite: bool = True) -> None:
     """Raise ValueError unless `optimizer` can go on with the state `saved`.
 
     A fused kernel does not check its tensors, and would write past the end of a smaller one. The right shapes and
-    dtypes are those that a step makes; it is rehearsed on copies. A weight that had no gradient yet has no state.
+    dtypes are those that a step makes; it is rehearsed on copies. A weight that had no gradient yet has no state. The
+    values must be finite if `is_finite`.
     """
     state, kind = structured(_Saved, saved), type(optimizer).__name__
     if state.kind != kind:
@@ -93,7 +94,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry) -> Non
         key = id(group), parameter.shape, parameter.dtype, parameter.device
         if key not in made:
             made[key] = _rehearsed(optimizer, group, parameter, {})
-        _check_entry(name, entry, made[key], parameter)
+        _check_entry(name, entry, made[key], parameter, is_finite)
         lacking = [key for key in made[key] or () if key not in entry]
         # A hyper-parameter that is new, such as momentum, may need state that the checkpoint has of no weight.
         is_new = bool(lacking) and not any(key in state.keys for key in lacking)
@@ -111,7 +112,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry) -> Non
         own = {key: group[key] for key in counted}
         if own.keys() != saved_group.keys():
             raise ValueError(f"parameter group {index} has {', '.join(saved_group)}; expected {', '.join(own)}")
-        _check_entry(f"parameter group {index}", saved_group, own, None)
+        _check_entry(f"parameter group {index}", saved_group, own, None, is_finite)
 
 
 def _rehearsed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, entry: Entry) -> Entry | None:
@@ -138,7 +139,7 @@ def _rehearsed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, e
     return result
 
 
-def _check_entry(where: str, entry: Entry, made: Entry | None, parameter: Tensor | None) -> None:
+def _check_entry(where: str, entry: Entry, made: Entry | None, parameter: Tensor | None, is_finite: bool) -> None:
     """Raise ValueError for a value in `entry` that is of another kind than in `made`, or impossible.
 
     `made` None: it is not known.
@@ -155,7 +156,7 @@ def _check_entry(where: str, entry: Entry, made: Entry | None, parameter: Tensor
             raise ValueError(f"{key} of {where} is a {type(value).__name__}, expected a number")
         elif later and isinstance(value, Tensor) and value.shape not in later:  # not made in the first step
             raise ValueError(f"{key} of {where} has the shape {tuple(value.shape)}, expected that of the weight")
-        if not _is_possible(key, value):
+        if is_finite and not _is_possible(key, value):
             raise ValueError(f"{key} of {where} holds values that no step makes: not finite, or a negative square")
 
 

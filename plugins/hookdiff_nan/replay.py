@@ -79,6 +79,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
     with tempfile.TemporaryDirectory() as folder:
         loop = build_loop(evolve(config, plugins=parts), Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=keep)
         _one(loop, Replay).say = say
+        _one(loop, NaN)  # it makes the report
         with _quietly(), loop:
             for line in _differences(record, surroundings(loop)):
                 say(line)

@@ -172,10 +172,9 @@ def test_the_report_of_a_rollback_is_the_same(folder: Path, every: int, hookdiff
     plugins = {"checkpoint": {"every": every}, "nan": {"policy": "rollback"}}
     path = config(folder, ["checkpoint"], data={"source": "nets:spoilt"}, plugins=plugins)
     ran = hookdiff("run", path, "--out", "run", "--skip-batches", "1", "--set", "run.batch_size=4")
-    assert ran[0] in (0, 3)
     step = kept(folder)[0]
     report = (step / "report.txt").read_text()
-    assert bool(re.search("rollback.*checkpoint.*stop", report)) == (every == 100)  # there is none yet
+    assert ran[0] == (3 if every == 100 else 0)  # there is no checkpoint yet to go back to
     code, out, _ = hookdiff("replay", step)
     assert (code, out.startswith(report)) == (0, True)
 
