@@ -293,6 +293,8 @@ def _check_model(model: nn.Module, saved: State, is_finite: bool, of: str = "mod
 
     if found := compared("shape", lambda value: tuple(value.shape)) or compared("dtype", lambda value: value.dtype):
         raise UserError(f"the checkpoint is of another {of}: {found}")
+    if odd := sorted(own.keys() ^ saved.keys()):  # values of `get_extra_state`
+        raise UserError(f"the checkpoint is of another {of}: only one of the two has {listed(odd, 3)}")
     # Buffers, such as a mask, may hold infinities.
     if is_finite and (
         bad := [name for name, _ in model.named_parameters() if name in saved and not saved[name].isfinite().all()]

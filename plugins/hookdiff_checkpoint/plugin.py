@@ -64,6 +64,7 @@ class Checkpoint:
     _wanted: bool = field(default=False, init=False)
     _is_open: bool = field(default=False, init=False)  # the folder is prepared
     _is_storable: bool = field(default=False, init=False)  # a file can hold the whole state
+    _rates: str = field(default="", init=False)  # at the newest save
     _problem: str | None = field(default=None, init=False)  # error of the newest save
     _writer: Writer | None = field(default=None, init=False)  # on the main rank
 
@@ -208,7 +209,7 @@ class Checkpoint:
         step = loop.progress.step
         self._number += self._saved is None or self._saved[0] != step  # a second save of a step replaces the first
         self._wanted, self._saved = False, _place(loop.progress.state_dict())
-        state = loop.state_dict()
+        self._rates, state = _rates(loop), loop.state_dict()
         versions = state.pop("versions")  # the manifest has them at its top, where any hookdiff can read them
         parts = split(state)
         if self._writer:
@@ -236,7 +237,7 @@ class Checkpoint:
             return False
         except NotFinite as error:
             self._saved = None
-            loop.stop("on_nan", self._discarded(error, writer) + _rates(loop))
+            loop.stop("on_nan", self._discarded(error, writer))
             return False
         if self._problem:
             log.info("%s can be written again", path.parent)
@@ -245,7 +246,10 @@ class Checkpoint:
         return True
 
     def _discarded(self, error: NotFinite, writer: Writer) -> str:
-        return f"{error} is not finite, so no checkpoint was made of it; {writer.last_good()}"
+        return (
+            f"{error} is not finite, so no checkpoint was made of it; loss and gradients were finite, so the update made "
+            f"it: {self._rates}; {writer.last_good()}"
+        )
 
     def _failed(self, loop: Loop, error: OSError) -> str:
         return f"no checkpoint could be written in {self._folder(loop)}: {error.strerror or error}"
@@ -285,8 +289,7 @@ def _rates(loop: Loop) -> str:
     """Return the options of the optimizers with which an update can make weights that are not finite."""
     groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
     values = [(key, float(group[key])) for group in groups for key in ("lr", "weight_decay", "eps") if key in group]
-    shown = ", ".join(dict.fromkeys(f"{key} {value:g}" for key, value in values))
-    return f"; loss and gradients were finite, so the update made it: {shown}"
+    return ", ".join(dict.fromkeys(f"{key} {value:g}" for key, value in values))
 
 
 def _place(progress: Mapping[str, int]) -> tuple[int, ...]:
