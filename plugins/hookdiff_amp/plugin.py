@@ -45,8 +45,8 @@ class AMP:
     """Computes the loss in bf16 or fp16, and scales it in fp16 so that small gradients survive.
 
     If the gradients of a step overflow under a finite loss, the step is void: it is not counted, the scale is halved,
-    and no later hook of the step is called. At the lowest scale the step
-    counts as not finite: `on_nan` is called, and the report lists how the scale fell.
+    and no later hook of the step is called. At the lowest scale the step counts as not finite: `on_nan` is called, and
+    the report lists how the scale fell.
     """
 
     state_class: ClassVar[type] = AMPState

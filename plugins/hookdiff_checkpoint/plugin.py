@@ -43,7 +43,11 @@ class Checkpoint:
     every: Every = field(
         default=Every(1000), converter=parse_every, metadata=about("how often; the end of a run is always saved")
     )
-    keep_last: int = field(default=3, validator=ge(1), metadata=about("number of newest checkpoints to keep"))
+    keep_last: int = field(
+        default=3,
+        validator=ge(1),
+        metadata=about("number of newest checkpoints to keep, and the newest that `every` made"),
+    )
     keep_every: int = field(default=0, validator=ge(0), metadata=about("keep one of this many saves forever; 0: none"))
     keep_best: str | None = field(
         default=None, metadata=about('keep the checkpoint with the best logged value of this name, such as "fd/digits"')
@@ -246,10 +250,8 @@ class Checkpoint:
         return True
 
     def _discarded(self, error: NotFinite, writer: Writer) -> str:
-        return (
-            f"{error} is not finite, so no checkpoint was made of it; loss and gradients were finite, so the update made "
-            f"it: {self._rates}; {writer.last_good()}"
-        )
+        made_by = f"loss and gradients were finite, so an update made it: {self._rates}"
+        return f"{error} is not finite, so no checkpoint was made of it; {made_by}; {writer.last_good()}"
 
     def _failed(self, loop: Loop, error: OSError) -> str:
         return f"no checkpoint could be written in {self._folder(loop)}: {error.strerror or error}"

@@ -32,8 +32,7 @@ class NaNState:
 class NaN:
     """Finds the cause of a step that is not finite, and keeps the step so that `hookdiff replay` can run it again.
 
-    The report names the cause in one word: weight, data, draw, overflow, forward, loss or backward. The buffers of the
-    model (statistics of batch norm) get back the values from before the step, whatever the verdict.
+    The report names the cause in one word: weight, data, draw, overflow, forward, loss or backward.
     """
 
     state_class: ClassVar[type] = NaNState
