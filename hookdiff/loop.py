@@ -117,10 +117,9 @@ class Loop(ReadOnly):
         """Prepare the model and make `net`, the optimizers and the gradients; no state is loaded."""
         with self.adopted.taking():
             self.hook.prepare_model(loop=self)
-        net = self.hook.wrap_net(loop=self, net=self.model)
+        self._set(net=self.hook.wrap_net(loop=self, net=self.model).train(), buffers=Buffers(self.model))
         optimizers = self._state.hold(self._make_optimizers(self.model))
-        self._set(net=net.train(), optimizers=optimizers, buffers=Buffers(self.model))
-        self._set(gradients=Gradients(self.model, optimizers, self.adopted))
+        self._set(optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the run, which the seam `restore` returns later. The tensors are not copied."""
