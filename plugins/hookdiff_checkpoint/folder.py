@@ -18,12 +18,11 @@ from typing import Any
 from urllib.parse import quote
 
 import safetensors
-import safetensors.torch
 from attrs import define
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.disk import new_file, new_folder, unflatten, write_file, write_tensors
+from hookdiff.disk import new_file, new_folder, open_file, open_tensors, read_file, unflatten, write_file, write_tensors
 
 FORMAT = 2
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
@@ -124,7 +123,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises UserError if it is missing or damaged, and NewerFormat if a later hookdiff wrote it.
     """
     try:
-        data = (path / MANIFEST).read_bytes()
+        data = read_file(path / MANIFEST)
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from None
     stamp = _DIGEST.match(data)
@@ -184,7 +183,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 def _verify(path: Path, bytes: int, sha256: str) -> None:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.tell()
     except OSError as error:
@@ -197,6 +196,7 @@ def _verify(path: Path, bytes: int, sha256: str) -> None:
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return safetensors.torch.load_file(path)
+        with open_tensors(path) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping
     except (safetensors.SafetensorError, OSError, RuntimeError, LookupError, ValueError) as error:
         raise UserError(f"{path.parent}: {path.name} is not a safetensors file: {error}") from None

@@ -14,7 +14,7 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.disk import check_tensors, flatten, make_folder
+from hookdiff.disk import check_place, check_tensors, flatten, make_folder
 from hookdiff_checkpoint.folder import CheckpointInfo, Parts, write_checkpoint
 from hookdiff_checkpoint.keep import remove
 
@@ -123,8 +123,8 @@ class Writer:
         try:
             self._write_once(path, parts, facts)
         except FileNotFoundError:
-            log.warning("%s was missing, and is created again", self.folder)
-            make_folder(self.folder)
+            make_folder(self.folder)  # only in the run directory that is locked
+            log.warning("%s was missing, and was created again", self.folder)
             self._write_once(path, parts, facts)
         self.prune()
         return path
@@ -137,6 +137,7 @@ class Writer:
 
     def prune(self) -> None:
         """Remove the checkpoints that are not kept. Not to be called during a save."""
+        check_place(self.folder)
         found = self._newest_first()  # a checkpoint that the user has removed does not count
         kept = self.choose(found)
         self.known = {one.path: one for one in kept}

@@ -181,7 +181,7 @@ def test_overwriting_leaves_the_lock_and_nothing_else(tmp_path):
 
 def test_a_lock_that_cannot_be_written_is_a_user_error(tmp_path):
     (tmp_path / ".lock").mkdir()
-    with refused(UserError, tmp_path, "Is a directory"):
+    with refused(UserError, tmp_path / ".lock", "folder"):
         run_dir_loop(tmp_path).run()
 
 
