@@ -3,6 +3,7 @@
 from hookdiff.disk.files import (
     cannot_write,
     check_tensors,
+    discard,
     make_folder,
     new_file,
     new_folder,
@@ -23,6 +24,7 @@ __all__ = [
     "check_place",
     "check_tensors",
     "check_writable",
+    "discard",
     "flatten",
     "lock_run_dir",
     "make_folder",

@@ -113,13 +113,13 @@ def new_file(path: Path) -> Iterator[Path]:
     """Yield a free, temporary path; the file there is renamed to `path` when the `with` ends without an error."""
     make_folder(path.parent)
     partial = path.with_name(f".{path.name}.partial")
-    remove(partial)
+    discard(partial)
     try:
         yield partial
         check_place(path.parent)
         os.replace(partial, path)
     finally:
-        remove(partial)
+        discard(partial)
     sync_folder(path.parent)
 
 
@@ -132,27 +132,27 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     partial, replaced = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "replaced"))
     make_folder(path.parent)
-    remove(partial)
+    discard(partial)
     partial.mkdir()
     try:
         yield partial
         sync_folder(partial)
         check_place(path.parent)
         if os.path.lexists(path):
-            remove(replaced)
+            discard(replaced)
             os.replace(path, replaced)
         os.replace(partial, path)
     finally:
-        remove(partial)
+        discard(partial)
     sync_folder(path.parent)
-    remove(replaced)
+    discard(replaced)
 
 
-def remove(path: Path) -> None:
+def discard(path: Path) -> None:
     """Remove a file, a link, or a folder with its content, as far as possible; raises no error."""
     with suppress(OSError, StorageError):
         check_place(path.parent)
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir() and not path.is_symlink():  # rmtree would open a pipe, and wait for ever
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()

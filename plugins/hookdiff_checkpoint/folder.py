@@ -106,14 +106,15 @@ def find_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[UserErro
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent` that are checkpoints, or have the name of one."""
+    """Return the folders in `parent` that are checkpoints, or have the name of one; control characters are in none."""
     try:
         paths = sorted(parent.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise _unreadable(parent, error) from None
-    folders = [path for path in paths if not path.name.endswith(REMOVED) and os.path.isdir(path)]
+    named = [path for path in paths if not path.name.endswith(REMOVED) and path.name.isprintable()]
+    folders = [path for path in named if os.path.isdir(path)]
     return [path for path in folders if STEP.fullmatch(path.name) or os.path.lexists(path / MANIFEST)]
 
 
