@@ -4,11 +4,13 @@ import errno
 import importlib.util
 import re
 import sys
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 
 import click
 
+from hookdiff.cli.output import drop_unwritten, open_streams, say
 from hookdiff.errors import StorageError, UserError
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
@@ -63,10 +65,12 @@ def group() -> None:
 
 def main() -> None:
     """Run the command line; an error of the user ends in one message and exit code 2."""
+    open_streams()
     try:
         sys.exit(group.main(standalone_mode=False) or 0)
     except click.ClickException as error:
-        error.show()
+        with suppress(OSError):
+            error.show()
         sys.exit(error.exit_code)
     except click.exceptions.Abort:
         sys.exit(130)
@@ -76,5 +80,7 @@ def main() -> None:
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
         elif not isinstance(error, UserError):
             raise
-        click.echo(f"hookdiff: {message}", err=True)
+        say(f"hookdiff: {message}", err=True)
         sys.exit(1 if isinstance(error, OSError | StorageError) else 2)
+    finally:
+        drop_unwritten()

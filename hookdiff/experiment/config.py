@@ -5,6 +5,7 @@ Nothing is built here: a table names a class or function by its key `use` (or `s
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from hookdiff.choices import import_object, path_of
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.disk.reading import read_file
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest, why_missing
 from hookdiff.experiment.discovery import installed, plugin_class, plugin_name
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
@@ -29,6 +31,8 @@ from hookdiff.options import about
 from hookdiff.plugins import check_partners
 from hookdiff.progress import AUTO, LoopConfig
 from hookdiff.structure import Problems, Text, arguments, as_toml, described, missing, parameters
+
+log = logging.getLogger("hookdiff")
 
 
 def _is_size_or_auto(instance: object, attribute: Attribute[Any], value: Any) -> None:
@@ -182,7 +186,7 @@ def _make_importable(table: dict[str, Any], path: Path) -> None:
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse the file at `path`; raises ConfigError that names the line that is not TOML."""
     try:
-        return tomli.loads(path.read_text("utf-8"))
+        return tomli.loads(read_file(path).decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:  # of tomli, or of Python: a number too long, or nesting too deep
@@ -222,7 +226,9 @@ def _set(table: dict[str, Any], setting: str, problems: Problems) -> None:
 def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str, ...]:
     if not name.startswith("no:"):
         return listed if name in listed else (*listed, name)
-    if name[3:] not in listed:
+    if name[3:] not in listed and name[3:] in installed():
+        log.warning("--plugins %s: the plugin %r is not switched on", name, name[3:])
+    elif name[3:] not in listed:
         problems.add(f"--plugins {name}", f"{name[3:]!r} is not switched on{nearest(name[3:], listed)}")
     return tuple(other for other in listed if other != name[3:])
 

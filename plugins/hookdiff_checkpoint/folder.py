@@ -18,12 +18,11 @@ from typing import Any
 from urllib.parse import quote
 
 import safetensors
-import safetensors.torch
 from attrs import define
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.disk import new_file, new_folder, unflatten, write_file, write_tensors
+from hookdiff.disk import new_file, new_folder, open_file, open_tensors, read_file, unflatten, write_file, write_tensors
 
 FORMAT = 3
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
@@ -110,14 +109,15 @@ def find_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[UserErro
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent` that are checkpoints, or have the name of one."""
+    """Return the folders in `parent` that are checkpoints, or have the name of one; control characters are in none."""
     try:
         paths = sorted(parent.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise _unreadable(parent, error) from None
-    folders = [path for path in paths if not path.name.endswith(REMOVED) and os.path.isdir(path)]
+    named = [path for path in paths if not path.name.endswith(REMOVED) and path.name.isprintable()]
+    folders = [path for path in named if os.path.isdir(path)]
     return [path for path in folders if STEP.fullmatch(path.name) or os.path.lexists(path / MANIFEST)]
 
 
@@ -127,7 +127,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises UserError if it is missing or damaged, and NewerFormat if a later hookdiff wrote it.
     """
     try:
-        data = (path / MANIFEST).read_bytes()
+        data = read_file(path / MANIFEST)
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from None
     stamp = _DIGEST.match(data)
@@ -189,7 +189,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 def _verify(path: Path, bytes: int, sha256: str) -> None:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.tell()
     except OSError as error:
@@ -202,6 +202,7 @@ def _verify(path: Path, bytes: int, sha256: str) -> None:
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return safetensors.torch.load_file(path)
+        with open_tensors(path) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping
     except (safetensors.SafetensorError, OSError, RuntimeError, LookupError, ValueError) as error:
         raise UserError(f"{path.parent}: {path.name} is not a safetensors file: {error}") from None

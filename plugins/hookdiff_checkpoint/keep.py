@@ -9,6 +9,7 @@ from pathlib import Path
 from attrs import define, field
 
 from hookdiff import Finding, UserError, nearest
+from hookdiff.disk import discard
 from hookdiff.findings import listed
 from hookdiff_checkpoint.folder import REMOVED, STEP, CheckpointInfo, read_checkpoint
 
@@ -106,6 +107,6 @@ def remove(path: Path) -> None:
     Raises OSError if it cannot be renamed.
     """
     removed = path.with_name(f".{path.name}{REMOVED}")
-    shutil.rmtree(removed, ignore_errors=True)
+    discard(removed)
     path.replace(removed)
-    shutil.rmtree(removed, ignore_errors=True)
+    discard(removed)

@@ -113,9 +113,11 @@ class Checkpoint:
         folder = self._folder(loop)
         if loop.is_main:
             try:
-                make_folder(folder)
+                make_folder(folder.parent)
                 lock_run_dir(folder.parent, loop.resources)
+                make_folder(folder)
                 settle(folder)
+                (folder / _PROBE).unlink(missing_ok=True)  # perhaps a link
                 (folder / _PROBE).touch()
                 (folder / _PROBE).unlink()
             except OSError as error:
@@ -179,6 +181,8 @@ class Checkpoint:
             if self._writer and self._writer.job:
                 try:
                     path = self._writer.result()
+                except StorageError as gone:
+                    log.warning("%s", gone)
                 except OSError as error:
                     log.warning("%s\n  %s", self._failed(loop, error), self._writer.last_good())
                 except NotFinite as error:

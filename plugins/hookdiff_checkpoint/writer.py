@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookdiff import UserError
 from hookdiff.adopted import ADOPTED
-from hookdiff.disk import check_tensors, flatten, make_folder
+from hookdiff.disk import check_place, check_tensors, flatten, make_folder
 from hookdiff_checkpoint.folder import CheckpointInfo, Parts, write_checkpoint
 from hookdiff_checkpoint.keep import remove
 
@@ -146,8 +146,8 @@ class Writer:
         try:
             self._write_once(path, parts, facts)
         except FileNotFoundError:
-            log.warning("%s was missing, and is created again", self.folder)
-            make_folder(self.folder)
+            make_folder(self.folder)  # only in the run directory that is locked
+            log.warning("%s was missing, and was created again", self.folder)
             self._write_once(path, parts, facts)
         self.prune()
         return path
@@ -160,6 +160,7 @@ class Writer:
 
     def prune(self) -> None:
         """Remove the checkpoints that are not kept. Not to be called during a save."""
+        check_place(self.folder)
         found = self._newest_first()  # a checkpoint that the user has removed does not count
         kept = self.choose(found)
         self.known = {one.path: one for one in kept}

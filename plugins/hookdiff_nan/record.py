@@ -27,7 +27,7 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import Batch, Loop, NonFinite, UserError, nearest
-from hookdiff.disk import flatten, new_folder, unflatten, write_file, write_tensors
+from hookdiff.disk import flatten, new_folder, read_file, unflatten, write_file, write_tensors
 from hookdiff.versions import versions
 from hookdiff_nan.diagnose import Diagnosis
 
@@ -138,7 +138,7 @@ def _damage(error: Exception) -> str:
 
 def _read(path: Path, digest: str) -> bytes:
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     if _sha256(data) != digest:

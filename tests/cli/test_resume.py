@@ -113,6 +113,17 @@ def test_golden_messages_of_a_run_that_is_already_done(hookdiff, folder, caplog)
     check_facts(hookdiff("resume", "runs/small")[1], "1 of 1 epochs", "hookdiff resume runs/small --epochs N")
 
 
+@pytest.mark.parametrize("words", ["resume runs/small --steps 2", "run small.toml --resume --set run.steps=2"])
+def test_a_run_that_is_longer_than_its_new_length_says_so_and_stays(hookdiff, folder, words):
+    assert hookdiff("run", "small.toml", "--set", "run.steps=5")[0] == 0
+    before = files(folder / "runs" / "small")
+    code, out, _ = hookdiff(*words.split())
+    assert code == 0
+    check_facts(out, "runs/small", "5 steps", "--steps 2", "whole run", "hookdiff resume runs/small --steps N")
+    assert "of 2" not in out
+    assert files(folder / "runs" / "small") == before
+
+
 @pytest.mark.parametrize("of", ["run", "run/checkpoints/step-00000004"])
 def test_a_branch_continues_elsewhere_and_leaves_its_source_unchanged(hookdiff, folder, of):
     assert hookdiff("run", "small.toml", "--out", "whole")[0] == 0

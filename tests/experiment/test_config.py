@@ -13,7 +13,7 @@ from hookdiff import ConfigError, Every, UserError, experiment
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.experiment.config import SOURCES, Config, load_config, read_toml
 from hookdiff.experiment.discovery import installed
-from tests.conftest import check_facts, refused
+from tests.conftest import check_facts, refused, warnings
 
 GOOD = {
     "run": {"steps": 20, "batch_size": 16, "plugins": ["ema", "lr"]},
@@ -206,18 +206,17 @@ def test_golden_message_of_a_config_with_all_kinds_of_problems(tmp_path):
         bad = change(bad, dotted, value)
     path = write(tmp_path / "bad.toml", bad)
     with pytest.raises(ConfigError) as caught:
-        load_config(path, ["no:amp"], ["nonsense"])
+        load_config(path, settings=["nonsense"])
     first, *lines = str(caught.value).split("\n")
-    assert first == f"{path}: 7 problems"
-    assert lines[:5] == [
+    assert first == f"{path}: 6 problems"
+    assert lines[:4] == [
         "  --set nonsense: expected table.key=value",
         "  run.seed: must be >= 0: -1",
-        "  --plugins no:amp: 'amp' is not switched on",
         "  model.use: unknown 'dti'; did you mean 'dit'?; known: dit, unet, or module:Name",
         "  optimizer.lr: expected a number, got 'x'",
     ]
-    assert lines[5].startswith("  sampling.step: unknown key; did you mean 'steps'?; known: ")
-    assert lines[6:] == ["  plugins.ema.decay: must be < 1: 2.0"]
+    assert lines[4].startswith("  sampling.step: unknown key; did you mean 'steps'?; known: ")
+    assert lines[5:] == ["  plugins.ema.decay: must be < 1: 2.0"]
 
 
 @pytest.mark.parametrize(
@@ -274,6 +273,12 @@ def test_plugins_are_added_and_removed(path):
     assert list(load_config(path, ["no:ema", "ema"]).plugins) == ["lr", "ema"]
     (line,) = problems(path, ["no:emma"])
     check_facts(line, "--plugins no:emma", "'emma'", "'ema'")
+
+
+def test_an_installed_plugin_that_is_not_on_can_be_switched_off_with_a_warning(path, caplog):
+    assert load_config(path, ["no:fid"]).run.plugins == ("ema", "lr")
+    (warning,) = warnings(caplog)
+    check_facts(warning, "--plugins no:fid", "'fid'")
 
 
 def test_plugins_are_added_to_those_of_a_setting(path):
