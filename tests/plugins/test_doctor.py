@@ -59,21 +59,21 @@ from hookdiff.data import digits
 from hookdiff_networks import UNet
 
 
-def bytes_as_floats():
+def bytes_as_floats() -> torch.Tensor:
     return digits().images.float()
 
 
-def one_nan():
+def one_nan() -> torch.Tensor:
     images = digits().images.float() / 127.5 - 1
     images[700, 0, 3, 3] = torch.nan
     return images
 
 
-def constant():
+def constant() -> torch.Tensor:
     return (torch.rand(200, 1, 1, 1) * 2 - 1).repeat(1, 1, 8, 8)
 
 
-def faint():
+def faint() -> torch.Tensor:
     return constant() / 50
 
 
