@@ -49,6 +49,9 @@ class Waits:
 class Keeps:
     "Refuses its own state."
 
+    @hookimpl
+    def on_start(self): ...
+
     def state_dict(self):
         return {"x": 1}
 
