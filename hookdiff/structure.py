@@ -242,6 +242,16 @@ def hints_of(target: Any) -> dict[str, Any]:
     return {name: _hint(fields[name].type if name in fields else kind, scope) for name, kind in given.items()}
 
 
+def result_of(target: Callable[..., Any]) -> Any:
+    """Return the type that a function is annotated to return; Any if it has none, or one that cannot be evaluated."""
+    try:
+        annotation = inspect.signature(target).return_annotation
+    except (TypeError, ValueError):  # some callables that are written in C
+        return Any
+    module = getattr(inspect.unwrap(target), "__module__", "")
+    return _hint(annotation, vars(sys.modules[module]) if module in sys.modules else {})
+
+
 def _hint(annotation: Any, scope: dict[str, Any]) -> Any:
     if annotation in (None, inspect.Parameter.empty):
         return Any

@@ -191,7 +191,7 @@ def test_a_plugin_imports_only_public_names_and_its_own_package(path: Path) -> N
 # The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
 ROOMS = [
     *("errors", "readonly", "ranks", "versions", "findings"),
-    *("randomness", "options", "choices", "progress", "structure", "dispatch"),
+    *("randomness", "options", "imports", "choices", "progress", "structure", "dispatch"),
     *("disk", "data", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),

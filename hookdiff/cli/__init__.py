@@ -1,16 +1,15 @@
 """The command line. Each command is a module that is imported when it is called, so that `--help` stays fast."""
 
 import errno
-import importlib.util
 import re
 import sys
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
-from pathlib import Path
 
 import click
 
 from hookdiff.cli.output import drop_unwritten, open_streams, say
+from hookdiff.cli.source import file_of
 from hookdiff.errors import StorageError, UserError
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
@@ -42,14 +41,10 @@ def _summary(entry: EntryPoint) -> str:
 
     The file is read and not imported, because the import would take long.
     """
-    package, *inner = entry.module.split(".")
-    spec = importlib.util.find_spec(package)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        source = Path(folder, *inner).with_suffix(".py")
-        if inner and source.is_file():
-            first_line = source.read_text("utf-8", errors="replace").partition("\n")[0]
-            if found := re.match(r'"""`hookdiff [\w-]+`: (.+?)(?:""")?$', first_line):
-                return found[1][0].upper() + found[1][1:]
+    if source := file_of(entry.module):
+        first_line = source.read_text("utf-8", errors="replace").partition("\n")[0]
+        if found := re.match(r'"""`hookdiff [\w-]+`: (.+?)(?:""")?$', first_line):
+            return found[1][0].upper() + found[1][1:]
     return f"(from {entry.dist.name if entry.dist else entry.value})"
 
 

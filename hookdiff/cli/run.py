@@ -41,10 +41,12 @@ def train(
     skip_batches: int,
     fresh: tuple[str, ...],
     usr1: bool,
+    trust: bool | None = None,
 ) -> None:
     """Train from the config at `path`, print a summary, and exit with the code of the outcome.
 
     run_dir: None means runs/NAME. resume: see `build_loop`; True also starts a run that has no directory yet.
+    trust: see `load_config`.
     """
     from hookdiff import experiment
     from hookdiff.builtin.signals import Signals
@@ -56,7 +58,7 @@ def train(
     log.setLevel(logging.INFO)
     if lr is not None:
         settings = (*settings, f"optimizer.lr={lr}")
-    config = load_config(path, plugins, settings)
+    config = load_config(path, plugins, settings, trust=trust)
     for name in fresh:
         if name not in config.plugins:
             near = nearest(name, config.plugins) or f"; its plugins: {', '.join(config.plugins) or 'none'}"
@@ -73,9 +75,11 @@ def train(
         config, run_dir, resume=resume, overwrite=overwrite, fresh=fresh, skip_batches=skip_batches, plugins=added
     )
     reason = loop.run()
+    and_trust = " --trust" * bool(config.own_code)
     if reason == "done" and resume and loop.progress.step == loop.first_step:
         unit = "steps" if config.run.epochs is None else "epochs"
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))
+        out += and_trust
         length, made = getattr(config.run, unit), getattr(loop.progress, unit.removesuffix("s"))
         known = f"is already done, with {made} of {length} {unit}"
         if made > length:
@@ -86,5 +90,5 @@ def train(
     else:
         say(summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time))
         if reason in ("signal", "time") and loop.progress.step and loop.plugins.implement("restore"):
-            say(f"to continue: hookdiff resume {run_dir}")
+            say(f"to continue: hookdiff resume {run_dir}{and_trust}")
     sys.exit(128 + signals.caught if signals.caught and reason == "signal" else EXIT_CODES[reason])

@@ -16,15 +16,17 @@ from attrs import Attribute, define, evolve, field, fields
 from attrs.validators import ge
 
 from hookdiff.builtin.start import Start
-from hookdiff.choices import import_object, path_of
+from hookdiff.choices import path_of
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.disk.reading import read_file
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest, why_missing
-from hookdiff.experiment.discovery import installed, plugin_class, plugin_name
+from hookdiff.experiment.discovery import plugin_class, plugin_name
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.part import Part
+from hookdiff.experiment.places import MODEL, OPTIMIZER, SOURCE, Place
+from hookdiff.imports import import_object, importing, installed
 from hookdiff.models.adapters import checkpointable
 from hookdiff.models.init import Initialisation
 from hookdiff.options import about
@@ -64,7 +66,10 @@ class RunConfig(LoopConfig):
     )
     import_from: str | None = field(
         default=None,
-        metadata=about("additional folder to import `module:Name` from; unless given, that of the config"),
+        metadata=about(
+            "additional folder to import `module:Name` from; unless given, that of the config. A run directory needs "
+            "--trust for it"
+        ),
     )
 
 
@@ -78,9 +83,11 @@ class Section:
     table: str
     known: Mapping[str, str]  # paths of targets, by name
     shared: tuple[type, ...]  # classes that define the shared keys
+    place: Place
     key: str = "use"  # the key that names the target
     default: str | None = None
     find: Callable[[str, str], Any] = import_object
+    adapt: Callable[[Any], Any] = lambda target: target
 
     def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
         """Return the part that `table` names; if there is none, add the reason to `problems` and return None."""
@@ -105,9 +112,8 @@ class Section:
         kind = self.table if self.key == "use" else self.key  # "model", "optimizer", "source"
         path = self.known.get(str(use)) or path_of(kind, self.known, use, self.key)
         target = self.find(path, str(use))
-        if not callable(target):
-            raise ConfigError(f"{path} is a {type(target).__name__}, expected a class or a function")
-        return target
+        self.place.check(path, target)
+        return self.adapt(target)
 
 
 def _import_source(path: str, purpose: str) -> Any:
@@ -122,9 +128,9 @@ SOURCES = {
     "torchvision:NAME": "torchvision:NAME",
 }
 SECTIONS = (
-    Section("data", SOURCES, (Transforms, Store, Feed), key="source", find=_import_source),
-    Section("model", {}, (Start, Initialisation), find=lambda path, use: checkpointable(import_object(path, use))),
-    Section("optimizer", OPTIMIZERS, (Groups,), default="adamw"),
+    Section("data", SOURCES, (Transforms, Store, Feed), SOURCE, key="source", find=_import_source),
+    Section("model", {}, (Start, Initialisation), MODEL, adapt=checkpointable),
+    Section("optimizer", OPTIMIZERS, (Groups,), OPTIMIZER, default="adamw"),
 )
 
 
@@ -140,6 +146,7 @@ class Config:
     optimizer: Part
     sampling: Part
     plugins: Mapping[str, Part]  # the plugins of the run, in order
+    own_code: tuple[str, ...] = ()  # what it names as `module:Name` and no installed package publishes
 
     def resolved(self) -> dict[str, Any]:
         """Return the config with every default written out; running it again gives the same run."""
@@ -161,25 +168,38 @@ class Config:
         return evolve(self, run=RunConfig(name=self.run.name), plugins=plugins, **parts).resolved()
 
 
-def load_config(path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = ()) -> Config:
-    """Read and check the config at `path`.
+def load_config(
+    path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = (), *, trust: bool | None = None
+) -> Config:
+    """Read and check the config at `path`. Modules are imported, and nothing in them is called.
 
-    `plugins` are names to add, or `no:NAME` to remove one; `settings` are `table.key=value`. Raises ConfigError that
-    lists every problem.
+    Args:
+        path: the file.
+        plugins: names to add, or `no:NAME` to remove one.
+        settings: keys to set, as `table.key=value`.
+        trust: give it for the config of a run directory, which may be a stranger's. False: only torch, torchvision,
+            diffusers, hookdiff and what installed packages publish are imported; True: also code that the user's own
+            config had named. Neither imports from the run directory.
+
+    Raises:
+        ConfigError: lists every problem.
     """
     table, problems = read_toml(path), Problems()
     for setting in sorted(settings, key=_set_order):
         _set(table, setting, problems)
-    _make_importable(table, path)
-    return _check(table, path, plugins, problems)
+    if trust is not False:
+        _make_importable(table, path, is_of_run=trust is True)
+    with importing(only_installed=trust is False) as imports:
+        config = _check(table, path, plugins, problems)
+    return evolve(config, own_code=tuple(imports.own))
 
 
-def _make_importable(table: dict[str, Any], path: Path) -> None:
+def _make_importable(table: dict[str, Any], path: Path, is_of_run: bool) -> None:
     """Let `module:Name` find modules beside the config, and record their folder, so that config.toml finds them too."""
     run = table.get("run")
-    if isinstance(run, dict) and isinstance(run.setdefault("import_from", ""), str):
-        folder = run["import_from"] = str((path.parent / run["import_from"]).resolve())
-        if folder not in sys.path:
+    if isinstance(run, dict) and isinstance(given := run.get("import_from", None if is_of_run else ""), str):
+        folder = run["import_from"] = str((path.parent / given).resolve())
+        if folder not in sys.path and not (is_of_run and folder == str(path.parent.resolve())):
             sys.path.append(folder)
 
 
@@ -255,7 +275,7 @@ def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems:
 
 def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:
     """Return the tables of `config` by name; leave out and report what is missing or not a table."""
-    needed, known = ("run", "data", "model"), [field.name for field in fields(Config)[1:]]
+    needed, known = ("run", "data", "model"), [field.name for field in fields(Config)[1:-1]]
     for name in (name for name in config if name not in known):
         problems.add(name, f"unknown table{nearest(name, known)}; known: {', '.join(known)}")
     tables = {name: config.get(name, {}) for name in known if name in config or name not in needed}

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from hookdiff.cli.options import trust_option
+
 _HOOKS = ("prepare_model", "restore", "sample", "offer_weights")
 
 
@@ -26,7 +28,10 @@ _HOOKS = ("prepare_model", "restore", "sample", "offer_weights")
     help="For diffusers: change the sampler of the run; may be given several times.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export.")
-def command(run: Path, out: Path, to: str, weights: str | None, settings: tuple[str, ...], overwrite: bool) -> None:
+@trust_option
+def command(
+    run: Path, out: Path, to: str, weights: str | None, settings: tuple[str, ...], overwrite: bool, trust: bool
+) -> None:
     """Write the weights of the newest checkpoint of RUN, or of one CHECKPOINT in it, to FILE or DIR.
 
     They equal the weights with which `hookdiff sample RUN --weights NAME` samples, bit for bit. For diffusers the
@@ -44,7 +49,7 @@ def command(run: Path, out: Path, to: str, weights: str | None, settings: tuple[
             raise UserError(f"--set {setting}: expected a key of [sampling], with --to diffusers")
     check_place(out, to, overwrite)
     from_file = weights if weights and weights.endswith(".safetensors") else None
-    config = load_config(source / "config.toml", settings=settings)
+    config = load_config(source / "config.toml", settings=settings, trust=trust)
     loop = build_loop(config, source, resume=run, hooks=_HOOKS)
     with loop:
         if from_file:

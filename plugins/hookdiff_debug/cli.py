@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import override_options
+from hookdiff.cli.options import override_options, trust_option
 
 
 @click.command()
@@ -21,6 +21,7 @@ from hookdiff.cli.options import override_options
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Path of the picture, by default NAME-doctor.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and draw only with --out.")
+@trust_option
 def command(
     path: Path,
     plugins: tuple[str, ...],
@@ -28,6 +29,7 @@ def command(
     steps: int,
     out: Path | None,
     as_json: bool,
+    trust: bool,
 ) -> None:
     """Check CONFIG, or the newest checkpoint of the run directory RUN, or one CHECKPOINT in it.
 
@@ -48,7 +50,8 @@ def command(
     from hookdiff_debug.doctor import as_text, examine
 
     run = path if path.is_dir() else None
-    config = load_config(run_of(run) / "config.toml" if run else path, plugins, settings)
+    place = run_of(run) / "config.toml" if run else path
+    config = load_config(place, plugins, settings, trust=trust if run else None)
     if out is None and not as_json:
         out = Path(f"{config.run.name}-doctor.png")
     if out is not None:

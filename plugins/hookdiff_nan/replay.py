@@ -12,6 +12,7 @@ import torch
 from attrs import define, evolve, field
 
 from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config
+from hookdiff.experiment import Part
 from hookdiff.rehearsal import rehearsing
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
 from hookdiff_nan.plugin import NaN
@@ -61,23 +62,24 @@ class Replay:
             self.say(f"differs: the data has changed: {others}")
 
 
-def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly: bool, say: Say) -> bool:
+def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly: bool, trust: bool, say: Say) -> bool:
     """Run the step in the folder `path` again and `say` the outcome.
 
     Returns whether all its values are the same to the bit. If `plugins` or `settings` change the config: whether
-    the step is now finite; with `anomaly`, whether torch named an operation. Raises UserError if it cannot run.
+    the step is now finite; with `anomaly`, whether torch named an operation. trust: see `load_config`. Raises UserError
+    if it cannot run.
     """
     record = read_record(path)
     # Loading one batch is not worth worker processes; its pixels are the same without them.
-    config = _config(record, [*plugins, f"{__name__}:Replay"], [*settings, "data.workers=0"])
+    config = _config(record, plugins, [*settings, "data.workers=0"], trust)
     parts = {name: part for name, part in config.plugins.items() if not _is_sink(part.target)}
-    # Only Replay keeps all its hooks: the other plugins must not write files or make pictures.
-    keep = [name for name, part in parts.items() if part.target is Replay]
-    parts |= {name: parts[name].given(path=str(path)) for name in keep}
+    parts["replay"] = Part("plugins.replay", "replay", Replay, {"path": str(path)})
     fresh = [name for name in parts if name not in record.parts["plugins"]]
     _compute_as_then(record)
     with tempfile.TemporaryDirectory() as folder:
-        loop = build_loop(evolve(config, plugins=parts), Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=keep)
+        # Only Replay keeps all its hooks: the other plugins must not write files or make pictures.
+        replayed = evolve(config, plugins=parts)
+        loop = build_loop(replayed, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=["replay"])
         _one(loop, Replay).say = say
         _one(loop, NaN)  # it makes the report
         with _quietly(), loop:
@@ -107,16 +109,16 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
         return _compare(record, read_record(found), say)
 
 
-def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[str], say: Say) -> bool:
+def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[str], trust: bool, say: Say) -> bool:
     """Train up to the step in `path` from the checkpoint before it, at learning rate `rate`, and `say` the outcome.
 
-    Returns whether that step is now finite. The directory of the run is only read.
+    Returns whether that step is now finite. The directory of the run is only read. trust: see `load_config`.
     """
     record = read_record(path)
     place, run_dir = record.facts["progress"], path / record.facts["run_dir"]
     if place["step"] == 0:
         raise UserError("--lr: no update came before the first step, so a learning rate cannot change it")
-    config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"])
+    config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"], trust)
     config = evolve(config, plugins={name: part for name, part in config.plugins.items() if _trains(part.target)})
     _compute_as_then(record)
     with tempfile.TemporaryDirectory() as folder:
@@ -142,15 +144,15 @@ def _compute_as_then(record: Record) -> None:
     torch.use_deterministic_algorithms(machine["deterministic"])
 
 
-def _config(record: Record, plugins: Sequence[str], settings: Sequence[str]) -> Config:
+def _config(record: Record, plugins: Sequence[str], settings: Sequence[str], trust: bool) -> Config:
     if not (record.path / CONFIG).is_file():
         raise UserError(f"{record.path} has no {CONFIG}: a script made the run, and only that script can repeat it")
-    return load_config(record.path / CONFIG, plugins, settings)
+    return load_config(record.path / CONFIG, plugins, settings, trust=trust)
 
 
-def names_of_plugins(record: Record) -> tuple[str, ...]:
-    """Return the names of the run's plugins."""
-    return tuple(_config(record, (), ()).plugins)
+def names_of_plugins(record: Record, trust: bool) -> tuple[str, ...]:
+    """Return the names of the run's plugins. trust: see `load_config`."""
+    return tuple(_config(record, (), (), trust).plugins)
 
 
 def _one(loop: Loop, kind: type[P]) -> P:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hookdiff import UserError
+from hookdiff.cli.options import trust_option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option("--seed", default=0, metavar="N", help="Seed of the noise.")
 @click.option("--weights", metavar="NAME|FILE", help="An average, model, or a safetensors file.  [default: average]")
 @click.option("--out", type=click.Path(path_type=Path), help="PNG file.  [default: RUN/samples/seed-SEED.png]")
+@trust_option
 def command(
     run: Path,
     num: int,
@@ -42,6 +44,7 @@ def command(
     seed: int,
     weights: str | None,
     out: Path | None,
+    trust: bool,
 ) -> None:
     """Make images from RUN, a run directory, or from one CHECKPOINT in it.
 
@@ -61,7 +64,7 @@ def command(
     except ValueError:
         raise UserError(f"--labels {labels}: expected integers separated by commas, such as 0,1,2") from None
     file = Path(weights) if weights and weights.endswith(".safetensors") else None
-    config = load_config(source / CONFIG, settings=settings)
+    config = load_config(source / CONFIG, settings=settings, trust=trust)
     try_config(config, resume=True)
     hooks = ("prepare_model", "restore", "sample", "offer_weights")
     loop = build_loop(config, source, resume=run, hooks=hooks)

@@ -60,6 +60,9 @@ class Pauses:
 class Keeps:
     "Refuses its own state."
 
+    @hookimpl
+    def on_start(self): ...
+
     def state_dict(self):
         return {"x": 1}
 

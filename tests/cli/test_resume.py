@@ -57,6 +57,10 @@ class SlowBuild:
     def __init__(self):
         Path("building").touch()
         time.sleep(3600)
+
+    @hookimpl
+    def on_start(self):
+        pass
 """
 
 
@@ -189,8 +193,8 @@ def test_usr1_saves_and_exits_75(hookdiff, folder):
     code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--usr1", "--plugins", "hd_resume:Usr1")
     assert code == 75
     check_facts(out.splitlines()[0], "small", 3)
-    assert hookdiff("resume", "run", "--usr1", "--set", "run.max_time=0.000001 s")[0] == 75
-    assert hookdiff("resume", "run", "--usr1", "--set", "run.max_time=0")[0] == 0
+    assert hookdiff("resume", "run", "--usr1", "--trust", "--set", "run.max_time=0.000001 s")[0] == 75
+    assert hookdiff("resume", "run", "--usr1", "--trust", "--set", "run.max_time=0")[0] == 0
     assert [record["step"] for record in records(folder / "run")] == [2, 4, 6]
 
 
@@ -214,7 +218,7 @@ def test_a_signal_to_the_process_group_lets_the_run_close_its_workers(
     assert (folder / "saving").exists() == (folder / "saved").exists()
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # no worker is left
-    assert hookdiff("resume", "run", "--steps", step + 4, "--set", "data.workers=0")[0] == 0
+    assert hookdiff("resume", "run", "--steps", step + 4, "--set", "data.workers=0", "--trust")[0] == 0
     assert hookdiff("run", path, "--out", "whole", "--set", f"run.steps={step + 4}")[0] == 0
     assert_equal_runs(folder / "whole", folder / "run")
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from hookdiff import ConfigError, Every, UserError, experiment
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.experiment.config import SOURCES, Config, load_config, read_toml
-from hookdiff.experiment.discovery import installed
+from hookdiff.imports import installed
 from tests.conftest import check_facts, refused, warnings
 
 GOOD = {
@@ -100,7 +100,7 @@ def test_numbers_and_times_have_their_types(path):
         ("run.plugins", ["ema", 3], ("item 2", 3)),
         ("run.plugins", ["ema", "nowhere:X"], ("'nowhere:X'",)),
         ("run.plugins", ["ema", ":X"], ("':X'",)),
-        ("run.plugins", ["ema", "json:loads"], ("'json:loads'", "function")),
+        ("run.plugins", ["ema", "torch:load"], ("'torch:load'", "function")),
         ("run.seed", -1, (0, -1)),
         ("run.seed", 2**63, (2**63,)),
         ("run.steps", 0, (1, 0)),
@@ -126,7 +126,8 @@ def test_numbers_and_times_have_their_types(path):
         ("data.root", "here", ("image_size",)),
         ("model.use", "nowhere:Net", ("nowhere:Net",)),
         ("model.use", "torch.nn:Lineer", ("torch.nn:Lineer", "'Lineer'", "'Linear'")),
-        ("model.use", "math:pi", ("math:pi", "float")),
+        ("model.use", "math:pi", ("math:pi", "standard library")),
+        ("model.use", "torch:pi", ("torch:pi", "float")),
         ("model.use", ":", ()),
         ("model.channels", 8.0, (8.0,)),
         ("model.channel_mults", 2, (2,)),
@@ -251,8 +252,10 @@ def test_a_directory_is_refused(tmp_path):
 
 def test_conflicts_and_requirements_are_refused(tmp_path, monkeypatch):
     (tmp_path / "hd_partners.py").write_text(
-        "class Loner:\n    conflicts = ('ema',)\nclass Needy:\n    requires = ('clip',)\n"
-        "class Greedy:\n    def __init__(self, must, may=1): ...\n"
+        "from hookdiff import hookimpl\n"
+        "class Plugin:\n    @hookimpl\n    def on_start(self): ...\n"
+        "class Loner(Plugin):\n    conflicts = ('ema',)\nclass Needy(Plugin):\n    requires = ('clip',)\n"
+        "class Greedy(Plugin):\n    def __init__(self, must, may=1): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     path = write(tmp_path / "bad.toml", GOOD)

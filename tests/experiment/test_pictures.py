@@ -32,7 +32,7 @@ def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
 def test_a_key_that_the_source_takes_is_passed_to_the_source(folder: Path, user_module: Any) -> None:
     user_module(
         "hd_flags",
-        "import torch\nfrom hookdiff import InMemory\n\n\ndef flags(flip: int, image_size: int = 4):\n"
+        "import torch\nfrom hookdiff import InMemory\n\n\ndef flags(flip: int, image_size: int = 4) -> InMemory:\n"
         "    return InMemory(torch.full((9, 1, image_size, image_size), flip, dtype=torch.uint8))\n",
     )
     text = PICTURES.replace('"folder"', '"hd_flags:flags"').replace('path = "pictures"', "").replace("true", "7")
