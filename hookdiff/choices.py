@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, metadata
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
@@ -106,13 +107,21 @@ def name_of(chosen: type[Choice]) -> str:
     return next((name for name, paths in _published(chosen.kind).items() if paths == [path]), path)
 
 
+def _way_to_install(module: str) -> str:
+    """Return the command that installs the package of `module`, if that is missing and an extra of hookdiff has it."""
+    package = module.partition(".")[0]
+    extras = metadata("hookdiff").get_all("Provides-Extra", [])
+    missing = package in extras and find_spec(package) is None
+    return f"; pip install 'hookdiff[{package}]'" if missing else ""
+
+
 def import_object(path: str, purpose: str) -> Any:
     """Import `package.module:Name`; raises PluginError that begins with `purpose`."""
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
     except (ImportError, TypeError, ValueError) as error:  # the last two if `module` starts with a dot, or is empty
-        raise PluginError(f"{purpose}: cannot import {module}: {error}") from error
+        raise PluginError(f"{purpose}: cannot import {module}: {error}{_way_to_install(module)}") from error
     try:
         return attrgetter(name)(found)
     except AttributeError:
