@@ -14,11 +14,10 @@ from hookdiff_init.look import Pictures
 from hookdiff_init.write import Plan, text
 
 _USUAL = 600.0  # seconds of training, unless given
-_STEPS = (
-    800  # that drawings of 32 x 32 pixels in four classes took to be recognised; twice the side takes twice as many
-)
+# Drawings of 32 x 32 pixels in four classes were recognised after this many steps; twice the side takes twice as many.
+_STEPS = 800
 _ENOUGH = 8  # times as many steps: more improve little
-_SIDE = 32  # a smaller image is not recognised, so this side is never reduced to save time
+_SIDE = 32  # fewer pixels are hard to recognise, so this side is not reduced to save time
 _TRIED = 4  # steps, of which the fastest counts
 _BATCH = 32
 
@@ -51,7 +50,7 @@ def fit(pictures: Pictures, seconds: float | None) -> Plan:
     device = pick_device("auto").type
     fitting = None
     for side in _sides(pictures):
-        network = [each for each in _NETWORKS if each.side <= side][-1]
+        network = _network(side)
         plan = Plan(
             side=side,
             channels=network.channels,
@@ -80,15 +79,19 @@ def fit(pictures: Pictures, seconds: float | None) -> Plan:
 def _sides(pictures: Pictures) -> list[int]:
     """Return the sides to choose from, the smallest first: that of the images if they are squares, or powers of two."""
     own = pictures.side
-    possible = {8, 16, 32, 64, 128} | ({own} if pictures.square and own % 8 in (0, 4) else set())
-    sides = sorted(side for side in possible if side <= min(128, max(8, own)))
+    sides = [side for side in (8, 16, 32, 64, 128) if side <= max(8, own)]
+    if pictures.square and 8 < own < 128 and own % 2 ** (len(_network(own).mults) - 1) == 0:
+        sides = sorted({*sides, own})
     return [side for side in sides if side >= min(_SIDE, sides[-1])]
+
+
+def _network(side: int) -> Network:
+    return [network for network in _NETWORKS if network.side <= side][-1]
 
 
 def _rounded(steps: float) -> int:
     """Return `steps` with two digits, at least 10."""
-    digits = max(1, len(str(int(steps))) - 2)
-    return max(10, round(steps / 10**digits) * 10**digits)
+    return max(10, int(round(steps, 2 - len(str(int(steps))))))
 
 
 def rehearse(pictures: Pictures, plan: Plan) -> float:

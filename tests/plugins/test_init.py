@@ -135,6 +135,15 @@ def test_larger_images_become_squares_of_a_power_of_two(hookdiff: Say) -> None:
     assert not Path("mine.toml").exists()
 
 
+@pytest.mark.parametrize(("side", "trained"), [(7, 8), (20, 20), (21, 16), (40, 40), (52, 32), (64, 64)])
+def test_squares_keep_their_size_if_a_network_takes_it(hookdiff: Say, side: int, trained: int) -> None:
+    save("0.png", size=(side, side))
+    assert hookdiff("init", "mine", "--minutes", 1000)[0] == 0  # enough for the largest
+    data = tomli.loads(Path("mine.toml").read_text())["data"]
+    assert data.get("image_size") == (None if trained == side else trained)
+    assert build_feed(load_config(Path("mine.toml"))).shape == (3, trained, trained)
+
+
 def test_three_commands_make_samples_of_each_class(hookdiff: Say) -> None:
     classes()
     assert hookdiff("init", "mine", "--minutes", "0.02")[0] == 0
