@@ -30,6 +30,11 @@ class Kind:
     count: int = 0
     example: str = ""
 
+    @property
+    def channels(self) -> int:
+        """1 for grey pictures, 3 for others."""
+        return num_channels(self.mode)
+
 
 @define
 class Survey:
@@ -118,7 +123,7 @@ def first_stage_shape(kinds: list[Kind], transforms: Transforms) -> tuple[int, i
     Raises UserError for grey among colour, for different sizes, and for sizes that are too small.
     """
     refuse(_misfits(kinds, transforms))
-    channels = transforms.channels or num_channels(kinds[0].mode)
+    channels = transforms.channels or kinds[0].channels
     if side := transforms.side:
         return channels, side, side
     return channels, kinds[0].height, kinds[0].width
@@ -127,7 +132,7 @@ def first_stage_shape(kinds: list[Kind], transforms: Transforms) -> tuple[int, i
 def _misfits(kinds: list[Kind], transforms: Transforms) -> list[str]:
     """Return the reasons why `transforms` cannot give pictures of all these kinds one shape."""
     problems = []
-    grey = [kind for kind in kinds if num_channels(kind.mode) == 1]
+    grey = [kind for kind in kinds if kind.channels == 1]
     colour = [kind for kind in kinds if kind not in grey]
     if grey and colour and not transforms.channels:
         counts = f"{_count(grey)} images are grey, {_count(colour)} are in colour"

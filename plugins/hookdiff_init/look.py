@@ -7,7 +7,6 @@ from attrs import define
 
 from hookdiff import UserError
 from hookdiff.data import Feed, Folder, Store, Transforms
-from hookdiff.data.decode import num_channels
 
 _PER_CLASS = 8  # with fewer images for each sub-folder, the sub-folders are no classes
 _SMALL = 0.1  # share of the images that may be smaller than the training images
@@ -71,7 +70,7 @@ def look(path: Path) -> Pictures:
     sizes: dict[tuple[int, int], int] = {}
     for kind in kinds:
         sizes[kind.width, kind.height] = sizes.get((kind.width, kind.height), 0) + kind.count
-    channels = {num_channels(kind.mode) for kind in kinds}
+    channels = {kind.channels for kind in kinds}
     return Pictures(
         path=str(path),
         num=len(feed.usable),
