@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, metadata
 from typing import Any
 
 from attrs import define, field
@@ -65,7 +65,7 @@ def import_object(path: str, purpose: str) -> Any:
     try:
         found = importlib.import_module(module)
     except (ImportError, TypeError, ValueError) as error:  # the last two if `module` starts with a dot, or is empty
-        raise PluginError(f"{purpose}: cannot import {module}: {error}") from error
+        raise PluginError(f"{purpose}: cannot import {module}: {error}{_way_to_install(module)}") from error
     outer: Any = found
     for part in name.split("."):
         # A module's module may be any, such as `sys`; an attribute of another object may be a property, which runs.
@@ -76,6 +76,14 @@ def import_object(path: str, purpose: str) -> Any:
         except AttributeError:
             raise PluginError(f"{purpose}: {module} has no {name!r}{nearest(name, dir(found))}") from None
     return outer
+
+
+def _way_to_install(module: str) -> str:
+    """Return the command that installs the package of `module`, if that is missing and an extra of hookdiff has it."""
+    package = module.partition(".")[0]
+    extras = metadata("hookdiff").get_all("Provides-Extra", [])
+    missing = package in extras and importlib.util.find_spec(package) is None
+    return f"; pip install 'hookdiff[{package}]'" if missing else ""
 
 
 def is_installed(path: str) -> bool:

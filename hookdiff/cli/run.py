@@ -52,6 +52,7 @@ def train(
     from hookdiff.builtin.signals import Signals
     from hookdiff.cli.summary import summary
     from hookdiff.disk.paths import check_run_dir
+    from hookdiff.experiment.build import unused_classes
     from hookdiff.experiment.config import load_config
 
     log_to_stderr()
@@ -74,6 +75,8 @@ def train(
     loop = experiment.build_loop(
         config, run_dir, resume=resume, overwrite=overwrite, fresh=fresh, skip_batches=skip_batches, plugins=added
     )
+    if warning := unused_classes(config, loop.feed.num_classes):
+        log.warning(warning)
     reason = loop.run()
     and_trust = " --trust" * bool(config.own_code)
     if reason == "done" and resume and loop.progress.step == loop.first_step:

@@ -326,12 +326,12 @@ def test_nothing_is_wrong_with_a_healthy_config(name, doctor, folder):
         text = CONFIG.replace('use = "unet"\nchannels = 8\nnum_res_blocks = 1\nhead_dim = 8', own)
         (folder / "small.toml").write_text(text)
     more = ["--plugins", "amp,progress"] if "bf16" in name else []
-    code, out, err = doctor("small.toml", "--steps", 24, *settings(**HEALTHY[name]), *more)
+    code, out, err = doctor("small.toml", "--steps", 24, "--out", "strip.png", *settings(**HEALTHY[name]), *more)
     first, *rest = out.splitlines()
     assert first == "no errors, 0 warnings", out
     assert (code, err) == (0, "")
     assert any(line.startswith("ok       ema") for line in rest)
-    with Image.open("small-doctor.png") as picture:
+    with Image.open("strip.png") as picture:
         assert picture.width > picture.height  # 9 columns of 8 rows
 
 
