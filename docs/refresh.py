@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hookdiff.choices import import_object
 from hookdiff.cli.hooks import contract, example, imports
 from hookdiff.experiment.reference import Key, keys, summary
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
+from hookdiff.imports import import_object
 
 _KEYS = re.compile(r"(<!-- keys of (\S+?)(?: without ([\w, ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _HOOK = re.compile(r"(<!-- hook (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from hookdiff.errors import PluginError, UserError, nearest
 from hookdiff.models.optimizer_state import load_optimizer, optimizer_state
 
+ADOPTED = "adopted"  # in the saved state of a plugin, the key of its modules
+
 
 @define(eq=False)
 class Trained:

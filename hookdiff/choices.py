@@ -6,15 +6,14 @@ script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"`
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from hookdiff.errors import PluginError, nearest
+from hookdiff.imports import PARTS, import_object
 
-GROUP = "hookdiff.parts"  # of entry points; "weighting.mine" is the weighting `mine`
 Chosen = TypeVar("Chosen", bound="Choice")
 
 
@@ -88,9 +87,12 @@ def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> s
 
 
 def _published(kind: str) -> dict[str, list[str]]:
-    """Return the paths of the objects that entry points offer for `kind`, by name; a name may have several."""
+    """Return the paths of the objects that entry points offer for `kind`, by name; a name may have several.
+
+    The entry point "weighting.mine" offers the weighting `mine`.
+    """
     found: dict[str, list[str]] = {}
-    for entry in sorted(entry_points(group=GROUP), key=attrgetter("name")):
+    for entry in sorted(entry_points(group=PARTS), key=attrgetter("name")):
         group, _, name = entry.name.partition(".")
         if group == kind and entry.value not in found.setdefault(name, []):
             found[name].append(entry.value)
@@ -104,16 +106,3 @@ def name_of(chosen: type[Choice]) -> str:
             return name
     path = f"{chosen.__module__}:{chosen.__qualname__}"
     return next((name for name, paths in _published(chosen.kind).items() if paths == [path]), path)
-
-
-def import_object(path: str, purpose: str) -> Any:
-    """Import `package.module:Name`; raises PluginError that begins with `purpose`."""
-    module, _, name = path.partition(":")
-    try:
-        found = importlib.import_module(module)
-    except (ImportError, TypeError, ValueError) as error:  # the last two if `module` starts with a dot, or is empty
-        raise PluginError(f"{purpose}: cannot import {module}: {error}") from error
-    try:
-        return attrgetter(name)(found)
-    except AttributeError:
-        raise PluginError(f"{purpose}: {module} has no {name!r}{nearest(name, dir(found))}") from None

@@ -46,11 +46,13 @@ class Contract:
 
 @define(frozen=True)
 class Call:
-    """An implementation of a hook, bound to the arguments that it takes."""
+    """An implementation of a hook, and a function that takes its arguments out of those of the hook."""
 
     plugin: str
     is_wrapper: bool
-    run: Bound
+    function: Callable[..., Any]
+    take: Callable[[Arguments], Any]
+    takes_one: bool  # `take` returns the argument itself, and not a tuple
 
 
 def in_order(impls: Sequence[HookImpl], rank: Mapping[str, int]) -> list[HookImpl]:
@@ -64,26 +66,12 @@ def in_order(impls: Sequence[HookImpl], rank: Mapping[str, int]) -> list[HookImp
 
 
 def bind(impl: HookImpl, hook: str, watch: Watch | None = None) -> Call:
-    """Return the call of `impl`. An error that it raises gets a note with the names of plugin and hook.
-
-    If `watch` is given, the implementation runs inside of `watch(plugin, hook)`.
-    """
-    plugin, names = impl.plugin_name, impl.argnames
-    function = impl.function if watch is None or impl.wrapper else _watched(impl.function, plugin, hook, watch)
-    take = itemgetter(*names) if len(names) > 1 else None
-
-    def run(arguments: Arguments) -> Any:
-        try:
-            if take is not None:
-                return function(*take(arguments))
-            return function(arguments[names[0]]) if names else function()
-        except Exception as error:
-            add_note(error, plugin, hook)
-            raise
-
-    if watch is not None and impl.wrapper:
-        return Call(plugin, True, lambda arguments: _WatchedWrapper(run(arguments), lambda: watch(plugin, hook)))
-    return Call(plugin, impl.wrapper, run)
+    """Return the call of `impl`; if `watch` is given, it runs inside of `watch(plugin, hook)`."""
+    plugin, names, function = impl.plugin_name, impl.argnames, impl.function
+    if watch is not None:
+        function = (_watched_wrapper if impl.wrapper else _watched)(function, plugin, hook, watch)
+    take = itemgetter(*names) if names else lambda _: ()
+    return Call(plugin, impl.wrapper, function, take, len(names) == 1)
 
 
 def add_note(error: BaseException, plugin: str, hook: str) -> None:
@@ -95,19 +83,24 @@ def add_note(error: BaseException, plugin: str, hook: str) -> None:
 def compile_hook(contract: Contract, calls: Sequence[Call]) -> Callable[..., Any]:
     """Return the function that calls the ordered `calls` of a hook with keyword arguments.
 
-    It raises HookError, with the names of plugin and hook, for a result that the contract does not allow; where no
-    result is expected, it logs a warning. A seam calls its implementations until one returns something other than
-    PASS; a moment returns a list of all results.
+    An error of a plugin gets a note with the names of plugin and hook. HookError, with both names, is raised for a
+    result that the contract does not allow; where no result is expected, a warning is logged. A seam calls its
+    implementations until one returns something other than PASS; a moment returns a list of all results.
     """
-    plain = [(call.plugin, call.run) for call in calls if not call.is_wrapper]
+    plain = [(call.plugin, call.function, call.take, call.takes_one) for call in calls if not call.is_wrapper]
     returns = contract.returns
-
     useless: set[str] = set()  # plugins with a result that nothing takes
 
+    # Each loop calls the functions itself: one more frame for each call is felt in a step of a small network.
     def moment(arguments: Arguments) -> list[Any]:
         results = []
-        for plugin, run in plain:
-            if (result := run(arguments)) is None:
+        for plugin, function, take, takes_one in plain:
+            try:
+                result = function(take(arguments)) if takes_one else function(*take(arguments))
+            except Exception as error:
+                add_note(error, plugin, contract.name)
+                raise
+            if result is None:
                 continue
             if returns is NoneType:
                 if plugin not in useless:
@@ -119,8 +112,13 @@ def compile_hook(contract: Contract, calls: Sequence[Call]) -> Callable[..., Any
         return results
 
     def seam(arguments: Arguments) -> Any:
-        for plugin, run in plain:
-            if (result := run(arguments)) is not PASS:
+        for plugin, function, take, takes_one in plain:
+            try:
+                result = function(take(arguments)) if takes_one else function(*take(arguments))
+            except Exception as error:
+                add_note(error, plugin, contract.name)
+                raise
+            if result is not PASS:
                 if not isinstance(result, returns):
                     raise HookError(_refusal(contract, plugin, result))
                 return result
@@ -128,10 +126,11 @@ def compile_hook(contract: Contract, calls: Sequence[Call]) -> Callable[..., Any
 
     def to_the_end(arguments: Arguments) -> list[Any]:
         errors: list[Exception] = []
-        for plugin, run in plain:
+        for plugin, function, take, takes_one in plain:
             try:
-                run(arguments)
+                function(take(arguments)) if takes_one else function(*take(arguments))
             except Exception as error:
+                add_note(error, plugin, contract.name)
                 if errors:
                     log.exception("the plugin %r failed in the hook %r too", plugin, contract.name)
                 errors.append(error)
@@ -142,22 +141,7 @@ def compile_hook(contract: Contract, calls: Sequence[Call]) -> Callable[..., Any
     body: Bound = seam if contract.is_seam else to_the_end if contract.to_the_end else moment
     for call in reversed([call for call in calls if call.is_wrapper]):
         body = _surround(contract, call, body)
-    if contract.is_seam and len(calls) == 1:
-        return _only(contract, calls[0].plugin, calls[0].run)
     return lambda **arguments: body(arguments)
-
-
-def _only(contract: Contract, plugin: str, run: Bound) -> Callable[..., Any]:
-    """Return a seam with one implementation, its default: most seams of a step are like this."""
-    returns = contract.returns
-
-    def call(**arguments: Any) -> Any:
-        result = run(arguments)
-        if not isinstance(result, returns):
-            raise HookError(_refusal(contract, plugin, result))
-        return result
-
-    return call
 
 
 def _refusal(contract: Contract, plugin: str, result: object) -> str:
@@ -186,6 +170,10 @@ def _watched(function: Callable[..., Any], plugin: str, hook: str, watch: Watch)
             return function(*arguments)
 
     return watched
+
+
+def _watched_wrapper(function: Callable[..., Any], plugin: str, hook: str, watch: Watch) -> Callable[..., Any]:
+    return lambda *arguments: _WatchedWrapper(function(*arguments), lambda: watch(plugin, hook))
 
 
 @define(eq=False)
@@ -226,7 +214,8 @@ def _surround(contract: Contract, wrapper: Call, body: Bound) -> Bound:
         return result
 
     def call(arguments: Arguments) -> Any:
-        around: Generator[None, Any, Any] = wrapper.run(arguments)
+        taken = wrapper.take(arguments)
+        around: Generator[None, Any, Any] = wrapper.function(*((taken,) if wrapper.takes_one else taken))
         thrown: BaseException | None = None
         try:
             try:

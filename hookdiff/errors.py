@@ -43,6 +43,11 @@ class UnknownWeights(UserError):
         )
 
 
+def shown(path: object) -> str:
+    """Return the text of a path for people: control characters, line ends and bytes that are not UTF-8 are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(path))
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the closest of `known`, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -6,7 +6,7 @@ import random
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
 import torch
@@ -18,10 +18,18 @@ from hookdiff.log import Mean, Value
 from hookdiff.options import about
 from hookdiff.periodic import Periodic
 from hookdiff.randomness import derive_seed
+from hookdiff.structure import COUNT
 from hookdiff.weights import evaluating
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
+
+
+@define(frozen=True, kw_only=True)
+class EvaluationState:
+    """The saved state of an `Evaluation`."""
+
+    measured_at: int | None = field(validator=COUNT)
 
 
 @define(eq=False)
@@ -29,9 +37,11 @@ class Evaluation(Periodic):
     """The base of plugins that measure the network: a subclass implements `evaluate`, and `val/NAME` is logged.
 
     A measurement does not change the training, to the bit. The step of the newest one is saved, so that a resumed run
-    measures at the same steps as one that was never stopped. A subclass with more state extends `state_dict` and
-    `load_state_dict`.
+    measures at the same steps as one that was never stopped. A subclass with more state extends `state_dict`,
+    `load_state_dict` and the class `EvaluationState`.
     """
+
+    state_class: ClassVar[type] = EvaluationState
 
     weights: str | None = field(
         default=None,

@@ -56,6 +56,9 @@ def report(step: int, finding: Finding | None) -> None:
         log.log(logging.INFO if finding.severity == "info" else logging.WARNING, "step %d: %s", step, finding)
 
 
+Raised = dict[str, tuple[Severity, int, float]]  # the state of `Alarms`
+
+
 @define(eq=False)
 class Alarms:
     """Remembers the findings that were reported, by keys that the plugin chooses, so that each is reported once.

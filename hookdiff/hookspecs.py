@@ -110,7 +110,7 @@ class Hooks(Protocol):
         `loop.gradients` are those of the newest pass, and carry the loss scale until `unscale`. `loop.gradients.zero()`
         clears them between two passes and keeps their norm: an overflow in any pass makes the step void, and a NaN in
         any pass makes it not finite. The loss may be that of any pass. The statistics of batch norm change in each
-        pass; `Buffers` of `hookdiff.weights` restores them.
+        pass; `loop.buffers.put_back()` restores them.
         May change: the gradients; weights only during a pass, by `with holding(loop.model, tensors)` of
         `hookdiff.weights`, which takes some or all parameters by name and restores them after any error.
         """
@@ -151,17 +151,19 @@ class Hooks(Protocol):
     def unscale(self, loop: Loop) -> bool:
         """Seam: each step, after the last micro-batch. Return True once the gradients are at true scale.
 
-        False makes the step void: no other hook of the step is called, the batch is consumed, no update is counted.
+        False makes the step void: no other hook of the step is called, the batch is consumed, no update is counted. The
+        model's buffers get back their values from before the step.
         May change: the gradients, by a factor.
         """
 
     @hookspec
     def on_nan(self, loop: Loop, report: NonFinite) -> Verdict | None:
-        """Moment: the loss or a gradient is not finite, and no weight has changed.
+        """Moment: the loss or a gradient is not finite, and no weight has changed. Buffers have their earlier values.
 
         Return a verdict, or None; the strongest wins: "stop" > "rollback" > "skip". Without a verdict the run stops
         with exit code 3. The noise after a skipped step is different, because it depends on `progress.position`, which
-        counts batches and not updates. A batch that stopped the run is not counted: a resumed run meets it again.
+        counts batches and not updates. A batch that stopped the run is not counted: a resumed run meets it again. A
+        rollback without a checkpoint to go back to stops the run.
         May change: own state; `report.notes`, text by title, which is logged with the report.
         """
 

@@ -25,7 +25,7 @@ from hookdiff.randomness import Randomness
 from hookdiff.readonly import ReadOnly
 from hookdiff.sampling import Sampler, SampleRequest, Samples
 from hookdiff.state import Optimizers, RunState
-from hookdiff.weights import HeldWeights
+from hookdiff.weights import Buffers, HeldWeights
 
 
 class Loop(ReadOnly):
@@ -67,6 +67,7 @@ class Loop(ReadOnly):
         self.adopted: Final = Adopted(self.plugins, next(model.parameters()))
         self.adopt: Final = self.adopted.add  # takes a module of a plugin, in `prepare_model`
         self.gradients: Final = Gradients(model, ())
+        self.buffers: Final = Buffers(model)  # as they were before the step
         self.weights: Final = HeldWeights(model, lambda: self.hook.offer_weights(loop=self))
         self.objective: Final = as_objective(objective)
         self.sampler: Final = sampler
@@ -116,9 +117,9 @@ class Loop(ReadOnly):
         """Prepare the model and make `net`, the optimizers and the gradients; no state is loaded."""
         with self.adopted.taking():
             self.hook.prepare_model(loop=self)
-        net = self.hook.wrap_net(loop=self, net=self.model)
+        self._set(net=self.hook.wrap_net(loop=self, net=self.model).train(), buffers=Buffers(self.model))
         optimizers = self._state.hold(self._make_optimizers(self.model))
-        self._set(net=net.train(), optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted))
+        self._set(optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the run, which the seam `restore` returns later. The tensors are not copied."""
@@ -170,24 +171,23 @@ class Loop(ReadOnly):
     def run_step(self, batch: Batch) -> Step:
         """Train on `batch` and return the outcome; a run that is stopped already trains nothing."""
         self.hook.on_ready(loop=self, resumed=self._state.is_resumed)  # the first time only
-        progress = self.progress
-        total = batch.total
+        progress, total = self.progress, batch.total
         if self.end.reason:
             return progress.consume(total, "stopped")
-        made = self.hook.make_batch(loop=self, batch=batch)
-        if not len(made):
+        if not len(made := self.hook.make_batch(loop=self, batch=batch)):
             return progress.consume(total, "skipped")
         batch = made.in_place_of(batch)
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
+        self.buffers.keep()
         self.gradients.reset()
         self._set(output=self.hook.accumulate(loop=self, batch=batch))
         self.gradients.conclude(self.output.loss)
         if not self.hook.unscale(loop=self):
+            self.buffers.put_back()
             return progress.consume(total, "void", self.gradients.loss, self.gradients.total_norm)
         report = nonfinite.examine(batch, self.output, self.gradients, progress, self.feed)
-        loss = self.gradients.loss
-        norm = self.gradients.total_norm  # before any clipping
+        loss, norm = self.gradients.loss, self.gradients.total_norm  # before any clipping
         if report:
             return progress.consume(total, self._not_finite(report), loss, norm)
         self.hook.after_backward(loop=self)
@@ -211,9 +211,9 @@ class Loop(ReadOnly):
         return output
 
     def _not_finite(self, report: nonfinite.NonFinite) -> Outcome:
+        self.buffers.put_back()
         verdict = nonfinite.decide(report, self.hook.on_nan(loop=self, report=report))
-        if verdict == "rollback":
-            self._state.roll_back(self.hook.restore(loop=self), self.first_step)
-        elif verdict == "stop":
-            self.stop("on_nan")
-        return "stopped" if verdict == "stop" else "skipped"
+        if verdict == "skip" or (verdict == "rollback" and self._state.roll_back(self.hook.restore(loop=self))):
+            return "skipped"
+        self.stop("on_nan", "" if verdict == "stop" else "there is no checkpoint to go back to")
+        return "stopped"

@@ -19,7 +19,7 @@ _SHOWN = 8  # samples in a message
 _STRENGTH: tuple[Verdict, ...] = ("skip", "rollback", "stop")
 _NEXT: dict[Verdict, str] = {
     "stop": "; --resume repeats this step: add --skip-batches 1 to skip its batch, or --lr X for lower learning rates",
-    "rollback": "; the run returns to the last checkpoint, and continues with the batches after this one",
+    "rollback": "; the run returns to the last checkpoint, if any, and continues with the batches after this one",
     "skip": "; the run continues with the next batch",
 }
 

@@ -112,12 +112,12 @@ class Plugins(Mapping[str, object]):
         """Return `on_start`, which notes the plugins that have started."""
 
         def noted(call: Call) -> Call:
-            def run(arguments: Mapping[str, Any]) -> Any:
-                result = call.run(arguments)
+            def start(*arguments: Any) -> Any:
+                result = call.function(*arguments)
                 self._started.add(call.plugin)
                 return result
 
-            return evolve(call, run=run)
+            return evolve(call, function=start)
 
         start = compile_hook(contract, [noted(call) for call in calls])
 

@@ -210,8 +210,11 @@ class End(ReadOnly):
         self._set(start_time=time.monotonic(), reason=None, message="")
 
     def stop(self, reason: Reason = "plugin", message: str = "") -> None:
-        """End the run after the current step; the first call counts. `message` stands in the summary of the run."""
-        if self.reason is None:
+        """End the run after the current step. `message` stands in the summary of the run.
+
+        The first call counts, but "on_nan" replaces another reason: weights that are not finite may be found last.
+        """
+        if self.reason is None or (reason == "on_nan" and self.reason not in ("on_nan", "error")):
             self._set(reason=reason, message=message)
 
     def is_reached(self, config: LoopConfig, progress: Progress) -> bool:

@@ -1,36 +1,47 @@
 """The state of a run: collected for a checkpoint, checked and loaded when the run is resumed."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attrs import define
+from attrs import define, field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookdiff.adopted import Adopted
+from hookdiff.adopted import ADOPTED, Adopted
 from hookdiff.data import Feed
 from hookdiff.disk.paths import is_empty, no_such_folder
 from hookdiff.disk.tree import State, plain
 from hookdiff.errors import NoCheckpoint, UserError
+from hookdiff.findings import listed
 from hookdiff.log import Log
 from hookdiff.models.load import differences
 from hookdiff.models.names import plain_name
-from hookdiff.models.optimizer_state import load_optimizer, optimizer_state
+from hookdiff.models.optimizer_state import check_eps, check_optimizer, load_optimizer, optimizer_state
 from hookdiff.progress import Progress
+from hookdiff.structure import COUNT, structured
 from hookdiff.versions import changed, versions
 
 Optimizers = Optimizer | Sequence[Optimizer]
 log = logging.getLogger("hookdiff")
-ADOPTED = "adopted"  # key of the modules that a plugin has adopted, in its state
 
 
 def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """Return one or several optimizers as a tuple."""
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+
+
+@define(frozen=True)
+class Counts:
+    """The saved state of a `Progress`."""
+
+    step: int = field(validator=COUNT)
+    position: int = field(validator=COUNT)
+    epoch: int = field(validator=COUNT)
+    samples: int = field(validator=COUNT)
 
 
 @define(eq=False)
@@ -53,6 +64,7 @@ class RunState:
     fresh: tuple[str, ...]
     optimizers: tuple[Optimizer, ...] = ()
     is_resumed: bool = False  # a state was loaded
+    first_step: int = 0  # updates made before this process began
 
     @cached_property
     def versions(self) -> dict[str, str]:
@@ -62,6 +74,7 @@ class RunState:
     def hold(self, optimizers: Optimizers) -> tuple[Optimizer, ...]:
         """Make `optimizers`, one or several, part of the state, and return them as a tuple."""
         self.optimizers = as_tuple(optimizers)
+        check_eps(self.optimizers)
         return self.optimizers
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,12 +109,14 @@ class RunState:
         `saved` is empty if there is no checkpoint. The run then starts anew, unless its place must have one
         (NoCheckpoint) or no plugin reads checkpoints (`is_read`). Raises UserError for a state that does not fit.
         """
-        self._check(saved, is_read)
+        self._check_start(saved, is_read)
+        self._check(saved, self.fresh)
         self._load(saved)
+        self.first_step = self.progress.step
         yield
-        self._load_plugins(saved)
+        self._load_plugins(saved, self.fresh)
 
-    def _check(self, saved: State, is_read: bool) -> None:
+    def _check_start(self, saved: State, is_read: bool) -> None:
         if not self.place:
             return
         if not saved:
@@ -123,39 +138,33 @@ class RunState:
         if before != num_samples:
             log.warning("the data has %s samples to train on; the checkpoint was made with %s", num_samples, before)
 
-    def _load(self, saved: State) -> None:
-        """Load counts, weights and optimizer state; hyper-parameters stay those of the config.
-
-        An optimizer without a saved state begins with an empty one.
-        """
-        self.is_resumed = bool(saved)
+    def _check(self, saved: State, fresh: Collection[str]) -> None:
+        """Raise UserError unless every part of `saved` fits the run; nothing is loaded before."""
         if not saved:
             return
         with refused_if_unfit("model"):
-            _load_model(self.model, saved["model"])
+            _check_model(self.model, saved["model"], self.place is not None)
         with refused_if_unfit("optimizers"):
-            optimizers = saved["optimizers"]
-            if len(optimizers) != len(self.optimizers):
-                raise UserError(f"the checkpoint has {len(optimizers)} optimizers, the run has {len(self.optimizers)}")
-            for index, optimizer in enumerate(self.optimizers):
-                load_optimizer(optimizer, self.model, optimizers[str(index)])
+            optimizers = saved.get("optimizers", {})
+            numbers = [str(index) for index in range(len(self.optimizers))]
+            if "optimizers" in saved and sorted(optimizers) != sorted(numbers):
+                raise ValueError(f"it has {len(optimizers)} optimizers, the run has {len(self.optimizers)}")
+            for index, state in optimizers.items():
+                check_optimizer(self.optimizers[int(index)], self.model, state, self.place is not None)
         with refused_if_unfit("progress"):
-            self.progress.load_state_dict(saved["progress"])
-            self.log.load_state_dict(saved["log"])
+            structured(Counts, saved["progress"])
+        with refused_if_unfit("log"):
+            structured(dict[str, tuple[float, int]], saved["log"])
         with refused_if_unfit("data"):
-            self.feed.load_state_dict(saved.get("data", {}))
+            self.feed.check_state(saved.get("data", {}))
+        self._check_plugins(saved["plugins"], fresh)
 
-    def _load_plugins(self, saved: State, is_own: bool = False) -> None:
-        """Load the state of each plugin; warn of a saved state that belongs to no plugin of the run.
+    def _check_plugins(self, states: State, fresh: Collection[str]) -> None:
+        """Check the state of each plugin; warn of a saved state that belongs to no plugin of the run.
 
-        Raises UserError, with their names, if plugins that keep state have none in the file and are not `fresh`. A
-        state that this process has saved (`is_own`) has that of `fresh` plugins too.
+        Raises UserError, with their names, if plugins that keep state have none in the file and are not `fresh`.
         """
-        if not saved:
-            return
-        states: State = saved["plugins"]
-        fresh = () if is_own else self.fresh
-        keepers = [name for name in self.plugins if self._keeps_state(name) and name not in fresh]
+        keepers = self._keepers(fresh)
         if new := [name for name in keepers if name not in states]:
             many = len(new) > 1
             raise UserError(
@@ -165,10 +174,52 @@ class RunState:
                 f"fresh={[*fresh, *new]}))"
             )
         for name in keepers:
-            with refused_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights"):
-                self._load_plugin(name, dict(states[name]))
+            with _refused_plugin(name):
+                self._check_plugin(name, states[name])
         if unclaimed := [name for name in states if name not in self.plugins]:
             log.warning("the checkpoint has the state of plugins that this run does not have: %s", ", ".join(unclaimed))
+
+    def _check_plugin(self, name: str, state: State) -> None:
+        plugin: Any = self.plugins[name]
+        is_finite = self.place is not None  # a replay begins with the weights of a step that failed
+        if adopted := self.adopted.of(name):
+            structured(dict[str, dict[str, Any]], state[ADOPTED])
+            if len(state[ADOPTED]) != len(adopted):
+                raise ValueError(f"{ADOPTED}: there are {len(state[ADOPTED])} modules, the plugin has {len(adopted)}")
+            for index, trained in enumerate(adopted):
+                saved = state[ADOPTED][str(index)]
+                _check_model(trained.module, saved["module"], is_finite, f"module of the plugin {name!r}")
+                check_optimizer(trained.optimizer, trained.module, saved["optimizer"], is_finite)
+        own = {key: value for key, value in state.items() if key != ADOPTED}
+        if kind := getattr(plugin, "state_class", None):
+            structured(kind, own)
+        if hasattr(plugin, "check_state"):
+            plugin.check_state(self.model, own)
+
+    def _keepers(self, fresh: Collection[str]) -> list[str]:
+        return [name for name in self.plugins if self._keeps_state(name) and name not in fresh]
+
+    def _load(self, saved: State) -> None:
+        """Load counts, weights and optimizer state; hyper-parameters stay those of the config.
+
+        An optimizer without a saved state begins with an empty one.
+        """
+        self.is_resumed = bool(saved)
+        if not saved:
+            return
+        with refused_if_unfit("model"):
+            self.model.load_state_dict(dict(saved["model"]))
+        with refused_if_unfit("optimizers"):
+            for index, state in saved.get("optimizers", {}).items():
+                load_optimizer(self.optimizers[int(index)], self.model, state)
+        self.progress.load_state_dict(saved["progress"])
+        self.log.load_state_dict(saved["log"])
+        self.feed.load_state_dict(saved.get("data", {}))
+
+    def _load_plugins(self, saved: State, fresh: Collection[str]) -> None:
+        for name in self._keepers(fresh) if saved else ():
+            with _refused_plugin(name):
+                self._load_plugin(name, dict(saved["plugins"][name]))
 
     def _load_plugin(self, name: str, state: dict[str, Any]) -> None:
         plugin: Any = self.plugins[name]
@@ -179,18 +230,23 @@ class RunState:
         if hasattr(plugin, "load_state_dict"):
             plugin.load_state_dict(state)
 
-    def roll_back(self, saved: State, first_step: int) -> None:
-        """Load `saved` but keep the position in the data, so that other batches follow.
+    def roll_back(self, saved: State) -> bool:
+        """Load `saved` but keep the position in the data, so that other batches follow; return False if it is empty.
 
-        A checkpoint made by this process is of a step after `first_step`.
+        A checkpoint made by this process has the state of all plugins, those that began `fresh` too.
         """
         if not saved:
-            raise UserError("on_nan asked for a rollback, but no plugin has a state to go back to")
+            log.error("there is no checkpoint to go back to: the run stops")
+            return False
         here, data = self.progress.state_dict(), self.feed.state_dict()
+        with refused_if_unfit("progress"):
+            fresh = () if structured(Counts, saved["progress"]).step > self.first_step else self.fresh
+        self._check(saved, fresh)
         self._load(saved)
-        self._load_plugins(saved, is_own=saved["progress"]["step"] > first_step)
+        self._load_plugins(saved, fresh)
         self.progress.load_state_dict({**here, "step": self.progress.step})
         self.feed.load_state_dict(data)
+        return True
 
 
 def _check_start(place: Path, must_exist: bool, is_read: bool) -> None:
@@ -211,16 +267,23 @@ def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {error}"
+        # A ValueError is a check's own sentence; others, such as KeyError, say little without their type.
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise UserError(f"the checkpoint's state of {part!r} cannot be loaded: {reason}{way_out}") from error
 
 
-def _load_model(model: nn.Module, saved: State) -> None:
+def _refused_plugin(name: str) -> AbstractContextManager[None]:
+    return refused_if_unfit(name, f"; --fresh {name} starts it anew from the restored weights")
+
+
+def _check_model(model: nn.Module, saved: State, is_finite: bool, of: str = "model") -> None:
+    """Raise UserError unless `saved` are tensors for `model`, with finite weights if `is_finite`; `of` names it."""
+    structured(dict[str, Any], saved)
     own = model.state_dict()
     if changed := sorted({plain_name(name) for name in own.keys() ^ saved.keys() if plain_name(name) != name}):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
-            f"the checkpoint is of a model with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
+            f"the checkpoint is of a {of} with other parametrisations of {', '.join(changed[:3])}{more}; the plugin "
             "that makes them has to be in the run, with the same keys as at the checkpoint"
         )
 
@@ -229,5 +292,11 @@ def _load_model(model: nn.Module, saved: State) -> None:
         return differences(ours, its, kind)
 
     if found := compared("shape", lambda value: tuple(value.shape)) or compared("dtype", lambda value: value.dtype):
-        raise UserError(f"the checkpoint is of another model: {found}")
-    model.load_state_dict(dict(saved))
+        raise UserError(f"the checkpoint is of another {of}: {found}")
+    if odd := sorted(own.keys() ^ saved.keys()):  # values of `get_extra_state`
+        raise UserError(f"the checkpoint is of another {of}: only one of the two has {listed(odd, 3)}")
+    # Buffers, such as a mask, may hold infinities.
+    if is_finite and (
+        bad := [name for name, _ in model.named_parameters() if name in saved and not saved[name].isfinite().all()]
+    ):
+        raise UserError(f"the checkpoint's {of} holds values that are not finite: {listed(bad, 3)}")

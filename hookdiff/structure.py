@@ -9,25 +9,33 @@ from __future__ import annotations
 import datetime
 import enum
 import inspect
+import math
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import cattrs
 import tomli
+import torch
 from cattrs.errors import BaseValidationError, CattrsError, StructureHandlerNotFoundError
+from torch import Tensor
 
 from hookdiff.choices import Choice, find
 from hookdiff.errors import ConfigError, PluginError, nearest
 from hookdiff.progress import Every, parse_every
 
+T = TypeVar("T")
+
 _REFUSED = (ValueError, TypeError, OverflowError, PluginError, CattrsError)  # raised for a value that does not fit
-_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Tensor: "a tensor"}
 _COLLECTIONS = (tuple, list, set, frozenset, Sequence, Collection, Iterable)
+
+
+REST = {"rest": True}  # metadata of a field that takes all keys that no other field has
 
 
 class Text(str):
@@ -93,6 +101,62 @@ def arguments(
                 message = _message(error).removeprefix(f"'{field.name}' ").removeprefix(f"{field.name} ")
                 problems.add(f"{where}.{key}", message)
     return result
+
+
+def structured(kind: type[T], values: Any) -> T:
+    """Return plain `values` and tensors as the type `kind`, such as an attrs class; raises Problems."""
+    try:
+        return _converter.structure(values, kind)
+    except Problems:
+        raise
+    except _REFUSED as error:
+        problems = Problems()
+        problems.add("", error)
+        raise problems from None
+
+
+def numbers(least: float = -math.inf, finite: bool = True) -> Callable[[Any, Any, Any], None]:
+    """Return an attrs validator of a number, a tensor, or a list or dict of them: no NaN, and no number below `least`.
+
+    `finite` false permits infinities. None has no number.
+    """
+
+    def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if isinstance(value, Tensor):
+            good = bool(((value >= least) & (not finite or value.isfinite())).all())
+        elif isinstance(value, dict | list | tuple):
+            for item in value.values() if isinstance(value, dict) else value:
+                check(instance, attribute, item)
+            return
+        else:
+            # No count of a run comes near 2**63, from which on an integer fits no tensor.
+            is_number, most = isinstance(value, int | float), 2.0**63 if isinstance(value, int) else math.inf
+            good = not is_number or (least <= value <= most and (not finite or math.isfinite(value)))
+        if not good:
+            lowest = f" of at least {least:g}" if least > -math.inf else ""
+            raise ValueError(f"{attribute.name} must hold {'finite ' * finite}numbers{lowest}, got {_shown(value)}")
+
+    return check
+
+
+def shaped(*sizes: int | None, dtype: torch.dtype | None = None) -> Callable[[Any, Any, Any], None]:
+    """Return an attrs validator of a tensor with these sizes (None: any) and this dtype (None: any)."""
+
+    def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is None:
+            return
+        fits = len(value.shape) == len(sizes) and all(
+            own in (None, it) for own, it in zip(sizes, value.shape, strict=True)
+        )
+        if not fits or dtype not in (None, value.dtype):
+            expected = " ".join("n" if size is None else str(size) for size in sizes) or "()"
+            kind = f" of {dtype}" if dtype else ""
+            raise ValueError(f"{attribute.name} must be a tensor{kind} of shape {expected}, got {_shown(value)}")
+
+    return check
+
+
+COUNT = numbers(least=0)  # validator
 
 
 def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -178,6 +242,16 @@ def hints_of(target: Any) -> dict[str, Any]:
     return {name: _hint(fields[name].type if name in fields else kind, scope) for name, kind in given.items()}
 
 
+def result_of(target: Callable[..., Any]) -> Any:
+    """Return the type that a function is annotated to return; Any if it has none, or one that cannot be evaluated."""
+    try:
+        annotation = inspect.signature(target).return_annotation
+    except (TypeError, ValueError):  # some callables that are written in C
+        return Any
+    module = getattr(inspect.unwrap(target), "__module__", "")
+    return _hint(annotation, vars(sys.modules[module]) if module in sys.modules else {})
+
+
 def _hint(annotation: Any, scope: dict[str, Any]) -> Any:
     if annotation in (None, inspect.Parameter.empty):
         return Any
@@ -217,11 +291,26 @@ def _scalar(value: Any, kind: Any) -> Any:
     # isinstance counts a bool as an int; a config does not.
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"expected {_NAMES[kind]}, got {value!r}")
+        raise ValueError(f"expected {_NAMES[kind]}, got {_shown(value)}")
     return kind(value)
 
 
+def _tensor(value: Any, kind: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"expected a tensor, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _union(value: Any, kind: Any) -> Any:
+    if value is None and types.NoneType in typing.get_args(kind):
+        return None
     members = [member for member in typing.get_args(kind) if member is not types.NoneType]
     errors = []
     for member in sorted(members, key=lambda member: member is not type(value)):
@@ -231,12 +320,12 @@ def _union(value: Any, kind: Any) -> Any:
             continue
         except _REFUSED as error:
             errors.append(error)
-    raise errors[0] if len(errors) == 1 else ValueError(f"expected {_named(kind)}, got {value!r}")
+    raise errors[0] if len(errors) == 1 else ValueError(f"expected {_named(kind)}, got {_shown(value)}")
 
 
 def _sequence(value: Any, kind: Any) -> Any:
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"expected a list, got {value!r}")
+        raise ValueError(f"expected a list, got {_shown(value)}")
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind) or (Any, ...)
     kinds = inner if origin is tuple and inner[-1] is not Ellipsis else inner[:1] * len(value)
     if len(value) != len(kinds):
@@ -268,19 +357,26 @@ def _each(values: Iterable[tuple[str, Any, Any]]) -> list[Any]:
 
 def _table(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"expected a table, got {value!r}")
+        raise ValueError(f"expected a table, got {_shown(value)}")
     return value
 
 
 def _attrs_class(value: Any, kind: Any) -> Any:
     """Check a table inside a table by the same rules."""
-    problems = Problems()
-    given = arguments(kind, _table(value), "", problems)
+    problems, value = Problems(), _table(value)
+    if rest := next((name for name, field in fields_of(kind).items() if field.metadata.get("rest")), None):
+        others = {key: item for key, item in value.items() if key not in parameters(kind) or key == rest}
+        value = {**{key: item for key, item in value.items() if key not in others}, rest: others}
+    given = arguments(kind, value, "", problems)
     if lacking := missing(kind, value):
         problems.add("", f"needs {', '.join(lacking)}")
     if problems.found:
         raise problems
-    return kind(**given)
+    try:
+        return kind(**given)
+    except ValueError as error:  # from a check of several fields
+        problems.add("", error)
+        raise problems from None
 
 
 def _choice(value: Any, kind: type[Choice]) -> Choice:
@@ -288,7 +384,7 @@ def _choice(value: Any, kind: type[Choice]) -> Choice:
     if isinstance(value, kind):
         return value
     if not isinstance(value, (str, dict)):
-        raise ValueError(f"expected a name or a table with `use`, got {value!r}")
+        raise ValueError(f"expected a name or a table with `use`, got {_shown(value)}")
     table = {"use": value} if isinstance(value, str) else {"use": kind.default, **value}
     chosen: Choice = _attrs_class(table, find(kind, _value(table.pop("use"), Any)))
     try:
@@ -302,7 +398,7 @@ def _literal(value: Any, kind: Any) -> Any:
     allowed = typing.get_args(kind)
     if value not in allowed or type(value) not in map(type, allowed):
         close = nearest(str(value), map(str, allowed))
-        raise ValueError(f"expected one of {', '.join(map(repr, allowed))}, got {value!r}{close}")
+        raise ValueError(f"expected one of {', '.join(map(repr, allowed))}, got {_shown(value)}{close}")
     return value
 
 
@@ -329,8 +425,9 @@ def _is(*origins: Any) -> Callable[[Any], bool]:
 
 _UNION = (typing.Union, types.UnionType)
 _converter = cattrs.Converter()
-for _kind in _NAMES:
+for _kind in (bool, int, float, str):
     _converter.register_structure_hook(_kind, _scalar)
+_converter.register_structure_hook(Tensor, _tensor)
 _converter.register_structure_hook(Every, lambda value, _: parse_every(value))
 _converter.register_structure_hook_func(_is(*_UNION), _union)
 _converter.register_structure_hook_func(_is(*_COLLECTIONS), _sequence)

@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 SMALL: dict[str, Any] = {
     "run": {"steps": 6, "batch_size": 16, "device": "cpu"},
     "data": {"source": "digits"},
-    "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8},
+    "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8, "num_classes": 0},
     "diffusion": {"process": {"use": "vp", "schedule": "cosine", "timesteps": 20}},
     "sampling": {"steps": 2},
 }

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hookdiff.data import InMemory, digits
-from hookdiff.experiment.discovery import installed
+from hookdiff.imports import installed
 from hookdiff.testing import toy_model
 
 # Options with which each plugin does something in 12 steps; a plugin that is not named here has its defaults.

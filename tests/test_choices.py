@@ -1,5 +1,6 @@
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -7,7 +8,7 @@ import pytest
 from attrs import define
 
 from hookdiff import diffusion
-from hookdiff.choices import Choice, find, name_of
+from hookdiff.choices import Choice, find, import_object, name_of
 from hookdiff.errors import PluginError
 from tests.conftest import refused
 
@@ -173,3 +174,13 @@ def test_every_part_is_found_by_its_name_and_compares_by_its_options(part: type[
 def test_the_default_of_a_kind_is_known(kind: type[Choice]) -> None:
     assert kind.default is None or kind.default in kind.known
     assert len({kind.kind for kind in KINDS}) == len(KINDS)
+
+
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "diffusers").is_dir()])
+    monkeypatch.delitem(sys.modules, "diffusers", raising=False)
+    with refused(PluginError, "diffusers", "pip install 'hookdiff[diffusers]'"):
+        import_object("diffusers:UNet2DModel", "model")
+    with refused(PluginError, "nowhere_to_be_found") as caught:
+        import_object("nowhere_to_be_found:Net", "model")
+    assert "pip install" not in str(caught.value)

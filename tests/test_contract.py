@@ -168,7 +168,7 @@ def test_attributes_of_a_loop_are_read_only() -> None:
 PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
-    *("hookdiff.gradients", "hookdiff.rehearsal"),
+    *("hookdiff.adopted", "hookdiff.evaluation", "hookdiff.gradients", "hookdiff.rehearsal", "hookdiff.structure"),
     *("hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors", "hookdiff.experiment.optimizers"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory"),
     *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
@@ -191,7 +191,7 @@ def test_a_plugin_imports_only_public_names_and_its_own_package(path: Path) -> N
 # The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
 ROOMS = [
     *("errors", "readonly", "ranks", "versions", "findings"),
-    *("randomness", "options", "choices", "progress", "structure", "dispatch"),
+    *("randomness", "options", "imports", "choices", "progress", "structure", "dispatch"),
     *("disk", "data", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),

@@ -19,8 +19,8 @@ import hookdiff
 from hookdiff import Loop
 from hookdiff.cli import COMMANDS, main
 from hookdiff.experiment.config import load_config
-from hookdiff.experiment.discovery import installed
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
+from hookdiff.imports import installed
 from hookdiff.testing import toy_loop
 
 ROOT = Path(__file__).parents[1]

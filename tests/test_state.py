@@ -445,9 +445,10 @@ def test_a_rollback_to_the_start_removes_the_moments_of_the_optimizer() -> None:
     assert seen == [0, 4, 4, 0, 4, 4]
 
 
-def test_a_rollback_without_a_saved_state_is_refused() -> None:
-    with refused(UserError, "rollback"):
-        toy_loop({"bad": RollBackAt(2)}).run()
+def test_a_rollback_without_a_saved_state_stops_the_run() -> None:
+    loop = toy_loop({"bad": RollBackAt(2)})
+    assert loop.run() == "on_nan"
+    check_facts(loop.end.message, "checkpoint")
 
 
 def test_without_a_checkpoint_the_run_starts_anew_unless_a_path_was_given(

@@ -5,20 +5,31 @@ import json
 import logging
 import math
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import define, field
 
-from hookdiff.disk.files import cannot_write, writing
+from hookdiff.disk.files import cannot_write, make_folder, writing
+from hookdiff.disk.lock import check_place
+from hookdiff.disk.reading import open_file, read_file
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
+from hookdiff.structure import COUNT
 
 METRICS = "metrics.jsonl"
 log = logging.getLogger("hookdiff")
+
+
+@define(frozen=True)
+class MetricsState:
+    """The saved state of `Metrics`."""
+
+    bytes: int = field(validator=COUNT)
 
 
 @define(eq=False)
@@ -31,6 +42,7 @@ class Metrics:
     line. If the disk is full, new lines are kept in memory until there is space.
     """
 
+    state_class: ClassVar[type] = MetricsState
     _file: FileIO | None = field(default=None, init=False)
     _waiting: bytes = field(default=b"", init=False)  # lines that are not written yet because the disk is full
     _length: int = field(default=0, init=False)  # bytes of the file that belong to this run
@@ -50,6 +62,8 @@ class Metrics:
         if self._file is None or self._file.closed:
             self._open(loop, path)
         assert self._file
+        with writing(path):
+            check_place(path)
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "time": round(time.time(), 3), **finite}
         was_full = bool(self._waiting)
@@ -68,7 +82,8 @@ class Metrics:
     def _open(self, loop: Loop, path: Path) -> None:
         loop.resources.callback(self._close, path)
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
+            check_place(path)
             if loop.resume and not path.exists():
                 # `resume` is the directory of another run, or one of its checkpoints.
                 for earlier in (loop.resume / METRICS, loop.resume.resolve().parent.parent / METRICS):
@@ -76,8 +91,8 @@ class Metrics:
                         shutil.copyfile(earlier, path)
                         break
             existed = path.exists()
-            path.touch()
-            self._file, expected = path.open("r+b", buffering=0), self._length
+            open_file(path, "ab").close()
+            self._file, expected = open_file(path, "r+b"), self._length
             found, kept = self._cut(self._file)
         step, lost = loop.progress.step, expected - len(kept)
         if found and not expected and not loop.first_step:
@@ -92,6 +107,7 @@ class Metrics:
 
     def _cut(self, file: FileIO) -> tuple[bytes, bytes]:
         """Cut `file` after the last whole line within `_length`; return its content before and after that."""
+        check_place(Path(str(file.name)))
         file.seek(0)
         found = file.readall()
         kept = found[: found.rfind(b"\n", 0, self._length) + 1]
@@ -119,9 +135,9 @@ class Metrics:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the lines of the metrics file at `path`; null, which stands for NaN and infinities, becomes NaN.
 
-    Lines that a failing disk or an editor has damaged are skipped with a warning.
+    Lines that a failing disk or an editor has damaged are skipped with a warning. Raises OSError if it cannot be read.
     """
-    records = [_record(line) for line in path.read_bytes().splitlines()]
+    records = [_record(line) for line in read_file(path).splitlines()]
     if damaged := [number for number, record in enumerate(records, 1) if record is None]:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         log.warning("%s: skipped line %d%s, which cannot be read", path, damaged[0], more)
@@ -131,8 +147,12 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 def _record(line: bytes) -> dict[str, float] | None:
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(values, dict) or not all(isinstance(value, int | float | None) for value in values.values()):
+    if not isinstance(values, dict) or not all(map(_is_number, values.values())):
         return None
     return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)

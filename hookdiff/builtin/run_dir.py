@@ -4,17 +4,20 @@ import errno
 import json
 import logging
 import shutil
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
 import tomli_w
 from attrs import asdict, define, field
 
-from hookdiff.disk.files import cannot_write, new_file, write_file, writing
-from hookdiff.disk.lock import LOCK, lock_run_dir
+from hookdiff.disk.files import cannot_write, make_folder, new_file, write_file, writing
+from hookdiff.disk.lock import LOCK, check_place, lock_run_dir
 from hookdiff.disk.paths import CONFIG, OUTCOME, check_run_dir
-from hookdiff.errors import UserError
+from hookdiff.errors import StorageError, UserError, shown
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
-from hookdiff.progress import Every, Reason
+from hookdiff.progress import Every
 
 log = logging.getLogger("hookdiff")
 
@@ -56,13 +59,14 @@ class RunDir:
         with writing(path):
             if self.overwrite and path.exists():
                 check_run_dir(path, overwrite=True)
+                check_place(path)
                 for entry in path.iterdir():
                     if entry.is_dir() and not entry.is_symlink():
                         shutil.rmtree(entry)
                     # Another process may wait for the lock. The old config marks the folder as a run until replaced.
                     elif entry.name not in (LOCK, CONFIG):
                         entry.unlink()
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             lock_run_dir(path, loop.resources)
             if not self._existed and (path / CONFIG).exists():
                 check_run_dir(path)
@@ -70,18 +74,29 @@ class RunDir:
                 write_file(partial, config)
         self._is_ready = True
 
-    @hookimpl(trylast=True)
-    def on_stop(self, loop: Loop, reason: Reason) -> None:
-        """Record why and where the run has ended; a disk that fails gives a warning."""
-        if loop.run_dir is None or not self._is_ready:
-            return
+    @hookimpl(wrapper=True, tryfirst=True)
+    def on_stop(self, loop: Loop) -> Generator[None, Any, Any]:
+        """Record why and where the run has ended, after all other plugins; a disk that fails gives a warning."""
+        reason = "error"
+        try:
+            result = yield
+            reason = loop.end.reason or "done"  # a plugin may have changed it
+            return result
+        finally:
+            if loop.run_dir is not None and self._is_ready:
+                self._record(loop, loop.run_dir / OUTCOME, reason)
+
+    def _record(self, loop: Loop, path: Path, reason: str) -> None:
         progress = loop.progress
         record = {"reason": reason, "message": loop.end.message, "step": progress.step, "epoch": progress.epoch}
         try:
-            with new_file(loop.run_dir / OUTCOME) as partial:
+            with new_file(path) as partial:
                 write_file(partial, f"{json.dumps(record)}\n".encode())
         except OSError as error:
-            log.warning("%s", cannot_write(loop.run_dir / OUTCOME, error))
+            log.warning("%s", cannot_write(path, error))
+        except StorageError:  # the directory is gone
+            if reason != "error":
+                raise
 
 
 def _as_toml(loop: Loop) -> bytes:
@@ -92,3 +107,6 @@ def _as_toml(loop: Loop) -> bytes:
         return tomli_w.dumps({"run": run, **loop.hparams}).encode()
     except TypeError as error:
         raise UserError(f"Loop(hparams=...): {error}; give numbers, text, and lists and dicts of them") from error
+    except UnicodeEncodeError as error:
+        name = shown(error.object[error.start :].partition("\n")[0])
+        raise UserError(f"{CONFIG} is UTF-8 and cannot hold a name that is not: ...{name}") from None

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 from attrs import define, field
@@ -56,8 +57,9 @@ class Signals:
         # SIG_DFL ends the process at once. Python's own handler waits for the current call, and can miss a signal.
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
-        if sys.__stderr__ and sys.__stderr__.isatty():
-            sys.__stderr__.write("\x1b[?25h")  # show the cursor, which a progress bar hides
+        with suppress(OSError, ValueError):  # it may be broken or closed
+            if sys.__stderr__ and sys.__stderr__.isatty():
+                sys.__stderr__.write("\x1b[?25h")  # show the cursor, which a progress bar hides
         action = "stopping after this step" if loop.end.reason is None else "the run is already ending"
         self.caught = number
         loop.stop("signal")

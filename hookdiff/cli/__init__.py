@@ -1,14 +1,15 @@
 """The command line. Each command is a module that is imported when it is called, so that `--help` stays fast."""
 
 import errno
-import importlib.util
 import re
 import sys
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
-from pathlib import Path
 
 import click
 
+from hookdiff.cli.output import drop_unwritten, open_streams, say
+from hookdiff.cli.source import file_of
 from hookdiff.errors import StorageError, UserError
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
@@ -40,14 +41,10 @@ def _summary(entry: EntryPoint) -> str:
 
     The file is read and not imported, because the import would take long.
     """
-    package, *inner = entry.module.split(".")
-    spec = importlib.util.find_spec(package)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        source = Path(folder, *inner).with_suffix(".py")
-        if inner and source.is_file():
-            first_line = source.read_text("utf-8", errors="replace").partition("\n")[0]
-            if found := re.match(r'"""`hookdiff [\w-]+`: (.+?)(?:""")?$', first_line):
-                return found[1][0].upper() + found[1][1:]
+    if source := file_of(entry.module):
+        first_line = source.read_text("utf-8", errors="replace").partition("\n")[0]
+        if found := re.match(r'"""`hookdiff [\w-]+`: (.+?)(?:""")?$', first_line):
+            return found[1][0].upper() + found[1][1:]
     return f"(from {entry.dist.name if entry.dist else entry.value})"
 
 
@@ -63,10 +60,12 @@ def group() -> None:
 
 def main() -> None:
     """Run the command line; an error of the user ends in one message and exit code 2."""
+    open_streams()
     try:
         sys.exit(group.main(standalone_mode=False) or 0)
     except click.ClickException as error:
-        error.show()
+        with suppress(OSError):
+            error.show()
         sys.exit(error.exit_code)
     except click.exceptions.Abort:
         sys.exit(130)
@@ -76,5 +75,7 @@ def main() -> None:
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
         elif not isinstance(error, UserError):
             raise
-        click.echo(f"hookdiff: {message}", err=True)
+        say(f"hookdiff: {message}", err=True)
         sys.exit(1 if isinstance(error, OSError | StorageError) else 2)
+    finally:
+        drop_unwritten()

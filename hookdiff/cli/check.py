@@ -1,5 +1,6 @@
 """`hookdiff check`: check a config, and print it with every default."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -13,12 +14,20 @@ from hookdiff.cli.options import config_argument, override_options
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...]) -> None:
     """Check CONFIG, and print it with every default.
 
-    The data is not read, and no file is written.
+    Of the data, only the names in a folder are read. No file is written.
     """
     import tomli_w
 
+    from hookdiff.data import Folder
+    from hookdiff.errors import ConfigError
     from hookdiff.experiment import load_config, try_config
+    from hookdiff.experiment.build import unused_classes
 
     checked = load_config(config, plugins, settings)
     try_config(checked)
+    if checked.data.target is Folder:
+        with suppress(ConfigError):  # the folder may be on another machine
+            classes = checked.data.build().classes
+            if warning := unused_classes(checked, len(classes or ())):
+                click.echo(warning, err=True)
     click.echo(tomli_w.dumps(checked.resolved()), nl=False)

@@ -28,6 +28,12 @@ def override_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def trust_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option --trust, for commands that take a run directory."""
+    text = "Import the code that the run names, also if it is no installed plugin."
+    return click.option("--trust", is_flag=True, help=text)(function)
+
+
 def training_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of all commands that train, with `override_options` among them."""
     for option in (

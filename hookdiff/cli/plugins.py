@@ -1,11 +1,16 @@
 """`hookdiff plugins`: list the installed plugins, their keys, or the order of their calls."""
 
+import ast
 import inspect
+import re
+from contextlib import suppress
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import click
 
 from hookdiff.cli.options import override_options
+from hookdiff.cli.source import class_at
 
 
 @click.command()
@@ -18,23 +23,42 @@ def command(names: tuple[str, ...], order: Path | None, plugins: tuple[str, ...]
     With NAME: print a description of these plugins, and the keys of their tables. With --order: print the plugins of
     CONFIG that each hook calls, in call order.
     """
-    from hookdiff.experiment.discovery import distribution, installed, plugin_class
-    from hookdiff.experiment.reference import plain
+    from hookdiff.imports import distribution, installed
 
     if order is not None:
         _print_order(order, plugins, settings)
     elif names:
+        from hookdiff.experiment.discovery import plugin_class
+        from hookdiff.experiment.reference import plain
+
         for name in names:
             plugin = plugin_class(name)
             click.echo("\n".join([f"{name}: {inspect.getdoc(plugin)}\n\n[plugins.{name}]", *plain(plugin), ""]))
     else:
         for name, entries in installed().items():
             try:
-                summary = (inspect.getdoc(plugin_class(name)) or "").partition("\n")[0]
+                summary = _summary(name, entries)
             except Exception as error:  # a broken plugin must not hide the others
                 summary = f"cannot be used: {error}"
             others = [distribution(entry) for entry in entries if not entry.dist or entry.dist.name != "hookdiff"]
             click.echo(f"{name:<12} {summary}" + f"  ({', '.join(others)})" * bool(others))
+
+
+def _summary(name: str, entries: list[EntryPoint]) -> str:
+    """Return the first line of the docstring, from the source where possible: the import of torch takes long."""
+    from hookdiff.imports import check_needs
+
+    found = class_at(entries[0].value) if len(entries) == 1 else None
+    docstring = found and ast.get_docstring(found)
+    if found is None or not docstring:
+        from hookdiff.experiment.discovery import plugin_class
+
+        return (inspect.getdoc(plugin_class(name)) or "").partition("\n")[0]
+    for node in found.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value and re.match(r"needs\b", ast.unparse(node)):
+            with suppress(ValueError):  # no literal
+                check_needs(name, ast.literal_eval(node.value))
+    return docstring.partition("\n")[0]
 
 
 def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...]) -> None:

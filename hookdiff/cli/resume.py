@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from hookdiff.cli.options import training_options
+from hookdiff.cli.options import training_options, trust_option
 from hookdiff.errors import NoCheckpoint, UserError
 
 
@@ -14,6 +14,7 @@ from hookdiff.errors import NoCheckpoint, UserError
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Change the length of the run to N updates.")
 @click.option("--epochs", type=click.IntRange(1), metavar="N", help="Change the length of the run to N epochs.")
 @click.option("--out", type=click.Path(path_type=Path), help="Continue in another directory; RUN is not changed.")
+@trust_option
 @training_options
 def command(
     run: Path, steps: int | None, epochs: int | None, out: Path | None, settings: tuple[str, ...], **options: Any

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hookdiff.cli.options import config_argument, training_options
+from hookdiff.cli.output import log_to_stderr, say
 from hookdiff.errors import UserError, nearest
 
 EXIT_CODES = {"done": 0, "plugin": 0, "on_nan": 3, "time": 75, "signal": 130}  # 75 is EX_TEMPFAIL: try again
@@ -40,22 +41,25 @@ def train(
     skip_batches: int,
     fresh: tuple[str, ...],
     usr1: bool,
+    trust: bool | None = None,
 ) -> None:
     """Train from the config at `path`, print a summary, and exit with the code of the outcome.
 
     run_dir: None means runs/NAME. resume: see `build_loop`; True also starts a run that has no directory yet.
+    trust: see `load_config`.
     """
     from hookdiff import experiment
     from hookdiff.builtin.signals import Signals
     from hookdiff.cli.summary import summary
     from hookdiff.disk.paths import check_run_dir
+    from hookdiff.experiment.build import unused_classes
     from hookdiff.experiment.config import load_config
 
-    logging.basicConfig(format="%(message)s")
+    log_to_stderr()
     log.setLevel(logging.INFO)
     if lr is not None:
         settings = (*settings, f"optimizer.lr={lr}")
-    config = load_config(path, plugins, settings)
+    config = load_config(path, plugins, settings, trust=trust)
     for name in fresh:
         if name not in config.plugins:
             near = nearest(name, config.plugins) or f"; its plugins: {', '.join(config.plugins) or 'none'}"
@@ -71,15 +75,23 @@ def train(
     loop = experiment.build_loop(
         config, run_dir, resume=resume, overwrite=overwrite, fresh=fresh, skip_batches=skip_batches, plugins=added
     )
+    if warning := unused_classes(config, loop.feed.num_classes):
+        log.warning(warning)
     reason = loop.run()
+    and_trust = " --trust" * bool(config.own_code)
     if reason == "done" and resume and loop.progress.step == loop.first_step:
         unit = "steps" if config.run.epochs is None else "epochs"
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))
+        out += and_trust
         length, made = getattr(config.run, unit), getattr(loop.progress, unit.removesuffix("s"))
-        longer = f"hookdiff resume {source} --{unit} N{out}"
-        click.echo(f"{source} is already done, with {made} of {length} {unit}; to train longer: {longer}")
+        known = f"is already done, with {made} of {length} {unit}"
+        if made > length:
+            known = (
+                f"already has {made} {unit}, and --{unit} {length} is the length of the whole run: nothing was trained"
+            )
+        say(f"{source} {known}; to train longer: hookdiff resume {source} --{unit} N{out}")
     else:
-        click.echo(summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time))
+        say(summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time))
         if reason in ("signal", "time") and loop.progress.step and loop.plugins.implement("restore"):
-            click.echo(f"to continue: hookdiff resume {run_dir}")
+            say(f"to continue: hookdiff resume {run_dir}{and_trust}")
     sys.exit(128 + signals.caught if signals.caught and reason == "signal" else EXIT_CODES[reason])

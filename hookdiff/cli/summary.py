@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hookdiff.builtin.metrics import METRICS, read_metrics
 from hookdiff.disk.paths import CONFIG, OUTCOME
+from hookdiff.errors import shown
 from hookdiff.loop import Loop
 
 _VISIBLE = "[!.]*"  # files that are not hidden; there are none if the run stopped before it made its directory
@@ -21,7 +22,7 @@ def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
     took = f"{int(seconds) // 60}:{int(seconds) % 60:02} min"
     done = f"{end} after {loop.progress.step} steps, {loop.progress.epoch} epochs, in {took}"
     files = [path for path in sorted(loop.run_dir.glob(_VISIBLE)) if path.name != OUTCOME]  # `done` says the same
-    rows = [(str(path), _describe(path, loop.log.details)) for path in files]
+    rows = [(shown(path), _describe(path, loop.log.details)) for path in files]
     width = max((len(path) for path, _ in rows), default=0)
     return "\n".join([f"{name}: {done}", *(f"  {path:<{width}}  {text}" for path, text in rows)])
 
@@ -29,10 +30,13 @@ def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
 def _describe(path: Path, details: Container[str]) -> str:
     if path.is_dir():
         inside = sorted(path.glob(_VISIBLE))
-        return f"{len(inside)}, newest {inside[-1].name}" if inside else "empty"
+        return f"{len(inside)}, newest {shown(inside[-1].name)}" if inside else "empty"
     if path.name == CONFIG:
         return "the whole config; running it again gives the same run"
-    return "; ".join(_measured(path, details)) if path.name == METRICS else f"{path.stat().st_size:,} bytes"
+    try:
+        return "; ".join(_measured(path, details)) if path.name == METRICS else f"{path.lstat().st_size:,} bytes"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
 
 
 def _measured(path: Path, details: Container[str], most: int = 5, names: int = 4) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from attrs import Factory, define, field
-from attrs.validators import ge
+from attrs.validators import ge, optional
 from torch import Generator, Tensor
 
 from hookdiff.data.augment import augment, center_crop
@@ -31,6 +31,7 @@ from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError
 from hookdiff.options import about
 from hookdiff.randomness import derive_seed
+from hookdiff.structure import structured
 
 logger = logging.getLogger("hookdiff")
 
@@ -43,6 +44,15 @@ Finish = Callable[[Batch], Batch]  # takes first-stage samples
 def _check_held_out(_: Any, __: Any, held_out: int | float) -> None:
     if not held_out >= 0 or (isinstance(held_out, float) and held_out >= 1):
         raise ValueError(f"'held_out' must be a count, or a share from 0 to below 1: {held_out}")
+
+
+@define(frozen=True)
+class FeedState:
+    """What `Feed.state_dict` returns."""
+
+    facts: Facts | None = None
+    epoch: int | None = field(default=None, validator=optional(ge(0)))
+    weights: Tensor | None = None
 
 
 @define(eq=False)
@@ -233,21 +243,28 @@ class Feed:
         It counts from the next call of `batches`; None draws each training sample once. Call it in `before_epoch`.
         Raises ValueError for weights of another number, that are negative or not finite, or 0 for all training samples.
         """
-        if weights is not None:
-            weights = weights.detach().double().cpu()
-            if weights.shape != (len(self.samples),):
-                raise ValueError(f"weights of the shape {tuple(weights.shape)} for {len(self.samples)} samples")
-            if not (weights.isfinite() & (weights >= 0)).all() or not weights[self.training].any():
-                raise ValueError("weights of samples must be finite, at least 0, and not all 0")
-            if self.balanced:
-                raise UserError("data.balanced = true decides how often a sample is drawn, so it cannot be weighted")
-            weights = weights / weights.max()  # so that the sum is finite
-        self.weights = weights
+        self.weights = None if weights is None else self._usable_weights(weights)
+
+    def _usable_weights(self, weights: Tensor) -> Tensor:
+        weights = weights.detach().double().cpu()
+        if weights.shape != (len(self.samples),):
+            raise ValueError(f"weights of the shape {tuple(weights.shape)} for {len(self.samples)} samples")
+        if not (weights.isfinite() & (weights >= 0)).all() or not weights[self.training].any():
+            raise ValueError("weights of samples must be finite, at least 0, and not all 0")
+        if self.balanced:
+            raise UserError("data.balanced = true decides how often a sample is drawn, so it cannot be weighted")
+        return weights / weights.max()  # so that the sum is finite
 
     def state_dict(self) -> dict[str, Any]:
         """Return the facts about the data, the epoch, and its weights if there are any."""
         weights = {} if self.weights is None else {"weights": self.weights}
         return {"facts": self.facts.state_dict(), "epoch": self.epoch, **weights}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `state` is one that `load_state_dict` takes."""
+        weights = structured(FeedState, state).weights
+        if weights is not None:
+            self._usable_weights(weights)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the epoch and its weights."""

@@ -15,7 +15,8 @@ from hookdiff.errors import why_missing
 class Folder:
     """Image files at any depth below a folder, in the order of their names.
 
-    Raises ValueError if there is no image, or if images and labels do not match.
+    Raises ValueError if there is no image. Where images and labels do not match, `problems` has the reasons: they are
+    reported together with those of the images.
 
     Args:
         path: the folder
@@ -32,10 +33,18 @@ class Folder:
         if not self.files:
             kinds = some([f"{count} {suffix}" for suffix, count in others.most_common()]) or "nothing, it is empty"
             raise ValueError(f"{path} has no image ({', '.join(SUFFIXES)}); found: {kinds}")
-        if labels in ("folder", "none"):
-            self.labels, self.classes = encode([] if labels == "none" else _first_folders(self.path, self.files))
+        self.problems: list[str] = []
+        if labels == "folder":
+            alone = [name for name in self.files if "/" not in name]
+            if 0 < len(alone) < len(self.files):
+                where = f"{len(alone)} of {len(self.files)} images are in {path} itself, not in a class folder"
+                way_out = "move them, or set labels = 'none' or a file of labels"
+                self.problems.append(f"{where} ({some(alone)}): {way_out}")
+            self.labels, self.classes = encode([] if alone else _first_folders(self.files))
+        elif labels == "none":
+            self.labels, self.classes = None, None
         else:
-            self.labels, self.classes = read_labels(self.path, self.files, labels)
+            self.labels, self.classes, self.problems = read_labels(self.path, self.files, labels)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -84,11 +93,7 @@ def _find(root: Path) -> tuple[list[str], Counter[str]]:
     return sorted(files), others
 
 
-def _first_folders(root: Path, files: Sequence[str]) -> list[str]:
+def _first_folders(files: Sequence[str]) -> list[str]:
     """Return the first folder of each file, or an empty list if there are fewer than two folders."""
-    alone = [name for name in files if "/" not in name]
-    if alone and len(alone) < len(files):
-        where = f"{len(alone)} of {len(files)} images are in {root} itself, not in a class folder ({some(alone)})"
-        raise ValueError(f"{where}: move them, or set labels = 'none' or a file of labels")
     names = [name.partition("/")[0] for name in files]
-    return names if not alone and len(set(names)) > 1 else []
+    return names if len(set(names)) > 1 else []

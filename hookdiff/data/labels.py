@@ -4,7 +4,8 @@ import csv
 import json
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,10 +35,13 @@ def encode(labels: Sequence[Any]) -> tuple[Tensor | None, tuple[str, ...] | None
     return torch.tensor([position[label] for label in labels]), classes
 
 
-def read_labels(root: Path, files: Sequence[str], labels: str) -> tuple[Tensor | None, tuple[str, ...] | None]:
+def read_labels(
+    root: Path, files: Sequence[str], labels: str
+) -> tuple[Tensor | None, tuple[str, ...] | None, list[str]]:
     """Return labels and classes of `files` (below `root`) from the file `labels`, in `root` or the working directory.
 
-    Raises ValueError for a file that is missing or broken, for an image without label and a label without image.
+    The third value lists what is wrong: lines, images without a label, labels without an image. Raises ValueError for
+    a file that is missing or cannot be read.
     """
     path = root / labels if (root / labels).is_file() else Path(labels).expanduser()
     if not path.is_file():
@@ -46,21 +50,34 @@ def read_labels(root: Path, files: Sequence[str], labels: str) -> tuple[Tensor |
     if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"{path}: expected labels in a .csv or a .jsonl")
     found: dict[str, str | int] = {}
+    named, wrong = set(), []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             for line, row in _csv(file) if path.suffix.lower() == ".csv" else _jsonl(file):
-                name, label = _entry(line, row)
-                if found.setdefault(name, label) != label:
-                    raise ValueError(f"line {line}: {name} has another label on an earlier line")
-        known = set(files)
-        if strange := [name for name in found if name not in known]:
-            near = nearest(strange[0], files)
-            raise ValueError(f"{len(strange)} of its files are not in {root}: {some(strange)}{near}")
-        if lacking := [name for name in files if name not in found]:
-            raise ValueError(f"{len(lacking)} of {len(files)} images have no label: {some(lacking)}")
-        return encode([found[name] for name in files])
+                try:
+                    named.add(name := _name(row))
+                    label = _label(name, row["label"])
+                    if found.setdefault(name, label) != label:
+                        raise ValueError(f"{name} has another label on an earlier line")
+                except ValueError as error:
+                    wrong.append(f"line {line}: {error}")
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+    problems = []
+    if wrong:
+        problems.append(wrong[0] if len(wrong) == 1 else f"{len(wrong)} lines are wrong:{listed(wrong)}")
+    if strange := sorted(named.difference(files)):
+        near = nearest(strange[0], files)
+        problems.append(f"{len(strange)} of its files are not in {root}: {some(strange)}{near}")
+    if lacking := [name for name in files if name not in named]:
+        problems.append(f"{len(lacking)} of {len(files)} images have no label: {some(lacking)}")
+    try:
+        numbers, classes = encode([] if problems else [found[name] for name in files])
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        return None, None, [f"{path}: {problem}" for problem in problems]
+    return numbers, classes, []
 
 
 def _csv(file: TextIO) -> Iterator[tuple[int, Any]]:
@@ -73,25 +90,37 @@ def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
     for line, text in enumerate(file, 1):
         if text.strip():
             try:
-                row = json.loads(text)
+                yield line, json.loads(text)
             except ValueError as error:
-                raise ValueError(f"line {line}: not JSON: {error}") from None
-            yield line, row
+                yield line, ValueError(f"not JSON: {error}")
 
 
-def _entry(line: int, row: Any) -> tuple[str, str | int]:
-    """Return the file and the label in one row."""
+def _name(row: Any) -> str:
+    """Return the file in one row, which also has a label."""
+    if isinstance(row, ValueError):
+        raise row
     name = row.get("file", row.get("file_name")) if isinstance(row, dict) else None  # the latter is Hugging Face's
     if not isinstance(name, str) or "label" not in row:
-        raise ValueError(f"line {line}: expected file and label, got {str(row)[:60]}")
-    label = row["label"].strip() if isinstance(row["label"], str) else row["label"]
+        raise ValueError(f"expected file and label, got {str(row)[:60]}")
+    return posixpath.normpath(name.replace("\\", "/"))
+
+
+def _label(name: str, given: Any) -> str | int:
+    """Return the label that a row gives to the file `name`."""
+    label = given.strip() if isinstance(given, str) else given
     if label is None or label == "":
-        raise ValueError(f"line {line}: {name} has no label")
+        raise ValueError(f"{name} has no label")
     if isinstance(label, str) and re.fullmatch(r"-1|[0-9]{1,9}", label):
         label = int(label)
-    if type(label) not in (str, int) or (isinstance(label, int) and label < -1):
-        raise ValueError(f"line {line}: expected a name or an integer from 0 as label, got {label!r}")
-    return posixpath.normpath(name.replace("\\", "/")), label
+    if isinstance(label, str) or (type(label) is int and label >= -1):
+        return label
+    raise ValueError(f"expected a name or an integer from 0 as label, got {label!r}")
+
+
+def listed(items: Collection[str]) -> str:
+    """Return the first few of `items`, a line each, for a message."""
+    rest = len(items) - EXAMPLES
+    return "".join(f"\n  {item}" for item in islice(items, EXAMPLES)) + (f"\n  and {rest} more" if rest > 0 else "")
 
 
 def some(names: Sequence[str]) -> str:

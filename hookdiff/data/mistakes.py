@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hookdiff.data.memory import InMemory
 from hookdiff.data.source import Images, Source
@@ -30,6 +30,17 @@ def remedy(given: object) -> str | None:
             "the samples are read in another order in each epoch: give `list(data)`, or a class with a length and [i]"
         )
     return "give a tensor n c h w, an InMemory, or an object with a length and [i]"
+
+
+def may_be_data(kind: type) -> bool:
+    """Return whether objects of this class may be a data set: they have a length, and `[i]` or the methods of `Images`.
+
+    Neither mappings nor tables nor arrays are data sets, nor are the sets of torchvision that read a pickle.
+    """
+    methods = {name for owner in kind.__mro__ for name in vars(owner)}
+    is_source = "__len__" in methods and ("__getitem__" in methods or {"load", "describe"} <= methods)
+    is_other = "keys" in methods or issubclass(kind, numpy.ndarray) or kind.__module__ == "torchvision.datasets.lsun"
+    return not is_other and (is_source or issubclass(kind, (InMemory, Dataset)))
 
 
 def _as_tensor(array: Any) -> str:

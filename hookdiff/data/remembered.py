@@ -10,11 +10,12 @@ from attrs import define, field
 
 from hookdiff.data.batch import Batch
 from hookdiff.data.facts import Facts
-from hookdiff.data.feed import Feed
+from hookdiff.data.feed import Feed, FeedState
 from hookdiff.data.memory import InMemory
 from hookdiff.data.store import Prepared
 from hookdiff.data.survey import Survey
 from hookdiff.errors import UserError
+from hookdiff.structure import structured
 
 _CPU = torch.device("cpu")
 
@@ -62,8 +63,12 @@ class Remembered(Feed):
         labels = chosen.pop("labels", None)
         return Batch(torch.zeros(len(rows), *self.shape, device=self.device), labels, conditions=chosen)
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `state` is one of a Feed; its weights are of samples that are not here."""
+        structured(FeedState, state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the epoch; its weights are of samples that are not here."""
+        """Restore the epoch."""
         self.epoch = state.get("epoch")
 
     @property

@@ -19,7 +19,15 @@ from torch import Tensor
 from hookdiff.data.memory import InMemory
 from hookdiff.data.mistakes import remedy
 from hookdiff.data.source import Images, Source, with_images
-from hookdiff.data.survey import Survey, check_readable, first_stage_shape, kind_of_shape, survey
+from hookdiff.data.survey import (
+    Survey,
+    first_stage_shape,
+    kind_of_shape,
+    problems_of,
+    refuse,
+    survey,
+    unreadable_problems,
+)
 from hookdiff.data.transforms import Transforms, is_paired, size_text
 from hookdiff.disk import cannot_write, make_folder, new_folder, write_file
 from hookdiff.errors import UserError
@@ -114,7 +122,7 @@ def _from_images(source: Images, transforms: Transforms, store: Store) -> Prepar
         if place == "memory":
             pixels = _decode_to_memory(source, found, transforms)
     unreadable = [*found.unreadable.values(), *found.undecodable.values()]
-    check_readable(unreadable, len(source), skip)
+    refuse([*unreadable_problems(unreadable, len(source), skip), *problems_of(source)])
     if unreadable:
         counts = f"{len(unreadable)} of {len(source)} images"
         logger.warning("data: %s cannot be read and are left out; the first is %s", counts, unreadable[0])

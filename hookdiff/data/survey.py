@@ -3,13 +3,13 @@
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
+from textwrap import indent
 from typing import Any
 
 from attrs import Factory, define
 
 from hookdiff.data.decode import Unreadable, num_channels, upright_size
-from hookdiff.data.labels import EXAMPLES, some
+from hookdiff.data.labels import listed, some
 from hookdiff.data.source import Images, with_images
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
@@ -30,6 +30,11 @@ class Kind:
     count: int = 0
     example: str = ""
 
+    @property
+    def channels(self) -> int:
+        """1 for grey pictures, 3 for others."""
+        return num_channels(self.mode)
+
 
 @define
 class Survey:
@@ -44,11 +49,12 @@ class Survey:
 def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
     """Read the header of every sample of `source`, or of none if the source has a `shape`.
 
-    Raises UserError if `transforms` cannot give the pictures one shape, if no header can be read, or, unless `skip`, if
-    any header cannot be read.
+    Raises UserError that lists all problems: those of the source, pictures to which `transforms` cannot give one shape,
+    and, unless `skip` or none can be read, pictures that cannot be read.
     """
     if shape := getattr(source, "shape", None):
         kinds = [kind_of_shape(shape, len(source), source.describe(0))]
+        refuse([*problems_of(source), *_misfits(kinds, transforms)])
         return Survey(first_stage_shape(kinds, transforms), kinds)
     if len(source) > _MANY:
         logger.info("data: reading the headers of %d images", len(source))
@@ -61,8 +67,13 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
         kind = found.setdefault((kind.mode, kind.width, kind.height), kind)
         kind.count += 1
         kind.example = kind.example or source.describe(index)
-    check_readable(unreadable.values(), len(source), skip)
     kinds = list(found.values())
+    problems = [*problems_of(source), *_misfits(kinds, transforms)]
+    if (problems or (unreadable and not skip)) and len(source) <= _MANY:  # then their pixels are quickly tried too
+        readable = [index for index in range(len(source)) if index not in unreadable]
+        broken = {i: str(error) for i, error in with_images(source, readable, _read_pixels) if error is not None}
+        unreadable = dict(sorted((unreadable | broken).items()))
+    refuse([*unreadable_problems(unreadable.values(), len(source), skip), *problems])
     return Survey(first_stage_shape(kinds, transforms), kinds, unreadable)
 
 
@@ -78,13 +89,32 @@ def _kind_of(_: int, image: Any) -> Kind:
     return kind_of_shape(image.shape) if hasattr(image, "shape") else Kind(image.mode, *upright_size(image))
 
 
-def check_readable(unreadable: Collection[str], total: int, skip: bool) -> None:
-    """Raise UserError if all of the `total` samples are unreadable, or, unless `skip`, if any is."""
+def _read_pixels(_: int, image: Any) -> None:
+    if hasattr(image, "convert"):  # an image of Pillow, of which only the header is read so far
+        image.load()
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise UserError that lists all problems, unless there are none."""
+    if len(problems) > 1:
+        raise UserError("\n".join([f"{len(problems)} problems", *(indent(problem, "  ") for problem in problems)]))
+    for problem in problems:
+        raise UserError(problem)
+
+
+def problems_of(source: Images) -> list[str]:
+    """Return what the source itself has found to be wrong, such as its labels."""
+    return list(getattr(source, "problems", ()))
+
+
+def unreadable_problems(unreadable: Collection[str], total: int, skip: bool) -> list[str]:
+    """Return a problem if all of the `total` samples are unreadable, or, unless `skip`, if any is."""
     if len(unreadable) == total:
-        raise UserError(f"none of the {total} images can be read:{_lines(unreadable)}")
+        return [f"none of the {total} images can be read:{listed(unreadable)}"]
     if unreadable and not skip:
         way_out = "unreadable = 'skip' leaves them out"
-        raise UserError(f"{len(unreadable)} of {total} images cannot be read ({way_out}):{_lines(unreadable)}")
+        return [f"{len(unreadable)} of {total} images cannot be read ({way_out}):{listed(unreadable)}"]
+    return []
 
 
 def first_stage_shape(kinds: list[Kind], transforms: Transforms) -> tuple[int, int, int]:
@@ -92,26 +122,35 @@ def first_stage_shape(kinds: list[Kind], transforms: Transforms) -> tuple[int, i
 
     Raises UserError for grey among colour, for different sizes, and for sizes that are too small.
     """
-    grey = [kind for kind in kinds if num_channels(kind.mode) == 1]
+    refuse(_misfits(kinds, transforms))
+    channels = transforms.channels or kinds[0].channels
+    if side := transforms.side:
+        return channels, side, side
+    return channels, kinds[0].height, kinds[0].width
+
+
+def _misfits(kinds: list[Kind], transforms: Transforms) -> list[str]:
+    """Return the reasons why `transforms` cannot give pictures of all these kinds one shape."""
+    problems = []
+    grey = [kind for kind in kinds if kind.channels == 1]
     colour = [kind for kind in kinds if kind not in grey]
     if grey and colour and not transforms.channels:
         counts = f"{_count(grey)} images are grey, {_count(colour)} are in colour"
-        raise UserError(f"{counts}: set channels = 1 or 3{_examples([grey[0], colour[0]])}")
-    channels = transforms.channels or (1 if grey else 3)
+        problems.append(f"{counts}: set channels = 1 or 3{_examples([grey[0], colour[0]])}")
     if side := transforms.side:
         small = [kind for kind in kinds if min(kind.width, kind.height) < side]
         if small and not transforms.upscale:
             key = "resize" if transforms.resize else "image_size"
             counts = f"{_count(small)} of {_count(kinds)} images are smaller than {key} = {side}"
-            raise UserError(f"{counts}; upscale = true enlarges them:{_examples(small)}")
-        return channels, side, side
+            problems.append(f"{counts}; upscale = true enlarges them:{_examples(small)}")
+        return problems
     sizes = Counter[str]()
     for kind in kinds:
         sizes[f"{kind.width} x {kind.height}"] += kind.count
     if len(sizes) > 1:
         counts = some([f"{count} of {size}" for size, count in sizes.most_common()])
-        raise UserError(f"the images have {len(sizes)} sizes ({counts}): set image_size, the side to train on")
-    return channels, kinds[0].height, kinds[0].width
+        problems.append(f"the images have {len(sizes)} sizes ({counts}): set image_size, the side to train on")
+    return problems
 
 
 def _count(kinds: Iterable[Kind]) -> int:
@@ -119,9 +158,4 @@ def _count(kinds: Iterable[Kind]) -> int:
 
 
 def _examples(kinds: Iterable[Kind]) -> str:
-    return _lines([f"{kind.example} ({kind.width} x {kind.height})" for kind in kinds])
-
-
-def _lines(items: Collection[str]) -> str:
-    rest = len(items) - EXAMPLES
-    return "".join(f"\n  {item}" for item in islice(items, EXAMPLES)) + (f"\n  and {rest} more" if rest > 0 else "")
+    return listed([f"{kind.example} ({kind.width} x {kind.height})" for kind in kinds])

@@ -10,6 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from hookdiff.data.mistakes import may_be_data
 from hookdiff.errors import UserError, nearest
 
 _NOT_KEYS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
@@ -22,10 +23,11 @@ def vision(name: str) -> Callable[..., Vision]:
     """
     from torchvision import datasets
 
-    kind = getattr(datasets, name, None)
-    if not (isinstance(kind, type) and hasattr(kind, "__getitem__")):
-        known = [each for each in datasets.__all__ if isinstance(getattr(datasets, each), type)]
-        raise UserError(f"torchvision.datasets has no {name!r}{nearest(name, known)}")
+    named = {each: getattr(datasets, each) for each in datasets.__all__}
+    kinds = {each: kind for each, kind in named.items() if isinstance(kind, type) and may_be_data(kind)}
+    if name not in kinds:
+        raise UserError(f"torchvision.datasets has no {name!r} that is read without pickle{nearest(name, kinds)}")
+    kind = kinds[name]
     signature = inspect.signature(kind)
     keys = [parameter for key, parameter in signature.parameters.items() if key not in _NOT_KEYS]
 

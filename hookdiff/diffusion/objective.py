@@ -88,7 +88,11 @@ class Diffusion:
     )
     loss: Loss = field(default=MSE(), converter=chosen[Loss], metadata=about("error of each pixel"))
     conditional: bool | None = field(
-        default=None, metadata=about("give the network the labels; unless given, true if the model has classes")
+        default=None,
+        metadata=about(
+            "give the network the labels; unless given, true if the model has classes; in a config, true also sets "
+            "`model.num_classes`, unless given, from the data"
+        ),
     )
     label_dropout: float = field(
         default=0.1,

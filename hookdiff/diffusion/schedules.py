@@ -165,5 +165,5 @@ class NoiseSchedule:
             tables = torch.stack([self.sqrt_alphas_cumprod, self.sqrt_one_minus_alphas_cumprod, self.log_snr])
             self._on_device[timesteps.device] = tables.float().to(timesteps.device)
         at_timesteps = self._on_device[timesteps.device][:, timesteps]
-        alpha, sigma, log_snr = at_timesteps.reshape(3, -1, *[1] * (ndim - 1))
+        alpha, sigma, log_snr = at_timesteps.reshape(3, -1, *[1] * (ndim - 1)).unbind()
         return alpha, sigma, log_snr

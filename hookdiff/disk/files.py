@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from hookdiff.disk.lock import check_place
 from hookdiff.errors import StorageError, UserError
 
 _CHUNK = 1 << 22  # bytes that are hashed and written at a time; other threads run meanwhile
@@ -78,8 +79,9 @@ def write_file(path: Path, data: bytes) -> Written:
 
 
 def _write(path: Path, parts: Iterator[memoryview]) -> Written:
+    check_place(path.parent)
     digest, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:  # never through a link or into a pipe that has the name
         for part in parts:
             for begin in range(0, len(part), _CHUNK):
                 chunk = part[begin : begin + _CHUNK]
@@ -108,14 +110,16 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; the file is renamed to `path` when the `with` ends without an error."""
+    """Yield a free, temporary path; the file there is renamed to `path` when the `with` ends without an error."""
     make_folder(path.parent)
     partial = path.with_name(f".{path.name}.partial")
+    discard(partial)
     try:
         yield partial
+        check_place(path.parent)
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        discard(partial)
     sync_folder(path.parent)
 
 
@@ -127,24 +131,36 @@ def new_folder(path: Path) -> Iterator[Path]:
     the new one `.NAME.partial`.
     """
     partial, replaced = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "replaced"))
-    shutil.rmtree(partial, ignore_errors=True)
     make_folder(path.parent)
+    discard(partial)
     partial.mkdir()
     try:
         yield partial
         sync_folder(partial)
-        if path.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+        check_place(path.parent)
+        if os.path.lexists(path):
+            discard(replaced)
             os.replace(path, replaced)
         os.replace(partial, path)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        discard(partial)
     sync_folder(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    discard(replaced)
+
+
+def discard(path: Path) -> None:
+    """Remove a file, a link, or a folder with its content, as far as possible; raises no error."""
+    with suppress(OSError, StorageError):
+        check_place(path.parent)
+        if path.is_dir() and not path.is_symlink():  # rmtree would open a pipe, and wait for ever
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def make_folder(path: Path) -> None:
     """Make a folder and its parents, unless they exist, and sync the new names."""
+    check_place(path)
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)

@@ -1,18 +1,59 @@
-"""The lock of a run directory, which lets one process at a time write to it."""
+"""The lock of a run directory, which lets one process at a time write to it, and only there."""
 
 import errno
 import logging
 import os
 import socket
+import stat
 from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
-from hookdiff.errors import UserError
+from attrs import define
+
+from hookdiff.errors import StorageError, UserError
 
 LOCK = ".lock"  # in the run directory
-_held: dict[Path, ExitStack] = {}  # locks of this process, because the system would grant it the same lock twice
 log = logging.getLogger("hookdiff")
+
+
+@define(frozen=True, eq=False)
+class _Held:
+    """A run directory that this process has locked."""
+
+    path: Path  # as it was given
+    resources: ExitStack
+    folder: os.stat_result
+    lock: os.stat_result  # of the lock file, which stays open, so that no other file gets its number
+
+    def has(self, path: Path) -> bool:
+        return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(self.path))
+
+    def check(self, path: Path) -> None:
+        try:
+            found = os.stat(self.path), os.stat(self.path / LOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        if found is None or not all(map(os.path.samestat, found, (self.folder, self.lock))):
+            gone = f"{self.path}, or its {LOCK}, was moved or removed during the run"
+            raise StorageError(f"{gone}; the run ends, and writes nothing more")
+        real = os.path.realpath(path)
+        if not Path(real).is_relative_to(os.path.realpath(self.path)):
+            raise OSError(errno.EXDEV, f"A link leads out of the run directory, to {real}", str(path))
+
+
+_held: dict[Path, _Held] = {}  # by real path; the system would grant one process the same lock twice
+
+
+def check_place(path: Path) -> None:
+    """Check a file or folder before it is written; nothing is checked outside of the run directories of this process.
+
+    Raises StorageError if the run directory that it belongs to has been moved or removed since it was locked, or its
+    lock has been; and OSError if a link leads out of that directory.
+    """
+    for held in list(_held.values()):  # another thread may lock a directory meanwhile
+        if held.has(path):
+            held.check(path)
 
 
 def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
@@ -22,11 +63,14 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
     UserError with the host and the id of the process that holds the lock.
     """
     path = run_dir.resolve()
-    if _held.get(path) is resources:
+    if (held := _held.get(path)) and held.resources is resources:
         return
-    if path in _held:
+    if held:
         raise UserError(f"{run_dir} is in use by another Loop of this process")
-    file: BinaryIO = (run_dir / LOCK).open("a+b", buffering=0)
+    lock = run_dir / LOCK
+    if os.path.lexists(lock) and not stat.S_ISREG(os.lstat(lock).st_mode):
+        raise UserError(f"{lock} is a link, a folder, a pipe or a device, and no lock; remove it")
+    file = lock.open("a+b", buffering=0)
     try:
         if os.name != "nt":  # Windows has no such lock
             import fcntl
@@ -36,24 +80,24 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
         host, process = [*_owner(file), "?", "?"][:2]
         file.close()
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise UserError(f"{run_dir / LOCK}: cannot be locked: {error.strerror}") from None
+            raise UserError(f"{lock}: cannot be locked: {error.strerror}") from None
         holder = f"process {process} on {host}"
         raise UserError(f"{run_dir} is in use by {holder}; wait for it, stop it, or choose --out DIR") from None
     if owner := _owner(file):
         log.info("%s: took over the lock of process %s, which no longer runs", run_dir, owner[-1])
-    _held[path] = resources
+    _held[path] = _Held(run_dir, resources, os.stat(run_dir), os.fstat(file.fileno()))
     resources.callback(_release, path, file)
     file.truncate(0)
     file.write(f"{socket.gethostname()} {os.getpid()}\n".encode())
 
 
-def _release(path: Path, file: BinaryIO) -> None:
+def _release(path: Path, file: FileIO) -> None:
     file.truncate(0)  # not deleted: another process may have it open, and would then lock a deleted file
     file.close()
     del _held[path]
 
 
-def _owner(file: BinaryIO) -> list[str]:
+def _owner(file: FileIO) -> list[str]:
     """Return the host and the process id in the file, which is empty while nobody holds the lock."""
     file.seek(0)
-    return file.read().decode(errors="replace").split()
+    return file.readall().decode(errors="replace").split()

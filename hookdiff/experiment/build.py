@@ -23,7 +23,7 @@ from hookdiff.loop import Loop
 from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.progress import AUTO
-from hookdiff.structure import missing
+from hookdiff.structure import missing, parameters
 
 
 def build_loop(
@@ -133,15 +133,35 @@ def build_feed(config: Config, decode: bool = True) -> Feed:
 def fit_to_data(config: Config, feed: Feed) -> Config:
     """Fill in the arguments of the model that the config does not set from the data.
 
-    The number of classes is filled in only if the model requires it; otherwise the config decides about labels.
+    The number of classes is filled in only if the model or `diffusion.conditional = true` requires it; otherwise the
+    config decides about labels.
     """
+    if config.diffusion.arguments.get("conditional"):
+        _check_labels(config, feed)
     facts = _facts(feed)
-    if feed.num_classes is not None and "num_classes" in missing(config.model.target, config.model.arguments):
+    required = "num_classes" in missing(config.model.target, config.model.arguments)
+    if feed.num_classes is not None and (required or config.diffusion.arguments.get("conditional")):
         facts["num_classes"] = feed.num_classes
     model = config.model.given(**facts)
     if lacking := missing(model.target, model.arguments):
         raise ConfigError(f"model: {model.use} needs {', '.join(lacking)}")
     return evolve(config, model=model)
+
+
+def _check_labels(config: Config, feed: Feed) -> None:
+    if feed.num_classes is None:
+        raise ConfigError(f"diffusion.conditional: the network takes classes, and {config.data.use} has no labels")
+
+
+def unused_classes(config: Config, num_classes: int | None) -> str | None:
+    """Return a warning if the data has classes, and the model does not get them although the config leaves it open."""
+    model, decided = config.model, "conditional" in config.diffusion.arguments
+    if not num_classes or decided or not model.accepts("num_classes"):
+        return None
+    if parameters(model.target)["num_classes"].default != 0:  # `fit_to_data` fills it in
+        return None
+    way_out = "diffusion.conditional = true trains on them, false leaves them out"
+    return f"{num_classes} classes found, the model gets none of them: {way_out}"
 
 
 def _facts(feed: Feed) -> dict[str, Any]:
@@ -202,8 +222,8 @@ def fit_to_model(config: Config, model: nn.Module) -> Config:
 def build_objective(config: Config, feed: Feed) -> tuple[Diffusion, Sampling]:
     """Make the objective and the sampler; raises ConfigError unless they fit each other and the data."""
     objective: Diffusion = config.diffusion.build()
-    if objective.conditional and feed.num_classes is None:
-        raise ConfigError(f"diffusion.conditional: the network takes classes, and {config.data.use} has no labels")
+    if objective.conditional:
+        _check_labels(config, feed)
     with _problems_of("diffusion"):
         objective.normalize(torch.zeros(1, *feed.shape))
     if objective.conditions:

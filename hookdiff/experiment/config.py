@@ -5,6 +5,7 @@ Nothing is built here: a table names a class or function by its key `use` (or `s
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -16,20 +17,25 @@ from attrs import Attribute, define, evolve, field, fields
 from attrs.validators import ge
 
 from hookdiff.builtin.start import Start
-from hookdiff.choices import import_object, path_of
+from hookdiff.choices import path_of
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.disk.reading import read_file
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest, why_missing
-from hookdiff.experiment.discovery import installed, is_needed, plugin_class, plugin_name
+from hookdiff.experiment.discovery import is_needed, plugin_class, plugin_name
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.part import Part
+from hookdiff.experiment.places import MODEL, OPTIMIZER, SOURCE, Place
+from hookdiff.imports import import_object, importing, installed
 from hookdiff.models.adapters import checkpointable
 from hookdiff.models.init import Initialisation
 from hookdiff.options import about
 from hookdiff.plugins import check_partners
 from hookdiff.progress import AUTO, LoopConfig
 from hookdiff.structure import Problems, Text, arguments, as_toml, described, missing, parameters
+
+log = logging.getLogger("hookdiff")
 
 
 def _is_size_or_auto(instance: object, attribute: Attribute[Any], value: Any) -> None:
@@ -61,7 +67,10 @@ class RunConfig(LoopConfig):
     )
     import_from: str | None = field(
         default=None,
-        metadata=about("additional folder to import `module:Name` from; unless given, that of the config"),
+        metadata=about(
+            "additional folder to import `module:Name` from; unless given, that of the config. A run directory needs "
+            "--trust for it"
+        ),
     )
 
 
@@ -75,9 +84,11 @@ class Section:
     table: str
     known: Mapping[str, str]  # paths of targets, by name
     shared: tuple[type, ...]  # classes that define the shared keys
+    place: Place
     key: str = "use"  # the key that names the target
     default: str | None = None
     find: Callable[[str, str], Any] = import_object
+    adapt: Callable[[Any], Any] = lambda target: target
 
     def read(self, table: Mapping[str, Any], problems: Problems) -> Part | None:
         """Return the part that `table` names; if there is none, add the reason to `problems` and return None."""
@@ -102,9 +113,8 @@ class Section:
         kind = self.table if self.key == "use" else self.key  # "model", "optimizer", "source"
         path = self.known.get(str(use)) or path_of(kind, self.known, use, self.key)
         target = self.find(path, str(use))
-        if not callable(target):
-            raise ConfigError(f"{path} is a {type(target).__name__}, expected a class or a function")
-        return target
+        self.place.check(path, target)
+        return self.adapt(target)
 
 
 def _import_source(path: str, purpose: str) -> Any:
@@ -119,9 +129,9 @@ SOURCES = {
     "torchvision:NAME": "torchvision:NAME",
 }
 SECTIONS = (
-    Section("data", SOURCES, (Transforms, Store, Feed), key="source", find=_import_source),
-    Section("model", {}, (Start, Initialisation), find=lambda path, use: checkpointable(import_object(path, use))),
-    Section("optimizer", OPTIMIZERS, (Groups,), default="adamw"),
+    Section("data", SOURCES, (Transforms, Store, Feed), SOURCE, key="source", find=_import_source),
+    Section("model", {}, (Start, Initialisation), MODEL, adapt=checkpointable),
+    Section("optimizer", OPTIMIZERS, (Groups,), OPTIMIZER, default="adamw"),
 )
 
 
@@ -137,6 +147,7 @@ class Config:
     optimizer: Part
     sampling: Part
     plugins: Mapping[str, Part]  # the plugins of the run, in order
+    own_code: tuple[str, ...] = ()  # what it names as `module:Name` and no installed package publishes
 
     def resolved(self) -> dict[str, Any]:
         """Return the config with every default written out; running it again gives the same run."""
@@ -163,17 +174,21 @@ def load_config(
     plugins: Iterable[str] = (),
     settings: Iterable[str] = (),
     *,
+    trust: bool | None = None,
     without: Collection[str] = (),
     hooks: Collection[str] | None = None,
 ) -> Config:
-    """Read and check the config at `path`.
+    """Read and check the config at `path`. Modules are imported, and nothing in them is called.
 
     Args:
-        path: the TOML file
-        plugins: names to add, or `no:NAME` to remove one
-        settings: `table.key=value`
-        without: tables that are not read, such as "data": what they name is not imported, and cannot be built
-        hooks: leave out the plugins that implement none of these hooks; packages that they need may be missing
+        path: the file.
+        plugins: names to add, or `no:NAME` to remove one.
+        settings: keys to set, as `table.key=value`.
+        trust: give it for the config of a run directory, which may be a stranger's. False: only torch, torchvision,
+            diffusers, hookdiff and what installed packages publish are imported; True: also code that the user's own
+            config had named. Neither imports from the run directory.
+        without: tables that are not read, such as "data": what they name is not imported, and cannot be built.
+        hooks: leave out the plugins that implement none of these hooks; packages that they need may be missing.
 
     Raises:
         ConfigError: lists every problem.
@@ -181,23 +196,26 @@ def load_config(
     table, problems = read_toml(path), Problems()
     for setting in sorted(settings, key=_set_order):
         _set(table, setting, problems)
-    _make_importable(table, path)
-    return _check(table, path, plugins, problems, without, hooks)
+    if trust is not False:
+        _make_importable(table, path, is_of_run=trust is True)
+    with importing(only_installed=trust is False) as imports:
+        config = _check(table, path, plugins, problems, without, hooks)
+    return evolve(config, own_code=tuple(imports.own))
 
 
-def _make_importable(table: dict[str, Any], path: Path) -> None:
+def _make_importable(table: dict[str, Any], path: Path, is_of_run: bool) -> None:
     """Let `module:Name` find modules beside the config, and record their folder, so that config.toml finds them too."""
     run = table.get("run")
-    if isinstance(run, dict) and isinstance(run.setdefault("import_from", ""), str):
-        folder = run["import_from"] = str((path.parent / run["import_from"]).resolve())
-        if folder not in sys.path:
+    if isinstance(run, dict) and isinstance(given := run.get("import_from", None if is_of_run else ""), str):
+        folder = run["import_from"] = str((path.parent / given).resolve())
+        if folder not in sys.path and not (is_of_run and folder == str(path.parent.resolve())):
             sys.path.append(folder)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse the file at `path`; raises ConfigError that names the line that is not TOML."""
     try:
-        return tomli.loads(path.read_text("utf-8"))
+        return tomli.loads(read_file(path).decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:  # of tomli, or of Python: a number too long, or nesting too deep
@@ -237,7 +255,9 @@ def _set(table: dict[str, Any], setting: str, problems: Problems) -> None:
 def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str, ...]:
     if not name.startswith("no:"):
         return listed if name in listed else (*listed, name)
-    if name[3:] not in listed:
+    if name[3:] not in listed and name[3:] in installed():
+        log.warning("--plugins %s: the plugin %r is not switched on", name, name[3:])
+    elif name[3:] not in listed:
         problems.add(f"--plugins {name}", f"{name[3:]!r} is not switched on{nearest(name[3:], listed)}")
     return tuple(other for other in listed if other != name[3:])
 
@@ -278,7 +298,7 @@ def _not_read(name: str) -> None:
 
 def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:
     """Return the tables of `config` by name; leave out and report what is missing or not a table."""
-    needed, known = ("run", "data", "model"), [field.name for field in fields(Config)[1:]]
+    needed, known = ("run", "data", "model"), [field.name for field in fields(Config)[1:-1]]
     for name in (name for name in config if name not in known):
         problems.add(name, f"unknown table{nearest(name, known)}; known: {', '.join(known)}")
     tables = {name: config.get(name, {}) for name in known if name in config or name not in needed}

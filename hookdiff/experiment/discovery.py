@@ -1,34 +1,12 @@
-"""Finds plugins by name, among the entry points of installed packages, or as `module:Class`."""
+"""Finds the classes of plugins by name, among the entry points of installed packages, or as `module:Class`."""
 
-import importlib.util
 import inspect
-from collections.abc import Collection, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Collection
 from typing import Any
 
-from hookdiff.choices import import_object
 from hookdiff.errors import PluginError, nearest
+from hookdiff.imports import check_needs, distribution, import_object, installed
 from hookdiff.plugins import check_contract
-
-GROUP = "hookdiff.plugins"
-
-
-def installed(group: str = GROUP) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of `group` by name, sorted; nothing is imported.
-
-    A name has several entry points if several distributions claim it. An entry point that is found twice, as happens
-    with an editable install that is on the path, counts once.
-    """
-    unique = {(entry.name, entry.value, distribution(entry)): entry for entry in entry_points(group=group)}
-    found: dict[str, list[EntryPoint]] = {}
-    for key in sorted(unique):
-        found.setdefault(key[0], []).append(unique[key])
-    return found
-
-
-def distribution(entry: EntryPoint) -> str:
-    """Return the name and version of the distribution that brings `entry`."""
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
 
 
 def plugin_name(given: str) -> str:
@@ -53,20 +31,16 @@ def plugin_class(given: str, hooks: Collection[str] | None = None) -> type:
     With `hooks`, packages are required only of a plugin that a loop with these hooks needs.
 
     Raises PluginError if there is none or several of that name, if it cannot be imported, if it is no class, if a
-    package that it `needs` (a mapping of modules to requirements of pip) is missing, or if it does not fit the hooks.
+    package that it `needs` (a mapping of modules to requirements of pip) is missing, or if it does not fit the hooks or
+    implements none.
     """
     kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
     if not inspect.isclass(kind):
         raise PluginError(f"the plugin {given!r} is a {type(kind).__name__}, expected a class")
-    needs: Mapping[str, str] = getattr(kind, "needs", {}) if is_needed(kind, hooks) else {}
-    for module, requirement in needs.items():
-        try:
-            spec = importlib.util.find_spec(module)
-        except ModuleNotFoundError:  # its parent package is missing
-            spec = None
-        if spec is None:
-            raise PluginError(f"the plugin {given!r} needs the package {module}: pip install '{requirement}'")
+    check_needs(given, getattr(kind, "needs", {}) if is_needed(kind, hooks) else {})
     check_contract(given, kind)
+    if not any(hasattr(member, "hookdiff_impl") for owner in kind.__mro__ for member in vars(owner).values()):
+        raise PluginError(f"the plugin {given!r} is no plugin: the class has no method with @hookimpl")
     return kind
 
 

@@ -39,11 +39,12 @@ def run_config(
     plugins: Iterable[str] = (),
     settings: Iterable[str] = (),
     *,
+    trust: bool,
     without: Collection[str] = ("data",),
     hooks: Collection[str] | None = None,
 ) -> Config:
     """Read the config of the run directory `path`, or of a checkpoint in it; see `load_config`."""
-    return load_config(run_of(path) / CONFIG, plugins, settings, without=without, hooks=hooks)
+    return load_config(run_of(path) / CONFIG, plugins, settings, trust=trust, without=without, hooks=hooks)
 
 
 @define(eq=False)
@@ -57,22 +58,24 @@ class Saved:
         return self.state
 
 
-def load_run(path: str | Path, settings: Iterable[str] = (), *, device: str | None = None) -> Run:
+def load_run(path: str | Path, settings: Iterable[str] = (), *, device: str | None = None, trust: bool = False) -> Run:
     """Open the run directory `path`, or one checkpoint in it: `load_run("runs/x").sample(16)`.
 
     Nothing is written and nothing locked, so the run may be under way. Neither its data nor its optimizer is made, and
-    the directory may have come from another machine; only classes of your own must be importable. The newest
+    the directory may have come from another machine; only classes of your own must be importable, and
+    need `trust`. The newest
     checkpoint is read when it is first needed.
 
     Args:
         path: the run directory, or a checkpoint in it.
         settings: changes of the config, as `table.key=value`.
         device: such as "cpu"; unless given, that of the config, if it is here.
+        trust: import the code that the run names, also if no installed package publishes it.
 
     Raises:
         UserError: for a path that is no run.
     """
-    return Run(Path(path), tuple(settings), device)
+    return Run(Path(path), tuple(settings), device, trust)
 
 
 @define(eq=False, slots=False)
@@ -85,6 +88,7 @@ class Run:
     path: Path  # as it was given
     settings: tuple[str, ...] = ()
     device: str | None = None
+    trust: bool = False
     _held: str | None = field(default=None, init=False)  # the weights of a `with` under way
 
     @property
@@ -115,7 +119,9 @@ class Run:
 
         Raises UserError if the run has no checkpoint, or what it needs is not here.
         """
-        config = run_config(self.path, settings=self.settings, without=("data", "optimizer"), hooks=HOOKS)
+        config = run_config(
+            self.path, settings=self.settings, trust=self.trust, without=("data", "optimizer"), hooks=HOOKS
+        )
         config = evolve(config, run=evolve(config.run, device=self.device or _device_of(config)))
         state = _state_of(config, self.run_dir, self.path)
         saved = {"saved": Saved({**state, "optimizers": {}})}
@@ -291,7 +297,8 @@ class Run:
         if not settings:
             return self.loop.sampler
         everything = (*self.settings, *settings)
-        config = run_config(self.path, settings=everything, without=("data", "model", "optimizer"), hooks=())
+        without = ("data", "model", "optimizer")
+        config = run_config(self.path, settings=everything, trust=self.trust, without=without, hooks=())
         objective: Any = self.loop.objective
         return build_sampling(config, objective)
 

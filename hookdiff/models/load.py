@@ -9,6 +9,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
+from hookdiff.disk.reading import open_file, open_tensors
 from hookdiff.errors import ConfigError, nearest, why_missing
 from hookdiff.models.names import is_inside, plain_name
 
@@ -39,7 +40,7 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
     if found and not (partial and fitting):
         way_out = f"\n  start_partial = true loads what fits: {count}" if fitting and asked_by == KEY else ""
         raise ConfigError(f"{asked_by}: {path} is of another model: {found}{way_out}")
-    with safetensors.safe_open(path, framework="pt") as file, torch.no_grad():
+    with open_tensors(path) as file, torch.no_grad():
         for name in fitting:
             own[name].copy_(file.get_tensor(name))
     log.info("started from %s: %s", path, count)
@@ -57,9 +58,9 @@ def check_file(path: Path, asked_by: str = KEY) -> Shapes:
         inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors file"
         raise ConfigError(f"{where} is a folder; name one file: it has {inside}")
     try:
-        with path.open("rb") as opened:
+        with open_file(path) as opened:
             start = opened.read(2)
-        with safetensors.safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 no mapping
     except FileNotFoundError:
         raise ConfigError(f"{where}: {why_missing(path)}") from None

@@ -1,14 +1,31 @@
-"""The state of an optimizer, by the names of the weights in a model."""
+"""The state of an optimizer, by the names of the weights in a model; checked before it is loaded."""
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
+from attrs import define
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdiff.errors import UserError
+from hookdiff.structure import structured
+
+# Means of squares, as torch and others name them.
+_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "row_var", "col_var", "acc_delta", "exp_inf", "step"}
+Entry = Mapping[str, Any]  # the state of one weight
+
+
+@define(frozen=True)
+class _Saved:
+    kind: str  # the class of the optimizer
+    weights: dict[str, dict[str, Any]]
+    keys: list[str]  # of the entries of all weights
+    groups: list[dict[str, Any]]
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
@@ -25,13 +42,10 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
         raise UserError(f"this run cannot be saved: {kind} keeps state for a parameter that is not the model's")
     counted = _counted_in_groups(optimizer)
     return {
-        "class": kind,
+        "kind": kind,
         "weights": {names[parameter]: dict(entry) for parameter, entry in optimizer.state.items()},
-        "groups": {
-            str(index): {key: group[key] for key in counted if key in group}
-            for index, group in enumerate(optimizer.param_groups)
-            if counted
-        },
+        "keys": sorted({key for entry in optimizer.state.values() for key in entry}),
+        "groups": [{key: group[key] for key in counted} for group in optimizer.param_groups if counted],
     }
 
 
@@ -42,30 +56,126 @@ def _counted_in_groups(optimizer: Optimizer) -> list[str]:
     """
     makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
     arguments = {name for make in makers[:-1] for name in inspect.signature(make).parameters}  # the last is object's
-    return [key for key in optimizer.defaults if key not in arguments and key != "lr"]
+    found = [key for key in optimizer.defaults if key not in arguments and key != "lr"]
+    return [key for key in found if all(key in group for group in optimizer.param_groups)]
 
 
-def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Restore what `optimizer_state` has returned. Raises UserError if it is of another optimizer or model."""
-    kind = type(optimizer).__name__
-    if saved.get("class", kind) != kind:
-        raise UserError(f"the checkpoint's optimizer is {saved['class']}, the run's is {kind}")
-    parameters = {name: parameter for parameter, name in _names(model).items()}
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    optimizer.state.clear()  # for a rollback: at the saved step, some parameters may have had no state
-    for name, entry in saved.get("weights", {}).items():
-        parameter = parameters.get(name)
-        if parameter is None or parameter not in held:
-            raise UserError(f"the checkpoint has optimizer state of {name!r}, which this optimizer does not hold")
-        optimizer.state[parameter] = {key: _like(parameter, key, value, optimizer) for key, value in entry.items()}
-    groups = saved.get("groups", {})
-    if groups and len(groups) != len(optimizer.param_groups):
-        raise UserError(
-            f"{kind} keeps state in its parameter groups: the checkpoint has {len(groups)} of them, the run "
-            f"has {len(optimizer.param_groups)}"
+def check_eps(optimizers: Iterable[Optimizer]) -> None:
+    """Raise UserError for an `eps` that is 0 in the dtype of the weights: a gradient of 0 would make them NaN."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            eps, dtypes = group.get("eps"), {parameter.dtype for parameter in group["params"]}
+            for dtype in dtypes if isinstance(eps, float | int) else ():
+                if not torch.tensor(eps, dtype=dtype):
+                    name, least = str(dtype).removeprefix("torch."), torch.finfo(dtype).tiny
+                    raise UserError(
+                        f"optimizer.eps: {eps:g} is 0 in {name}, the dtype of the weights, and a gradient of 0 would "
+                        f"make them NaN; usual are 1e-8 in float32 and {max(1e-8, least):.0e} in {name}"
+                    )
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_finite: bool = True) -> None:
+    """Raise ValueError unless `optimizer` can go on with the state `saved`.
+
+    A fused kernel does not check its tensors, and would write past the end of a smaller one. The right shapes and
+    dtypes are those that a step makes; it is rehearsed on copies. A weight that had no gradient yet has no state. The
+    values must be finite if `is_finite`.
+    """
+    state, kind = structured(_Saved, saved), type(optimizer).__name__
+    if state.kind != kind:
+        raise ValueError(f"the checkpoint's optimizer is {state.kind}, the run's is {kind}")
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {name: parameter for parameter, name in _names(model).items() if parameter in groups}
+    made: dict[Any, Entry | None] = {}  # by all that decides about it: a network has few shapes
+    for name, entry in state.weights.items():
+        if name not in parameters:
+            raise ValueError(f"the checkpoint has optimizer state of {name!r}, which this optimizer does not hold")
+        parameter, group = parameters[name], groups[parameters[name]]
+        key = id(group), parameter.shape, parameter.dtype, parameter.device
+        if key not in made:
+            made[key] = _rehearsed(optimizer, group, parameter, {})
+        _check_entry(name, entry, made[key], parameter, is_finite)
+        lacking = [key for key in made[key] or () if key not in entry]
+        # A hyper-parameter that is new, such as momentum, may need state that the checkpoint has of no weight.
+        is_new = bool(lacking) and not any(key in state.keys for key in lacking)
+        if lacking and not (is_new and _rehearsed(optimizer, group, parameter, entry)):
+            raise ValueError(f"{name} lacks {', '.join(lacking)}, which {kind} needs")
+    if not state.weights and state.keys:
+        raise ValueError(f"the state of {kind} is of no weight")
+    counted = _counted_in_groups(optimizer)
+    if len(state.groups) != (len(optimizer.param_groups) if counted else 0):
+        raise ValueError(
+            f"{kind} keeps state in {len(optimizer.param_groups) if counted else 'none'} of its parameter groups, the "
+            f"checkpoint in {len(state.groups)}"
         )
-    for index, entry in groups.items():
-        optimizer.param_groups[int(index)].update(entry)
+    for index, (group, saved_group) in enumerate(zip(optimizer.param_groups, state.groups, strict=False)):
+        own = {key: group[key] for key in counted}
+        if own.keys() != saved_group.keys():
+            raise ValueError(f"parameter group {index} has {', '.join(saved_group)}; expected {', '.join(own)}")
+        _check_entry(f"parameter group {index}", saved_group, own, None, is_finite)
+
+
+def _rehearsed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, entry: Entry) -> Entry | None:
+    """Return the state of `parameter` after a step from `entry`, made on copies; None if that is not possible.
+
+    An optimizer may not work with one weight alone, or need more than gradients.
+    """
+    copy = parameter.detach().clone().requires_grad_()
+    copy.grad = torch.ones_like(copy)
+    twin: Optimizer = object.__new__(type(optimizer))
+    own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a scheduler may have wrapped it
+    hooks = [name for name in own if name.endswith("_hooks")]
+    vars(twin).update(own | {name: OrderedDict() for name in hooks})
+    options = {name: deepcopy(value) for name, value in group.items() if name != "params"}
+    twin.param_groups = [{**options, "params": [copy]}]
+    twin.state = defaultdict(dict)
+    if entry:
+        twin.state[copy] = {key: _like(copy, key, value, twin) for key, value in entry.items()}
+    try:
+        twin.step()
+    except Exception:
+        return None
+    result: Entry = twin.state[copy]
+    return result
+
+
+def _check_entry(where: str, entry: Entry, made: Entry | None, parameter: Tensor | None, is_finite: bool) -> None:
+    """Raise ValueError for a value in `entry` that is of another kind than in `made`, or impossible.
+
+    `made` None: it is not known.
+    """
+    for key, value in entry.items():
+        expected = None if made is None else made.get(key)
+        later = None if made is None or key in made or parameter is None else ((), parameter.shape)
+        if isinstance(expected, Tensor):
+            own = tuple(expected.shape), expected.dtype
+            found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
+            if found != own:
+                raise ValueError(f"{key} of {where} is {found}, expected {own}")
+        elif isinstance(expected, int | float) and not isinstance(value, int | float):
+            raise ValueError(f"{key} of {where} is a {type(value).__name__}, expected a number")
+        elif later and isinstance(value, Tensor) and value.shape not in later:  # not made in the first step
+            raise ValueError(f"{key} of {where} has the shape {tuple(value.shape)}, expected that of the weight")
+        if is_finite and not _is_possible(key, value):
+            raise ValueError(f"{key} of {where} holds values that no step makes: not finite, or a negative square")
+
+
+def _is_possible(key: str, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        floats = value.is_floating_point() or value.is_complex()
+        return not floats or bool(value.isfinite().all() and (key not in _SQUARES or (value >= 0).all()))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry) -> None:
+    """Restore what `optimizer_state` has returned and `check_optimizer` has checked."""
+    parameters = {name: parameter for parameter, name in _names(model).items()}
+    optimizer.state.clear()  # for a rollback: at the saved step, some parameters may have had no state
+    for name, entry in saved["weights"].items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = {key: _like(parameter, key, value, optimizer) for key, value in entry.items()}
+    for group, counts in zip(optimizer.param_groups, saved["groups"], strict=False):
+        group.update(counts)
 
 
 def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from attrs import define, field
+from attrs.validators import matches_re, optional
 from filelock import FileLock, Timeout
 from torch import Tensor
 
@@ -16,6 +17,13 @@ from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.options import about
 
 log = logging.getLogger("hookdiff")
+
+
+@define(frozen=True)
+class AimState:
+    """The saved state of `Aim`."""
+
+    run: str | None = field(validator=optional(matches_re("[0-9a-f]+")))
 
 
 @define(eq=False)
@@ -26,6 +34,7 @@ class Aim(Sink):
     resumed into another directory gets an Aim run of its own.
     """
 
+    state_class: ClassVar[type] = AimState
     needs: ClassVar[Mapping[str, str]] = {"aim": "hookdiff[aim]"}
 
     repo: str | None = field(

@@ -2,17 +2,17 @@
 
 import logging
 from collections.abc import Generator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from attrs import define, field
-from attrs.validators import ge, gt
+from attrs.validators import ge, gt, lt
 from torch import Tensor
 from torch.amp import GradScaler, autocast
 
 from hookdiff import PASS, Loop, LossOutput, NonFinite, UserError, hookimpl
 from hookdiff.options import about
-from hookdiff.weights import Buffers
+from hookdiff.structure import COUNT, numbers
 
 log = logging.getLogger("hookdiff")
 
@@ -20,15 +20,36 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEPT = 16  # void steps in the state: as many as halve the scale from 65536 to 1
 
 
+@define(frozen=True)
+class ScalerState:
+    """The saved state of torch's GradScaler."""
+
+    scale: float = field(validator=[gt(0), numbers()])
+    growth_factor: float = field(validator=[gt(1), numbers()])
+    backoff_factor: float = field(validator=[gt(0), lt(1)])
+    growth_interval: int = field(validator=COUNT)
+    _growth_tracker: int = field(validator=COUNT, alias="_growth_tracker")
+
+
+@define(frozen=True)
+class AMPState:
+    """The saved state of `AMP`; it has no scaler unless it trains in fp16."""
+
+    scaler: ScalerState | None
+    num_void: int = field(validator=COUNT)
+    fell: list[tuple[int, float]] = field(validator=numbers(least=0))  # position and scale
+
+
 @define(eq=False)
 class AMP:
     """Computes the loss in bf16 or fp16, and scales it in fp16 so that small gradients survive.
 
     If the gradients of a step overflow under a finite loss, the step is void: it is not counted, the scale is halved,
-    the buffers get back their earlier values, and no later hook of the step is called. At the lowest scale the step
-    counts as not finite: `on_nan` is called, and the report lists how the scale fell.
+    and no later hook of the step is called. At the lowest scale the step counts as not finite: `on_nan` is called, and
+    the report lists how the scale fell.
     """
 
+    state_class: ClassVar[type] = AMPState
     precision: Literal["auto", "bf16", "fp16", "off"] = field(
         default="auto", metadata=about('"bf16", "fp16", "off", or "auto": the lowest that the device computes natively')
     )
@@ -45,7 +66,6 @@ class AMP:
     num_void: int = field(default=0, init=False)
     _fell: list[list[float]] = field(factory=list, init=False)  # [position, scale before it] of the last void steps
     _dtype: torch.dtype | None = field(default=None, init=False)
-    _buffers: Buffers = field(init=False)  # from before the step: batch norm's may hold an overflow after it
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -62,13 +82,7 @@ class AMP:
                     f"plugins.amp: {name} is {parameter.dtype}; a gradient scaler needs trained weights in float32, "
                     "which autocast copies to half precision. Keep the model in float32, or use precision = 'bf16'"
                 )
-        self._buffers = Buffers(loop.model)
         self.scaler = GradScaler(loop.device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
-
-    @hookimpl
-    def before_step(self) -> None:
-        if self.scaler is not None:
-            self._buffers.keep()
 
     @hookimpl(wrapper=True, tryfirst=True)  # outside of all other wrappers, so that what they compute is cast too
     def compute_loss(self, loop: Loop) -> Generator[None, LossOutput, LossOutput]:
@@ -103,7 +117,6 @@ class AMP:
                 flag.fill_(1)  # also if the overflow was in an earlier pass, whose gradients are gone
         self._fell = [*self._fell[1 - _KEPT :], [loop.progress.position, scale]]
         self._lower()
-        self._buffers.put_back()
         self.num_void += 1
         loop.log({"amp/void_steps": self.num_void}, detail=True)
         loop.log.average({"amp/void_share": 1.0})
@@ -143,8 +156,8 @@ class AMP:
             self.scaler.update(self.min_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scaler, empty without one, the number of void steps, and the last of them."""
-        scaler = self.scaler.state_dict() if self.scaler else {}
+        """Return the state of the scaler, if there is one, the number of void steps, and the last of them."""
+        scaler = self.scaler.state_dict() if self.scaler else None
         return {"scaler": scaler, "num_void": self.num_void, "fell": self._fell}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

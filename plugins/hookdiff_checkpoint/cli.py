@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from hookdiff.cli.options import trust_option
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN|CHECKPOINT")
@@ -24,7 +26,10 @@ import click
     help="For diffusers: change the sampler of the run; may be given several times.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export.")
-def command(run: Path, out: Path, to: str, weights: str | None, settings: tuple[str, ...], overwrite: bool) -> None:
+@trust_option
+def command(
+    run: Path, out: Path, to: str, weights: str | None, settings: tuple[str, ...], overwrite: bool, trust: bool
+) -> None:
     """Write the weights of the newest checkpoint of RUN, or of one CHECKPOINT in it, to FILE or DIR.
 
     The data of the run is not needed.
@@ -41,7 +46,7 @@ def command(run: Path, out: Path, to: str, weights: str | None, settings: tuple[
         if to != "diffusers" or not setting.strip().startswith("sampling."):
             raise UserError(f"--set {setting}: expected a key of [sampling], with --to diffusers")
     check_place(out, to, overwrite)
-    with load_run(run, settings) as opened:
+    with load_run(run, settings, trust=trust) as opened:
         loop = opened.loop
         sampling = equivalent_of(loop) if to == "diffusers" else None
         try:

@@ -18,19 +18,19 @@ from typing import Any
 from urllib.parse import quote
 
 import safetensors
-import safetensors.torch
 from attrs import define
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.disk import new_file, new_folder, unflatten, write_file, write_tensors
+from hookdiff.disk import new_file, new_folder, open_file, open_tensors, read_file, unflatten, write_file, write_tensors
 
-FORMAT = 2
+FORMAT = 3
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 REMOVED = ".removed"  # suffix of a folder that is being removed
 STEP = re.compile(r"step-\d{8,}")  # names that a run gives; a run never removes a checkpoint of another name
 _DIGEST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')  # first line of a manifest: the digest of all other lines
 _NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # as `file_of` makes them, inside the folder
+PARTS = ("model", "optimizers", "progress", "log", "data", "random", "config")
 _COUNTS = ("position", "epoch", "step", "samples")
 # Errors from a manifest that is valid JSON, but was not written by hookdiff.
 _FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -49,6 +49,7 @@ class CheckpointInfo:
     path: Path
     place: tuple[int, int]  # position and epoch; the newest checkpoint of a run has the largest
     number: int  # of the save, from 1
+    scheduled: bool  # made at a time that the config sets, and not by the end of a run
     metrics: Mapping[str, float]  # values logged at its step
 
     @classmethod
@@ -59,7 +60,8 @@ class CheckpointInfo:
         number = index(manifest["number"])
         if min(position, epoch, number, *others) < 0:
             raise ValueError("a count is negative")
-        return cls(path, (position, epoch), number, {k: float(v) for k, v in manifest["metrics"].items()})
+        metrics = {str(name): float(value) for name, value in manifest["metrics"].items()}
+        return cls(path, (position, epoch), number, bool(manifest["scheduled"]), metrics)
 
 
 def file_of(part: str) -> str:
@@ -107,14 +109,15 @@ def find_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[UserErro
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent` that are checkpoints, or have the name of one."""
+    """Return the folders in `parent` that are checkpoints, or have the name of one; control characters are in none."""
     try:
         paths = sorted(parent.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise _unreadable(parent, error) from None
-    folders = [path for path in paths if not path.name.endswith(REMOVED) and os.path.isdir(path)]
+    named = [path for path in paths if not path.name.endswith(REMOVED) and path.name.isprintable()]
+    folders = [path for path in named if os.path.isdir(path)]
     return [path for path in folders if STEP.fullmatch(path.name) or os.path.lexists(path / MANIFEST)]
 
 
@@ -124,7 +127,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises UserError if it is missing or damaged, and NewerFormat if a later hookdiff wrote it.
     """
     try:
-        data = (path / MANIFEST).read_bytes()
+        data = read_file(path / MANIFEST)
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from None
     stamp = _DIGEST.match(data)
@@ -171,6 +174,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise _foreign(path, error) from None
     plugins = {name.removeprefix("plugins/"): part for name, part in parts.items() if name.startswith("plugins/")}
     others = {name: part for name, part in parts.items() if not name.startswith("plugins/")}
+    if lacking := [name for name in PARTS if name not in others]:
+        raise UserError(f"{path}: {MANIFEST} was not written by hookdiff: it lacks the part {lacking[0]!r}")
     return {"versions": manifest["versions"], **others, "plugins": plugins}
 
 
@@ -184,7 +189,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 def _verify(path: Path, bytes: int, sha256: str) -> None:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.tell()
     except OSError as error:
@@ -197,6 +202,7 @@ def _verify(path: Path, bytes: int, sha256: str) -> None:
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return safetensors.torch.load_file(path)
+        with open_tensors(path) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping
     except (safetensors.SafetensorError, OSError, RuntimeError, LookupError, ValueError) as error:
         raise UserError(f"{path.parent}: {path.name} is not a safetensors file: {error}") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from attrs import define, field
 
 from hookdiff import Finding, UserError, nearest
+from hookdiff.disk import discard
 from hookdiff.findings import listed
 from hookdiff_checkpoint.folder import REMOVED, STEP, CheckpointInfo, read_checkpoint
 
@@ -20,15 +21,17 @@ def choose(
 ) -> list[CheckpointInfo]:
     """Return the checkpoints to keep of `found`, which are sorted, newest first.
 
-    These are the `last` newest, one of `every` saves (0: none), and the one with the best value named `best`, which is
-    the lowest unless `highest`.
+    These are the `last` newest, the newest scheduled one (a rollback goes back to it), one of `every` saves (0: none),
+    and the one with the best value named `best`, which is the lowest unless `highest`.
     """
+    scheduled = next((one for one in found if one.scheduled), None)
 
     def rank(one: CheckpointInfo) -> float:
         value = one.metrics.get(best or "")
         return math.inf if value is None else -value if highest else value
 
-    chosen = [one for at, one in enumerate(found) if at < last or (every and one.number % every == 0)]
+    is_kept = [at < last or one is scheduled or (every and one.number % every == 0) for at, one in enumerate(found)]
+    chosen = [one for one, kept in zip(found, is_kept, strict=True) if kept]
     first = min(found, key=rank, default=None)  # the newest of equal ones
     return [*chosen, first] if first and first not in chosen and rank(first) < math.inf else chosen
 
@@ -104,6 +107,6 @@ def remove(path: Path) -> None:
     Raises OSError if it cannot be renamed.
     """
     removed = path.with_name(f".{path.name}{REMOVED}")
-    shutil.rmtree(removed, ignore_errors=True)
+    discard(removed)
     path.replace(removed)
-    shutil.rmtree(removed, ignore_errors=True)
+    discard(removed)

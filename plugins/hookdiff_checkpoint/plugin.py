@@ -2,20 +2,28 @@
 
 import errno
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from attrs import define, field
 from attrs.validators import ge
 
-from hookdiff import PASS, Alarms, Due, Every, Loop, Reason, StorageError, UserError, hookimpl, parse_every
+from hookdiff import PASS, Alarms, Due, Every, Loop, Reason, StorageError, UserError, Verdict, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff.options import about
-from hookdiff_checkpoint.folder import FOLDER, STEP, CheckpointInfo, NewerFormat, find_checkpoints, read_checkpoint
+from hookdiff_checkpoint.folder import (
+    FOLDER,
+    MANIFEST,
+    STEP,
+    CheckpointInfo,
+    NewerFormat,
+    find_checkpoints,
+    read_checkpoint,
+)
 from hookdiff_checkpoint.keep import Logged, choose, settle
 from hookdiff_checkpoint.revision import revision
-from hookdiff_checkpoint.writer import Writer, split
+from hookdiff_checkpoint.writer import NotFinite, Writer, split
 
 log = logging.getLogger("hookdiff")
 
@@ -35,7 +43,11 @@ class Checkpoint:
     every: Every = field(
         default=Every(1000), converter=parse_every, metadata=about("how often; the end of a run is always saved")
     )
-    keep_last: int = field(default=3, validator=ge(1), metadata=about("number of newest checkpoints to keep"))
+    keep_last: int = field(
+        default=3,
+        validator=ge(1),
+        metadata=about("number of newest checkpoints to keep, and the newest that `every` made"),
+    )
     keep_every: int = field(default=0, validator=ge(0), metadata=about("keep one of this many saves forever; 0: none"))
     keep_best: str | None = field(
         default=None, metadata=about('keep the checkpoint with the best logged value of this name, such as "fd/digits"')
@@ -51,10 +63,12 @@ class Checkpoint:
     _revision: dict[str, Any] | None = field(default=None, init=False)  # of the code, as the run began
     _passed_over: set[Path] = field(factory=set, init=False)  # damaged checkpoints
     _saved: tuple[int, ...] | None = field(default=None, init=False)  # place of the newest checkpoint
+    _start: tuple[int, ...] | None = field(default=None, init=False)  # place of the checkpoint that the run began from
     _number: int = field(default=0, init=False)  # saves so far, those before a resume included
     _wanted: bool = field(default=False, init=False)
     _is_open: bool = field(default=False, init=False)  # the folder is prepared
     _is_storable: bool = field(default=False, init=False)  # a file can hold the whole state
+    _rates: str = field(default="", init=False)  # at the newest save
     _problem: str | None = field(default=None, init=False)  # error of the newest save
     _writer: Writer | None = field(default=None, init=False)  # on the main rank
 
@@ -67,11 +81,26 @@ class Checkpoint:
 
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any]:
-        sources = [loop.run_dir if self._is_open else None, loop.resume]  # a rollback reads the run's own directory
-        state = next((state for source in sources if source and (state := self._newest(source))), PASS)
-        if loop.is_branch and not self._is_open:
+        if self._is_open:
+            return self._before(loop)
+        state = self._newest(loop.resume, lambda _: True) if loop.resume else None
+        self._start = self._saved
+        if loop.is_branch:
             self._saved = None  # the checkpoint is another run's
-        return state
+        return state or PASS
+
+    def _before(self, loop: Loop) -> dict[str, Any]:
+        """Return the state to which a rollback goes: the newest scheduled one of the run, or of the run it began from.
+
+        A branch uses none of another run that is later than its start.
+        """
+        assert loop.run_dir
+        state = self._newest(loop.run_dir, lambda one: one.scheduled)
+        if state is None and loop.is_branch and loop.resume and (start := self._start):
+            is_checkpoint = (loop.resume / MANIFEST).exists()
+            source = loop.resume.resolve().parent.parent if is_checkpoint else loop.resume
+            state = self._newest(source, lambda one: one.scheduled and one.place <= start[1:])
+        return state or PASS
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -84,9 +113,11 @@ class Checkpoint:
         folder = self._folder(loop)
         if loop.is_main:
             try:
-                make_folder(folder)
+                make_folder(folder.parent)
                 lock_run_dir(folder.parent, loop.resources)
+                make_folder(folder)
                 settle(folder)
+                (folder / _PROBE).unlink(missing_ok=True)  # perhaps a link
                 (folder / _PROBE).touch()
                 (folder / _PROBE).unlink()
             except OSError as error:
@@ -100,15 +131,18 @@ class Checkpoint:
             own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
             known = {one.path: one for one in own if one.path.resolve() not in self._passed_over}
             self._logged.is_found = any(self.keep_best in one.metrics for one in found)
-            self._revision, self._writer = revision(), Writer(folder, known, self._kept)
+            modules = [loop.model, *(trained.module for trained in loop.adopted)]
+            weights = {name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)}
+            self._revision, self._writer = revision(), Writer(folder, weights, known, self._kept)
             loop.resources.callback(self._writer.close)
         self._is_open = True
 
     @hookimpl(tryfirst=True)
-    def on_nan(self, loop: Loop) -> None:
+    def on_nan(self, loop: Loop) -> Verdict | None:
         """Wait for the current save, so that the target of a rollback does not depend on its speed."""
         if self._writer and self._writer.job:
             self._finish(loop, self._writer)
+        return "stop" if loop.end.reason == "on_nan" else None
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -132,7 +166,7 @@ class Checkpoint:
             self._finish(loop, self._writer)
         # After the last batch of an epoch this hook fires once more, when the epoch is counted.
         if self._wanted and not loop.feed.exhausted(loop.progress.samples):
-            self._save(loop)
+            self._save(loop, scheduled=True)
 
     @hookimpl(wrapper=True)
     def on_stop(self, loop: Loop, reason: Reason) -> Generator[None, Any, Any]:
@@ -147,8 +181,12 @@ class Checkpoint:
             if self._writer and self._writer.job:
                 try:
                     path = self._writer.result()
+                except StorageError as gone:
+                    log.warning("%s", gone)
                 except OSError as error:
                     log.warning("%s\n  %s", self._failed(loop, error), self._writer.last_good())
+                except NotFinite as error:
+                    log.warning("%s", self._discarded(error, self._writer))
                 else:
                     loop.hook.on_checkpoint(loop=loop, path=path)
         elif reason == "done" and not self._is_open and self._goes_on(loop):
@@ -157,9 +195,9 @@ class Checkpoint:
                 self._writer.prune()
         else:
             if self._is_open and self._saved != _place(loop.progress.state_dict()):
-                self._save(loop)
+                self._save(loop, scheduled=self._wanted)
             if self._writer:
-                if self._writer.job and not self._finish(loop, self._writer):
+                if self._writer.job and not self._finish(loop, self._writer) and loop.end.reason != "on_nan":
                     raise StorageError(
                         f"the end of the run is not saved: {self._problem}\n  {self._writer.last_good()}"
                     )
@@ -168,21 +206,26 @@ class Checkpoint:
     def _kept(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         return choose(found, self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
 
-    def _save(self, loop: Loop) -> None:
-        """Wait for the current save, copy the state, and let the thread write it."""
+    def _save(self, loop: Loop, scheduled: bool) -> None:
+        """Wait for the current save, copy the state, and let the thread write it.
+
+        `scheduled`: at a time that the config sets. A rollback goes back to no other checkpoint, so that a run that was
+        stopped equals one that was not.
+        """
         if self._writer and self._writer.job:
             self._finish(loop, self._writer)
         step = loop.progress.step
         self._number += self._saved is None or self._saved[0] != step  # a second save of a step replaces the first
         self._wanted, self._saved = False, _place(loop.progress.state_dict())
-        state = loop.state_dict()
+        self._rates, state = _rates(loop), loop.state_dict()
         versions = state.pop("versions")  # the manifest has them at its top, where any hookdiff can read them
         parts = split(state)
         if self._writer:
             metrics = self._logged.at(step)
             if len(self._writer.known) >= self.keep_last:  # this save removes a checkpoint, perhaps the best
                 self._alarms.check(step, "best", self._logged.problem(is_over=False), over=False)
-            facts = {"versions": versions, "git": self._revision, "number": self._number, "metrics": metrics}
+            facts = {"versions": versions, "git": self._revision, "number": self._number, "scheduled": scheduled}
+            facts["metrics"] = metrics
             self._writer.start(f"step-{step:08d}", parts, facts)
 
     def _finish(self, loop: Loop, writer: Writer) -> bool:
@@ -200,11 +243,19 @@ class Checkpoint:
                 where = writer.last_good()
                 log.warning("%s\n  %s; the run goes on, and tries again at each save", self._problem, where)
             return False
+        except NotFinite as error:
+            self._saved = None
+            loop.stop("on_nan", self._discarded(error, writer))
+            return False
         if self._problem:
             log.info("%s can be written again", path.parent)
         self._problem = None
         loop.hook.on_checkpoint(loop=loop, path=path)
         return True
+
+    def _discarded(self, error: NotFinite, writer: Writer) -> str:
+        made_by = f"loss and gradients were finite, so an update made it: {self._rates}"
+        return f"{error} is not finite, so no checkpoint was made of it; {made_by}; {writer.last_good()}"
 
     def _failed(self, loop: Loop, error: OSError) -> str:
         return f"no checkpoint could be written in {self._folder(loop)}: {error.strerror or error}"
@@ -218,10 +269,10 @@ class Checkpoint:
             raise UserError("the plugin checkpoint needs a place for its files: Loop(..., run_dir=Path('runs/mine'))")
         return loop.run_dir / FOLDER
 
-    def _newest(self, source: Path) -> dict[str, Any] | None:
-        """Return the state of the newest intact checkpoint, with a warning for each damaged one."""
+    def _newest(self, source: Path, fits: Callable[[CheckpointInfo], bool]) -> dict[str, Any] | None:
+        """Return the state of the newest intact checkpoint that `fits`, with a warning for each damaged one."""
         found, problems = find_checkpoints(source)
-        for one in found:
+        for one in filter(fits, found):
             try:
                 state = read_checkpoint(one.path)
             except NewerFormat:
@@ -238,6 +289,13 @@ class Checkpoint:
         if problems:
             raise UserError("\n  ".join([f"{source}: none of its checkpoints can be used:", *map(str, problems)]))
         return None
+
+
+def _rates(loop: Loop) -> str:
+    """Return the options of the optimizers with which an update can make weights that are not finite."""
+    groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
+    values = [(key, float(group[key])) for group in groups for key in ("lr", "weight_decay", "eps") if key in group]
+    return ", ".join(dict.fromkeys(f"{key} {value:g}" for key, value in values))
 
 
 def _place(progress: Mapping[str, int]) -> tuple[int, ...]:

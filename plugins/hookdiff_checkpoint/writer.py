@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,18 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.disk import check_tensors, flatten, make_folder
+from hookdiff.adopted import ADOPTED
+from hookdiff.disk import check_place, check_tensors, flatten, make_folder
 from hookdiff_checkpoint.folder import CheckpointInfo, Parts, write_checkpoint
 from hookdiff_checkpoint.keep import remove
 
 log = logging.getLogger("hookdiff")
 
 _SPARE = 1 << 20  # bytes for manifest, headers and folders
+
+
+class NotFinite(Exception):
+    """A tensor, which the message names, is not finite. The checkpoint has not been written."""
 
 
 def split(state: Mapping[str, Any]) -> Parts:
@@ -85,11 +90,28 @@ class Staging:
             event.synchronize()
 
 
+def check_finite(parts: Parts, weights: Container[str]) -> None:
+    """Raise NotFinite if a parameter, an average of parameters, or a tensor of an optimizer is not finite.
+
+    `weights` are the names of the parameters. Other tensors may hold infinities on purpose: a mask among the buffers,
+    the state of a plugin.
+    """
+    for part, (tensors, _) in parts.items():
+        for name, tensor in tensors.items():
+            of_optimizer = part == "optimizers" or (name.startswith(f"{ADOPTED}/") and "/optimizer/" in name)
+            if not tensor.is_floating_point() or not (of_optimizer or name.rpartition("/")[2] in weights):
+                continue
+            # A sum takes a tenth of the time; that of finite values may overflow.
+            if not tensor.sum().isfinite() and not tensor.isfinite().all():
+                raise NotFinite(f"{part}/{name}")
+
+
 @define(eq=False)
 class Writer:
     """Writes the checkpoints of one run, one at a time, and removes those that `choose` does not return."""
 
     folder: Path
+    weights: Container[str]  # names of the parameters
     known: dict[Path, CheckpointInfo]  # checkpoints of the run; used by the thread alone during a save
     choose: Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]  # of all, newest first, those to keep
     _staging: Staging = field(factory=Staging, init=False)
@@ -118,13 +140,14 @@ class Writer:
         self._pool.shutdown()
 
     def _write(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> Path:
-        """Run on the thread."""
+        """Run on the thread. Raises NotFinite for weights with which no run can go on."""
         self._staging.wait()
+        check_finite(parts, self.weights)
         try:
             self._write_once(path, parts, facts)
         except FileNotFoundError:
-            log.warning("%s was missing, and is created again", self.folder)
-            make_folder(self.folder)
+            make_folder(self.folder)  # only in the run directory that is locked
+            log.warning("%s was missing, and was created again", self.folder)
             self._write_once(path, parts, facts)
         self.prune()
         return path
@@ -137,6 +160,7 @@ class Writer:
 
     def prune(self) -> None:
         """Remove the checkpoints that are not kept. Not to be called during a save."""
+        check_place(self.folder)
         found = self._newest_first()  # a checkpoint that the user has removed does not count
         kept = self.choose(found)
         self.known = {one.path: one for one in kept}

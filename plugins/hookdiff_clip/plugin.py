@@ -9,7 +9,15 @@ from hookdiff import Loop, hookimpl
 from hookdiff.choices import chosen
 from hookdiff.gradients import Gradients
 from hookdiff.options import about
-from hookdiff_clip.rules import Norm, Rule
+from hookdiff_clip.rules import Norm, Rule, RuleState
+
+
+@define(frozen=True)
+class ClipState:
+    """The saved state of `Clip`."""
+
+    rule: str
+    states: dict[str, RuleState]  # by the prefix of the logged values
 
 
 @define(eq=False)
@@ -20,6 +28,7 @@ class Clip:
     adopted: tuple[str, ...] = field(
         default=(), metadata=about("plugins with modules of their own, of which each is clipped too, on its own")
     )
+    state_class: ClassVar[type] = ClipState
     moved_keys: ClassVar[Mapping[str, str]] = {
         "mode": "rule = 'adaptive'",
         "statistic": "rule = 'adaptive', 'percentile' or 'zscore'",

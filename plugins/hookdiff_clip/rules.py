@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from hookdiff.choices import Choice
 from hookdiff.gradients import Gradients
 from hookdiff.options import about, between
+from hookdiff.structure import COUNT, numbers
 from hookdiff_clip.units import Units
+
+
+@define(frozen=True)
+class RuleState:
+    """The saved state of a rule; that of a rule without state is empty."""
+
+    count: int = field(default=0, validator=COUNT)
+    past: list[float] = field(factory=list, validator=numbers(least=0))
 
 
 @define
@@ -39,7 +48,7 @@ class Rule(Choice, ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs."""
+        """Return the state that a resumed run needs, a `RuleState`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -109,7 +118,7 @@ class Following(Norm):
         return {"count": self._count, "past": self._past}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._count, self._past = state["count"], list(state["past"])
+        self._count, self._past = state.get("count", 0), list(state.get("past", ()))
 
 
 @define

@@ -17,13 +17,13 @@ _DRAWN = 64  # the most images in the picture
 @click.command()
 @config_argument
 @override_options
-@click.option("--out", type=click.Path(path_type=Path), help="PNG file of the picture.  [default: NAME-data.png]")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; no picture is drawn without --out.")
+@click.option("--out", type=click.Path(path_type=Path), help="Draw the first batch in this PNG file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")
 def command(
     config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool, seconds: float
 ) -> None:
-    """Report on the data of CONFIG, and draw its first batch.
+    """Report on the data of CONFIG, and with --out, draw its first batch.
 
     Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed. The
     picture shows the first batch as the model sees it, augmentation included.
@@ -37,8 +37,6 @@ def command(
     device = pick_device(checked.run.device)
     feed = build_feed(checked).bind(checked.run.batch_size, checked.run.seed, device)
     found = {"source": checked.data.use, **report(feed, seconds), "picture": None}
-    if out is None and not as_json:
-        out = Path(f"{checked.run.name}-data.png")
     if out is not None:
         batch = next(feed.batches(0))[:_DRAWN]
         columns = math.ceil(math.sqrt(len(batch)))

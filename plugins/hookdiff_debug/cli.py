@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import override_options
+from hookdiff.cli.options import override_options, trust_option
 
 
 @click.command()
@@ -19,8 +19,9 @@ from hookdiff.cli.options import override_options
     help="Updates of the trial. If the learning rate of a CONFIG is still rising then, more follow: through the"
     " warm-up in growing strides, and 25 at the full rate.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Path of the picture, by default NAME-doctor.png.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and draw only with --out.")
+@click.option("--out", type=click.Path(path_type=Path), help="Draw images and predictions in this PNG file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@trust_option
 def command(
     path: Path,
     plugins: tuple[str, ...],
@@ -28,13 +29,14 @@ def command(
     steps: int,
     out: Path | None,
     as_json: bool,
+    trust: bool,
 ) -> None:
     """Check CONFIG, or the newest checkpoint of the run directory RUN, or one CHECKPOINT in it.
 
     Trains for some steps in a temporary directory, half a minute at most, and checks data, network and optimisation.
     The first line names the cause when there is an error; then comes each check: ok, warning (unusual, but perhaps
-    intended) or error. The picture shows four images with more and more noise and, below, the network's predictions of
-    them. Exit code 1 when there is an error.
+    intended) or error. The picture of --out shows four images with more and more noise and, below, the network's
+    predictions of them. Exit code 1 when there is an error.
     """
     import json
     import math
@@ -48,9 +50,8 @@ def command(
     from hookdiff_debug.doctor import as_text, examine
 
     run = path if path.is_dir() else None
-    config = load_config(run_of(run) / "config.toml" if run else path, plugins, settings)
-    if out is None and not as_json:
-        out = Path(f"{config.run.name}-doctor.png")
+    place = run_of(run) / "config.toml" if run else path
+    config = load_config(place, plugins, settings, trust=trust if run else None)
     if out is not None:
         check_writable(out)
     with tempfile.TemporaryDirectory() as folder:

@@ -2,18 +2,28 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import define, field
 from attrs.validators import ge
 
 from hookdiff import Alarms, Batch, Due, Every, Finding, Loop, NonFinite, hookimpl, parse_every
+from hookdiff.findings import Raised
 from hookdiff.options import about
+from hookdiff.structure import COUNT
 from hookdiff_debug.checks import check_gradients, check_inputs, check_outputs, check_response
 from hookdiff_debug.measure import SETTLED, measure_inputs, measure_layers, measure_outputs, untouched
 
 _EARLY = 64  # last of the early updates that are always measured: most mistakes show at once
 _SILENT = 2  # measurements in a row in which a layer has no gradient
+
+
+@define(frozen=True)
+class DebugState:
+    """The saved state of `Debug`."""
+
+    alarms: Raised
+    silent: dict[str, int] = field(validator=COUNT)  # by the name of a layer
 
 
 @define(eq=False)
@@ -25,6 +35,7 @@ class Debug:
     gradients and three transfers from the device; the steps between cost nothing.
     """
 
+    state_class: ClassVar[type] = DebugState
     every: Every = field(
         default=Every(500),
         converter=parse_every,

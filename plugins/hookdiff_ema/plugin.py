@@ -10,26 +10,44 @@ from typing import Any, ClassVar, Literal
 import torch
 from attrs import define, field
 from attrs.validators import ge, gt, le, lt
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hookimpl, parse_every
 from hookdiff.choices import chosen
-from hookdiff.findings import judge, listed, warning
+from hookdiff.findings import Raised, judge, listed, warning
 from hookdiff.options import about
+from hookdiff.structure import COUNT, REST, numbers
 from hookdiff_ema.average import Average, Length, each, make_averages
 from hookdiff_ema.profiles import MAX_STD, Ratio, Warmup
 from hookdiff_ema.snapshots import FOLDER, Snapshot, remove_later, write_snapshot
 from hookdiff_ema.weights import Weights
 
 NAME = "ema"  # of the first average, in a SampleRequest
-# Keys of the state, beside those of the model.
-NUM_UPDATES, LABELS, FURTHER = "ema.num_updates", "ema.labels", "ema.averages"
-STILL, ALARMS = "ema.still", "ema.alarms"
+OWN = "ema"  # key of the state, beside those of the model
 STILL = "ema/still"  # logged: number of updates since an average last changed, the largest of all averages
 MANY = 200  # updates without a change after which to warn
 BACK = 0.8  # share of max_distance below which the average follows the weights again
 
 log = logging.getLogger("hookdiff")
+
+
+@define(frozen=True)
+class Numbers:
+    """What is saved beside the first average."""
+
+    num_updates: int = field(validator=COUNT)
+    labels: list[str]
+    averages: dict[str, dict[str, Tensor]]  # all but the first, by label
+    still: list[tuple[float, int | None]] = field(validator=numbers())
+    alarms: Raised
+
+
+@define(frozen=True)
+class EMAState:
+    """The saved state of `EMA`."""
+
+    weights: dict[str, Tensor] = field(metadata=REST)  # the first average: the keys of the model
+    ema: Numbers
 
 
 @define(eq=False)
@@ -44,6 +62,7 @@ class EMA:
     order: decay, half_life, std. From snapshots of two widths `hookdiff ema` makes averages of other widths later.
     """
 
+    state_class: ClassVar[type] = EMAState
     decay: Length = field(
         default=None, validator=each(ge(0), lt(1)), metadata=about("decay per update; 0.999 if no length is given")
     )
@@ -204,37 +223,52 @@ class EMA:
                     log.warning("ema: %s cannot be written: %s", path, error.strerror or error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the first average under the keys of the model, the others, and the number of updates."""
+        """Return the first average under the keys of the model, and under `OWN` the others and all numbers."""
         self._settle()
         first, *others = (self._weights.in_model_keys(average.shadow) for average in self._averages)
         labels = [average.label for average in self._averages]
-        return {
-            **first,
-            NUM_UPDATES: self.num_updates,
-            LABELS: labels,
-            FURTHER: dict(zip(labels[1:], others, strict=True)),
-            STILL: [average.still_state for average in self._averages],
-            ALARMS: self._alarms.state_dict(),
+        own = {
+            "num_updates": self.num_updates,
+            "labels": labels,
+            "averages": dict(zip(labels[1:], others, strict=True)),
+            "still": [average.still_state for average in self._averages],
+            "alarms": self._alarms.state_dict(),
         }
+        return {**first, OWN: own}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore saved averages. Raises UserError if they have other lengths, or belong to another model."""
-        self._pending = False
-        saved, own = state[LABELS], [average.label for average in self._averages]
+    def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for averages of other lengths than the run's, or of another model than `model`."""
+        saved, own = state[OWN]["labels"], [average.label for average in self._averages]
         # A decay may differ, as any hyper-parameter may; a power function must be the same from its first step.
         if len(saved) != len(own) or any(a != b and "std=" in a + b for a, b in zip(saved, own, strict=True)):
-            raise UserError(
-                f"the checkpoint has the averages {', '.join(saved)}, the run has {', '.join(own)}; "
-                f"to start them fresh from the restored weights add --fresh {NAME}"
-            )
-        first = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        others = [state[FURTHER][label] for label in saved[1:]]
-        for average, values, still in zip(self._averages, [first, *others], state[STILL], strict=True):
-            if differing := values.keys() ^ self._weights.in_model_keys(average.shadow).keys():
-                raise UserError(f"the saved average is of another model: only one of the two has {min(differing)!r}")
+            raise ValueError(f"it has the averages {', '.join(saved)}, the run has {', '.join(own)}")
+        if len(state[OWN]["still"]) != len(saved):
+            raise ValueError(f"{OWN}.still: there are {len(saved)} averages")
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        expected = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        for label, values in zip(saved, _averages_of(state), strict=True):
+            if differing := values.keys() ^ (expected.keys() | parameters.keys()):
+                raise ValueError(f"{label} is of another model: only one of the two has {min(differing)!r}")
+            for name, parameter in parameters.items():
+                shape, dtype = parameter.shape, torch.promote_types(parameter.dtype, torch.float32)
+                if (values[name].shape, values[name].dtype) != (shape, dtype):
+                    raise ValueError(f"{label}: {name} is not a tensor of shape {tuple(shape)} and {dtype}")
+                if not values[name].isfinite().all():
+                    raise ValueError(f"{label}: {name} is not finite")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore saved averages."""
+        self._pending = False
+        for average, values, still in zip(self._averages, _averages_of(state), state[OWN]["still"], strict=True):
             for name, value in average.shadow.items():
                 value.copy_(values[name])
             average.still_state = still
-        self._alarms.load_state_dict(state[ALARMS])
-        self.num_updates = state[NUM_UPDATES]
+        self._alarms.load_state_dict(state[OWN]["alarms"])
+        self.num_updates = state[OWN]["num_updates"]
         self._snapped = None
+
+
+def _averages_of(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """Return the averages in a saved state, in the order of their labels."""
+    first = {key: value for key, value in state.items() if key != OWN}
+    return [first, *(state[OWN]["averages"][label] for label in state[OWN]["labels"][1:])]

@@ -16,7 +16,7 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.disk import new_file, write_tensors
+from hookdiff.disk import check_place, new_file, open_tensors, write_tensors, writing
 from hookdiff_ema.profiles import MAX_STD, Fit, fit
 
 FOLDER = "ema"  # in the run directory
@@ -59,9 +59,11 @@ def write_snapshot(snapshot: Snapshot, values: Mapping[str, Tensor], averaged: C
 
 def remove_later(folder: Path, step: int) -> None:
     """Remove the snapshots after `step`; a run that stands at `step` has undone these steps."""
-    for path in folder.glob("step-*"):
-        if (named := _NAME.fullmatch(path.name)) and int(named[1]) > step:
-            path.unlink()
+    with writing(folder):
+        check_place(folder)
+        for path in folder.glob("step-*"):
+            if (named := _NAME.fullmatch(path.name)) and int(named[1]) > step:
+                path.unlink()
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
@@ -163,7 +165,7 @@ def _about(file: Any) -> dict[str, Any]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             yield file
     except safetensors.SafetensorError as error:
         raise UserError(f"{path}: cut short, or not a safetensors file: {error}; remove it to skip it") from None

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from attrs import define, evolve, field
@@ -15,8 +15,9 @@ from attrs.validators import ge, lt
 from torch import Tensor
 
 from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookimpl
-from hookdiff.findings import listed
+from hookdiff.findings import Raised, listed
 from hookdiff.options import about
+from hookdiff.structure import COUNT, numbers, shaped
 from hookdiff_gradients.diagnosis import EARLY, Cause, Limits, Numbers, conclude, diagnose, diagnose_nan, num_recent
 from hookdiff_gradients.measures import NoiseScale, entry_sizes, own_norms
 
@@ -32,6 +33,20 @@ NAMED, NAMED_DEAD = 3, 5  # number of tensors, and of dead tensors, that a messa
 SHOWN = ("gradients/update_ratio", "gradients/noise_scale")  # also in lines for people; the others are details
 
 
+@define(frozen=True)
+class GradientsState:
+    """The saved state of the plugin."""
+
+    history: Tensor = field(validator=[shaped(None, None), numbers(least=0, finite=False)])
+    size: Tensor = field(validator=[shaped(), numbers(least=0, finite=False)])
+    growth: Tensor = field(validator=[shaped(), numbers()])
+    noise: Tensor | None = field(validator=[shaped(3), numbers()])
+    num_diagnoses: int = field(validator=COUNT)
+    found: dict[str, int] = field(validator=COUNT)
+    num_nan: int = field(validator=COUNT)
+    alarms: Raised
+
+
 @define(eq=False)
 class GradientMonitor(Limits):
     """Measures gradients and updates, and reports when they explode, vanish, or stay zero.
@@ -41,6 +56,7 @@ class GradientMonitor(Limits):
     micro-batches or ranks, and a diagnosis. Gradients are measured before they are clipped.
     """
 
+    state_class: ClassVar[type] = GradientsState
     window: int = field(default=100, validator=ge(20), metadata=about("length of the history", "steps"))
     per_tensor: bool = field(default=False, metadata=about("log the norm of each tensor"))
     noise_decay: float = field(

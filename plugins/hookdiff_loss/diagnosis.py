@@ -12,10 +12,11 @@ from operator import mul
 from statistics import fmean, median
 from typing import Any, Literal
 
-from attrs import asdict, define, field
+from attrs import asdict, define, field, fields
 
 from hookdiff import Alarms, Finding
 from hookdiff.findings import rate_too_high
+from hookdiff.structure import COUNT, numbers
 
 Kind = Literal["spike", "drop", "divergence", "recovery", "oscillation", "plateau"]
 
@@ -36,6 +37,40 @@ OF_MAD, OF_DIFFERENCE, OF_MEDIAN = 1.4826, 1.4826 / math.sqrt(2), math.sqrt(math
 
 
 Findings = dict[Kind, Finding]  # `what` or `why` has the update at which it began
+
+
+@define(frozen=True)
+class LevelsState:
+    """The saved state of `Levels`."""
+
+    group: list[float] = field(validator=numbers())
+    values: list[float] = field(validator=numbers())
+    num: int = field(validator=COUNT)
+    lowest: float = field(validator=numbers(finite=False))
+    lowest_at: int = field(validator=COUNT)
+    noise: float = field(validator=numbers(least=0, finite=False))
+    risen: int = field(validator=COUNT)
+
+
+@define(frozen=True)
+class TrendsState:
+    """The saved state of `LossTrends`."""
+
+    num_spikes: int = field(validator=COUNT)
+    recent: list[float] = field(validator=numbers())
+    level: float = field(validator=numbers())
+    spread: float | None = field(validator=numbers(least=0))
+    event: list[float] = field(validator=numbers())
+    event_from: int = field(validator=COUNT)
+    short: LevelsState
+    long: LevelsState
+    by_long: bool
+    swing: float = field(validator=numbers())
+    back_below: float = field(validator=numbers())
+    first: float | None = field(validator=numbers())
+    above_first: int = field(validator=COUNT)
+    flat: float = field(validator=numbers(finite=False))
+    ended: bool
 
 
 @define(eq=False)
@@ -282,16 +317,20 @@ class LossTrends:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""
-        return asdict(self, filter=lambda attribute, _: not attribute.init)
+        state = asdict(self, filter=lambda attribute, _: not attribute.init)
+        return {name.lstrip("_"): value for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
-        for name, value in deepcopy(dict(state)).items():
+        for attribute in fields(LossTrends):
+            if attribute.init:
+                continue
+            value = deepcopy(state[attribute.name.lstrip("_")])
             if isinstance(value, Mapping):
                 for inner, saved in value.items():
-                    setattr(getattr(self, name), inner, saved)
+                    setattr(getattr(self, attribute.name), inner, saved)
             else:
-                setattr(self, name, value)
+                setattr(self, attribute.name, value)
 
 
 def trend(values: Sequence[float]) -> tuple[float, float]:

@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
-from attrs import asdict, define, field
+from attrs import define, field
 from torch import Generator, Tensor
 
 from hookdiff import Alarms, Finding, Loop
 from hookdiff.randomness import derive_seed
+from hookdiff.structure import COUNT, numbers
 
 RISE = 1.03  # ratio to the lowest held-out loss
 IN_A_ROW = 3  # measurements
@@ -41,6 +42,16 @@ def some_of(indices: Tensor, num: int) -> Tensor:
     return indices[places.round().long()]
 
 
+@define(frozen=True)
+class OverfittingState:
+    """The saved state of `Overfitting`."""
+
+    best: float | None = field(validator=numbers(finite=False))
+    trained: float = field(validator=numbers(finite=False))
+    step: int = field(validator=COUNT)
+    worse: int = field(validator=COUNT)
+
+
 @define(eq=False)
 class Overfitting:
     """Finds a held-out loss that rises while the loss of trained samples falls."""
@@ -70,9 +81,9 @@ class Overfitting:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best measurement and the number of worse ones."""
-        return asdict(self, filter=lambda attribute, _: not attribute.init)
+        return {"best": self._best, "trained": self._trained, "step": self._step, "worse": self._worse}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        self._best, self._trained = state["best"], state["trained"]
+        self._step, self._worse = state["step"], state["worse"]

@@ -8,11 +8,32 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from hookdiff.structure import COUNT, numbers, shaped
+
 MOST = 1 << 14  # samples that are kept before they are summed
 MEASURED = 100  # batches over which the variance of the data is measured
 LEARNED = 0.5  # a network that has learned explains at least this share of (variance of the target - floor)
 TOLERANCE = 0.02  # allowed beyond that, as a share of the target's variance: some levels have almost nothing to explain
 ROWS = 4  # of the sums: samples, error, floor, variance of the target
+
+
+@define(frozen=True)
+class NoiseLevelsState:
+    """The saved state of `NoiseLevels`."""
+
+    sums: Tensor = field(validator=[shaped(ROWS, None, dtype=torch.float32), numbers()])
+    streak: Tensor = field(validator=[shaped(None, dtype=torch.int64), numbers(least=0)])
+    moments: Tensor = field(validator=[shaped(2, dtype=torch.float32), numbers()])
+    num_measured: int = field(validator=COUNT)
+    log_snr: Tensor | None = field(default=None, validator=shaped(None))
+    error: Tensor | None = field(default=None, validator=[shaped(None), numbers()])
+    times: Tensor | None = field(default=None, validator=[shaped(None), numbers()])
+
+    def __attrs_post_init__(self) -> None:
+        """Raise ValueError for columns of different lengths."""
+        columns = [None if column is None else len(column) for column in (self.log_snr, self.error, self.times)]
+        if len(self.streak) != self.sums.shape[1] or len(set(columns)) > 1:
+            raise ValueError("the columns have different lengths")
 
 
 @define(eq=False)

@@ -1,21 +1,37 @@
 """The plugin `loss`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import define, evolve, field
 from attrs.validators import ge, gt, lt
 from torch import Tensor
 
 from hookdiff import Alarms, Batch, Evaluation, Every, Loop, hookimpl, parse_every
-from hookdiff.findings import little_learned, report
+from hookdiff.evaluation import EvaluationState
+from hookdiff.findings import Raised, little_learned, report
 from hookdiff.options import about
-from hookdiff_loss.diagnosis import Findings, LossTrends
-from hookdiff_loss.held_out import Overfitting, fixed_loss, some_of
-from hookdiff_loss.levels import NoiseLevels, bin_edges
+from hookdiff.structure import COUNT, numbers
+from hookdiff_loss.diagnosis import Findings, LossTrends, TrendsState
+from hookdiff_loss.held_out import Overfitting, OverfittingState, fixed_loss, some_of
+from hookdiff_loss.levels import NoiseLevels, NoiseLevelsState, bin_edges
 from hookdiff_loss.smoothing import Smoothed
 
 WORSE = 1.1  # error over the target's variance, which is the error of a constant prediction
+
+
+@define(frozen=True, kw_only=True)
+class LossState(EvaluationState):
+    """The saved state of `LossMonitor`."""
+
+    smoothed: tuple[float, float, float] = field(validator=numbers())
+    diagnosis: TrendsState
+    levels: NoiseLevelsState
+    overfitting: OverfittingState
+    alarms: Raised
+    updates: int = field(validator=COUNT)
+    unlearned: int = field(validator=COUNT)
+    unexplained: float = field(validator=numbers())
 
 
 @define(eq=False)
@@ -26,6 +42,7 @@ class LossMonitor(Evaluation):
     on held-out samples. The loss of a step is on the host already; all else stays on the device until the next log.
     """
 
+    state_class: ClassVar[type] = LossState
     decay: float = field(
         default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the smoothed loss, per update")
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli.options import override_options
+from hookdiff.cli.options import override_options, trust_option
 
 if TYPE_CHECKING:
     from hookdiff import Config
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path), metavar="CONFIG|RUN")
 @override_options
+@trust_option
 @click.option("--out", type=click.Path(path_type=Path), help="Picture to write, by default NAME-lr.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
-def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool) -> None:
+def command(
+    config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool, trust: bool
+) -> None:
     """Draw the learning rate of a training with CONFIG, or of the run directory RUN, from step 0 to the last step.
 
     The data is read only for a CONFIG with its length in epochs. Of a RUN, a checkpoint has the length of an epoch.
@@ -34,13 +37,13 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], o
 
     is_run = config.is_dir()
     if is_run:
-        checked = run_config(config, plugins, settings, without=("data", "model"))
+        checked = run_config(config, plugins, settings, trust=trust, without=("data", "model"))
     else:
         checked = load_config(config, plugins, settings)
     plugin = checked.plugins["lr"].build() if "lr" in checked.plugins else LR("constant")
     if not isinstance(plugin, LR):
         raise UserError(f"the plugin 'lr' of this config is a {type(plugin).__name__}; only LR of hookdiff_lr is drawn")
-    steps = _steps(checked, config if is_run else None)
+    steps = _steps(checked, config if is_run else None, trust)
     curve, last = plugin.curve(steps), steps - 1  # a restart after the last step must not be drawn
     rates = {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(checked)).items()}
     remarks = list(plugin.remarks(steps))
@@ -69,7 +72,7 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], o
         click.echo(f"  {line}")
 
 
-def _steps(config: Config, run: Path | None) -> int:
+def _steps(config: Config, run: Path | None, trust: bool) -> int:
     """Return the number of updates; if it is given in epochs, the checkpoint of the `run` or the data has the rest."""
     from hookdiff import build_loop, load_run
 
@@ -77,7 +80,7 @@ def _steps(config: Config, run: Path | None) -> int:
         return config.run.steps
     assert config.run.epochs is not None
     if run is not None:
-        with load_run(run, device="cpu") as opened:
+        with load_run(run, device="cpu", trust=trust) as opened:
             return config.run.epochs * opened.loop.feed.num_batches
     with tempfile.TemporaryDirectory() as folder:
         return config.run.epochs * build_loop(config, Path(folder), hooks=()).feed.num_batches

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import override_options
+from hookdiff.cli.options import override_options, trust_option
 
 
 @click.command()
@@ -22,8 +22,15 @@ from hookdiff.cli.options import override_options
     is_flag=True,
     help="Name the forward operation whose derivative is NaN, with its line of code (torch's anomaly mode).",
 )
+@trust_option
 def command(
-    folder: Path, plugins: tuple[str, ...], settings: tuple[str, ...], no_amp: bool, lr: float | None, anomaly: bool
+    folder: Path,
+    plugins: tuple[str, ...],
+    settings: tuple[str, ...],
+    no_amp: bool,
+    lr: float | None,
+    anomaly: bool,
+    trust: bool,
 ) -> None:
     """Run again the step kept in DIR, such as RUN/nan/step-00000123-position-00000123.
 
@@ -42,11 +49,11 @@ def command(
     if lr is not None and anomaly:
         raise UserError("--lr and --anomaly exclude each other")
     if no_amp:
-        if "amp" not in names_of_plugins(read_record(folder)):
+        if "amp" not in names_of_plugins(read_record(folder), trust):
             raise UserError("--no-amp: this run has no plugin 'amp', so it computed in the precision of its weights")
         plugins = (*plugins, "no:amp")
     if lr is not None:
-        good = retrain(folder, lr, plugins, settings, click.echo)
+        good = retrain(folder, lr, plugins, settings, trust, click.echo)
     else:
-        good = replay(folder, plugins, settings, anomaly, click.echo)
+        good = replay(folder, plugins, settings, anomaly, trust, click.echo)
     sys.exit(0 if good else 1)

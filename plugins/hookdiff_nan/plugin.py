@@ -2,14 +2,14 @@
 
 import logging
 from collections.abc import Generator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from attrs import define, field
 from attrs.validators import ge, min_len
 
 from hookdiff import Batch, Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
 from hookdiff.options import about
-from hookdiff.weights import Buffers
+from hookdiff.structure import COUNT, numbers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose
 from hookdiff_nan.record import batch_state, kept_in, write_record
 from hookdiff_nan.watch import Watch
@@ -19,14 +19,23 @@ log = logging.getLogger("hookdiff")
 _REMEMBERED = 10  # updates
 
 
+@define(frozen=True)
+class NaNState:
+    """The saved state of `NaN`."""
+
+    last: list[tuple[float, float, float]] = field(validator=numbers())  # step, loss, gradient norm
+    in_a_row: int = field(validator=COUNT)
+    furthest: int = field(validator=COUNT)
+
+
 @define(eq=False)
 class NaN:
     """Finds the cause of a step that is not finite, and keeps the step so that `hookdiff replay` can run it again.
 
-    The report names the cause in one word: weight, data, draw, overflow, forward, loss or backward. The buffers of the
-    model (statistics of batch norm) get back the values from before the step, whatever the verdict.
+    The report names the cause in one word: weight, data, draw, overflow, forward, loss or backward.
     """
 
+    state_class: ClassVar[type] = NaNState
     policy: Literal["stop", "skip", "rollback"] = field(
         default="stop",
         metadata=about('"stop", "skip" the batch, or "rollback" to the last checkpoint and train on the next batches'),
@@ -44,18 +53,14 @@ class NaN:
     )
     diagnosis: Diagnosis | None = field(default=None, init=False)  # of the last step that was not finite
     num_begun: int = field(default=0, init=False)  # steps in this process
-    can_roll_back: bool = field(default=False, init=False)  # there is a checkpoint to go back to
     _in_a_row: int = field(default=0, init=False)  # steps left out since the last new update
     _furthest: int = field(default=0, init=False)  # largest step at which one was left out
     _last: list[list[float]] = field(factory=list, init=False)  # [step, loss, gradient norm] of the last updates
-    buffers: Buffers = field(init=False)  # as they were before the step
     _watch: Watch = field(init=False)  # of the newest diagnosis
     _batch: Batch = field(init=False)  # of this step, as the data gave it
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self.can_roll_back = loop.resume is not None and loop.progress.position > 0
-        self.buffers = Buffers(loop.model)
         self._watch = Watch(loop.model, loop.adopted.named_parameters())
 
     @hookimpl(wrapper=True)
@@ -66,7 +71,6 @@ class NaN:
     @hookimpl(tryfirst=True)
     def before_step(self) -> None:
         self.num_begun += 1
-        self.buffers.keep()
 
     @hookimpl(wrapper=True)
     def micro_step(self) -> Generator[None, LossOutput, LossOutput]:
@@ -85,10 +89,6 @@ class NaN:
         if loop.progress.step > self._furthest:
             self._in_a_row = 0
 
-    @hookimpl
-    def on_checkpoint(self) -> None:
-        self.can_roll_back = True
-
     @hookimpl(wrapper=True)
     def on_nan(self, loop: Loop, report: NonFinite) -> Generator[None, list[Verdict], list[Verdict]]:
         try:
@@ -96,7 +96,6 @@ class NaN:
         except UserError as error:  # such as of an optimizer of weights that are not the model's
             states, problem = {}, str(error)
         verdicts = yield
-        self.buffers.put_back()  # batch norm's statistics hold the NaN of its inputs by now
         self.diagnosis = found = diagnose(loop, report, self._watch)
         others = dict(report.notes)
         report.notes.clear()  # the cause comes first
@@ -120,7 +119,6 @@ class NaN:
         self._furthest = max(self._furthest, loop.progress.step)
         rules = (
             (self.policy == "skip" and found.cause == "weight", "skipping cannot repair a weight"),
-            (self.policy == "rollback" and not self.can_roll_back, "there is no checkpoint yet to go back to"),
             (self.policy != "stop" and self._in_a_row > self.max_skips, f"max_skips is {self.max_skips} in a row"),
         )
         for holds, why in rules:
@@ -138,9 +136,8 @@ class NaN:
             report.notes["replay"] = f"not kept: {root} has {self.keep} steps already (plugins.nan.keep)"
             return
         try:
-            parts = {**states, "buffers": self.buffers.kept, "batch": batch_state(self._batch, loop.feed)}
-            more = {"is_first": self.num_begun == 1, "can_roll_back": self.can_roll_back}
-            write_record(path, loop, report, found, parts, more)
+            parts = {**states, "buffers": loop.buffers.kept, "batch": batch_state(self._batch, loop.feed)}
+            write_record(path, loop, report, found, parts, self.num_begun == 1)
         except OSError as error:
             report.notes["replay"] = f"not kept: {path} cannot be written: {error.strerror or error}"
             return

@@ -28,13 +28,13 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import Batch, Feed, Loop, NonFinite, UserError, nearest
-from hookdiff.disk import flatten, new_folder, unflatten, write_file, write_tensors
+from hookdiff.disk import flatten, new_folder, read_file, unflatten, write_file, write_tensors
 from hookdiff.versions import versions
 from hookdiff_nan.diagnose import Diagnosis
 
 FORMAT = 1
 STEP, CONFIG = "step.json", "config.toml"
-_FACTS = ("progress", "machine", "versions", "outcome", "inputs", "indices", "run_dir", "is_first", "can_roll_back")
+_FACTS = ("progress", "machine", "versions", "outcome", "inputs", "indices", "run_dir", "is_first")
 
 
 @define(frozen=True)
@@ -68,18 +68,18 @@ def write_record(
     report: NonFinite,
     found: Diagnosis,
     parts: Mapping[str, Mapping[str, Any]],
-    more: Mapping[str, bool],
+    is_first: bool,
 ) -> None:
     """Write the step of `report`, which has not changed the weights, to the folder `path`, completely or not at all.
 
-    `more` holds "is_first", true for the first step of a process (compiled code may give other bits once it has met
-    other sizes), and "can_roll_back" (a replay has no checkpoints). Raises OSError if `path` cannot be written.
+    `is_first`: of a process, because compiled code may give other bits once it has met other sizes. Raises OSError if
+    `path` cannot be written.
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
         "run_dir": os.path.relpath(loop.run_dir or path, path),
         "progress": loop.progress.state_dict(),
-        **more,
+        "is_first": is_first,
         **surroundings(loop),
         **outcome(loop, report.batch),
         "values": {},
@@ -150,7 +150,7 @@ def _damage(error: Exception) -> str:
 
 def _read(path: Path, digest: str) -> bytes:
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     if _sha256(data) != digest:

@@ -13,6 +13,7 @@ from attrs import define, evolve, field
 
 from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config
 from hookdiff.data import Facts, Remembered
+from hookdiff.experiment import Part
 from hookdiff.rehearsal import rehearsing
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
 from hookdiff_nan.plugin import NaN
@@ -43,7 +44,6 @@ class Replay:
             "log": {},
             "data": parts["data"],
             "model": parts["model"],
-            "optimizers": {str(index): {} for index in range(len(loop.optimizers))},
             "plugins": {name: state for name, state in parts["plugins"].items() if name in loop.plugins},
         }
 
@@ -61,27 +61,27 @@ class Replay:
             self.say("differs: the plugins make another batch of the same samples")
 
 
-def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly: bool, say: Say) -> bool:
+def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly: bool, trust: bool, say: Say) -> bool:
     """Run the step in the folder `path` again and `say` the outcome.
 
     Returns whether all its values are the same to the bit. If `plugins` or `settings` change the config: whether
-    the step is now finite; with `anomaly`, whether torch named an operation. Raises UserError if it cannot run.
+    the step is now finite; with `anomaly`, whether torch named an operation. trust: see `load_config`. Raises UserError
+    if it cannot run.
     """
     record = read_record(path)
-    config = _config(record, [*plugins, f"{__name__}:Replay"], settings, without=("data",))
+    config = _config(record, plugins, settings, trust, without=("data",))
     parts = {name: part for name, part in config.plugins.items() if not _is_sink(part.target)}
-    # Only Replay keeps all its hooks: the other plugins must not write files or make pictures.
-    keep = [name for name, part in parts.items() if part.target is Replay]
-    parts |= {name: parts[name].given(path=str(path)) for name in keep}
+    parts["replay"] = Part("plugins.replay", "replay", Replay, {"path": str(path)})
     fresh = [name for name in parts if name not in record.parts["plugins"]]
     _compute_as_then(record)
     with tempfile.TemporaryDirectory() as folder:
+        # Only Replay keeps all its hooks: the other plugins must not write files or make pictures.
+        replayed = evolve(config, plugins=parts)
         feed = Remembered(Facts.of(record.parts["data"].get("facts")), names=record.names)
-        tried = evolve(config, plugins=parts)
-        loop = build_loop(tried, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=keep, feed=feed)
+        loop = build_loop(replayed, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=["replay"], feed=feed)
         _one(loop, Replay).say = say
+        _one(loop, NaN)  # it makes the report
         with _quietly(), loop:
-            _one(loop, NaN).can_roll_back = record.facts["can_roll_back"]
             for line in _differences(record, surroundings(loop)):
                 say(line)
             batch = _on_device(record.batch, loop.device)
@@ -104,16 +104,16 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
         return _compare(record, read_record(found), say)
 
 
-def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[str], say: Say) -> bool:
+def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[str], trust: bool, say: Say) -> bool:
     """Train up to the step in `path` from the checkpoint before it, at learning rate `rate`, and `say` the outcome.
 
-    Returns whether that step is now finite. The directory of the run is only read.
+    Returns whether that step is now finite. The directory of the run is only read. trust: see `load_config`.
     """
     record = read_record(path)
     place, run_dir = record.facts["progress"], path / record.facts["run_dir"]
     if place["step"] == 0:
         raise UserError("--lr: no update came before the first step, so a learning rate cannot change it")
-    config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"])
+    config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"], trust)
     config = evolve(config, plugins={name: part for name, part in config.plugins.items() if _trains(part.target)})
     _compute_as_then(record)
     with tempfile.TemporaryDirectory() as folder:
@@ -145,15 +145,17 @@ def _on_device(batch: Batch, device: torch.device) -> Batch:
     return evolve(batch, inputs=batch.inputs.to(device), labels=labels, conditions=conditions)
 
 
-def _config(record: Record, plugins: Sequence[str], settings: Sequence[str], without: Sequence[str] = ()) -> Config:
+def _config(
+    record: Record, plugins: Sequence[str], settings: Sequence[str], trust: bool, without: Sequence[str] = ()
+) -> Config:
     if not (record.path / CONFIG).is_file():
         raise UserError(f"{record.path} has no {CONFIG}: a script made the run, and only that script can repeat it")
-    return load_config(record.path / CONFIG, plugins, settings, without=without)
+    return load_config(record.path / CONFIG, plugins, settings, trust=trust, without=without)
 
 
-def names_of_plugins(record: Record) -> tuple[str, ...]:
-    """Return the names of the run's plugins."""
-    return tuple(_config(record, (), (), without=("data", "model", "optimizer")).plugins)
+def names_of_plugins(record: Record, trust: bool) -> tuple[str, ...]:
+    """Return the names of the run's plugins. trust: see `load_config`."""
+    return tuple(_config(record, (), (), trust, without=("data", "model", "optimizer")).plugins)
 
 
 def _one(loop: Loop, kind: type[P]) -> P:

@@ -56,7 +56,7 @@ class Bar:
     def stop(self) -> None:
         """Leave the last picture on the terminal, and give the handlers their streams back."""
         for handler, stream in self._handlers:
-            handler.setStream(stream)
+            handler.stream = stream  # without a flush, which fails on a broken terminal
         self._handlers = []
         self._live.stop()
 

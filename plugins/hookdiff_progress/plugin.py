@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -24,41 +26,68 @@ FIRST = ("loss", "lr", "grad_norm")
 WIDTH = 120  # columns of a line; further values are left out
 MOST = 8  # values below a bar
 
+log = logging.getLogger("hookdiff")
+
 
 @define(eq=False)
 class ProgressBar:
-    """Shows on stderr how far the run is: a bar on a terminal, elsewhere a line for every log. It has no options."""
+    """Shows on stderr how far the run is: a bar on a terminal, elsewhere a line for every log. It has no options.
+
+    When stderr is closed, full or broken, it is switched off with a line in the log, and the run goes on.
+    """
 
     _pace: Pace | None = field(init=False, default=None)
     _bar: Bar | None = field(init=False, default=None)
     _values: dict[str, float] = field(init=False, factory=dict)  # newest value of each name
     _times: Counter[str] = field(init=False, factory=Counter)  # how often each name was logged
     _began: int = field(init=False, default=0)  # position of the first batch
+    _newest: int | None = field(init=False, default=None)  # step of the newest line
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
         if not loop.is_main:
             return
-        self._pace, self._began = Pace(loop), loop.progress.position
-        # Not rich's own test: with FORCE_COLOR it takes a pipe for a terminal.
-        if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-            self._bar = Bar(partial(self._draw, loop, self._pace))
-            loop.resources.callback(self._bar.stop)
-            self._bar.start()
+        self._pace, self._bar, self._began, self._newest = Pace(loop), None, loop.progress.position, None
+        with self._switched_off_if_broken():
+            if sys.stderr is None:
+                raise ValueError("it is closed")
+            # Not rich's own test: with FORCE_COLOR it takes a pipe for a terminal.
+            if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+                self._bar = Bar(partial(self._draw, loop, self._pace))
+                loop.resources.callback(self._stop)
+                self._bar.start()
 
     @hookimpl
     def before_step(self) -> None:
         if self._bar is not None:
-            self._bar.tick()
+            with self._switched_off_if_broken():
+                self._bar.tick()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            with self._switched_off_if_broken():
+                self._bar.stop()
+
+    @contextmanager
+    def _switched_off_if_broken(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            bar, self._bar, self._pace = self._bar, None, None
+            with suppress(OSError, ValueError):
+                if bar is not None:
+                    bar.stop()
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            log.warning("progress is switched off, the run goes on: stderr cannot be written: %s", reason)
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         shown = {name: value for name, value in values.items() if name not in loop.log.details}
         if self._pace is None or not shown:
             return
-        if "loss" not in shown and loop.progress.position != self._began:
+        if "loss" not in shown and step != self._newest and loop.progress.position != self._began:
             shown["loss"] = loop.gradients.loss  # of this step: the mean is only known at regular logs
-        self._values |= shown
+        self._values, self._newest = self._values | shown, step
         self._times.update(shown.keys())
         if self._bar is None:
             known, others = self._parts(shown)
@@ -67,8 +96,10 @@ class ProgressBar:
                 if len(line) + 2 + len(other) > WIDTH:
                     break
                 line = f"{line}  {other}"
-            print(line, file=sys.stderr, flush=True)
-        self._pace.mark()
+            with self._switched_off_if_broken():
+                print(line, file=sys.stderr, flush=True)
+        if self._pace is not None:
+            self._pace.mark()
 
     def _draw(self, loop: Loop, pace: Pace) -> Group:
         step, total = loop.progress.step, total_steps(loop)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from hookdiff import UserError
+from hookdiff.cli.options import trust_option
 
 _SHARE = click.FloatRange(0, 1, min_open=True)
 
@@ -42,6 +43,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 )
 @click.option("--each", type=click.Path(path_type=Path), metavar="DIR", help="Write each image to a PNG file in DIR.")
 @click.option("--overwrite", is_flag=True, help="Replace pictures that exist.")
+@trust_option
 def command(
     run: Path,
     num: int | None,
@@ -56,6 +58,7 @@ def command(
     out: Path | None,
     each: Path | None,
     overwrite: bool,
+    trust: bool,
     **options: Any,
 ) -> None:
     """Make images from RUN, a run directory, or from one CHECKPOINT in it. The data of the run is not needed.
@@ -77,7 +80,8 @@ def command(
     num = num or len(files) or 64
     output = Output(out or (None if each else free_name(run_of(run) / "samples", seed)), each, num, overwrite)
     output.check()
-    with load_run(run, [f"sampling.batch_size={batch_size}"] if batch_size else [], device=device) as opened:
+    settings = [f"sampling.batch_size={batch_size}"] if batch_size else []
+    with load_run(run, settings, device=device, trust=trust) as opened:
         shape = opened.loop.feed.shape
         output.check_shape(shape)
         numbers = opened.labels(words, num)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from attrs import define, field
 from attrs.validators import ge
@@ -11,6 +11,19 @@ from hookdiff import Finding, Loop, hookimpl, nearest
 from hookdiff.findings import listed, report
 from hookdiff.options import about
 from hookdiff.ranks import first_rank_says
+from hookdiff.structure import COUNT, numbers
+
+
+@define(frozen=True)
+class StopEarlyState:
+    """The saved state of `StopEarly`."""
+
+    metric: str
+    mode: str
+    best: float = field(validator=numbers(finite=False))
+    best_at: int = field(validator=COUNT)
+    stale: int = field(validator=COUNT)
+    is_logged: bool
 
 
 @define(eq=False)
@@ -20,6 +33,7 @@ class StopEarly:
     NaN is no improvement. A run that was ended so stays ended when it is resumed, unless `patience` is raised.
     """
 
+    state_class: ClassVar[type] = StopEarlyState
     metric: str = field(default="val/loss", metadata=about("name of the logged value"))
     mode: Literal["min", "max"] = field(default="min", metadata=about('best value: "min" or "max"'))
     patience: int = field(

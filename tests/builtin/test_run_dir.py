@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from hookdiff.disk import lock_run_dir
 from hookdiff.disk.paths import CONFIG, check_run_dir, run_of
 from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
-from tests.conftest import PATIENCE, check_facts, fill, free, records, refused, wait_for
+from tests.conftest import PATIENCE, check_facts, fill, finish, free, records, refused, wait_for
 
 USER = """
 import os
@@ -46,8 +47,21 @@ class Waits:
             Path("in-a-step").touch()
             time.sleep(600)
 
+class Pauses:
+    "Stays in the second step until there is a file."
+
+    @hookimpl
+    def after_backward(self, loop):
+        if loop.progress.step == 1:
+            Path("in-a-step").touch()
+            while not Path("go").exists():
+                time.sleep(0.02)
+
 class Keeps:
     "Refuses its own state."
+
+    @hookimpl
+    def on_start(self): ...
 
     def state_dict(self):
         return {"x": 1}
@@ -181,7 +195,7 @@ def test_overwriting_leaves_the_lock_and_nothing_else(tmp_path):
 
 def test_a_lock_that_cannot_be_written_is_a_user_error(tmp_path):
     (tmp_path / ".lock").mkdir()
-    with refused(UserError, tmp_path, "Is a directory"):
+    with refused(UserError, tmp_path / ".lock", "folder"):
         run_dir_loop(tmp_path).run()
 
 
@@ -302,3 +316,62 @@ def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start
     (took_over,) = [message for message in caplog.messages if str(process.pid) in message]
     check_facts(took_over, "run")
     assert any("checkpoint" in message for message in caplog.messages)  # the run has no checkpoint yet and starts anew
+
+
+TRAINS = """
+import sys
+import torch
+from hookdiff import Loop, LoopConfig, builtin_plugins
+from hookdiff.testing import ToyObjective, toy_model
+from hookdiff_checkpoint import Checkpoint
+
+model = toy_model()
+plugins = {**builtin_plugins(), "checkpoint": Checkpoint(every=5)} if sys.argv[1] == "with" else builtin_plugins()
+config = LoopConfig(steps=10**9, batch_size=8, log_every=1)
+optimizer = torch.optim.AdamW(model.parameters())
+Loop(model, optimizer, ToyObjective(), torch.zeros(40, 4), config, plugins, run_dir="run").run()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows moves no folder that is in use")
+@pytest.mark.parametrize("way", ["move", "remove", "lock"])
+@pytest.mark.parametrize("script", ["command", "with", "without"])
+def test_a_directory_that_goes_away_ends_the_process(folder, start, script, way):
+    run, environment = folder / "run", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if script == "command":
+        forever = ("--set", "run.steps=1000000", "--set", "run.log_every=1", "--set", "plugins.checkpoint.every=2")
+        process = start(folder, "run", "small.toml", "--out", "run", *forever)
+    else:
+        words, quiet = [sys.executable, "-c", TRAINS, script], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(words, cwd=folder, env=environment, text=True, **quiet)
+    try:
+        wait_for(run / "metrics.jsonl", process)
+        if way == "lock":
+            (run / ".lock").unlink()
+        else:
+            run.rename(folder / "elsewhere")
+        if way == "remove":
+            shutil.rmtree(folder / "elsewhere")
+        _, err = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 1, err
+    check_facts(err, "run", ".lock")
+    assert run.exists() == (way == "lock")
+    if script == "command":
+        assert "Traceback" not in err
+        assert len([line for line in err.splitlines() if line.startswith("hookdiff: ")]) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
+def test_a_second_process_that_found_no_lock_trains_alone(folder, start, hookdiff):
+    process = start(folder, "run", "small.toml", "--out", "run", "--plugins", "hd_run_dir:Pauses")
+    wait_for(folder / "in-a-step", process)
+    (folder / "run" / ".lock").unlink()
+    assert hookdiff("run", "small.toml", "--out", "run", "--overwrite", "--set", "run.steps=2")[0] == 0
+    before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    (folder / "go").touch()
+    code, _, err = finish(process)
+    assert code == 1
+    check_facts(err, "run", ".lock")
+    assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before

@@ -1,3 +1,9 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
 from hookdiff.hookspecs import HOOK_NAMES
 from hookdiff_ema import EMA
 from tests.conftest import check_facts
@@ -33,3 +39,26 @@ def test_golden_order_of_the_calls(hookdiff, folder):
     assert order["offer_weights"] == "ema"
     assert order["after_backward"] == "clip (last)"
     assert order["on_nan"] == "checkpoint (first)"
+
+
+def test_the_list_is_read_from_the_sources(folder, install):
+    """No plugin and no torch is imported, also where a package takes the class from another module."""
+    source = "from hd_listed_inside import Inner as Mine\n1 / 0\n"
+    install("listed", {"listed": "hd_listed:Mine"}, hd_listed=source, hd_listed_inside="class Inner:\n    'Works.'\n")
+    code = "import sys\nfrom hookdiff.cli import group\ngroup.main(['plugins'], standalone_mode=False)\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", code + "print('torch' in sys.modules)"]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    table, is_imported = done.stdout.rstrip().rsplit("\n", 1)
+    assert is_imported == "False"
+    assert rows(table)["listed"].startswith("Works.")
+    assert rows(table)["ema"] == EMA.__doc__.splitlines()[0]
+
+
+@pytest.mark.parametrize("written", ["needs", "needs: dict"])
+def test_a_package_that_is_missing_is_listed(hookdiff, folder, install, written):
+    source = f"class Mine:\n    'Works.'\n    {written} = {{'hd_nowhere': 'nowhere[all]>=2'}}\n"
+    install("needy", {"needy": "hd_needy:Mine"}, hd_needy=source)
+    code, out, _ = hookdiff("plugins")
+    assert code == 0
+    check_facts(rows(out)["needy"], "hd_nowhere", "pip install 'nowhere[all]>=2'")

@@ -57,6 +57,10 @@ class SlowBuild:
     def __init__(self):
         Path("building").touch()
         time.sleep(3600)
+
+    @hookimpl
+    def on_start(self):
+        pass
 """
 
 
@@ -111,6 +115,17 @@ def test_golden_messages_of_a_run_that_is_already_done(hookdiff, folder, caplog)
         "changed since the checkpoint: run.epochs (not set) -> 1, run.batch_size 16 -> 900, run.steps 2 -> (not set)"
     )
     check_facts(hookdiff("resume", "runs/small")[1], "1 of 1 epochs", "hookdiff resume runs/small --epochs N")
+
+
+@pytest.mark.parametrize("words", ["resume runs/small --steps 2", "run small.toml --resume --set run.steps=2"])
+def test_a_run_that_is_longer_than_its_new_length_says_so_and_stays(hookdiff, folder, words):
+    assert hookdiff("run", "small.toml", "--set", "run.steps=5")[0] == 0
+    before = files(folder / "runs" / "small")
+    code, out, _ = hookdiff(*words.split())
+    assert code == 0
+    check_facts(out, "runs/small", "5 steps", "--steps 2", "whole run", "hookdiff resume runs/small --steps N")
+    assert "of 2" not in out
+    assert files(folder / "runs" / "small") == before
 
 
 @pytest.mark.parametrize("of", ["run", "run/checkpoints/step-00000004"])
@@ -178,8 +193,8 @@ def test_usr1_saves_and_exits_75(hookdiff, folder):
     code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--usr1", "--plugins", "hd_resume:Usr1")
     assert code == 75
     check_facts(out.splitlines()[0], "small", 3)
-    assert hookdiff("resume", "run", "--usr1", "--set", "run.max_time=0.000001 s")[0] == 75
-    assert hookdiff("resume", "run", "--usr1", "--set", "run.max_time=0")[0] == 0
+    assert hookdiff("resume", "run", "--usr1", "--trust", "--set", "run.max_time=0.000001 s")[0] == 75
+    assert hookdiff("resume", "run", "--usr1", "--trust", "--set", "run.max_time=0")[0] == 0
     assert [record["step"] for record in records(folder / "run")] == [2, 4, 6]
 
 
@@ -203,7 +218,7 @@ def test_a_signal_to_the_process_group_lets_the_run_close_its_workers(
     assert (folder / "saving").exists() == (folder / "saved").exists()
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # no worker is left
-    assert hookdiff("resume", "run", "--steps", step + 4, "--set", "data.workers=0")[0] == 0
+    assert hookdiff("resume", "run", "--steps", step + 4, "--set", "data.workers=0", "--trust")[0] == 0
     assert hookdiff("run", path, "--out", "whole", "--set", f"run.steps={step + 4}")[0] == 0
     assert_equal_runs(folder / "whole", folder / "run")
 

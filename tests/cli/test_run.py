@@ -68,7 +68,7 @@ def test_golden_message_of_the_new_plugins_of_a_resumed_run(hookdiff, folder):
     ("settings", "facts"),
     [
         (["sampling.guidance.scale=2"], ("guidance", "labels")),
-        (["diffusion.conditional=true"], ("diffusion.conditional", "unet", "model.num_classes")),
+        (["diffusion.conditional=true", "model.num_classes=0"], ("diffusion.conditional", "unet", "model.num_classes")),
         (["diffusion.data_mean=0.1, 0.2"], ("diffusion", "data_mean", 2, 1)),
         (["diffusion.process=flow", "sampling.spacing=karras"], ("'spacing'", "'karras'")),
         (

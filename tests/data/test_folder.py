@@ -53,8 +53,8 @@ def test_labels_may_be_left_out(tmp_path: Path, write_folder: Write) -> None:
     write_folder(tmp_path, 4)
     Image.new("L", (3, 3)).save(tmp_path / "alone.png")
     assert Folder(str(tmp_path), "none").labels is None
-    with refused(ValueError, 1, 5, tmp_path, "alone.png"):
-        Folder(str(tmp_path))
+    with refused(UserError, 1, 5, tmp_path, "alone.png"):
+        Feed(Folder(str(tmp_path)))
 
 
 def test_links_are_followed_once(tmp_path: Path, write_folder: Write) -> None:
@@ -87,8 +87,8 @@ def test_labels_are_read_from_a_file(
         text = "\n\n".join(json.dumps({column: name, "label": label}) for name, label in rows)
     (tmp_path / f"labels.{kind}").write_text(text, "utf-8")
     if expected is None:
-        with refused(ValueError, f"labels.{kind}", classes):
-            Folder(str(tmp_path), f"labels.{kind}")
+        with refused(UserError, f"labels.{kind}", classes):
+            Feed(Folder(str(tmp_path), f"labels.{kind}"))
         return
     data = Folder(str(tmp_path), f"labels.{kind}")
     assert data.labels is not None
@@ -107,22 +107,42 @@ ROWS = "file,label\nant/000.png,a\nbee/001.png,b\ncat/002.png,c\n"
         ("l.csv", ROWS[:25], (2, 3, "bee/001.png", "cat/002.png")),
         ("l.csv", ROWS[:23], ("line 2", "ant/000.png")),
         ("l.csv", ROWS + "ant/000.png,b\n", ("line 5", "ant/000.png")),
-        ("l.csv", b"file,label\n\xff\xfe,3\n", ("utf-8",)),
         ("l.jsonl", '{"file": "ant/000.png", "label": 1.5}', (0, 1.5)),
         ("l.jsonl", '{"file": "ant/000.png", "label": true}', (True,)),
         ("l.jsonl", '{"file": "ant/000.png", "label": -2}', (-2,)),
         ("l.jsonl", '{"file": "ant/000.png", "label": null}', ("line 1", "ant/000.png")),
         ("l.jsonl", '\n{"file": ', ("line 2", "JSON")),
         ("l.jsonl", "[1]", ("line 1", "[1]")),
-        ("l.txt", ROWS, (".csv", ".jsonl")),
-        ("label.csv", ROWS, ("'label.csv'",)),
+        (
+            "l.csv",
+            ROWS + "ant/000.png,z\nbee/001.png,\n" + "x,\n" * 5,
+            ("7 lines", "line 5", "line 6", "line 9", "2 more", 1, "x"),
+        ),
     ],
 )
-def test_a_broken_file_of_labels_is_refused_with_its_line(
-    tmp_path: Path, write_folder: Write, name: str, text: str | bytes, facts: Any
+def test_wrong_labels_are_refused_together(
+    tmp_path: Path, write_folder: Write, name: str, text: str, facts: Any
 ) -> None:
     write_folder(tmp_path, 3)
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / name).write_text(text)
+    with refused(UserError, name, *facts) as caught:
+        Feed(Folder(str(tmp_path), name))
+    assert caught.value.args[0].count("bee/001.png") < 2  # a wrong label is not a missing one as well
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "facts"),
+    [
+        ("l.csv", b"file,label\n\xff\xfe,3\n", ("utf-8",)),
+        ("l.txt", ROWS.encode(), (".csv", ".jsonl")),
+        ("label.csv", ROWS.encode(), ("'label.csv'",)),
+    ],
+)
+def test_a_file_without_labels_is_refused(
+    tmp_path: Path, write_folder: Write, name: str, text: bytes, facts: Any
+) -> None:
+    write_folder(tmp_path, 3)
+    (tmp_path / name).write_bytes(text)
     asked = "l.csv" if name == "label.csv" else name
     with refused(ValueError, asked, *facts):
         Folder(str(tmp_path), asked)

@@ -217,7 +217,7 @@ def test_a_cache_remembers_unreadable_files(own: tuple[Path, list[Path]]) -> Non
         feed = Feed(Folder(str(root / "set")), store=kept)
         assert feed.training.tolist() == [0, 2, 3, 4, 5]
         assert list(feed.prepared.survey.undecodable) == [4]
-    with refused(UserError, 1, 6, paths[1]):
+    with refused(UserError, 2, 6, paths[1], paths[4]):
         feed_of(root, "disk")
 
 

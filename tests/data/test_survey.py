@@ -104,6 +104,31 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-80])
 
 
+@pytest.mark.parametrize("store", PLACES)
+def test_golden_message_of_all_problems_at_once(tmp_path: Path, write_folder: Write, noise: Noise, store: Any) -> None:
+    root = tmp_path / "set"
+    paths = write_folder(root, 9)
+    paths[1].write_bytes(b"no image at all")
+    truncate(paths[2])
+    noise(9, 20, 30).save(root / "ant" / "z.png")
+    rows = [f"{path.relative_to(root)},{k}" for k, path in enumerate(paths)]
+    rows[3:5] = [f"{paths[3].relative_to(root)},-7", "bee/nowhere.png,1"]
+    (root / "labels.csv").write_text("\n".join(["file,label", *rows, "ant/z.png,", ""]))
+    kept = Store(store=store, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError) as caught:
+        Feed(Folder(str(root), "labels.csv"), store=kept)
+    assert str(caught.value).replace(str(root), "SET").splitlines() == [
+        "5 problems",
+        "  2 of 10 images cannot be read (unreadable = 'skip' leaves them out):",
+        "    SET/ant/003.png: no image that Pillow knows",
+        "    SET/ant/006.png: image file is truncated",
+        "  SET/labels.csv: line 11: ant/z.png has no label",
+        "  SET/labels.csv: 1 of its files are not in SET: bee/nowhere.png; did you mean 'bee/007.png'?",
+        "  SET/labels.csv: 1 of 10 images have no label: bee/004.png",
+        "  the images have 2 sizes (8 of 12 x 9, 1 of 20 x 30): set image_size, the side to train on",
+    ]
+
+
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_broken_pixels_are_found_when_all_images_are_decoded(tmp_path: Path, write_folder: Write, store: Any) -> None:
     root = tmp_path / "set"

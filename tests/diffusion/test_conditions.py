@@ -233,14 +233,16 @@ def test_runs_of_a_config_get_conditions_and_sample_with_them(
     code, _, err = hookdiff("run", config, "--out", tmp_path / "run")
     assert code == 0, err
     assert len(list((tmp_path / "run" / "samples").glob("step-*.png"))) == 2
-    code, out, err = hookdiff("sample", tmp_path / "run", "--num", 5, "--guidance-scale", 2)
+    code, out, err = hookdiff("sample", tmp_path / "run", "--num", 5, "--guidance-scale", 2, "--trust")
     assert code == 0, err
     assert "5 images" in out
-    monkeypatch.chdir(tmp_path)  # doctor and data leave a picture
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
     for command in ("memory", "doctor", "data"):
         code, out, err = hookdiff(command, config, *(["--steps", 4] if command == "doctor" else []))
         assert code in ((0, 1) if command == "doctor" else (0,)), err
         assert out
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(

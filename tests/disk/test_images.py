@@ -138,9 +138,6 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     before = saved(noise(4, 1, 8, 8), path, scale=1)
     with pytest.raises(RuntimeError):
         save_grid(torch.zeros(4, 1, 8), path)
-    (tmp_path / ".grid.png.partial").mkdir()  # writing fails as on a full disk
-    with refused(OSError, ".grid.png.partial"):
-        save_grid(noise(4, 1, 8, 8) // 2, path)
     with Image.open(path) as picture:
         assert torch.equal(torch.from_numpy(numpy.array(picture.convert("RGB"))), before)
 

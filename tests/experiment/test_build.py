@@ -44,11 +44,17 @@ class Looks(Net):
 class Empty(nn.Module):
     pass
 
-def three():
+def three() -> nn.Module:
     return 3
 
-class metrics: ...
-class run_dir: ...
+def four() -> torch.Tensor:
+    return 4
+
+class metrics:
+    @hookimpl
+    def on_start(self): ...
+
+class run_dir(metrics): ...
 
 class Unheard:
     def on_start(self, loop): ...
@@ -147,7 +153,7 @@ def test_an_argument_that_neither_config_nor_data_gives_is_missing(config, tmp_p
     [
         ([], "three", ("model.use", "hd_user:three", "int", "torch.nn.Module")),
         ([], "Empty", ("model.use", "hd_user:Empty", "parameters")),
-        (["data.source=hd_user:three"], "Net", ("data.source", "hd_user:three", "int")),
+        (["data.source=hd_user:four"], "Net", ("data.source", "hd_user:four", "int")),
         (["model.width=-1"], "Looks", ("model", "width must not be negative")),
     ],
 )
@@ -298,7 +304,7 @@ PUBLISHED = """
 import torch
 from torch import nn
 
-def dots(num: int = 32):
+def dots(num: int = 32) -> torch.Tensor:
     return torch.rand(num, 1, 8, 8).round()
 
 class Net(nn.Module):
@@ -309,7 +315,7 @@ class Net(nn.Module):
     def forward(self, x, timesteps):
         return self.layers(x)
 
-def only_kernels(params, lr: float = 0.1):
+def only_kernels(params, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD([weight.parameter for weight in params if weight.role == "kernel"], lr=lr)
 """
 

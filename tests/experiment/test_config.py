@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from hookdiff import ConfigError, Every, UserError, experiment
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.experiment.config import SOURCES, Config, load_config, read_toml
-from hookdiff.experiment.discovery import installed
-from tests.conftest import check_facts, refused
+from hookdiff.imports import installed
+from tests.conftest import check_facts, refused, warnings
 
 GOOD = {
     "run": {"steps": 20, "batch_size": 16, "plugins": ["ema", "lr"]},
@@ -100,7 +100,7 @@ def test_numbers_and_times_have_their_types(path):
         ("run.plugins", ["ema", 3], ("item 2", 3)),
         ("run.plugins", ["ema", "nowhere:X"], ("'nowhere:X'",)),
         ("run.plugins", ["ema", ":X"], ("':X'",)),
-        ("run.plugins", ["ema", "json:loads"], ("'json:loads'", "function")),
+        ("run.plugins", ["ema", "torch:load"], ("'torch:load'", "function")),
         ("run.seed", -1, (0, -1)),
         ("run.seed", 2**63, (2**63,)),
         ("run.steps", 0, (1, 0)),
@@ -126,7 +126,8 @@ def test_numbers_and_times_have_their_types(path):
         ("data.root", "here", ("image_size",)),
         ("model.use", "nowhere:Net", ("nowhere:Net",)),
         ("model.use", "torch.nn:Lineer", ("torch.nn:Lineer", "'Lineer'", "'Linear'")),
-        ("model.use", "math:pi", ("math:pi", "float")),
+        ("model.use", "math:pi", ("math:pi", "standard library")),
+        ("model.use", "torch:pi", ("torch:pi", "float")),
         ("model.use", ":", ()),
         ("model.channels", 8.0, (8.0,)),
         ("model.channel_mults", 2, (2,)),
@@ -206,18 +207,17 @@ def test_golden_message_of_a_config_with_all_kinds_of_problems(tmp_path):
         bad = change(bad, dotted, value)
     path = write(tmp_path / "bad.toml", bad)
     with pytest.raises(ConfigError) as caught:
-        load_config(path, ["no:amp"], ["nonsense"])
+        load_config(path, settings=["nonsense"])
     first, *lines = str(caught.value).split("\n")
-    assert first == f"{path}: 7 problems"
-    assert lines[:5] == [
+    assert first == f"{path}: 6 problems"
+    assert lines[:4] == [
         "  --set nonsense: expected table.key=value",
         "  run.seed: must be >= 0: -1",
-        "  --plugins no:amp: 'amp' is not switched on",
         "  model.use: unknown 'dti'; did you mean 'dit'?; known: dit, unet, or module:Name",
         "  optimizer.lr: expected a number, got 'x'",
     ]
-    assert lines[5].startswith("  sampling.step: unknown key; did you mean 'steps'?; known: ")
-    assert lines[6:] == ["  plugins.ema.decay: must be < 1: 2.0"]
+    assert lines[4].startswith("  sampling.step: unknown key; did you mean 'steps'?; known: ")
+    assert lines[5:] == ["  plugins.ema.decay: must be < 1: 2.0"]
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,10 @@ def test_a_directory_is_refused(tmp_path):
 
 def test_conflicts_and_requirements_are_refused(tmp_path, monkeypatch):
     (tmp_path / "hd_partners.py").write_text(
-        "class Loner:\n    conflicts = ('ema',)\nclass Needy:\n    requires = ('clip',)\n"
-        "class Greedy:\n    def __init__(self, must, may=1): ...\n"
+        "from hookdiff import hookimpl\n"
+        "class Plugin:\n    @hookimpl\n    def on_start(self): ...\n"
+        "class Loner(Plugin):\n    conflicts = ('ema',)\nclass Needy(Plugin):\n    requires = ('clip',)\n"
+        "class Greedy(Plugin):\n    def __init__(self, must, may=1): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     path = write(tmp_path / "bad.toml", GOOD)
@@ -274,6 +276,12 @@ def test_plugins_are_added_and_removed(path):
     assert list(load_config(path, ["no:ema", "ema"]).plugins) == ["lr", "ema"]
     (line,) = problems(path, ["no:emma"])
     check_facts(line, "--plugins no:emma", "'emma'", "'ema'")
+
+
+def test_an_installed_plugin_that_is_not_on_can_be_switched_off_with_a_warning(path, caplog):
+    assert load_config(path, ["no:fid"]).run.plugins == ("ema", "lr")
+    (warning,) = warnings(caplog)
+    check_facts(warning, "--plugins no:fid", "'fid'")
 
 
 def test_plugins_are_added_to_those_of_a_setting(path):

@@ -3,10 +3,11 @@ import sys
 import pytest
 
 from hookdiff import HOOKS_VERSION, PluginError
-from hookdiff.experiment.discovery import distribution, import_object, installed, plugin_class, plugin_name
+from hookdiff.experiment.discovery import plugin_class, plugin_name
+from hookdiff.imports import distribution, import_object, installed
 from tests.conftest import refused
 
-PLUGIN = "class Mine:\n    'Does nothing.'\n"
+PLUGIN = "from hookdiff import hookimpl\nclass Mine:\n    @hookimpl\n    def on_start(self): ...\n"
 
 
 def test_an_installed_plugin_is_found_by_its_name(install):
@@ -101,7 +102,7 @@ def test_golden_message_of_a_package_that_a_plugin_needs(install, module):
 
 
 def test_a_plugin_with_its_needed_package_is_found(install):
-    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine="class Mine:\n    needs = {'json.decoder': 'json'}\n")
+    install("hookdiff-mine", {"mine": "hd_mine:Mine"}, hd_mine=PLUGIN + "    needs = {'json.decoder': 'json'}\n")
     assert plugin_class("mine").__name__ == "Mine"
 
 
@@ -116,16 +117,24 @@ def test_a_module_on_the_path_is_found(install):
         plugin_class("hd_local:Mind")
 
 
-@pytest.mark.parametrize("given", ["not_to_be_found:Mine", ":Mine", ".relative:Mine", "..:Mine", ":", "json."])
+def test_a_class_without_a_hook_is_no_plugin(install):
+    install("anything", hd_no_hook="class Mine: ...\n")
+    with refused(PluginError, "'hd_no_hook:Mine'", "@hookimpl"):
+        plugin_class("hd_no_hook:Mine")
+
+
+@pytest.mark.parametrize("given", ["not_to_be_found:Mine", ":Mine", ".relative:Mine", "..:Mine", ":", "tomli."])
 def test_a_class_that_cannot_be_imported_is_refused(given):
     with refused(PluginError, repr(given)):
         plugin_class(given)
 
 
 def test_import_object_names_its_purpose():
-    assert import_object("json:loads", "a test")("[1]") == [1]
-    with refused(PluginError, "a test", "json", "'load_s'", "'loads'"):
-        import_object("json:load_s", "a test")
+    assert import_object("tomli:loads", "a test")("x = 1") == {"x": 1}
+    with refused(PluginError, "a test", "tomli", "'load_s'", "'loads'"):
+        import_object("tomli:load_s", "a test")
+    with refused(PluginError, "a test", "json", "standard library"):
+        import_object("json:loads", "a test")
     with refused(PluginError, "a test", "nowhere_at_all"):
         import_object("nowhere_at_all:x", "a test")
 

@@ -11,7 +11,7 @@ from hookdiff.data import Feed, Transforms
 from hookdiff.experiment.build import build_feed
 from hookdiff.experiment.config import load_config
 from hookdiff.testing import assert_same
-from tests.conftest import PICTURES
+from tests.conftest import PICTURES, check_facts
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +29,49 @@ def test_a_config_trains_on_pictures(hookdiff: Any, folder: Path) -> None:
     assert kept.data.shared[Feed].items() >= given.data.shared[Feed].items()
 
 
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_classes_that_the_model_does_not_get_are_one_line_of_warning(
+    hookdiff: Any, folder: Path, caplog: pytest.LogCaptureFixture, command: str
+) -> None:
+    def said(*words: object) -> list[str]:
+        caplog.clear()
+        code, _, err = hookdiff(*words)
+        assert code == 0, err
+        return [line for line in (*err.splitlines(), *caplog.messages) if "classes" in line]
+
+    (line,) = said(command, "config.toml", "--plugins", "checkpoint")
+    check_facts(line, "2 classes", "diffusion.conditional")
+    for setting in ("diffusion.conditional=true", "diffusion.conditional=false", "model.num_classes=0"):
+        out = ["--out", f"runs/{setting}"] if command == "run" else []
+        assert not said(command, "config.toml", "--set", setting, *out)
+    if command == "run":
+        assert not said("resume", "runs/config", "--steps", 3)  # decided when the run began
+
+
+def test_the_recipe_of_the_docs_trains_on_the_classes_of_a_folder(hookdiff: Any, folder: Path) -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "how-to.md").read_text("utf-8")
+    recipe = page.partition("## Train on a folder of images")[2].partition("```toml\n")[2].partition("```")[0]
+    (folder / "mine.toml").write_text(recipe)
+    quick = ["run.epochs=1", "run.batch_size=16", "data.upscale=true", "model.channels=8", "model.head_dim=8"]
+    words = [word for setting in quick for word in ("--set", setting)]
+    code, _, err = hookdiff("run", "mine.toml", *words)
+    assert (code, "classes" in err) == (0, False), err
+    kept = load_config(folder / "runs" / "mine" / "config.toml")
+    assert kept.model.arguments["num_classes"] == 2
+    assert hookdiff("sample", "runs/mine", "--labels", "0,1", "--num", 2)[0] == 0
+
+
+def test_training_on_classes_needs_classes(hookdiff: Any, folder: Path) -> None:
+    settings = ["--set", "diffusion.conditional=true", "--set", "data.labels=none"]
+    code, _, err = hookdiff("run", "config.toml", *settings)
+    assert code == 2
+    check_facts(err, "diffusion.conditional", "folder", "no labels")
+
+
 def test_a_key_that_the_source_takes_is_passed_to_the_source(folder: Path, user_module: Any) -> None:
     user_module(
         "hd_flags",
-        "import torch\nfrom hookdiff import InMemory\n\n\ndef flags(flip: int, image_size: int = 4):\n"
+        "import torch\nfrom hookdiff import InMemory\n\n\ndef flags(flip: int, image_size: int = 4) -> InMemory:\n"
         "    return InMemory(torch.full((9, 1, image_size, image_size), flip, dtype=torch.uint8))\n",
     )
     text = PICTURES.replace('"folder"', '"hd_flags:flags"').replace('path = "pictures"', "").replace("true", "7")

@@ -8,12 +8,12 @@ from typing import Any
 
 from attrs import define, field
 
-from hookdiff.choices import Choice, import_object, name_of
+from hookdiff.choices import Choice, name_of
 from hookdiff.data import Feed
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.experiment.config import OPTIMIZERS, SECTIONS, SOURCES, RunConfig
-from hookdiff.experiment.discovery import installed
 from hookdiff.experiment.reference import keys, plain
+from hookdiff.imports import import_object, installed
 from hookdiff.options import about
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -242,8 +242,8 @@ def test_the_choice_of_auto_is_logged_once(caplog):
 
 
 def test_half_precision_weights_under_a_scaler_are_refused():
-    with refused(UserError, "0.weight", "torch.float16"):
-        toy_loop({"amp": AMP("fp16")}, model=toy_model().half()).run()
+    with refused(UserError, "0.weight", "torch.bfloat16"):
+        toy_loop({"amp": AMP("fp16")}, model=toy_model().bfloat16()).run()
 
 
 def test_its_state_is_the_scale():

@@ -202,7 +202,7 @@ def drop(table, key):
 
 def make_newer(folder):
     path = folder / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"format": 2', b'"format": 6'))
+    path.write_bytes(path.read_bytes().replace(b'"format": 3', b'"format": 6'))
 
 
 DAMAGED = {
@@ -210,7 +210,7 @@ DAMAGED = {
     "one in the manifest": (lambda f: flip(f / "manifest.json", [], 200, 1), ("manifest.json", "SHA-256")),
     "one that makes the format newer": (make_newer, ("manifest.json", "SHA-256")),
     "no JSON": (lambda f: (f / "manifest.json").write_bytes(b"\xff\x00"), ("manifest.json", "JSON")),
-    "an older version": (change("format", 1), ("hookdiff", 1, 2)),
+    "an older version": (change("format", 1), ("hookdiff", 1, 3)),
     "a folder": (replace_by(Path.mkdir), ("model.safetensors",)),
     "a pipe": (replace_by(os.mkfifo), ("model.safetensors",)),
     "a link": (link_elsewhere, ("manifest.json", "model.safetensors")),
@@ -227,7 +227,7 @@ def test_the_damaged_file_is_named(damage, facts, broken):
 def test_a_checkpoint_of_a_newer_version_is_not_skipped(broken):
     change("format", 7)(broken / "checkpoints" / name(6))
     change("versions", {"hookdiff": "9.1"})(broken / "checkpoints" / name(6))
-    with refused(UserError, broken / "checkpoints" / name(6), "9.1", 7, 2):
+    with refused(UserError, broken / "checkpoints" / name(6), "9.1", 7, 3):
         build(broken).run()
 
 
@@ -284,7 +284,7 @@ def test_a_count_that_is_not_valid(key, count, broken):
 
 def test_a_checkpoint_without_a_model(broken):
     drop("parts", "model")(broken / "checkpoints" / name(6))
-    check_facts(refusal(broken), "'model'", "KeyError")
+    check_facts(refusal(broken), "manifest.json", "'model'")
 
 
 def test_all_checkpoints_that_were_tried_are_named(broken):

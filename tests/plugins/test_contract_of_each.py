@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import pytest
 
-from hookdiff.experiment.discovery import installed
+from hookdiff.imports import installed
 from hookdiff.structure import Problems, arguments
 from hookdiff.testing import COMPANIONS, assert_any_order, assert_removable, assert_resumes
 from tests.conftest import check_facts

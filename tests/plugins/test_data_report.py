@@ -65,7 +65,12 @@ def test_the_report_has_the_statistics_of_the_pixels(hookdiff: Any, folder: Path
 
 
 def test_samples_that_are_not_finite_are_listed(hookdiff: Any, folder: Path, user_module: Any) -> None:
-    lines = ["import torch", "def images():", "    x = torch.rand(20, 1, 8, 8)", "    x[7, 0, 3, 3] = torch.nan"]
+    lines = [
+        "import torch",
+        "def images() -> torch.Tensor:",
+        "    x = torch.rand(20, 1, 8, 8)",
+        "    x[7, 0, 3, 3] = torch.nan",
+    ]
     user_module("hd_data_user", "\n".join([*lines, "    x[9] = torch.inf", "    return x", ""]))
     text = '[run]\nsteps = 1\nbatch_size = 4\n[data]\nsource = "hd_data_user:images"\n[model]\nuse = "unet"\n'
     (folder / "spoiled.toml").write_text(text)
@@ -132,7 +137,7 @@ def test_sources_without_files_have_a_report_too(hookdiff: Any, folder: Path) ->
 
 
 def test_latents_have_no_mode(hookdiff: Any, folder: Path, user_module: Any) -> None:
-    user_module("hd_latents", "import torch\n\n\ndef latents():\n    return torch.zeros(9, 5, 4, 4)\n")
+    user_module("hd_latents", "import torch\n\n\ndef latents() -> torch.Tensor:\n    return torch.zeros(9, 5, 4, 4)\n")
     text = PICTURES.replace('"folder"', '"hd_latents:latents"').replace('path = "pictures"', "")
     (folder / "latents.toml").write_text(text.replace("image_size = 8", "").replace("held_out = 4", ""))
     code, out, err = hookdiff("data", "latents.toml", "--seconds", "0", "--out", "a.png")

@@ -82,9 +82,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(place: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Any) -> Any:
-    """Return the command line, which finds that plugin."""
+    """Return the command line, which finds and trusts that plugin."""
     monkeypatch.syspath_prepend(place)
-    return hookdiff
+    return lambda *words: hookdiff(*words, *(["--trust"] if words[0] == "export" else []))
 
 
 @pytest.fixture

@@ -327,9 +327,10 @@ def test_buffers_are_those_from_before_the_step(policy, tmp_path):
     assert_same(now, sees.seen[BAD])
     assert now["calls"] == BAD
 
+    # Without the plugin too.
     control = toy_loop({"plant": Plant(spoil_data)}, model=Net(), data=data(), steps=BAD + 1)
     control.run()
-    assert control.model.layers[1].running_mean.isnan().all()
+    assert_same(dict(control.model.named_buffers()), sees.seen[BAD])
 
 
 def test_a_clean_run_is_the_same_run_with_no_more_transfers():
@@ -374,7 +375,7 @@ def test_a_bad_weight_is_not_skipped(caplog):
 def test_a_rollback_needs_a_checkpoint(tmp_path, caplog):
     plugins = {"nan": NaN("rollback"), "checkpoint": Checkpoint(every=10)}
     assert toy_loop(plugins, objective=NaNAt(2), run_dir=tmp_path).run() == "on_nan"
-    check_facts(caplog.messages[-1], "rollback", "checkpoint", "stop")
+    check_facts(caplog.messages[-1], "checkpoint")
 
 
 def test_a_rollback_continues_with_the_next_batches(tmp_path):

@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 import pytest
@@ -23,7 +23,7 @@ from hookdiff_loss import LossMonitor
 from hookdiff_memory import Memory
 from hookdiff_progress import ProgressBar
 from hookdiff_progress.plugin import clock, total_steps
-from tests.conftest import Clock, Logged, Restores, StopAt, check_facts, wait_until
+from tests.conftest import Clock, Logged, Restores, StopAt, check_facts, wait_until, warnings
 
 
 def loss(net: nn.Module, batch: Batch) -> Tensor:
@@ -238,6 +238,73 @@ def test_details_are_for_the_sinks_and_every_line_has_the_loss(capsys: pytest.Ca
     assert third.endswith("  fd/digits 2")
     assert fourth.startswith(f"step 4/5  loss {sum(losses[:4]) / 4:.4g}  grad_norm ")
     assert list(logged.of("odd/inner").values()) == [1.0] * 5
+
+
+@pytest.mark.parametrize("on_a_terminal", [False, True])
+def test_values_of_an_epochs_end_bring_no_second_loss_of_its_step(
+    on_a_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Measures:
+        @hookimpl
+        def on_epoch_end(self, loop: Loop) -> None:
+            loop.log({"val/mine": 3.0})
+
+    with terminal(monkeypatch) if on_a_terminal else pipe(monkeypatch) as output:
+        logged = Logged()
+        plugins = {"bar": ProgressBar(), "measures": Measures(), "logged": logged}
+        make_loop(plugins, epochs=1, batch_size=300, log_every=5).run()
+    assert [step for step, _ in logged.calls] == [5, 5]
+    shown = re.findall(r"(loss|val/mine) (\S+)", "\n".join(screen(output.text())))
+    assert shown == [("loss", f"{logged.of('loss')[5]:.4g}"), ("val/mine", "3")]
+
+
+@pytest.mark.parametrize("on_a_terminal", [False, True])
+def test_a_broken_stderr_switches_it_off_with_a_line_in_the_log(
+    on_a_terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Breaks:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            clock.now += 10  # so that the bar is drawn again
+            if loop.progress.step == 2:
+                os.close(reading)
+
+    clock = Clock(monkeypatch)
+    monkeypatch.setenv("TERM", "xterm")
+    reading, writing = pty.openpty() if on_a_terminal else os.pipe()
+    stream = os.fdopen(writing, "w")
+    monkeypatch.setattr(sys, "stderr", stream)
+    before = sys.stdout
+    loop = make_loop({"breaks": Breaks(), "bar": ProgressBar(), "clock": clock}, steps=8, log_every=1)
+    assert loop.run() == "done"
+    assert (sys.stderr, sys.stdout) == (stream, before)
+    assert loop.progress.step == 8
+    (warning,) = warnings(caplog)
+    check_facts(warning, "progress", "stderr")
+    with suppress(OSError):
+        stream.close()
+
+
+@pytest.mark.parametrize("stream", [None, "closed", "/dev/full"])
+def test_without_a_stderr_the_run_goes_on(
+    stream: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    file = None if stream is None else open("/dev/full" if stream == "/dev/full" else os.devnull, "w")  # noqa: SIM115
+    if file and stream == "closed":
+        file.close()
+    monkeypatch.setattr(sys, "stderr", file)
+    loop = make_loop({"bar": ProgressBar()}, steps=4)
+    loop.run()
+    loop.run()  # a second run tries again
+    monkeypatch.undo()
+    assert capsys.readouterr().out == ""  # where print writes if there is no stderr
+    assert loop.progress.step == 4
+    assert 1 <= len(warnings(caplog)) <= 2
+    for warning in warnings(caplog):
+        check_facts(warning, "progress", "stderr")
+    if file:
+        with suppress(OSError):
+            file.close()
 
 
 def test_lines_of_a_run_with_every_monitor_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from hookdiff import UserError, load_config
-from hookdiff.experiment.discovery import installed
+from hookdiff.imports import installed
 from hookdiff.testing import toy_loop
 from hookdiff_selftest.cli import resume as command
 from hookdiff_selftest.compare import Item, compare, files, numbers, state

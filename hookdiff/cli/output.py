@@ -1,0 +1,55 @@
+"""Output of the commands. Names are escaped, and a stream that is closed, full or broken ends no run."""
+
+import logging
+import os
+import sys
+from contextlib import suppress
+from typing import Any, TextIO
+
+import click
+
+from hookdiff.errors import shown
+
+
+def _printable(text: str) -> str:
+    return "\n".join(map(shown, text.split("\n")))
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print `text`, or nothing if the stream cannot be written."""
+    with suppress(OSError, ValueError):  # ValueError: the stream is closed
+        click.echo(_printable(text), err=err)
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    def format(self, record: logging.LogRecord) -> str:
+        return _printable(super().format(record))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop the record: there is no place to report it."""
+
+
+def log_to_stderr() -> None:
+    """Print what is logged, unless this process has handlers already."""
+    logging.basicConfig(handlers=[_Handler()], format="%(message)s")
+
+
+def open_streams() -> None:
+    """Open the null device for each standard stream that is closed: a file of the run would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 it stays open
+    stdout: Any = sys.stdout
+    if getattr(stdout, "errors", None) == "strict":
+        stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+
+
+def drop_unwritten() -> None:
+    """Drop what could not be written: Python would try again at its end, and replace the exit code by 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except ValueError:  # it is closed
+            continue
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,0 +1,49 @@
+"""Reads the source of modules that would take long to import."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+_MOST = 8  # modules that import a class from one another
+
+
+def file_of(module: str) -> Path | None:
+    """Return the file of `module`; None if it has none. Nothing is imported."""
+    package, *inner = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        return Path(spec.origin) if spec and not inner and spec.has_location and spec.origin else None
+    for folder in spec.submodule_search_locations:
+        place = Path(folder, *inner)
+        for file in (place / "__init__.py", place.with_suffix(".py")):
+            if file.is_file():
+                return file
+    return None
+
+
+def class_at(path: str) -> ast.ClassDef | None:
+    """Return the class `module:Name` as its source defines it, also if the module imports it from another.
+
+    None if it is not found in this way, such as for a name that is assigned. Raises SyntaxError for a broken file.
+    """
+    module, _, name = path.partition(":")
+    for _ in range(_MOST):
+        file = file_of(module)
+        if file is None or file.suffix != ".py":
+            return None
+        body = ast.parse(file.read_bytes()).body
+        for node in body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return node
+        origin = next((found for node in body if (found := _imported(node, name))), None)
+        if origin is None:
+            return None
+        module, name = origin
+    return None
+
+
+def _imported(node: ast.stmt, name: str) -> tuple[str, str] | None:
+    """Return module and name from which an absolute import takes `name`."""
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return next(((node.module, each.name) for each in node.names if name == (each.asname or each.name)), None)
+    return None

@@ -1,0 +1,1 @@
+"""A config that fits a folder of images and this machine: `hookdiff init`."""

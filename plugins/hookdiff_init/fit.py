@@ -1,0 +1,111 @@
+"""Chooses the size of images and network: the largest that this machine trains in the given time."""
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from attrs import define, evolve
+
+from hookdiff import InMemory, UserError, build_loop, load_config
+from hookdiff.experiment import pick_device
+from hookdiff_init.look import Pictures
+from hookdiff_init.write import Plan, text
+
+_USUAL = 600.0  # seconds of training, unless given
+# Drawings of 32 x 32 pixels in four classes were recognised after this many steps; twice the side takes twice as many.
+_STEPS = 800
+_ENOUGH = 8  # times as many steps: more improve little
+_SIDE = 32  # fewer pixels are hard to recognise, so this side is not reduced to save time
+_TRIED = 4  # steps, of which the fastest counts
+_BATCH = 32
+
+
+@define(frozen=True)
+class Network:
+    """A network for images from this side on."""
+
+    side: int
+    channels: int
+    mults: tuple[int, ...]
+    blocks: int
+    lr: float
+
+
+_NETWORKS = (
+    Network(8, 32, (1, 2), 1, 1e-3),
+    Network(16, 32, (1, 2, 2), 1, 1e-3),
+    Network(48, 64, (1, 2, 2, 4), 1, 5e-4),
+    Network(96, 64, (1, 1, 2, 2, 4), 1, 5e-4),
+)
+
+
+def fit(pictures: Pictures, seconds: float | None) -> Plan:
+    """Return the plan for `pictures` that this machine trains in about `seconds`, after a few steps on trial.
+
+    None is ten minutes: longer if the images cannot be recognised by then, shorter if more time improves little.
+    """
+    given, seconds = seconds, seconds or _USUAL
+    device = pick_device("auto").type
+    fitting = None
+    for side in _sides(pictures):
+        network = _network(side)
+        plan = Plan(
+            side=side,
+            channels=network.channels,
+            mults=network.mults,
+            blocks=network.blocks,
+            lr=network.lr,
+            batch_size=min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH),
+        )
+        fewest = _STEPS * side / _SIDE
+        # The time grows at least with the number of pixels.
+        if fitting and fitting.step_seconds * (side / fitting.side) ** 2 * fewest > seconds:
+            break
+        try:
+            plan = evolve(plan, step_seconds=rehearse(pictures, plan))
+        except torch.OutOfMemoryError:
+            break
+        if fitting and plan.step_seconds * fewest > seconds:
+            break
+        steps = seconds / plan.step_seconds
+        fitting = evolve(plan, steps=_rounded(steps if given else min(max(steps, fewest), _ENOUGH * fewest)))
+    if fitting is None:
+        raise UserError("the memory is too short for images of any size")
+    return fitting
+
+
+def _sides(pictures: Pictures) -> list[int]:
+    """Return the sides to choose from, the smallest first: that of the images if they are squares, or powers of two."""
+    own = pictures.side
+    sides = [side for side in (8, 16, 32, 64, 128) if side <= max(8, own)]
+    if pictures.square and 8 < own < 128 and own % 2 ** (len(_network(own).mults) - 1) == 0:
+        sides = sorted({*sides, own})
+    return [side for side in sides if side >= min(_SIDE, sides[-1])]
+
+
+def _network(side: int) -> Network:
+    return [network for network in _NETWORKS if network.side <= side][-1]
+
+
+def _rounded(steps: float) -> int:
+    """Return `steps` with two digits, at least 10."""
+    return max(10, int(round(steps, 2 - len(str(int(steps))))))
+
+
+def rehearse(pictures: Pictures, plan: Plan) -> float:
+    """Return the seconds of a step of `plan` on this machine, on black images."""
+    images = torch.zeros(2 * plan.batch_size, pictures.channels, plan.side, plan.side, dtype=torch.uint8)
+    labels = torch.arange(len(images)) % len(pictures.classes) if pictures.classes else None
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trial.toml"
+        path.write_text(text(pictures, plan, path), "utf-8", errors="replace")
+        skipped = ("no:samples", "no:checkpoint", "no:progress", "no:lr")  # they take no part in a few steps
+        config = load_config(path, skipped, [f"run.steps={_TRIED}"])
+        black = evolve(config.data.bare(), target=lambda: InMemory(images, labels))
+        ticks = []
+        with build_loop(evolve(config, data=black), Path(folder) / "run") as loop:
+            for _ in loop.steps():
+                ticks.append(time.perf_counter())
+    return min(after - before for before, after in pairwise(ticks))

@@ -1,0 +1,95 @@
+"""Looks at a folder of images: the facts that decide about a config."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from attrs import define
+
+from hookdiff import UserError
+from hookdiff.data import Feed, Folder, Store, Transforms
+
+_PER_CLASS = 8  # with fewer images for each sub-folder, the sub-folders are no classes
+_SMALL = 0.1  # share of the images that may be smaller than the training images
+
+
+@define(frozen=True)
+class Pictures:
+    """The images to train on."""
+
+    path: str | None  # None: the digits
+    num: int  # that can be read
+    channels: int
+    side: int  # in pixels: nearly all images have no shorter side
+    sizes: Mapping[tuple[int, int], int]  # counts by width and height
+    classes: tuple[str, ...] = ()
+    flat: bool = False  # sub-folders are no classes
+    mixed: bool = False  # grey and colour
+    transparent: bool = False
+    unreadable: int = 0
+
+    @property
+    def summary(self) -> str:
+        """Number, colour and classes, in words."""
+        classes = f" in {len(self.classes)} classes" if self.classes else ""
+        return f"{self.num:,} {'grey' if self.channels == 1 else 'colour'} image{'s' * (self.num != 1)}{classes}"
+
+    @property
+    def square(self) -> bool:
+        """Whether all images are squares of one size."""
+        return list(self.sizes) == [(self.side, self.side)]
+
+    @property
+    def usual_size(self) -> str:
+        """The size that most images have."""
+        width, height = max(self.sizes, key=lambda size: self.sizes[size])
+        return f"{width} x {height}"
+
+    def smaller(self, side: int) -> int:
+        """Return the number of images with a side below `side`."""
+        return sum(count for size, count in self.sizes.items() if min(size) < side)
+
+
+def digits() -> Pictures:
+    """Return the facts about the source "digits"."""
+    return Pictures(None, 1797, 1, 8, {(8, 8): 1797}, tuple(map(str, range(10))))
+
+
+def look(path: Path) -> Pictures:
+    """Read the names and headers of the images below `path`. Raises UserError if there is none."""
+    try:
+        source = Folder(str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from None
+    classes, flat = source.classes or (), bool(source.problems)
+    if flat or len(source) < _PER_CLASS * len(classes):
+        classes, flat = (), True
+        source = Folder(str(path), "none")
+    # Options that any images fit, so that only their headers are read.
+    feed = Feed(source, Transforms(image_size=2, upscale=True, channels=3), Store(store="none", unreadable="skip"))
+    kinds = feed.prepared.survey.kinds
+    sizes: dict[tuple[int, int], int] = {}
+    for kind in kinds:
+        sizes[kind.width, kind.height] = sizes.get((kind.width, kind.height), 0) + kind.count
+    channels = {kind.channels for kind in kinds}
+    return Pictures(
+        path=str(path),
+        num=len(feed.usable),
+        channels=max(channels),
+        side=_side(sizes),
+        sizes=sizes,
+        classes=tuple(classes),
+        flat=flat,
+        mixed=len(channels) > 1,
+        transparent=any(kind.mode in ("LA", "PA", "RGBA") for kind in kinds),
+        unreadable=len(source) - len(feed.usable),
+    )
+
+
+def _side(sizes: Mapping[tuple[int, int], int]) -> int:
+    """Return the largest side that at most a small share of the images lacks."""
+    smaller, allowed = 0, _SMALL * sum(sizes.values())
+    for size in sorted(sizes, key=min):
+        smaller += sizes[size]
+        if smaller > allowed:
+            break
+    return min(size)

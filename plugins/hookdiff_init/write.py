@@ -1,0 +1,118 @@
+"""Writes the config: TOML with a comment wherever a line does not speak for itself."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import tomli_w
+from attrs import define
+
+from hookdiff_init.look import Pictures
+
+_COLUMNS = 10  # the most classes of which each has a column of the grid
+
+
+@define(frozen=True, kw_only=True)
+class Plan:
+    """The numbers that depend on the machine."""
+
+    side: int  # of the training images in pixels
+    channels: int
+    mults: tuple[int, ...]
+    blocks: int
+    lr: float
+    batch_size: int
+    steps: int = 1000
+    step_seconds: float = 0.0
+
+    @property
+    def duration(self) -> str:
+        """The time of the training, in words."""
+        minutes = round(self.steps * self.step_seconds / 60)
+        return f"{minutes} minutes" if minutes > 1 else "a minute"
+
+
+def text(pictures: Pictures, plan: Plan, path: Path) -> str:
+    """Return the config that trains on `pictures`, as `path` will hold it."""
+    lines = []
+    for line, comment in _lines(pictures, plan, path):
+        lines.append(f"{line:<27} # {comment}" if line and comment else line or f"# {comment}" * bool(comment))
+    return "\n".join(lines) + "\n"
+
+
+def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, str]]:
+    """Yield each line, with its comment."""
+    name = _plain(path.stem)
+    yield "", f"Trains on {pictures.summary}: `hookdiff run {_plain(path)}`, then `hookdiff sample runs/{name}`."
+    yield "", "`hookdiff check` prints every other key with its default; docs/config.md explains them."
+    yield "[run]", ""
+    yield f"steps = {plan.steps}", f"about {plan.duration} on this machine; more steps give better images"
+    yield f"batch_size = {plan.batch_size}", ""
+    yield 'plugins = ["lr", "clip", "ema", "nan", "checkpoint", "samples", "progress"]', ""
+    yield "", ""
+    yield from _data(pictures, plan)
+    yield "", ""
+    yield "[model]", ""
+    yield 'use = "unet"', ""
+    yield f"channels = {plan.channels}", "a wider network makes better images, and takes longer"
+    yield f"channel_mults = {list(plan.mults)}", "one number for each halving of the image"
+    yield f"num_res_blocks = {plan.blocks}", ""
+    yield "", ""
+    yield "[diffusion]", "this prediction gives clean images early in training"
+    yield 'process = { use = "vp", schedule = "cosine" }', ""
+    yield 'prediction = "v_prediction"', ""
+    yield 'weighting = "min_snr"', ""
+    if pictures.classes:
+        yield "conditional = true", f"train on the classes: {_named(pictures.classes)}"
+    yield "", ""
+    yield "[optimizer]", ""
+    yield f"lr = {plan.lr:g}", ""
+    yield "", ""
+    yield "[sampling]", ""
+    yield 'sampler = "ddpm"', "its noise mends the errors of a young network"
+    yield "steps = 50", ""
+    if pictures.classes:
+        yield "guidance = { scale = 2.0 }", "1 follows the class less, 4 more"
+    yield "", ""
+    yield "[plugins.lr]", ""
+    yield f"warmup = {max(1, min(100, plan.steps // 10))}", "steps in which the learning rate rises"
+    yield "", ""
+    yield "[plugins.samples]", ""
+    yield f"every = {max(1, plan.steps // 5)}", f"steps; the grids are in runs/{name}/samples"
+    if 1 < len(pictures.classes) <= _COLUMNS:
+        yield f"columns = {len(pictures.classes)}", "one for each class"
+        yield f"num = {len(pictures.classes) * 4}", ""
+    else:
+        yield "num = 16", ""
+
+
+def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "[data]", ""
+    if pictures.path is None:
+        yield 'source = "digits"', "8 x 8 pixels, from scikit-learn"
+        return
+    yield 'source = "folder"', ""
+    yield tomli_w.dumps({"path": pictures.path}).strip(), ""
+    if pictures.flat:
+        yield 'labels = "none"', '"folder": each sub-folder is a class'
+    if not pictures.square or pictures.side != plan.side:
+        sizes = f"{pictures.usual_size} pixels" + ", and other sizes" * (len(pictures.sizes) > 1)
+        yield f"image_size = {plan.side}", f"of {sizes}: the shorter side is resized, the centre cropped"
+    if smaller := pictures.smaller(plan.side):
+        yield "upscale = true", f"{smaller} of the images are smaller"
+    if pictures.mixed:
+        yield "channels = 3", "some images are grey, others in colour"
+    if pictures.transparent:
+        yield 'background = "white"', "behind transparent pixels"
+    if pictures.unreadable:
+        yield 'unreadable = "skip"', f"{pictures.unreadable} of the files cannot be read"
+    yield "flip = false", "true also trains on mirror images"
+
+
+def _named(classes: tuple[str, ...]) -> str:
+    shown = ", ".join(map(_plain, classes[:5]))
+    return shown if len(classes) <= 5 else f"{shown} and {len(classes) - 5} more"
+
+
+def _plain(name: object) -> str:
+    """Return a name without characters that a comment may not hold."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(name))

@@ -1,0 +1,115 @@
+"""Output that nobody reads any more: the run saves, and has its documented exit code. Real processes and pipes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import PATIENCE, check_facts, records, wait_until
+
+HOOKDIFF = [sys.executable, "-c", "from hookdiff.cli import main; main()"]
+
+
+@pytest.fixture
+def begin(folder):
+    """Return a function that starts `hookdiff`, after a word for the shell such as `2>&-`, in its own group."""
+    started = []
+
+    def call(words, redirect="", **streams):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (folder, *sys.path))),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = ["bash", "-c", f'exec "$@" {redirect}', "bash", *HOOKDIFF, *words.split()]
+        process = subprocess.Popen(command, cwd=folder, env=environment, process_group=0, **streams)
+        started.append(process)
+        return process
+
+    yield call
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def outcome(run):
+    return json.loads((run / "outcome.json").read_text())
+
+
+def saved_steps(run):
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
+
+
+RUN = "run small.toml --out run --set run.log_every=1 --plugins progress"
+REDIRECTS = ["2>&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full", ">/dev/full 2>&1"]
+
+
+@pytest.mark.parametrize("redirect", REDIRECTS)
+@pytest.mark.parametrize(("more", "code", "reason"), [("", 0, "done"), (",hd_cli_user:NaN", 3, "on_nan")])
+def test_a_closed_or_full_stream_does_not_end_a_run(folder, begin, redirect, more, code, reason):
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = begin(RUN + more, redirect, **quiet)
+    assert process.wait(PATIENCE) == code
+    assert outcome(folder / "run")["reason"] == reason
+    assert saved_steps(folder / "run") == [outcome(folder / "run")["step"]]
+    steps = [record["step"] for record in records(folder / "run")]  # no other text has got into the file
+    assert steps == list(range(1, outcome(folder / "run")["step"] + 1))
+    assert len((folder / "run" / ".lock").read_text()) == 0
+
+
+@pytest.mark.parametrize("lines", [0, 1, 3])
+def test_a_reader_that_leaves_does_not_end_a_run(folder, begin, lines):
+    process = begin(RUN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
+    for _ in range(lines):
+        assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(PATIENCE) == 0
+    assert outcome(folder / "run")["reason"] == "done"
+    assert saved_steps(folder / "run") == [6]
+
+
+@pytest.mark.parametrize("with_errors", [False, True])
+def test_ctrl_c_on_a_run_piped_into_tee_saves_it(folder, begin, with_errors):
+    words = RUN.replace("run.log_every=1", "run.steps=1000000 --set run.log_every=1")
+    process = begin(words, "2>&1" if with_errors else "2>errors", stdout=subprocess.PIPE)
+    tee = subprocess.Popen(
+        ["tee", folder / "log"], stdin=process.stdout, stdout=subprocess.DEVNULL, process_group=process.pid
+    )
+    process.stdout.close()
+    seen = folder / ("log" if with_errors else "errors")
+    wait_until(lambda: process.poll() is not None or b"step 2/" in (seen.read_bytes() if seen.exists() else b""))
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(PATIENCE) == 130
+    assert tee.wait(PATIENCE) == -signal.SIGINT
+    assert outcome(folder / "run")["reason"] == "signal"
+    (step,) = saved_steps(folder / "run")
+    assert step == records(folder / "run")[-1]["step"] == outcome(folder / "run")["step"]
+
+
+def test_a_wrong_input_has_its_exit_code_without_a_stream_for_the_message(begin):
+    for redirect in REDIRECTS:
+        for words in ("run missing.toml", "run", "unknown"):
+            assert begin(words, redirect, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait(PATIENCE) == 2
+
+
+def test_names_are_escaped_on_the_terminal(folder, begin):
+    names = ["red\x1b[31m", "two\nlines", os.fsdecode(b"latin-\xe9"), "right\u202eleft"]
+    for name in names:
+        process = subprocess.run(
+            [*HOOKDIFF, "run", "small.toml", "--out", folder / name, "--set", "run.steps=1"],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8:strict"},
+            capture_output=True,
+            timeout=PATIENCE,
+        )
+        assert process.returncode == 0, process.stderr
+        assert saved_steps(folder / name) == [1]
+        text = (process.stdout + process.stderr).decode()
+        check_facts(text, "config.toml")
+        assert not set(text) & set("\x1b\u202e")
+        again = subprocess.run([*HOOKDIFF, "resume", folder / name], cwd=folder, capture_output=True, timeout=PATIENCE)
+        assert again.returncode == 0, again.stderr
+        check_facts(again.stdout.decode(), "1 of 1 steps")

@@ -1,0 +1,349 @@
+"""Hostile run directories: pipes, devices and links in place of files, and directories that go away during a run.
+
+Every case ends in time, with the weights of an undisturbed run or with one error of the user. Nothing outside of the
+run directory changes.
+"""
+
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import define, evolve
+from hypothesis import event, given, strategies as st
+
+from hookdiff import ConfigError, Loop, LossOutput, StorageError, UserError, builtin_plugins, hookimpl
+from hookdiff.builtin.metrics import read_metrics
+from hookdiff.cli.summary import summary
+from hookdiff.disk import new_file, write_file, writing
+from hookdiff.experiment.config import read_toml
+from hookdiff.testing import assert_same, toy_loop, weights
+from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
+from hookdiff_ema import EMA
+from hookdiff_ema.snapshots import find_snapshots, plan, reconstruct
+from hookdiff_nan import NaN
+from hookdiff_nan.record import read_record
+from tests.conftest import PATIENCE
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+
+STEPS, SAVED = 8, 4
+STEP = "nan/step-00000002-position-00000002"
+PLACES = [
+    *(".lock", "config.toml", ".config.toml.partial", "metrics.jsonl", "outcome.json", ".outcome.json.partial"),
+    *("checkpoints", "checkpoints/step-00000004", "checkpoints/step-00000006", "checkpoints/.step-00000006.partial"),
+    *("checkpoints/.step-00000006.replaced", "checkpoints/.step-00000002.removed", "checkpoints/.writable"),
+    *(f"checkpoints/step-00000004/{name}.safetensors" for name in ("model", "optimizers", "ema", "new")),
+    *("checkpoints/step-00000004/manifest.json", "checkpoints/step-00000002/manifest.json"),
+    *("nan", STEP, f"{STEP}/step.json", f"{STEP}/model.safetensors", f"{STEP}/config.toml", f"{STEP}/report.txt"),
+    *("samples", "samples/6.png", "samples/.6.png.partial", "samples/.6.png.partial/x"),
+    *("ema", "ema/step-00000004-std=0.1.safetensors", "ema/.step-00000006-std=0.1.safetensors.partial"),
+]
+
+
+class Poison:
+    """Makes the third loss a NaN."""
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop: Loop) -> Any:
+        output: LossOutput = yield
+        return evolve(output, loss=output.loss * math.nan) if loop.progress.position == 2 else output
+
+
+class Pictures:
+    """Writes a file at each step, as a plugin with no care of its own."""
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        assert loop.run_dir
+        path = loop.run_dir / "samples" / f"{loop.progress.step}.png"
+        with writing(path), new_file(path) as partial:
+            write_file(partial, b"picture")
+
+
+@define(eq=False)
+class Attack:
+    """Calls `strike` before step `at`; `waits` for the save that is under way."""
+
+    at: int
+    strike: Callable[[], object]
+    waits: bool = True
+
+    @hookimpl(tryfirst=True)
+    def before_step(self, loop: Loop) -> None:
+        if loop.progress.position + 1 == self.at:
+            if self.waits:
+                checkpoint: Any = loop.plugins["checkpoint"]
+                checkpoint.on_nan(loop)
+            self.strike()
+
+
+def build(run: Path, attack: Attack | None = None, steps: int = STEPS, resume: bool = False) -> Loop:
+    plugins = {
+        **builtin_plugins(signals=False),
+        **({"attack": attack} if attack else {}),
+        "ema": EMA(std=0.1, snapshot_every=2),
+        "nan": NaN(policy="skip"),
+        "poison": Poison(),
+        "pictures": Pictures(),
+        "checkpoint": Checkpoint(every=2, keep_last=2),
+    }
+    return toy_loop(plugins, run_dir=run, resume=resume, steps=steps, log_every=1)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has saved at steps 2 and 4."""
+    run = tmp_path_factory.mktemp("saved") / "run"
+    build(run, steps=SAVED).run()
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    loop = build(tmp_path_factory.mktemp("whole") / "run")
+    loop.run()
+    return weights(loop)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    log = logging.getLogger("hookdiff")
+    log.disabled = True
+    yield
+    log.disabled = False
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    """Fail if the `with` hangs, also in a call of the system."""
+
+    def ring(*_: object) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(PATIENCE)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def listing(folder: Path) -> dict[str, Any]:
+    """Return each file below `folder` with its kind, content and time; links are not followed."""
+    found = {}
+    for path in sorted([folder, *folder.rglob("*")]):
+        state = path.lstat()
+        is_file = path.is_file() and not path.is_symlink()
+        found[str(path)] = state.st_mode, path.read_bytes() if is_file else None, state.st_mtime_ns
+    return found
+
+
+def make_outside(folder: Path, saved: Path) -> Path:
+    """Make a folder with files that look like those of a run, and a file."""
+    shutil.copytree(saved, folder / "run")
+    shutil.copytree(saved / "checkpoints", folder / "folder")
+    for name in (".step-00000009.removed", ".step-00000009.partial", "step-00000009"):
+        shutil.copytree(saved / "checkpoints" / "step-00000004", folder / "folder" / name)
+    for name in ("step-00000009-std=0.1.safetensors", "manifest.json"):
+        (folder / "folder" / name).write_bytes(b"mine")
+    (folder / "file").write_bytes(b"mine\n" * 100)
+    return folder
+
+
+def replace(path: Path, kind: str, outside: Path) -> None:
+    """Put a thing of this `kind` in the place of `path`."""
+    if path.parent.is_symlink() or not path.parent.is_dir():
+        path.parent.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True)
+    aside = path.with_name(f"{path.name}-aside")
+    if os.path.lexists(path):
+        path.rename(aside)
+    links = {
+        "zero": Path("/dev/zero"),
+        "file outside": outside / "file",
+        "folder outside": outside / "folder",
+        "its copy outside": outside / "run" / path.name,
+        "nothing outside": outside / "new",
+        "a link to itself": path,
+        "its copy inside": aside,
+    }
+    if kind in links:
+        path.symlink_to(links[kind])
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        here = os.open(path.parent, os.O_RDONLY)  # the path of a socket has at most 108 bytes
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"/proc/self/fd/{here}/{path.name}"[:107])
+        os.close(here)
+    elif kind == "device":
+        try:
+            os.mknod(path, 0o20666, os.makedev(1, 5))  # as /dev/zero
+        except PermissionError:
+            path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"\xff{")
+
+
+KINDS = [
+    *("pipe", "socket", "device", "zero", "file outside", "folder outside", "its copy outside", "nothing outside"),
+    *("a link to itself", "its copy inside", "folder", "damaged"),
+]
+
+
+def read_all(run: Path, loop: Loop | None) -> None:
+    """Read all that a run directory has, as the commands do; each thing is read or refused."""
+    with suppress(UserError):
+        found, _ = find_checkpoints(run)
+        for one in found:
+            with suppress(UserError):
+                read_checkpoint(one.path)
+    with suppress(OSError):
+        read_metrics(run / "metrics.jsonl")
+    with suppress(UserError):
+        read_record(run / STEP)
+    for path in (run / "config.toml", run / STEP / "config.toml"):
+        with suppress(ConfigError):
+            read_toml(path)
+    with suppress(UserError):
+        for snapshot in find_snapshots(run):
+            assert snapshot.std == 0.1
+    if loop:
+        summary(loop, "done", "run", 1.0)
+
+
+@given(place=st.sampled_from(PLACES), kind=st.sampled_from(KINDS), at=st.integers(0, STEPS), resume=st.booleans())
+def test_special_files_and_links(
+    place: str, kind: str, at: int, resume: bool, saved: Path, whole: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("case")
+    run, outside = folder / "run", make_outside(folder / "outside", saved)
+    if resume or not at:
+        shutil.copytree(saved, run)
+    before = listing(outside)
+    strike = lambda: replace(run / place, kind, outside)  # noqa: E731
+    if not at:
+        strike()
+    loop = build(run, Attack(at, strike), resume=resume or not at)
+    threads = threading.active_count()
+    with in_time():
+        try:
+            loop.run()
+            event("the run is done")
+            assert_same(weights(loop), whole)
+        except UserError:
+            event("the run is refused or ends")
+        read_all(run, loop)
+    assert threading.active_count() <= threads
+    assert listing(outside) == before
+    shutil.rmtree(folder)
+
+
+def move(run: Path) -> None:
+    run.rename(run.with_name("elsewhere"))
+
+
+def move_and_make(run: Path) -> None:
+    move(run)
+    run.mkdir()
+
+
+def move_and_copy(run: Path) -> None:
+    move(run)
+    shutil.copytree(run.with_name("elsewhere"), run, copy_function=os.link)  # the lock is the same file
+
+
+def link_a_copy(run: Path) -> None:
+    move(run)
+    shutil.copytree(run.with_name("elsewhere"), run.with_name("copy"))
+    run.symlink_to("copy")
+
+
+def make_a_file(run: Path) -> None:
+    move(run)
+    run.write_text("mine")
+
+
+def remove_the_lock(run: Path) -> None:
+    (run / ".lock").unlink()
+
+
+def replace_the_lock(run: Path) -> None:
+    remove_the_lock(run)
+    (run / ".lock").write_text("elsewhere 17\n")
+
+
+WAYS = [move, shutil.rmtree, move_and_make, move_and_copy, link_a_copy, make_a_file, remove_the_lock, replace_the_lock]
+
+
+@given(way=st.sampled_from(WAYS), at=st.integers(1, STEPS), waits=st.booleans(), resume=st.booleans())
+def test_a_directory_that_is_moved_or_removed_ends_the_run(
+    way: Callable[[Path], None], at: int, waits: bool, resume: bool, saved: Path, tmp_path_factory: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("case")
+    run = folder / "run"
+    if resume:
+        shutil.copytree(saved, run)
+        at = max(at, SAVED + 2)
+    after: dict[str, Any] = {}
+
+    def strike() -> None:
+        try:
+            way(run)
+        except OSError:  # a save made a new file while the folder was removed
+            shutil.rmtree(run, ignore_errors=True)
+        after.update(listing(folder))
+
+    with in_time(), pytest.raises(StorageError) as caught:
+        build(run, Attack(at, strike, waits), resume=resume).run()
+    assert str(run) in str(caught.value)
+    event(f"{way.__name__}, {'between saves' if waits else 'at any moment'}")
+    now = listing(folder)
+    if waits:  # then nothing at all was written; the lock is emptied when it is released
+        for files in (after, now):
+            for path in [path for path in files if path.endswith(".lock") or Path(path) == folder]:
+                del files[path]
+        assert now == after
+    elif way not in (remove_the_lock, replace_the_lock):  # a save under way may end in the folder that was moved
+        old = {path for path in now if Path(path).is_relative_to(run)}
+        assert old == {path for path in after if Path(path).is_relative_to(run)}
+    shutil.rmtree(folder)
+
+
+def test_a_directory_that_a_link_still_leads_to_is_the_same(tmp_path: Path, whole: Any) -> None:
+    def strike() -> None:
+        move(tmp_path / "run")
+        (tmp_path / "run").symlink_to("elsewhere")
+
+    loop = build(tmp_path / "run", Attack(4, strike))
+    loop.run()
+    assert_same(weights(loop), whole)
+    assert find_checkpoints(tmp_path / "elsewhere")[0][0].path.name == f"step-{STEPS:08d}"
+
+
+def test_another_working_directory_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StorageError):
+        build(Path("run"), Attack(4, lambda: os.chdir(tmp_path / "other"))).run()
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_snapshots_are_read_where_the_path_is_not_utf8(tmp_path: Path) -> None:
+    run = tmp_path / os.fsdecode(b"latin-\xe9")
+    build(run, steps=SAVED).run()
+    build(run, resume=True).run()
+    assert [one.step for one in find_snapshots(run)] == [2, 4, 6, 8]
+    assert reconstruct(plan(find_snapshots(run), 0.1))

@@ -1,0 +1,165 @@
+"""Weights that an update makes infinite are in no checkpoint, and a rollback goes back to scheduled ones only."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookdiff import Loop, UserError, hookimpl
+from hookdiff.builtin import builtin_plugins
+from hookdiff.testing import assert_same, toy_loop, toy_model, weights
+from hookdiff_checkpoint import Checkpoint, find_checkpoints
+from hookdiff_ema import EMA
+from hookdiff_nan import NaN
+from tests.conftest import check_facts, refused
+
+
+def sgd(lr: float, **options: Any) -> Any:
+    return lambda model: torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
+class SetRate:
+    """Sets the learning rate at one step."""
+
+    def __init__(self, step: int, rate: float) -> None:
+        self.step, self.rate = step, rate
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        for group in loop.optimizers[0].param_groups:
+            group["lr"] = self.rate if loop.progress.step + 1 == self.step else 0.01
+
+
+def steps_of(run: Path) -> list[int]:
+    return sorted(int(one.path.name.removeprefix("step-")) for one in find_checkpoints(run)[0])
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+@pytest.mark.parametrize("at", [4, 6, 7])  # at a save in the middle, at the last step, and just before another save
+def test_weights_that_an_update_spoils_are_in_no_checkpoint(at: int, policy: Any, tmp_path: Path) -> None:
+    plugins = {**builtin_plugins(signals=False), "rate": SetRate(at, 3e38), "nan": NaN(policy)}
+    plugins |= {"checkpoint": Checkpoint(every=2), "ema": EMA(decay=0.9)}
+    steps = 6 if at == 6 else 12
+    loop = toy_loop(plugins, optimizers=sgd(0.01, weight_decay=10.0), run_dir=tmp_path / "run", steps=steps)
+    assert loop.run() == "on_nan"
+    assert max(steps_of(tmp_path / "run")) == (at - 1) // 2 * 2
+    outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
+    assert outcome["reason"] == "on_nan"
+    if at != 7:  # which is found by the loss of step 8
+        check_facts(outcome["message"], "weight_decay 10", "3e+38")
+
+
+def test_infinities_of_a_buffer_and_of_a_plugin_are_saved(tmp_path: Path) -> None:
+    class Holds:
+        def state_dict(self) -> dict[str, Any]:
+            return {"most": torch.tensor(math.inf)}
+
+        def load_state_dict(self, state: Any) -> None:
+            assert state["most"] == math.inf
+
+    def build(steps: int, resume: bool) -> Loop:
+        model = toy_model()
+        model.register_buffer("mask", torch.full((3,), -math.inf))
+        plugins = {"checkpoint": Checkpoint(), "holds": Holds()}
+        return toy_loop(plugins, model=model, run_dir=tmp_path, steps=steps, resume=resume)
+
+    assert build(2, resume=False).run() == "done"
+    assert build(4, resume=True).run() == "done"
+
+
+@pytest.mark.parametrize(("eps", "dtype"), [(0.0, torch.float32), (1e-8, torch.float16)])
+def test_an_eps_that_is_zero_is_refused(eps: float, dtype: torch.dtype) -> None:
+    model = toy_model().to(dtype)
+    with refused(UserError, "optimizer.eps", f"{eps:g}"):
+        toy_loop(model=model, optimizers=lambda net: torch.optim.AdamW(net.parameters(), eps=eps)).run()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+class Spoil:
+    """Makes the batches at some positions NaN; `skip` is its verdict."""
+
+    def __init__(self, *positions: int, verdict: str = "skip") -> None:
+        self.positions, self.verdict = positions, verdict
+
+    @hookimpl
+    def before_step(self, loop: Loop, batch: Any) -> None:
+        if loop.progress.position in self.positions:
+            batch.inputs.fill_(math.nan)
+
+    @hookimpl
+    def on_nan(self) -> Any:
+        return self.verdict
+
+
+def test_statistics_of_batch_norm_survive_a_step_that_is_not_finite_without_any_plugin_for_it() -> None:
+    loop = toy_loop({"spoil": Spoil(3)}, model=Normed(), steps=8)
+    assert loop.run() == "done"
+    assert all(value.isfinite().all() for value in loop.model.state_dict().values())
+    assert int(loop.model.state_dict()["layers.1.num_batches_tracked"]) == 8  # and not 9
+
+
+class Stop:
+    """Stops the run after an update, as a signal does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == self.step:
+            loop.stop("signal")
+
+
+@pytest.mark.parametrize("stop_at", [3, 4, 5, 6, 7])
+@pytest.mark.parametrize("keep_last", [1, 3])
+def test_a_run_that_was_stopped_before_a_rollback_equals_an_unbroken_one(
+    stop_at: int, keep_last: int, tmp_path: Path
+) -> None:
+    def build(run: str, resume: bool, stop: int = 0) -> Loop:
+        checkpoint = Checkpoint(every=4, keep_last=keep_last)
+        plugins = {"spoil": Spoil(7, verdict="rollback"), "stop": Stop(stop), "checkpoint": checkpoint}
+        return toy_loop(plugins, run_dir=tmp_path / run, resume=resume, steps=12)
+
+    unbroken = build("unbroken", resume=False)
+    assert unbroken.run() == "done"
+    assert build("stopped", resume=False, stop=stop_at).run() == "signal"
+    resumed = build("stopped", resume=True)
+    assert resumed.run() == "done"
+    assert_same(weights(resumed), weights(unbroken))
+    assert resumed.progress.state_dict() == unbroken.progress.state_dict()
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3])
+def test_without_a_scheduled_checkpoint_both_stop(stop_at: int, tmp_path: Path) -> None:
+    def build(run: str, resume: bool, stop: int = 0) -> Loop:
+        plugins = {"spoil": Spoil(3, verdict="rollback"), "stop": Stop(stop), "checkpoint": Checkpoint(every=100)}
+        return toy_loop(plugins, run_dir=tmp_path / run, resume=resume, steps=12)
+
+    assert build("unbroken", resume=False).run() == "on_nan"
+    assert build("stopped", resume=False, stop=stop_at).run() == "signal"
+    assert build("stopped", resume=True).run() == "on_nan"
+
+
+def test_a_branch_goes_back_to_no_checkpoint_later_than_its_start(tmp_path: Path) -> None:
+    source, branch = tmp_path / "source", tmp_path / "branch"
+    toy_loop({"checkpoint": Checkpoint(every=2)}, run_dir=source, steps=8).run()
+    start = source / "checkpoints" / "step-00000004"
+    plugins = {"spoil": Spoil(5, verdict="rollback"), "checkpoint": Checkpoint(every=100)}
+    loop = toy_loop(plugins, run_dir=branch, resume=start, steps=7)
+    with loop:
+        outcomes = [(step.outcome, step.step) for step in loop.steps()]
+    assert outcomes == [("updated", 5), ("skipped", 4), ("updated", 5), ("updated", 6), ("updated", 7)]

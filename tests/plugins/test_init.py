@@ -1,0 +1,214 @@
+"""`hookdiff init` writes a config that fits a folder of images, and trains on it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tomli
+import torch
+from PIL import Image
+
+from hookdiff import load_config
+from hookdiff.experiment import build_feed
+from tests.conftest import check_facts, pixels
+
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def save(name: str, mode: str = "RGB", size: tuple[int, int] = (14, 10), seed: int = 0) -> Path:
+    path = Path("mine") / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels(seed, 16)).resize(size).convert(mode).save(path)
+    return path
+
+
+def grey() -> None:
+    for k in range(6):
+        save(f"{k}.png", "L", seed=k)
+
+
+def colour() -> None:
+    for k in range(6):
+        save(f"{k}.jpg", seed=k)
+
+
+def alpha() -> None:
+    for k in range(6):
+        save(f"{k}.png", "RGBA", seed=k)
+
+
+def classes() -> None:
+    for k in range(24):
+        save(f"{'ant' if k % 3 else 'bee'}/{k}.png", seed=k)
+
+
+def rare_classes() -> None:
+    for k in range(6):
+        save(f"day {k % 3}/{k}.png", seed=k)
+
+
+def loose() -> None:
+    classes()
+    save("loose.png")
+
+
+def one_image() -> None:
+    save("0.png")
+
+
+def mixed() -> None:
+    for k in range(20):
+        save(f"{k}.png", "L" if k % 2 else "RGB", (12 + k, 9 + k), k)
+    save("small.png", size=(5, 5))
+
+
+def squares() -> None:
+    for k in range(4):
+        save(f"{k}.png", size=(12, 12), seed=k)
+
+
+def tiny() -> None:
+    save("0.png", size=(3, 2))
+
+
+def unreadable() -> None:
+    colour()
+    Path("mine/broken.png").write_bytes(b"no image")
+
+
+def odd_names() -> None:
+    for k in range(16):
+        save(("a # b", "line\nnew")[k % 2] + f'/"{k}\\.png', seed=k)
+
+
+@pytest.mark.parametrize(
+    ("images", "data", "shape", "num_classes"),
+    [
+        (grey, {"image_size": 8}, (1, 8, 8), None),
+        (colour, {"image_size": 8}, (3, 8, 8), None),
+        (alpha, {"image_size": 8, "background": "white"}, (3, 8, 8), None),
+        (classes, {"image_size": 8}, (3, 8, 8), 2),
+        (rare_classes, {"image_size": 8, "labels": "none"}, (3, 8, 8), None),
+        (loose, {"image_size": 8, "labels": "none"}, (3, 8, 8), None),
+        (one_image, {"image_size": 8}, (3, 8, 8), None),
+        (mixed, {"image_size": 8, "channels": 3, "upscale": True}, (3, 8, 8), None),
+        (squares, {}, (3, 12, 12), None),
+        (tiny, {"image_size": 8, "upscale": True}, (3, 8, 8), None),
+        (unreadable, {"image_size": 8, "unreadable": "skip"}, (3, 8, 8), None),
+        (odd_names, {"image_size": 8}, (3, 8, 8), 2),
+    ],
+)
+def test_the_config_fits_the_folder(
+    hookdiff: Say, images: Callable[[], None], data: dict[str, Any], shape: tuple[int, ...], num_classes: int | None
+) -> None:
+    images()
+    code, out, err = hookdiff("init", "mine")
+    assert code == 0, err
+    check_facts(out, "mine.toml", "hookdiff run mine.toml", "hookdiff sample runs/mine")
+    text = Path("mine.toml").read_text("utf-8")
+    assert len(text.splitlines()) <= 45
+    table = tomli.loads(text)
+    assert table["data"] == {"source": "folder", "path": "mine", "flip": False, **data}
+    assert table["diffusion"].get("conditional", False) == bool(num_classes)
+    assert ("columns" in table["plugins"]["samples"]) == bool(num_classes)
+    code, _, err = hookdiff("check", "mine.toml")
+    assert (code, err) == (0, "")
+    config = load_config(Path("mine.toml"))
+    feed = build_feed(config)
+    assert (feed.shape, feed.num_classes) == (shape, num_classes)
+    feed.bind(config.run.batch_size)  # raises if there are too few images
+
+
+def test_larger_images_become_squares_of_a_power_of_two(hookdiff: Say) -> None:
+    save("0.png", size=(61, 40))
+    assert hookdiff("init", "mine", "-o", "other.toml", "--minutes", "0.1")[0] == 0
+    table = tomli.loads(Path("other.toml").read_text())
+    assert table["data"]["image_size"] == 32
+    assert not Path("mine.toml").exists()
+
+
+@pytest.mark.parametrize(("side", "trained"), [(7, 8), (20, 20), (21, 16), (40, 40), (52, 32), (64, 64)])
+def test_squares_keep_their_size_if_a_network_takes_it(hookdiff: Say, side: int, trained: int) -> None:
+    save("0.png", size=(side, side))
+    assert hookdiff("init", "mine", "--minutes", 1000)[0] == 0  # enough for the largest
+    data = tomli.loads(Path("mine.toml").read_text())["data"]
+    assert data.get("image_size") == (None if trained == side else trained)
+    assert build_feed(load_config(Path("mine.toml"))).shape == (3, trained, trained)
+
+
+def test_three_commands_make_samples_of_each_class(hookdiff: Say) -> None:
+    classes()
+    assert hookdiff("init", "mine", "--minutes", "0.02")[0] == 0
+    code, _, err = hookdiff("run", "mine.toml", "--set", "run.steps=4", "--set", "sampling.steps=2")
+    assert (code, "classes" in err) == (0, False), err
+    kept = load_config(Path("runs/mine/config.toml"))
+    assert kept.model.arguments["num_classes"] == 2
+    code, _, err = hookdiff("sample", "runs/mine", "--steps", 2, "--num", 4)
+    assert code == 0, err
+    assert Path("runs/mine/samples/seed-0.png").is_file()
+
+
+def test_without_a_folder_the_digits_are_trained(hookdiff: Say) -> None:
+    assert hookdiff("init")[0] == 0
+    assert tomli.loads(Path("digits.toml").read_text())["data"] == {"source": "digits"}
+    assert hookdiff("check", "digits.toml")[0] == 0
+
+
+def test_a_file_is_replaced_only_when_asked(hookdiff: Say) -> None:
+    squares()
+    Path("mine.toml").write_text("precious")
+    code, _, err = hookdiff("init", "mine")
+    assert (code, Path("mine.toml").read_text()) == (2, "precious")
+    check_facts(err, "mine.toml", "--overwrite", "-o")
+    assert hookdiff("init", "mine", "--overwrite")[0] == 0
+    assert hookdiff("check", "mine.toml")[0] == 0
+
+
+def no_images() -> None:
+    save("0.png").rename("mine/0.txt")
+
+
+def broken() -> None:
+    for k in range(2):
+        save(f"{k}.png").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("images", "facts"),
+    [(no_images, ("mine", "1 .txt")), (broken, ("mine/0.png", "mine/1.png", 2)), (lambda: None, ("'mine'",))],
+)
+def test_a_folder_without_usable_images_is_refused(hookdiff: Say, images: Callable[[], None], facts: Any) -> None:
+    images()
+    code, _, err = hookdiff("init", "mine")
+    assert (code, Path("mine.toml").exists()) == (2, False)
+    check_facts(err, *facts)
+
+
+@pytest.mark.slow
+def test_the_samples_of_each_class_are_recognised(hookdiff: Say) -> None:
+    for k in range(60):
+        rows, columns = numpy.mgrid[:24, :30] - numpy.array([12, 15])[:, None, None]
+        disc = rows**2 + columns**2 < (6 + k % 4) ** 2
+        for name, picture in (("black", ~disc), ("white", disc)):
+            path = Path("mine") / name / f"{k}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(picture.astype(numpy.uint8) * 255).save(path)
+    assert hookdiff("init", "mine")[0] == 0
+    assert tomli.loads(Path("mine.toml").read_text())["data"]["image_size"] == 16
+    code, _, err = hookdiff("run", "mine.toml", "--set", "run.steps=150", "--set", "plugins.samples.every=0")
+    assert code == 0, err
+    assert hookdiff("sample", "runs/mine", "--num", 8, "--columns", 2, "--out", "made.png")[0] == 0
+    made = torch.from_numpy(numpy.array(Image.open("made.png")).copy()).float()
+    cells = made[4:, 4:].unfold(0, 64, 68).unfold(1, 64, 68)  # rows, columns, 64, 64
+    assert cells.shape[:2] == (4, 2)
+    middle, corner = cells[..., 24:40, 24:40].mean((2, 3)), cells[..., :8, :8].mean((2, 3))
+    assert ((corner - middle)[:, 0] > 100).sum() >= 3  # black discs on white
+    assert ((middle - corner)[:, 1] > 100).sum() >= 3
