@@ -1,9 +1,10 @@
-"""Converts pictures of any mode to grey or RGB. Only this file handles bit depth, transparency and orientation."""
+"""Opens pictures, and converts them to grey or RGB. Only this file handles bit depth, transparency and orientation."""
 
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy
 
+from hookdiff.disk import check_kind
 from hookdiff.errors import UserError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -13,6 +14,22 @@ _WIDTH, _HEIGHT, _ORIENTATION = 0x0100, 0x0101, 0x0112  # tags of TIFF and Exif
 
 class Unreadable(UserError):
     """A sample that cannot be read; the message names it."""
+
+
+def open_picture(file: str | BinaryIO) -> Any:
+    """Return the Pillow image in a file, of which only the header is read.
+
+    Raises OSError and any error of Pillow; OSError for a pipe, a socket or a device, and ValueError for PostScript.
+    """
+    from PIL import Image
+
+    if isinstance(file, str):
+        check_kind(file)
+    image = Image.open(file)
+    if image.format == "EPS":  # Pillow would run Ghostscript, whatever the name of the file
+        image.close()
+        raise ValueError("PostScript is a program, and is not run")
+    return image
 
 
 def num_channels(mode: str) -> int:
@@ -41,8 +58,8 @@ def decode(image: Any, channels: int | None, background: str) -> Any:
     """
     from PIL import Image, ImageOps
 
-    if image.format == "TIFF":
-        image.filename = ""  # else Pillow maps a file that has to be rotated with width and height swapped
+    # Else Pillow maps some files: one that shrinks kills the process, and a TIFF to be rotated has swapped sides.
+    image.filename = ""
     image.load()
     if _orientation(image) != 1:
         ImageOps.exif_transpose(image, in_place=True)

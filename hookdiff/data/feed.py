@@ -22,13 +22,14 @@ from hookdiff.data.augment import augment, center_crop
 from hookdiff.data.batch import Batch
 from hookdiff.data.facts import LIMIT, MOST, Facts
 from hookdiff.data.items import Stack, read_item
+from hookdiff.data.labels import check_range
 from hookdiff.data.loader import Loader, read_image
 from hookdiff.data.memory import InMemory
 from hookdiff.data.order import balanced, replacements, split
-from hookdiff.data.source import Images, Source
+from hookdiff.data.source import Images, Source, name_of
 from hookdiff.data.store import Prepared, Store, prepare
 from hookdiff.data.transforms import Transforms, size_text
-from hookdiff.errors import UserError
+from hookdiff.errors import UserError, shown
 from hookdiff.options import about
 from hookdiff.randomness import derive_seed
 from hookdiff.structure import structured
@@ -53,6 +54,19 @@ class FeedState:
     facts: Facts | None = None
     epoch: int | None = field(default=None, validator=optional(ge(0)))
     weights: Tensor | None = None
+
+
+def _checked(labels: Tensor, classes: Sequence[str] | None) -> tuple[Tensor, Sequence[str] | None]:
+    """Return labels and names of classes, escaped for messages; raises UserError for numbers that are no labels."""
+    if len(labels):
+        low, high = int(labels.min()), int(labels.max())
+        try:
+            check_range(low, high)
+        except ValueError as error:
+            raise UserError(f"labels: {error}") from None
+        if classes is not None and high >= len(classes):
+            raise UserError(f"labels: {high} is the number of no class, there are {len(classes)}")
+    return labels, None if classes is None else tuple(map(shown, classes))
 
 
 @define(eq=False)
@@ -106,7 +120,7 @@ class Feed:
         self.samples, survey = self.prepared.samples, self.prepared.survey
         labels = getattr(self.source, "labels", None)
         if isinstance(labels, Tensor) and labels.shape == (len(self.samples),):
-            self.labels, self.classes = labels.cpu(), getattr(self.source, "classes", None)
+            self.labels, self.classes = _checked(labels.cpu(), getattr(self.source, "classes", None))
         if self.balanced and self.labels is None:
             raise UserError("balanced: the source has no labels")
         readable = torch.ones(len(self.samples), dtype=torch.bool)
@@ -208,8 +222,8 @@ class Feed:
         return max(self.labels.tolist(), default=-1) + 1 if self.classes is None else len(self.classes)
 
     def describe(self, index: int) -> str:
-        """Return the name of the sample at `index` for messages: its file, or "sample 12"."""
-        return str(self.source.describe(index)) if hasattr(self.source, "describe") else f"sample {index}"
+        """Return the name of the sample at `index` for messages, such as its file, with control characters escaped."""
+        return name_of(self.source, index)
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hookdiff.data.decode import SUFFIXES
+from hookdiff.data.decode import SUFFIXES, open_picture
 from hookdiff.data.labels import encode, read_labels, some
 from hookdiff.errors import why_missing
 
@@ -50,22 +50,20 @@ class Folder:
         return len(self.files)
 
     def load(self, index: int) -> Any:
-        from PIL import Image
-
-        return Image.open(self.describe(index))
+        return open_picture(self.describe(index))
 
     def describe(self, index: int) -> str:
         return os.path.join(self.path, self.files[index])
 
     def fingerprint(self) -> str:
-        found = hashlib.sha256(str(self.path.resolve()).encode())
+        found = hashlib.sha256(os.fsencode(self.path.resolve()))
         for index, name in enumerate(self.files):
             try:
                 about = os.stat(self.describe(index))
                 state = f"{about.st_size} {about.st_mtime_ns}"
             except OSError as error:  # such as a broken link, which is refused when it is read
                 state = str(error.errno)
-            found.update(f"\n{name}\0{state}".encode("utf-8", "surrogateescape"))
+            found.update(os.fsencode(f"\n{name}\0{state}"))
         return found.hexdigest()
 
 

@@ -10,6 +10,7 @@ from attrs import evolve
 from torch import Tensor
 
 from hookdiff.data.decode import upright_size
+from hookdiff.data.labels import check_range
 from hookdiff.data.source import Source, reason
 from hookdiff.data.transforms import Transforms, is_paired, size_text
 from hookdiff.errors import UserError
@@ -62,7 +63,13 @@ def _parts(item: Any, index: int) -> tuple[Any, int | None, dict[str, Any]]:
         label = others.pop("item1") if rest and (rest[0] is None or _is_integer(rest[0])) else None
     else:
         image, label, others = item, None, {}
-    return image, None if label is None else int(label), others
+    if label is None:
+        return image, None, others
+    try:
+        check_range(int(label), int(label))
+    except ValueError as error:
+        raise UserError(f"sample {index} of the data: {error}") from None
+    return image, int(label), others
 
 
 def _is_integer(value: Any) -> bool:

@@ -5,6 +5,7 @@ import json
 import posixpath
 import re
 from collections.abc import Collection, Iterator, Sequence
+from io import BufferedReader, TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,27 +13,38 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from hookdiff.errors import nearest
+from hookdiff.disk import open_file
+from hookdiff.errors import nearest, shown
 
 EXAMPLES = 5  # the most examples in a message
+MAX_LABEL = 2**24 - 1  # there is memory for as many classes
 _SUFFIXES = (".csv", ".jsonl")
 
 
 def encode(labels: Sequence[Any]) -> tuple[Tensor | None, tuple[str, ...] | None]:
     """Return labels as numbers (n, int64), and the names of the classes in alphabetical order.
 
-    Integer labels have no names (None). An empty list gives (None, None). Raises ValueError for labels of other types.
+    Integer labels have no names (None). An empty list gives (None, None). Raises ValueError for labels of other types,
+    and for integers outside of -1 to `MAX_LABEL`.
     """
     examples = {type(label): label for label in labels}
     if not labels:
         return None, None
     if examples.keys() == {int}:
+        check_range(min(labels), max(labels))
         return torch.tensor(labels), None
     if examples.keys() != {str}:
         raise ValueError(f"labels must be all integers or all names, not {some(list(map(repr, examples.values())))}")
     classes = tuple(sorted(set(labels)))
     position = {name: k for k, name in enumerate(classes)}
     return torch.tensor([position[label] for label in labels]), classes
+
+
+def check_range(low: int, high: int) -> None:
+    """Raise ValueError unless `low` and `high`, the extremes of some labels, are labels."""
+    if low < -1 or high > MAX_LABEL:
+        found = str(low) if low == high else f"{low} to {high}"
+        raise ValueError(f"expected labels from 0 to {MAX_LABEL} (-1: unknown), got {found}")
 
 
 def read_labels(
@@ -43,8 +55,8 @@ def read_labels(
     The third value lists what is wrong: lines, images without a label, labels without an image. Raises ValueError for
     a file that is missing or cannot be read.
     """
-    path = root / labels if (root / labels).is_file() else Path(labels).expanduser()
-    if not path.is_file():
+    path = root / labels if (root / labels).exists() else Path(labels).expanduser()
+    if not path.exists():
         near = nearest(path.name, ["folder", "none", *(p.name for p in root.iterdir() if p.suffix in _SUFFIXES)])
         raise ValueError(f"labels: expected 'folder', 'none' or a file; there is no {labels!r} in {root} or here{near}")
     if path.suffix.lower() not in _SUFFIXES:
@@ -52,17 +64,17 @@ def read_labels(
     found: dict[str, str | int] = {}
     named, wrong = set(), []
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with open_file(path) as raw, TextIOWrapper(BufferedReader(raw), "utf-8-sig", newline="") as file:
             for line, row in _csv(file) if path.suffix.lower() == ".csv" else _jsonl(file):
                 try:
                     named.add(name := _name(row))
                     label = _label(name, row["label"])
                     if found.setdefault(name, label) != label:
-                        raise ValueError(f"{name} has another label on an earlier line")
+                        raise ValueError(f"{shown(name)} has another label on an earlier line")
                 except ValueError as error:
                     wrong.append(f"line {line}: {error}")
-    except (csv.Error, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except (OSError, csv.Error, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     problems = []
     if wrong:
         problems.append(wrong[0] if len(wrong) == 1 else f"{len(wrong)} lines are wrong:{listed(wrong)}")
@@ -91,7 +103,7 @@ def _jsonl(file: TextIO) -> Iterator[tuple[int, Any]]:
         if text.strip():
             try:
                 yield line, json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield line, ValueError(f"not JSON: {error}")
 
 
@@ -101,7 +113,7 @@ def _name(row: Any) -> str:
         raise row
     name = row.get("file", row.get("file_name")) if isinstance(row, dict) else None  # the latter is Hugging Face's
     if not isinstance(name, str) or "label" not in row:
-        raise ValueError(f"expected file and label, got {str(row)[:60]}")
+        raise ValueError(f"expected file and label, got {shown(row)[:60]}")
     return posixpath.normpath(name.replace("\\", "/"))
 
 
@@ -109,12 +121,12 @@ def _label(name: str, given: Any) -> str | int:
     """Return the label that a row gives to the file `name`."""
     label = given.strip() if isinstance(given, str) else given
     if label is None or label == "":
-        raise ValueError(f"{name} has no label")
+        raise ValueError(f"{shown(name)} has no label")
     if isinstance(label, str) and re.fullmatch(r"-1|[0-9]{1,9}", label):
         label = int(label)
-    if isinstance(label, str) or (type(label) is int and label >= -1):
+    if isinstance(label, str) or (type(label) is int and -1 <= label <= MAX_LABEL):
         return label
-    raise ValueError(f"expected a name or an integer from 0 as label, got {label!r}")
+    raise ValueError(f"expected a name or an integer from 0 to {MAX_LABEL} as label, got {repr(label)[:60]}")
 
 
 def listed(items: Collection[str]) -> str:
@@ -125,4 +137,4 @@ def listed(items: Collection[str]) -> str:
 
 def some(names: Sequence[str]) -> str:
     """Return the first few of `names`, for a message."""
-    return ", ".join(names[:EXAMPLES]) + (", ..." if len(names) > EXAMPLES else "")
+    return ", ".join(map(shown, names[:EXAMPLES])) + (", ..." if len(names) > EXAMPLES else "")

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from hookdiff.data.decode import Unreadable
+from hookdiff.errors import shown
 
 _CHUNK = 64  # samples that a thread takes at a time
 
@@ -64,6 +65,11 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+def name_of(source: object, index: int) -> str:
+    """Return the name of the sample at `index` for messages, such as its file, with control characters escaped."""
+    return shown(source.describe(index)) if hasattr(source, "describe") else f"sample {index}"
+
+
 def with_image(source: Images, index: int, function: Callable[[Any], Result]) -> Result:
     """Return `function(picture)` for the picture at `index`, and close its file. Raises Unreadable for any error."""
     try:
@@ -71,7 +77,7 @@ def with_image(source: Images, index: int, function: Callable[[Any], Result]) ->
         with image if hasattr(image, "fp") else nullcontext():
             return function(image)
     except Exception as error:  # a decoder may raise any error on broken bytes
-        raise Unreadable(f"{source.describe(index)}: {reason(error)}") from error
+        raise Unreadable(f"{name_of(source, index)}: {reason(error)}") from error
 
 
 def with_images(
@@ -106,4 +112,5 @@ def reason(error: Exception) -> str:
         return "no image that Pillow knows"
     # Without the path, since callers put it before the message.
     message = str(getattr(error, "strerror", None) or error).partition("\n")[0].removesuffix(".")
-    return message if message and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {message}"
+    kind = "" if message and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    return shown(kind + message)

@@ -10,7 +10,7 @@ from attrs import Factory, define
 
 from hookdiff.data.decode import Unreadable, num_channels, upright_size
 from hookdiff.data.labels import listed, some
-from hookdiff.data.source import Images, with_images
+from hookdiff.data.source import Images, name_of, with_images
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
 
@@ -53,7 +53,7 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
     and, unless `skip` or none can be read, pictures that cannot be read.
     """
     if shape := getattr(source, "shape", None):
-        kinds = [kind_of_shape(shape, len(source), source.describe(0))]
+        kinds = [kind_of_shape(shape, len(source), name_of(source, 0))]
         refuse([*problems_of(source), *_misfits(kinds, transforms)])
         return Survey(first_stage_shape(kinds, transforms), kinds)
     if len(source) > _MANY:
@@ -66,7 +66,7 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
             continue
         kind = found.setdefault((kind.mode, kind.width, kind.height), kind)
         kind.count += 1
-        kind.example = kind.example or source.describe(index)
+        kind.example = kind.example or name_of(source, index)
     kinds = list(found.values())
     problems = [*problems_of(source), *_misfits(kinds, transforms)]
     if (problems or (unreadable and not skip)) and len(source) <= _MANY:  # then their pixels are quickly tried too

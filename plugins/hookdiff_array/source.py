@@ -1,25 +1,25 @@
 """Images in one numpy file, .npy or .npz."""
 
+import math
 import os
-import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy
 import torch
-from numpy.lib.npyio import NpzFile
 from torch import Tensor
 
-from hookdiff.errors import nearest, why_missing
+from hookdiff.data.labels import check_range
+from hookdiff_array.npy import names_in, open_array
 
 Layout = Literal["n h w", "n h w c", "n c h w"]
 
 
 class Arrays:
-    """Images in one array: an .npy stays on disk and is read image by image, an .npz is read into memory.
+    """Images in one array: an .npy stays on disk and is read image by image.
+
+    An .npz, or an .npy in the order of Fortran, is read into memory.
 
     Raises ValueError for a file that cannot be read, an array that does not hold images, and labels that do not match.
 
@@ -41,43 +41,42 @@ class Arrays:
         value_range: tuple[float, float] | None = None,
     ) -> None:
         self.path, self.range, self.classes = Path(path).expanduser(), value_range, None
-        with _open(self.path) as stored:
-            self.name = images or ("images" if len(stored) != 1 else next(iter(stored)))
-            array = self.array
-            self.labels = _labels(stored, labels, path, array.shape[:1])
+        names = names_in(self.path)
+        self.name = images or ("images" if len(names) != 1 else names[0])
+        array = self.array
+        self.labels = _labels(self.path, names, labels, array.shape[:1])
         self.layout = layout or _layout(array.shape, path)
-        if array.ndim != len(self.layout.split()):
+        if len(array.shape) != len(self.layout.split()) or 0 in array.shape[1:]:
             raise ValueError(f"{path}: its shape {array.shape} is not {self.layout!r}")
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{path}: holds {array.dtype}, expected numbers")
         if value_range is None and array.dtype != numpy.uint8 and len(array):
-            some = array[:1000]  # not the whole of a large file
+            some = [self._extremes(index) for index in range(min(len(array), 1000))]  # not all of a large file
             raise ValueError(
                 f"{path}: holds {array.dtype}: set value_range = [LOW, HIGH], the values of black and white; the first "
-                f"{len(some)} images hold {float(some.min())} to {float(some.max())}"
+                f"{len(some)} images hold {min(low for low, _ in some)} to {max(high for _, high in some)}"
             )
-        if value_range is not None and not value_range[0] < value_range[1]:
-            raise ValueError(f"value_range must be a low and a high value, not {list(value_range)}")
-        self.shape = tuple(self._channels_first(array[:1])[0].shape) if len(array) else None
+        if value_range is not None and not 1e-300 < value_range[1] - value_range[0] < math.inf:  # false for NaN
+            raise ValueError(f"value_range must be a low and a high value, both finite, not {list(value_range)}")
+        self.shape = tuple(self._channels_first(array[0]).shape) if len(array) else None
         if self.shape and self.shape[0] > 4:
             raise ValueError(f"{path}: its images have {self.shape[0]} channels, expected 1 to 4")
 
     @cached_property
     def array(self) -> Any:
-        """The images as they are stored; an .npy is memory-mapped."""
-        with _open(self.path) as stored:
-            return _pick(stored, self.name, self.path)
+        """The images as they are stored."""
+        return open_array(self.path, self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "array"}  # each worker maps the file
+        return {name: value for name, value in vars(self).items() if name != "array"}  # each worker opens the file
 
     def __len__(self) -> int:
         return len(self.array)
 
     def load(self, index: int) -> Tensor:
-        pixels = self._channels_first(self.array[index : index + 1])[0]
+        pixels = self._channels_first(self.array[index])
         if self.range is None:
-            return torch.from_numpy(numpy.array(pixels))
+            return torch.from_numpy(numpy.ascontiguousarray(pixels))
         low, high = self.range
         values = pixels.astype(numpy.float64)
         if not (values.min() >= low and values.max() <= high):  # written so that NaN is refused too
@@ -91,35 +90,14 @@ class Arrays:
         status = os.stat(self.path)
         return f"{self.path.resolve()} {status.st_size} {status.st_mtime_ns} {self.name} {self.layout} {self.range}"
 
-    def _channels_first(self, images: Any) -> Any:
+    def _channels_first(self, image: Any) -> Any:
         if self.layout == "n h w":
-            return images[:, None]
-        return images.transpose(0, 3, 1, 2) if self.layout == "n h w c" else images
+            return image[None]
+        return image.transpose(2, 0, 1) if self.layout == "n h w c" else image
 
-
-@contextmanager
-def _open(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the arrays of an .npz by name, or the array of an .npy under an empty name."""
-    if path.suffix.lower() not in (".npy", ".npz"):
-        raise ValueError(f"{path}: expected an .npy or an .npz")
-    try:
-        stored = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: {why_missing(path)}") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    if isinstance(stored, NpzFile):
-        with stored:
-            yield stored
-    else:
-        yield {"": stored}
-
-
-def _pick(stored: Mapping[str, Any], name: str, path: Path | str) -> Any:
-    if name not in stored:
-        names = ", ".join(stored) or "one array without a name"
-        raise ValueError(f"{path}: has no array {name!r}{nearest(name, stored)}; it has {names}")
-    return stored[name]
+    def _extremes(self, index: int) -> tuple[float, float]:
+        image = self.array[index]
+        return float(image.min()), float(image.max())
 
 
 def _layout(shape: tuple[int, ...], path: str) -> Layout:
@@ -130,18 +108,18 @@ def _layout(shape: tuple[int, ...], path: str) -> Layout:
     raise ValueError(f"{path}: the shape {shape} has no clear layout: set layout = 'n h w', 'n h w c' or 'n c h w'")
 
 
-def _labels(stored: Mapping[str, Any], name: str | None, path: str, shape: tuple[int, ...]) -> Tensor | None:
-    if name is None and "labels" not in stored:
+def _labels(path: Path, names: list[str], name: str | None, shape: tuple[int, ...]) -> Tensor | None:
+    if name is None and "labels" not in names:
         return None
     name = name or "labels"
-    if name.endswith(".npy"):
-        with _open(Path(name).expanduser()) as own:
-            found = _pick(own, "", name)
-    else:
-        found = _pick(stored, name, path)
+    own = Path(name).expanduser() if name.endswith(".npy") else None
+    found = open_array(own or path, "" if own else name, whole=True)
+    where = f"{own or path}: labels = {name!r}"
     if found.dtype.kind not in "iu" or found.shape != shape:
-        got = f"{found.dtype} of shape {found.shape}"
-        raise ValueError(f"{path}: labels = {name!r}: expected integers of shape {shape}, got {got}")
-    if len(found) and int(found.min()) < -1:
-        raise ValueError(f"{path}: labels = {name!r}: expected integers from 0 (-1: unknown), got {int(found.min())}")
-    return torch.from_numpy(numpy.array(found).astype(numpy.int64))
+        raise ValueError(f"{where}: expected integers of shape {shape}, got {found.dtype} of shape {found.shape}")
+    if len(found):
+        try:
+            check_range(int(found.min()), int(found.max()))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return torch.from_numpy(found.astype(numpy.int64))

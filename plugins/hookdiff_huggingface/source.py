@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookdiff.data.decode import open_picture
 from hookdiff.data.labels import encode
 from hookdiff.data.source import reason
 from hookdiff.errors import UserError, nearest, why_missing
@@ -58,12 +59,10 @@ class HuggingFace:
         return len(self.images)
 
     def load(self, index: int) -> Any:
-        from PIL import Image
-
         item = self.images[index][self.column]
         if item is None:
             raise ValueError("there is no image")
-        return Image.open(item["path"] if item["bytes"] is None else io.BytesIO(item["bytes"]))
+        return open_picture(item["path"] if item["bytes"] is None else io.BytesIO(item["bytes"]))
 
     def describe(self, index: int) -> str:
         return f"{self.path}[{index}]"
