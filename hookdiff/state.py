@@ -266,6 +266,8 @@ def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
     """Turn an error because of a state of another version, or one made by hand, into a UserError."""
     try:
         yield
+    except UserError as error:
+        raise UserError(f"{error}{way_out}") from error
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         # A ValueError is a check's own sentence; others, such as KeyError, say little without their type.
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -136,7 +136,7 @@ def test_a_saved_module_of_another_shape_is_refused_by_name(tmp_path: Path) -> N
     toy_loop({"weight": Uncertainty(), "checkpoint": Checkpoint()}, steps=3, run_dir=tmp_path).run()
     other = Uncertainty()
     other.net = nn.Embedding(11, 1)
-    with refused(UserError, "'weight'", "[11, 1]", "--fresh weight"):
+    with refused(UserError, "'weight'", "(11, 1)", "--fresh weight"):
         toy_loop({"weight": other, "checkpoint": Checkpoint()}, steps=6, run_dir=tmp_path, resume=True).run()
 
 

@@ -341,8 +341,8 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, write_config, tmp_p
     assert_same(found, load_file(tmp_path / "run" / "ema" / "step-00000005-std=0.05.safetensors"))
 
     # The averages that the run held to its end can be sampled with by name.
-    code, out, _ = hookdiff("sample", "run", "--num", 1, "--weights", "ema/std=0.1", "--out", "x.png")
-    assert (code, out) == (0, "x.png: 1 images from the ema/std=0.1 weights of step 8\n")
+    code, out, _ = hookdiff("sample", "run", "--num", 1, "--weights", "ema/std=0.1", "--out", "y.png")
+    assert (code, out) == (0, "y.png: 1 images from the ema/std=0.1 weights of step 8\n")
 
     for words, message in (
         (["run", "--std", "0.4"], "--std 0.4: expected a width above 0 and at most 0.2887"),
