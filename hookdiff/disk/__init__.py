@@ -15,6 +15,7 @@ from hookdiff.disk.images import as_pictures, check_writable, save_grid, save_im
 from hookdiff.disk.lock import check_place, lock_run_dir
 from hookdiff.disk.paths import CONFIG, run_of
 from hookdiff.disk.reading import check_kind, open_file, open_tensors, read_file
+from hookdiff.disk.stamp import is_intact, stamped
 from hookdiff.disk.tree import flatten, unflatten
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "check_writable",
     "discard",
     "flatten",
+    "is_intact",
     "lock_run_dir",
     "make_folder",
     "new_file",
@@ -37,6 +39,7 @@ __all__ = [
     "run_of",
     "save_grid",
     "save_image",
+    "stamped",
     "to_uint8",
     "unflatten",
     "write_file",

@@ -22,13 +22,23 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.disk import new_file, new_folder, open_file, open_tensors, read_file, unflatten, write_file, write_tensors
+from hookdiff.disk import (
+    is_intact,
+    new_file,
+    new_folder,
+    open_file,
+    open_tensors,
+    read_file,
+    stamped,
+    unflatten,
+    write_file,
+    write_tensors,
+)
 
 FORMAT = 3
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 REMOVED = ".removed"  # suffix of a folder that is being removed
 STEP = re.compile(r"step-\d{8,}")  # names that a run gives; a run never removes a checkpoint of another name
-_DIGEST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')  # first line of a manifest: the digest of all other lines
 _NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # as `file_of` makes them, inside the folder
 PARTS = ("model", "optimizers", "progress", "log", "data", "random", "config")
 _COUNTS = ("position", "epoch", "step", "samples")
@@ -84,10 +94,8 @@ def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> Chec
                 written = write_tensors(folder / name, tensors)
                 manifest["files"][name] = {"bytes": written.bytes, "sha256": written.sha256}
             manifest["parts"][part] = {"file": name, "values": values}
-        text = json.dumps(manifest, indent=1).encode().removeprefix(b"{\n")
-        stamp = b'{"sha256": "%s",\n' % hashlib.sha256(text).hexdigest().encode()
         with new_file(folder / MANIFEST) as unnamed:  # a manifest that exists is complete
-            write_file(unnamed, stamp + text)
+            write_file(unnamed, stamped(manifest))
     return CheckpointInfo.of(path, manifest)
 
 
@@ -130,8 +138,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         data = read_file(path / MANIFEST)
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from None
-    stamp = _DIGEST.match(data)
-    if stamp and hashlib.sha256(data[stamp.end() :]).hexdigest().encode() != stamp[1]:
+    intact = is_intact(data)
+    if intact is False:
         raise UserError(f"{path}: {MANIFEST} is damaged: its SHA-256 differs")
     try:
         manifest = json.loads(data)
@@ -144,7 +152,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if written != FORMAT:
         raise UserError(f"{path}: its format is {written}, this hookdiff reads {FORMAT}")
-    if not stamp:
+    if intact is None:
         raise UserError(f"{path}: {MANIFEST} is damaged: it has no SHA-256 of itself")
     try:
         CheckpointInfo.of(path, manifest)

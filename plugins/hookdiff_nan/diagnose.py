@@ -14,14 +14,16 @@ from torch import Tensor
 from hookdiff import Batch, Loop, NonFinite
 from hookdiff.disk import flatten, unflatten
 from hookdiff.rehearsal import rehearsing
+from hookdiff_nan.divergence import Update, divergence
 from hookdiff_nan.watch import Backward, Forward, Watch, describe, is_bad, name_of
 
-Cause = Literal["weight", "data", "draw", "overflow", "forward", "loss", "backward", "unclear"]
+Cause = Literal["weight", "data", "draw", "divergence", "overflow", "forward", "loss", "backward", "unclear"]
 
 ADVICE: dict[Cause, str] = {
     "weight": "an update broke it: resume from an earlier checkpoint at a lower rate (hookdiff replay --lr tries one)",
     "data": "repair or remove these samples; policy = 'skip' leaves the batch out",
     "draw": "check the noise and the times that the objective draws",
+    "divergence": "hookdiff replay --lr, which trains up to it at a lower rate; a longer warm-up; the plugin clip",
     "overflow": "use bf16, which has the range of float32, run that module without autocast, or keep its values small",
     "forward": "look there for a square root, a logarithm, a division, or the exponential of a large number",
     "loss": "look in the objective for a square root, a logarithm, a division, or an infinite weight",
@@ -52,9 +54,12 @@ class Diagnosis:
         return f"{self.cause}: {self.text}"
 
 
-def diagnose(loop: Loop, report: NonFinite, watch: Watch) -> Diagnosis:
+def diagnose(
+    loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update] = (), sizes: Sequence[float] = ()
+) -> Diagnosis:
     """Return why the step of `report` is not finite; `loop` stays as it is.
 
+    updates: the last ones. sizes: the norms of the weights before one or two of them (see `divergence`).
     The buffers must have the values from before the step. The loop calls `begin` and `finish` of `watch` around each
     micro-batch. Costs all passes of the step, once or twice.
     """
@@ -66,9 +71,10 @@ def diagnose(loop: Loop, report: NonFinite, watch: Watch) -> Diagnosis:
     try:
         with rehearsing(loop) as passes, eagerly(), watch:
             watch.finish(passes(report.batch).loss)
-        helped = (watch.bad_loss or watch.backward) and _is_finite_without_autocast(loop, report.batch, watch)
+        happens_again = watch.bad_loss or watch.backward
+        loss = _loss_without_autocast(loop, report.batch, watch) if happens_again else math.nan
     except torch.OutOfMemoryError:
-        watch, helped = Watch(loop.model), False
+        watch, loss = Watch(loop.model), math.nan
         missed = "there was not enough memory to run the step again"
     rows = inputs or next(iter(draws.values()), report.samples)
     samples = _samples(loop, report.batch, rows)
@@ -89,7 +95,9 @@ def diagnose(loop: Loop, report: NonFinite, watch: Watch) -> Diagnosis:
         return found("data", f"inputs hold values that are not finite: {names}{more}")
     if draws:
         return found("draw", f"the objective drew values that are not finite: {', '.join(draws)}")
-    if helped:
+    if watch.given_finite and (diverged := divergence(loop, updates, sizes, loss)):
+        return found("divergence", diverged)
+    if math.isfinite(loss):
         place = f"first in {forward.place}" if forward else "in the backward"
         text = f"values too large for {watch.autocast and name_of(watch.autocast)}, {place}"
         return found("overflow", f"{text}; the same step without autocast is finite", module=module)
@@ -122,12 +130,13 @@ def _of_backward(backward: Backward) -> str:
     return f"the loss is finite, but the derivative of the modules after {backward.maker} is not"
 
 
-def _is_finite_without_autocast(loop: Loop, batch: Batch, watch: Watch) -> bool:
+def _loss_without_autocast(loop: Loop, batch: Batch, watch: Watch) -> float:
+    """Return the loss of the step without autocast, if the step is then finite, else NaN."""
     if watch.autocast is None:
-        return False
+        return math.nan
     with rehearsing(loop) as passes, eagerly(), _without_autocast(loop):
         passes(batch)
-        return math.isfinite(loop.gradients.loss) and not loop.gradients.nonfinite()
+        return math.nan if loop.gradients.nonfinite() else loop.gradients.loss
 
 
 def eagerly() -> AbstractContextManager[Any]:

@@ -4,26 +4,27 @@ import logging
 from collections.abc import Generator, Mapping
 from typing import Any, ClassVar, Literal
 
-from attrs import define, field
+from attrs import astuple, define, field
 from attrs.validators import ge, min_len
+from torch import Tensor
 
 from hookdiff import Batch, Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
 from hookdiff.options import about
 from hookdiff.structure import COUNT, numbers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose
+from hookdiff_nan.divergence import REMEMBERED, Update, rate_of, size_of
 from hookdiff_nan.record import batch_state, kept_in, write_record
 from hookdiff_nan.watch import Watch
 
 log = logging.getLogger("hookdiff")
-
-_REMEMBERED = 10  # updates
 
 
 @define(frozen=True)
 class NaNState:
     """The saved state of `NaN`."""
 
-    last: list[tuple[float, float, float]] = field(validator=numbers())  # step, loss, gradient norm
+    last: list[tuple[int, float, float, float]] = field(validator=numbers())  # step, loss, gradient norm, rate
+    sizes: list[tuple[int, float]] = field(validator=numbers(finite=False))  # step, norm of the weights before it
     in_a_row: int = field(validator=COUNT)
     furthest: int = field(validator=COUNT)
 
@@ -32,7 +33,8 @@ class NaNState:
 class NaN:
     """Finds the cause of a step that is not finite, and keeps the step so that `hookdiff replay` can run it again.
 
-    The report names the cause in one word: weight, data, draw, overflow, forward, loss or backward.
+    The report names the cause in one word: weight, data, draw, divergence, overflow, forward, loss or
+    backward.
     """
 
     state_class: ClassVar[type] = NaNState
@@ -55,7 +57,8 @@ class NaN:
     num_begun: int = field(default=0, init=False)  # steps in this process
     _in_a_row: int = field(default=0, init=False)  # steps left out since the last new update
     _furthest: int = field(default=0, init=False)  # largest step at which one was left out
-    _last: list[list[float]] = field(factory=list, init=False)  # [step, loss, gradient norm] of the last updates
+    _last: list[Update] = field(factory=list, init=False)  # updates
+    _sizes: list[tuple[int, float | Tensor]] = field(factory=list, init=False)  # step, norm of the weights before it
     _watch: Watch = field(init=False)  # of the newest diagnosis
     _batch: Batch = field(init=False)  # of this step, as the data gave it
 
@@ -69,8 +72,10 @@ class NaN:
         return (yield)
 
     @hookimpl(tryfirst=True)
-    def before_step(self) -> None:
+    def before_step(self, loop: Loop) -> None:
         self.num_begun += 1
+        if not self._sizes or loop.progress.step >= self._sizes[-1][0] + REMEMBERED:
+            self._sizes = [*self._sizes[-1:], (loop.progress.step, size_of(loop))]
 
     @hookimpl(wrapper=True)
     def micro_step(self) -> Generator[None, LossOutput, LossOutput]:
@@ -81,8 +86,8 @@ class NaN:
 
     @hookimpl(tryfirst=True)
     def after_backward(self, loop: Loop) -> None:
-        newest = [float(loop.progress.step + 1), loop.gradients.loss, loop.gradients.total_norm]
-        self._last = [*self._last[1 - _REMEMBERED :], newest]
+        newest = Update(loop.progress.step + 1, loop.gradients.loss, loop.gradients.total_norm, rate_of(loop))
+        self._last = [*self._last[1 - REMEMBERED :], newest]
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -96,7 +101,8 @@ class NaN:
         except UserError as error:  # such as of an optimizer of weights that are not the model's
             states, problem = {}, str(error)
         verdicts = yield
-        self.diagnosis = found = diagnose(loop, report, self._watch)
+        sizes = [float(size) for _, size in self._sizes]
+        self.diagnosis = found = diagnose(loop, report, self._watch, self._last, sizes)
         others = dict(report.notes)
         report.notes.clear()  # the cause comes first
         report.notes.update({"cause": str(found), "try": ADVICE[found.cause], **found.details, **others})
@@ -104,8 +110,8 @@ class NaN:
         report.notes["epoch"] = f"{loop.progress.epoch}, {loop.progress.samples} samples into it"
         report.notes["learning rate"] = ", ".join(dict.fromkeys(rates))
         if self._last:
-            losses, norms = ([f"{values[index]:.4g}" for values in self._last] for index in (1, 2))
-            title = f"updates {int(self._last[0][0])} to {int(self._last[-1][0])}"
+            losses, norms = ([f"{getattr(one, name):.4g}" for one in self._last] for name in ("loss", "grad_norm"))
+            title = f"updates {self._last[0].step} to {self._last[-1].step}"
             report.notes[title] = f"losses {' '.join(losses)}\ngradient norms {' '.join(norms)}"
         verdict = self._verdict(loop, report, found)
         if problem:
@@ -145,11 +151,13 @@ class NaN:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last losses and norms, and the counts of steps that were left out."""
-        return {"last": self._last, "in_a_row": self._in_a_row, "furthest": self._furthest}
+        last, sizes = [astuple(one) for one in self._last], [(step, float(size)) for step, size in self._sizes]
+        return {"last": last, "sizes": sizes, "in_a_row": self._in_a_row, "furthest": self._furthest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; steps that were left out before a rollback still count."""
-        self._last = [list(values) for values in state["last"]]
+        self._last = [Update(*values) for values in state["last"]]
+        self._sizes = [(step, size) for step, size in state["sizes"]]
         self._in_a_row = max(self._in_a_row, state["in_a_row"])
         self._furthest = max(self._furthest, state["furthest"])
 

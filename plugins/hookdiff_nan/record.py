@@ -14,11 +14,10 @@ It holds no pickle, and gets its name only once it is complete:
 import hashlib
 import json
 import math
-import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -28,13 +27,19 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import Batch, Feed, Loop, NonFinite, UserError, nearest
-from hookdiff.disk import flatten, new_folder, read_file, unflatten, write_file, write_tensors
+from hookdiff.disk import flatten, is_intact, new_folder, read_file, stamped, unflatten, write_file, write_tensors
+from hookdiff.structure import Problems, structured
 from hookdiff.versions import versions
 from hookdiff_nan.diagnose import Diagnosis
+from hookdiff_nan.facts import KeptBatch, StepFacts
 
-FORMAT = 1
-STEP, CONFIG = "step.json", "config.toml"
-_FACTS = ("progress", "machine", "versions", "outcome", "inputs", "indices", "run_dir", "is_first")
+T = TypeVar("T")
+# Errors from tensors and values that do not belong together.
+_UNFIT = (AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
+
+FORMAT = 2
+STEP, CONFIG, REPORT = "step.json", "config.toml", "report.txt"
+PARTS = ("model", "data", "plugins", "buffers", "batch")
 
 
 @define(frozen=True)
@@ -42,19 +47,9 @@ class Record:
     """A step, read from its folder."""
 
     path: Path
-    facts: dict[str, Any]  # of step.json
-    parts: dict[str, dict[str, Any]]  # "model", "plugins", "data", "buffers" and "batch", tensors on the CPU
-
-    @property
-    def batch(self) -> Batch:
-        """The samples of the step, as the data gave them."""
-        return Batch(**{name: value for name, value in self.parts["batch"].items() if name != "names"})
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The names of these samples, by their positions in the data."""
-        indices = self.batch.indices
-        return {} if indices is None else dict(zip(indices.tolist(), self.parts["batch"]["names"], strict=True))
+    facts: StepFacts
+    parts: dict[str, dict[str, Any]]  # the `PARTS` but "batch", tensors on the CPU
+    batch: KeptBatch
 
 
 def kept_in(root: Path) -> set[str]:
@@ -77,7 +72,6 @@ def write_record(
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
-        "run_dir": os.path.relpath(loop.run_dir or path, path),
         "progress": loop.progress.state_dict(),
         "is_first": is_first,
         **surroundings(loop),
@@ -99,7 +93,7 @@ def write_record(
         "learning_rates": [group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups],
         "notes": report.notes,
     }
-    texts = {"report.txt": f"{report}\n"}
+    texts = {REPORT: f"{report}\n"}
     if loop.hparams:
         texts[CONFIG] = tomli_w.dumps(loop.hparams)
     with new_folder(path) as folder:  # replaces the folder of the same step before a resume
@@ -110,7 +104,7 @@ def write_record(
         for file, text in texts.items():
             facts["files"][file] = write_file(folder / file, text.encode()).sha256
         write_file(folder / "report.json", json.dumps(_plain(summary), indent=1, allow_nan=False).encode())
-        write_file(folder / STEP, json.dumps(facts, indent=1).encode())
+        write_file(folder / STEP, stamped(facts))
 
 
 def read_record(path: Path) -> Record:
@@ -126,18 +120,27 @@ def read_record(path: Path) -> Record:
         near = sorted(kept_in(path) or kept_in(path / "nan"))
         others = f"; it holds {', '.join(near)}" if near else ""
         raise UserError(f"{path} is not a step kept for replay: it has no {STEP}{others}")
+    data = _read(path / STEP)
+    if is_intact(data) is False:
+        raise UserError(f"{path / STEP} is damaged: its SHA-256 differs")
     try:
-        facts = json.loads((path / STEP).read_bytes())
-        if facts["format"] != FORMAT:
-            raise UserError(f"{path}: its format is {facts['format']}; this hookdiff reads {FORMAT}")
-        files = {name: _read(path / name, digest) for name, digest in facts["files"].items()}
-        parts = {
-            name: unflatten(safetensors.torch.load(files[f"{name}.safetensors"]), tree)
-            for name, tree in facts["values"].items()
-        }
-        return Record(path, {name: facts[name] for name in _FACTS}, parts)
-    except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        facts = _structured(dict[str, Any], json.loads(data), path / STEP)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path / STEP} is damaged: {_damage(error)}") from None
+    facts.pop("sha256", None)
+    if facts.pop("format", None) != FORMAT:
+        raise UserError(f"{path / STEP} has another format than {FORMAT}, which this hookdiff reads")
+    if is_intact(data) is None:
+        raise UserError(f"{path / STEP} is damaged: it has no SHA-256 of itself")
+    known = _structured(StepFacts, facts, path / STEP)
+    expected = {*(f"{name}.safetensors" for name in PARTS), REPORT}
+    if known.files.keys() - {CONFIG} != expected or known.values.keys() != set(PARTS):
+        raise UserError(f"{path / STEP}: files and values must be those of {', '.join(PARTS)}, {REPORT} and {CONFIG}")
+    files = {name: _read(path / name, digest) for name, digest in known.files.items()}
+    parts = {name: _state(path / f"{name}.safetensors", files, known.values[name]) for name in PARTS}
+    batch = _structured(KeptBatch, parts.pop("batch"), path / "batch.safetensors")
+    parts["plugins"] = _structured(dict[str, dict[str, Any]], parts["plugins"], path / "plugins.safetensors")
+    return Record(path, known, parts, batch)
 
 
 def _damage(error: Exception) -> str:
@@ -145,17 +148,33 @@ def _damage(error: Exception) -> str:
         return f"it is not valid JSON from line {error.lineno}, column {error.colno} on"
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 at byte {error.start}"
-    return f"it lacks {error}" if isinstance(error, KeyError) else "its content is not as it was written"
+    return "its content is not as it was written"
 
 
-def _read(path: Path, digest: str) -> bytes:
+def _structured(kind: type[T], values: Any, path: Path) -> T:
+    try:
+        return structured(kind, values)
+    except Problems as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def _read(path: Path, digest: str = "") -> bytes:
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, and no file of a kept step")
     try:
         data = read_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    if _sha256(data) != digest:
+    if digest and _sha256(data) != digest:
         raise UserError(f"{path} is not as it was written: its SHA-256 differs")
     return data
+
+
+def _state(path: Path, files: Mapping[str, bytes], tree: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return unflatten(safetensors.torch.load(files[path.name]), tree)
+    except (safetensors.SafetensorError, *_UNFIT) as error:
+        raise UserError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
 def surroundings(loop: Loop) -> dict[str, Any]:
@@ -182,10 +201,9 @@ def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
     adopted = {name: p.grad for name, p in loop.adopted.named_parameters() if p.grad is not None}
     return {
         "inputs": digest_of(batch),
-        "indices": None if batch.indices is None else batch.indices.tolist(),
-        "outcome": {
-            "loss": [_plain(loop.gradients.loss)],
-            "losses of the samples": [] if per_sample is None else _plain(per_sample.tolist()),
+        "results": {
+            "loss": _plain(loop.gradients.loss),
+            "per_sample": [] if per_sample is None else _plain(per_sample.tolist()),
             "gradients": {name: digest(value) for name, value in (loop.gradients.named() | adopted).items()},
         },
     }

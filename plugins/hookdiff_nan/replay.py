@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from attrs import define, evolve, field
+from attrs import asdict, define, evolve, field
 
 from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config
 from hookdiff.data import Facts, Remembered
+from hookdiff.errors import shown
 from hookdiff.experiment import Part
 from hookdiff.rehearsal import rehearsing
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
+from hookdiff_nan.facts import Place
 from hookdiff_nan.plugin import NaN
 from hookdiff_nan.record import CONFIG, Record, digest_of, kept_in, read_record, surroundings
 
@@ -40,7 +42,7 @@ class Replay:
     def restore(self, loop: Loop) -> dict[str, Any]:
         parts = self._record.parts
         return {
-            "progress": self._record.facts["progress"],
+            "progress": asdict(self._record.facts.progress),
             "log": {},
             "data": parts["data"],
             "model": parts["model"],
@@ -52,12 +54,13 @@ class Replay:
     def on_start(self, loop: Loop) -> None:
         buffers = dict(loop.model.named_buffers())
         for name, value in self._record.parts["buffers"].items():
-            if (own := buffers.get(name)) is not None and own.shape == value.shape:
+            own = buffers.get(name)
+            if own is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
                 own.copy_(value)
 
     @hookimpl(tryfirst=True)
     def before_step(self, batch: Batch) -> None:
-        if digest_of(batch) != self._record.facts["inputs"]:
+        if digest_of(batch) != self._record.facts.inputs:
             self.say("differs: the plugins make another batch of the same samples")
 
 
@@ -77,21 +80,22 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
     with tempfile.TemporaryDirectory() as folder:
         # Only Replay keeps all its hooks: the other plugins must not write files or make pictures.
         replayed = evolve(config, plugins=parts)
-        feed = Remembered(Facts.of(record.parts["data"].get("facts")), names=record.names)
+        feed = Remembered(Facts.of(record.parts["data"].get("facts")), names=record.batch.names_by_index)
         loop = build_loop(replayed, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=["replay"], feed=feed)
         _one(loop, Replay).say = say
         _one(loop, NaN)  # it makes the report
         with _quietly(), loop:
             for line in _differences(record, surroundings(loop)):
                 say(line)
-            batch = _on_device(record.batch, loop.device)
-            if anomaly:
-                if isinstance(record.facts["outcome"]["loss"][0], str):
-                    say("the loss itself is not finite: the cause is not in the backward pass")
-                return _find_operation(loop, batch, say)
-            if may_be_compiled() and not record.facts["is_first"]:
-                _warm_up(loop, batch)
-            step = loop.run_step(batch)
+            batch = record.batch.on(loop.device)
+            if anomaly and isinstance(record.facts.results.loss, str):
+                say("the loss itself is not finite: the cause is not in the backward pass")
+            with _refused(record):
+                if anomaly:
+                    return _find_operation(loop, batch, say)
+                if may_be_compiled() and not record.facts.is_first:
+                    _warm_up(loop, batch)
+                step = loop.run_step(batch)
         found = next(iter(sorted(Path(folder).rglob("step-*-position-*"))), None)
         if found:
             say((found / "report.txt").read_text("utf-8").rstrip())
@@ -110,45 +114,48 @@ def retrain(path: Path, rate: float, plugins: Sequence[str], settings: Sequence[
     Returns whether that step is now finite. The directory of the run is only read. trust: see `load_config`.
     """
     record = read_record(path)
-    place, run_dir = record.facts["progress"], path / record.facts["run_dir"]
-    if place["step"] == 0:
+    place = record.facts.progress
+    if place.step == 0:
         raise UserError("--lr: no update came before the first step, so a learning rate cannot change it")
     config = _config(record, plugins, [*settings, f"optimizer.lr={rate!r}"], trust)
     config = evolve(config, plugins={name: part for name, part in config.plugins.items() if _trains(part.target)})
     _compute_as_then(record)
     with tempfile.TemporaryDirectory() as folder:
-        source = _link_checkpoint(config, run_dir, Path(folder), place)
+        source = _link_checkpoint(config, path, Path(folder), place)
         loop = build_loop(config, Path(folder), resume=True)
         with _quietly(logging.WARNING), loop:
             begun, position = loop.progress.step, loop.progress.position
-            say(f"training batches {position} to {place['position']} at lr {rate:g}, from {source} (step {begun})")
+            say(f"training batches {position} to {place.position} at lr {rate:g}, from {source} (step {begun})")
             for step in loop.steps():
-                if position == place["position"]:
+                if position == place.position:
                     good = step.outcome not in ("stopped", "skipped")
                     say(_summary(step) if good else f"{_summary(step)}\n{_one(loop, NaN).diagnosis}")
                     return good
                 position = loop.progress.position
-    say(f"the run ended at batch {position}, before batch {place['position']}: {loop.end.reason}")
+    say(f"the run ended at batch {position}, before batch {place.position}: {loop.end.reason}")
     return False
 
 
+@contextmanager
+def _refused(record: Record) -> Iterator[None]:
+    """Turn an error of the network into a UserError: the step did run, so its files are others, or the code is."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{record.path}: the step does not run here: {type(error).__name__}: {error}") from error
+
+
 def _compute_as_then(record: Record) -> None:
-    machine = record.facts["machine"]
-    torch.set_num_threads(machine["threads"])
-    torch.set_float32_matmul_precision(machine["matmul_precision"])
-    torch.use_deterministic_algorithms(machine["deterministic"])
-
-
-def _on_device(batch: Batch, device: torch.device) -> Batch:
-    labels = None if batch.labels is None else batch.labels.to(device)
-    conditions = {name: column.to(device) for name, column in batch.conditions.items()}
-    return evolve(batch, inputs=batch.inputs.to(device), labels=labels, conditions=conditions)
+    machine = record.facts.machine
+    torch.set_num_threads(machine.threads)
+    torch.set_float32_matmul_precision(machine.matmul_precision)
+    torch.use_deterministic_algorithms(machine.deterministic)
 
 
 def _config(
     record: Record, plugins: Sequence[str], settings: Sequence[str], trust: bool, without: Sequence[str] = ()
 ) -> Config:
-    if not (record.path / CONFIG).is_file():
+    if CONFIG not in record.facts.files:
         raise UserError(f"{record.path} has no {CONFIG}: a script made the run, and only that script can repeat it")
     return load_config(record.path / CONFIG, plugins, settings, trust=trust, without=without)
 
@@ -196,24 +203,28 @@ def _summary(step: Step) -> str:
 
 def _differences(record: Record, now: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line about each version and machine property that changed, because it may change bits."""
-    for group in ("versions", "machine"):
-        before = record.facts[group]
+    for group, before in (("versions", record.facts.versions), ("machine", asdict(record.facts.machine))):
         for name in before.keys() & now[group].keys():
             if before[name] != now[group][name]:
-                yield f"differs: {name} is {now[group][name]}, it was {before[name]}"
+                yield f"differs: {name} is {now[group][name]}, it was {shown(before[name])}"
 
 
 def _compare(record: Record, again: Record, say: Say) -> bool:
     """Return whether two runs of a step have the same values to the bit; `say` so, or `say` the first difference."""
-    if again.facts["inputs"] != record.facts["inputs"]:
+    if again.facts.inputs != record.facts.inputs:
         say("not reproduced: the inputs differ")
         return False
-    for what, before in record.facts["outcome"].items():
-        if (first := _first_difference(before, again.facts["outcome"][what])) is not None:
-            say(f"not reproduced: {what}: {first}")
+    was, now = record.facts.results, again.facts.results
+    pairs: dict[str, tuple[Any, Any]] = {
+        "loss": ([was.loss], [now.loss]),
+        "losses of the samples": (was.per_sample, now.per_sample),
+        "gradients": (was.gradients, now.gradients),
+    }
+    for what, pair in pairs.items():
+        if (first := _first_difference(*pair)) is not None:
+            say(f"not reproduced: {what}: {shown(first)}")
             return False
-    counts = (f"{len(values)} {what}" for what, values in record.facts["outcome"].items())
-    say(f"reproduced bit for bit: {', '.join(counts)}")
+    say(f"reproduced bit for bit: {', '.join(f'{len(before)} {what}' for what, (before, _) in pairs.items())}")
     return True
 
 
@@ -259,9 +270,14 @@ def _of_the_model(traceback: str) -> str:
     return "\n".join(["it was made by:", *frames[loop[-1] + 2 if loop else 0 :]])
 
 
-def _link_checkpoint(config: Config, run_dir: Path, folder: Path, place: Mapping[str, int]) -> str:
-    """Link the newest checkpoint before the step at `place` into `folder`; return its name, or a text for none."""
-    candidates = sorted(path for path in run_dir.glob("*/*") if path.is_dir() and path.name not in kept_in(path.parent))
+def _link_checkpoint(config: Config, step: Path, folder: Path, place: Place) -> str:
+    """Link the newest checkpoint before the step at `place` into `folder`; return its name, or a text for none.
+
+    The run directory is the nearest folder above the `step` with a config. A link in it that leads out is left alone.
+    """
+    run_dir = next((above for above in step.resolve().parents if (above / CONFIG).is_file()), folder)
+    inner = (path for path in run_dir.glob("*/*") if path.is_dir() and path.resolve().is_relative_to(run_dir))
+    candidates = sorted(path for path in inner if path.name not in kept_in(path.parent))
     # Only the plugin that wrote a folder knows its content.
     loop = build_loop(config, folder, resume=True, hooks=("restore",))
     for path in reversed(candidates):
@@ -271,7 +287,7 @@ def _link_checkpoint(config: Config, run_dir: Path, folder: Path, place: Mapping
         state = None
         with _quietly(logging.INFO), suppress(UserError):  # an intact checkpoint may come before a damaged one
             state = loop.hook.restore(loop=loop)
-        if state and state["progress"]["step"] < place["step"] and state["progress"]["position"] <= place["position"]:
+        if state and state["progress"]["step"] < place.step and state["progress"]["position"] <= place.position:
             return str(path.relative_to(run_dir))
         inside.unlink()
     return "the start of the run, as no checkpoint from before the step is left"

@@ -1,0 +1,95 @@
+"""Recognises a training that had diverged before the step that is not finite.
+
+Losses alone cannot show it: with one sample in a batch, those of a healthy run may differ by a factor of a million. But
+the weights of a healthy run hardly grow within a few updates.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from hookdiff import Loop
+
+REMEMBERED = 10  # updates
+GROWN = 100.0  # losses or gradient norms that grew this much, together with weights that grew at all ...
+MOVED = 1.5  # ... by this factor, are a divergence
+RUINED = 10.0  # and so are weights that grew this much, whatever the losses
+_JUMP, _CALM, _NUM_CALM = 1000.0, 10.0, 3  # a jump of the loss after some calm updates comes from its batch
+_HIGHEST = 0.01  # rate that is suggested
+
+
+@define(frozen=True)
+class Update:
+    """An update, with the largest of its learning rates; loss and norm are those before it."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    rate: float
+
+
+def rate_of(loop: Loop) -> float:
+    """Return the largest learning rate of the next update."""
+    return max((float(group["lr"]) for one in loop.optimizers for group in one.param_groups), default=0.0)
+
+
+@torch.no_grad()
+def size_of(loop: Loop) -> Tensor:
+    """Return the L2 norm of the weights that are trained, as a scalar on the device."""
+    norms = torch._foreach_norm([*loop.gradients.parameters], 2, loop.gradients.dtype)
+    size: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return size
+
+
+def divergence(loop: Loop, updates: Sequence[Update], sizes: Sequence[float], loss: float) -> str | None:
+    """Return a text about the divergence that the last `updates` show, or None.
+
+    sizes: the norms of the weights at one or two earlier updates. loss: of the step that is not finite, if other
+    numbers than its own give it a loss; else NaN.
+    """
+    if not updates:
+        return None
+    losses = [one.loss for one in updates] + ([loss] if math.isfinite(loss) else [])
+    begin, end, growth = _rise(losses)
+    norms = _rise([one.grad_norm for one in updates])
+    size, before = float(size_of(loop)), min(sizes)
+    num_weights = sum(weight.numel() for weight in loop.gradients.parameters)
+    is_ruined = size >= RUINED * before and size > math.sqrt(num_weights)  # not those that began at zero
+    has_grown = size >= MOVED * before and max(growth, norms[2]) >= GROWN
+    if not (is_ruined or has_grown) or _is_of_one_batch(losses, updates):
+        return None
+    seen = growth >= _CALM
+    rate = max(one.rate for one in (updates[begin:end] if seen else updates))
+    shown = sorted({begin, (begin + end + 1) // 2, end})
+    numbers = ", ".join(_short(losses[index]) for index in shown)
+    why = f"loss {numbers}" if seen else f"the norm of the weights grew from {_short(before)} to {_short(size)}"
+    return f"the learning rate {rate:g} is too high: {why}; try {min(rate / 100, _HIGHEST):.1g}"
+
+
+def _rise(values: Sequence[float]) -> tuple[int, int, float]:
+    """Return the two places between which positive `values` grew most, and the factor."""
+    best, low = (0, 0, 1.0), 0
+    for place, value in enumerate(values):
+        if values[low] > 0 and value / values[low] > best[2]:
+            best = low, place, value / values[low]
+        if 0 < value < values[low] or values[low] <= 0:
+            low = place
+    return best
+
+
+def _is_of_one_batch(losses: Sequence[float], updates: Sequence[Update]) -> bool:
+    """Return whether the loss jumped in one update, after calm ones at no lower learning rate."""
+    for end in range(_NUM_CALM, len(losses)):
+        before = losses[:end]
+        if losses[end] > _JUMP * max(before):
+            rates = [one.rate for one in updates[:end]]
+            return _rise(before)[2] < _CALM and max(rates) < 2 * min(rates)
+    return False
+
+
+def _short(value: float) -> str:
+    """Return a number with two digits, as 0.98, 25 or 2.5e4."""
+    return f"{value:.2g}".replace("e+0", "e").replace("e+", "e")
