@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hookdiff.data.decode import SUFFIXES, open_picture
+from hookdiff.data.decode import SUFFIXES
 from hookdiff.data.labels import encode, read_labels, some
+from hookdiff.data.source import open_picture
 from hookdiff.errors import why_missing
 
 
