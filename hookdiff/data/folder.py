@@ -27,7 +27,7 @@ class Folder:
     """
 
     def __init__(self, path: str, labels: str = "folder") -> None:
-        self.path = Path(path).expanduser()
+        self.path = Path(os.path.expanduser(path))
         if not self.path.is_dir():
             raise ValueError(f"{path} is no folder" if self.path.exists() else f"{path}: {why_missing(self.path)}")
         self.files, others = _find(self.path)

@@ -60,7 +60,7 @@ class Store:
     @property
     def folder(self) -> Path:
         user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hookdiff")
-        return Path(os.path.expanduser(self.cache_dir or user))  # that of Path fails for the home of an unknown user
+        return Path(os.path.expanduser(self.cache_dir or user))
 
     def place(self, num_bytes: int) -> str:
         """Return where this number of bytes is kept: "memory", "disk" or "none"."""

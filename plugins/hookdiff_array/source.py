@@ -40,7 +40,7 @@ class Arrays:
         layout: Layout | None = None,
         value_range: tuple[float, float] | None = None,
     ) -> None:
-        self.path, self.range, self.classes = Path(path).expanduser(), value_range, None
+        self.path, self.range, self.classes = Path(os.path.expanduser(path)), value_range, None
         names = names_in(self.path)
         self.name = images or ("images" if len(names) != 1 else names[0])
         array = self.array
@@ -112,7 +112,7 @@ def _labels(path: Path, names: list[str], name: str | None, shape: tuple[int, ..
     if name is None and "labels" not in names:
         return None
     name = name or "labels"
-    own = Path(name).expanduser() if name.endswith(".npy") else None
+    own = Path(os.path.expanduser(name)) if name.endswith(".npy") else None
     found = open_array(own or path, "" if own else name, whole=True)
     where = f"{own or path}: labels = {name!r}"
     if found.dtype.kind not in "iu" or found.shape != shape:
