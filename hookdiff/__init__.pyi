@@ -10,7 +10,12 @@ from .errors import (
     nearest as nearest,
 )
 from .evaluation import Evaluation as Evaluation
-from .experiment import Config as Config, build_loop as build_loop, load_config as load_config
+from .experiment import (
+    Config as Config,
+    build_loop as build_loop,
+    load_config as load_config,
+    load_run as load_run,
+)
 from .findings import Alarms as Alarms, Finding as Finding
 from .hookspecs import HOOKS_VERSION as HOOKS_VERSION, Hooks as Hooks, hookimpl as hookimpl
 from .loop import Loop as Loop
@@ -27,11 +32,6 @@ from .progress import (
     Verdict as Verdict,
     parse_every as parse_every,
 )
-from .sampling import (
-    Sampler as Sampler,
-    SampleRequest as SampleRequest,
-    Samples as Samples,
-    UnknownWeights as UnknownWeights,
-)
+from .sampling import Sampler as Sampler, SampleRequest as SampleRequest, Samples as Samples
 from .sinks import Sink as Sink, TrackedRun as TrackedRun
 from .weights import evaluating as evaluating

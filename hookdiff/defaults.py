@@ -137,8 +137,7 @@ def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
     objective: Any = loop.objective
     labels, conditions, names = request.labels, request.conditions, getattr(objective, "conditions", ())
     if conditions is None and names:
-        indices = loop.feed.training[request.rows(len(loop.feed.training))]
-        conditions = objective.given(next(loop.feed.unaugmented(indices, request.num)))
+        conditions = objective.given(loop.feed.examples(request.rows))
         own = conditions.pop("labels", None)
         labels = labels or (None if own is None else tuple(own.tolist()))
     if conditions is not None:
@@ -153,4 +152,6 @@ def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
         raise UserError("labels were given, but the network was trained without")
     if request.images is not None:
         wanted |= {"images": request.images, "strength": request.strength}
+    if request.mask is not None:
+        wanted["mask"] = request.mask
     return wanted

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
@@ -28,6 +28,19 @@ class StorageError(UserError):
 
 class HookError(RuntimeError):
     """A plugin broke the contract of a hook."""
+
+
+class UnknownWeights(UserError):
+    """No weights of the run have the requested `name`; `known` are the names that exist."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        super().__init__(name)
+        self.name, self.known = name, known
+
+    def __str__(self) -> str:
+        return f"no weights of this run are named {self.name!r}{nearest(self.name, self.known)}; known: " + ", ".join(
+            sorted(self.known, key=lambda known: -difflib.SequenceMatcher(None, self.name, known).ratio())
+        )
 
 
 def shown(path: object) -> str:

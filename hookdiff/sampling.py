@@ -1,14 +1,12 @@
 """The request and the result of the hook `sample`, and the protocol of samplers."""
 
 from collections.abc import Mapping, Sequence
-from difflib import SequenceMatcher
 from typing import Any, Protocol
 
 import torch
 from attrs import define, field, validators
 from torch import Generator, Tensor, nn
 
-from hookdiff.errors import UserError, nearest
 from hookdiff.randomness import derive_seed
 
 
@@ -30,7 +28,8 @@ class SampleRequest:
     weights: str | None = None  # "model", or the name of an average; None: an average if there is one
     labels: tuple[int, ...] | None = None  # one per image, -1 is no class; None: see `default_labels`
     images: Tensor | None = field(default=None, eq=False)  # n c h w in [-1, 1]: to start from, in place of pure noise
-    strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]
+    mask: Tensor | None = field(default=None, eq=False)  # n 1 h w, bool: the region of `images` to make anew
+    strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
     # By name, one row per image; None: those of training samples, if the objective needs any (see `rows`).
     conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
 
@@ -65,19 +64,6 @@ class Samples:
     weights: str  # "model" or the name of the average that was used
 
 
-class UnknownWeights(UserError):
-    """No weights of the run have the requested `name`; `known` are the names that exist."""
-
-    def __init__(self, name: str, known: Sequence[str]) -> None:
-        super().__init__(name)
-        self.name, self.known = name, known
-
-    def __str__(self) -> str:
-        return f"no weights of this run are named {self.name!r}{nearest(self.name, self.known)}; known: " + ", ".join(
-            sorted(self.known, key=lambda known: -SequenceMatcher(None, self.name, known).ratio())
-        )
-
-
 class Sampler(Protocol):
     """Makes images from a trained net; `hookdiff.diffusion.Sampling` is one."""
 
@@ -92,11 +78,12 @@ class Sampler(Protocol):
         *,
         labels: Tensor | None = None,
         images: Tensor | None = None,
+        mask: Tensor | None = None,
         strength: float = 0.8,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return one image of `shape` (c h w) for each generator; `net` was trained with `objective`.
 
-        `labels` (n, int64), `images`, `strength` and `conditions` (n rows each) are given only if the `SampleRequest`
-        has them.
+        `labels` (n, int64), `images`, `mask`, `strength` and `conditions` (n rows each) are given only if the
+        `SampleRequest` has them.
         """

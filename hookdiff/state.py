@@ -130,7 +130,7 @@ class RunState:
         with refused_if_unfit("random"):
             seed = saved.get("random", {}).get("seed", own)
         with refused_if_unfit("data"):
-            before = saved.get("data", {}).get("num_samples", num_samples)
+            before = saved.get("data", {}).get("facts", {}).get("num_samples", num_samples)
         if seed != own:
             raise UserError(
                 f"the checkpoint was made with the seed {seed}, from which all randomness follows; this run has {own}"

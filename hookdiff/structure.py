@@ -407,10 +407,11 @@ def _literal(value: Any, kind: Any) -> Any:
 
 
 def _named(kind: Any) -> str:
-    """Return the type in words; an alternative of None is left out, since TOML does not have it."""
+    """Return the type in words, without alternatives that TOML does not have."""
     members = typing.get_args(kind)
     if _is(*_UNION)(kind):
-        return " or ".join(_named(member) for member in members if member is not types.NoneType)
+        known = [member for member in members if member is not types.NoneType]
+        return " or ".join(_named(member) for member in known if member is not Tensor or known == [Tensor])
     if _is(typing.Literal)(kind):
         return " or ".join(map(repr, members))
     return _NAMES[kind] if kind in _NAMES else getattr(kind, "__name__", str(kind))

@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from hookdiff.errors import UnknownWeights
 from hookdiff.readonly import ReadOnly
-from hookdiff.sampling import UnknownWeights
 
 Tensors = Callable[[], Mapping[str, Tensor]]
 

@@ -8,7 +8,8 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from hookdiff import Evaluation, Feed, HookError, Loop, SampleRequest, UnknownWeights, hookimpl
+from hookdiff import Evaluation, Feed, HookError, Loop, SampleRequest, hookimpl
+from hookdiff.errors import UnknownWeights
 from hookdiff.testing import CountTransfers, assert_same, toy_loop, toy_model, weights
 from hookdiff_ema import EMA
 from tests.conftest import Logged, Restores, refused, saved

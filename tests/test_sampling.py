@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UnknownWeights, UserError, hookimpl
+from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError, hookimpl
 from hookdiff.diffusion import Diffusion, Sampling
+from hookdiff.errors import UnknownWeights
 from hookdiff.testing import ToySampler, assert_same, toy_loop, weights
 from tests.conftest import refused
 

@@ -20,6 +20,7 @@ from torch import Generator, Tensor
 
 from hookdiff.data.augment import augment, center_crop
 from hookdiff.data.batch import Batch
+from hookdiff.data.facts import LIMIT, MOST, Facts
 from hookdiff.data.items import Stack, read_item
 from hookdiff.data.labels import check_range
 from hookdiff.data.loader import Loader, read_image
@@ -50,7 +51,7 @@ def _check_held_out(_: Any, __: Any, held_out: int | float) -> None:
 class FeedState:
     """What `Feed.state_dict` returns."""
 
-    num_samples: int | None = field(default=None, validator=optional(ge(0)))
+    facts: Facts | None = None
     epoch: int | None = field(default=None, validator=optional(ge(0)))
     weights: Tensor | None = None
 
@@ -191,6 +192,30 @@ class Feed:
         labels = row if labels is None and self.labels is not None else labels
         return center_crop(Batch(images, labels, conditions=conditions), self.transforms)
 
+    @cached_property
+    def facts(self) -> Facts:
+        """What a checkpoint keeps of the data; if the samples have conditions, the first samples are loaded."""
+        kept: dict[str, Any] = {}
+        if columns := self._first.conditions:
+            size = sum(column[:1].nbytes for column in columns.values())
+            count = max(1, min(MOST, LIMIT // max(1, size)))
+            batch = self.examples(lambda total: range(min(count, total)))
+            kept["labels"] = None if batch.labels is None else batch.labels.cpu()
+            kept["conditions"] = {name: column.cpu() for name, column in batch.conditions.items()}
+        return Facts(
+            shape=self.shape,
+            num_samples=len(self.training),
+            drop_last=self.drop_last,
+            num_classes=self.num_classes,
+            classes=None if self.classes is None else tuple(map(str, self.classes)),
+            **kept,
+        )
+
+    def examples(self, choose: Callable[[int], Sequence[int]]) -> Batch:
+        """Return the training samples that `choose` picks by their number, such as `SampleRequest.rows`."""
+        rows = list(choose(len(self.training)))
+        return next(self.unaugmented(self.training[rows], len(rows)))
+
     @property
     def num_classes(self) -> int | None:
         """The number of class names, or without names the highest label plus one; None without labels."""
@@ -247,9 +272,9 @@ class Feed:
         return weights / weights.max()  # so that the sum is finite
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of samples to train on, the epoch, and its weights if there are any."""
+        """Return the facts about the data, the epoch, and its weights if there are any."""
         weights = {} if self.weights is None else {"weights": self.weights}
-        return {"num_samples": len(self.training), "epoch": self.epoch, **weights}
+        return {"facts": self.facts.state_dict(), "epoch": self.epoch, **weights}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is one that `load_state_dict` takes."""

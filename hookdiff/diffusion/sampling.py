@@ -94,12 +94,20 @@ class Sampling:
         images: Tensor | None = None,
         strength: float = 0.8,
         conditions: Mapping[str, Tensor] | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Return one image for each generator.
 
         All noise of image k comes from `generators[k]`, so image k does not depend on the other images or on their
         number, up to rounding in the network: matrix products and convolutions choose their algorithm by batch size.
         The caller sets eval mode.
+
+        With a `mask`, the rest of `images` stays as it is, as in RePaint, Lugmayr et al. 2022 (arXiv 2201.09865), eq.
+        8, without its resampling. After each step of any sampler, with m = 1 where the image is known,
+
+            x_t = m (alpha_t x0 + sigma_t noise) + (1 - m) x_t of the step
+
+        where x0 is the normalized image and the noise is fresh.
 
         Args:
             net: the network, called as `Diffusion` calls it, with images of `dtype`.
@@ -113,6 +121,7 @@ class Sampling:
             images: n c h w in [-1, 1]: start from these, with noise added, rather than from pure noise.
             strength: with `images`, the share of the steps to run, in (0, 1]: 1 leaves little of the image.
             conditions: what the network gets by keyword, n rows each. Required if the objective has `conditions`.
+            mask: n 1 h w, bool, with `images`: the region to make anew; a strength of 1 forgets what was there.
 
         Returns:
             `dtype` of shape n c h w on `device`; in [-1, 1] unless `clipping` is "none".
@@ -139,6 +148,11 @@ class Sampling:
         if set(conditions) != set(diffusion.conditions) and len(made):
             one, other = (", ".join(map(repr, names)) or "none" for names in (conditions, diffusion.conditions))
             raise ValueError(f"the conditions given are {one}; the network was trained with {other}")
+        if mask is not None and (
+            images is None or mask.shape != (len(made), 1, *shape[1:]) or mask.dtype != torch.bool
+        ):
+            got = "no images" if images is None else f"{tuple(mask.shape)} of {mask.dtype}"
+            raise ValueError(f"a mask needs images, and shape {(len(made), 1, *shape[1:])} of torch.bool; got {got}")
         if images is not None:
             if not 0 < strength <= 1:
                 raise ValueError(f"strength must be in (0, 1]: {strength:g}")
@@ -153,13 +167,17 @@ class Sampling:
                 if images is None:
                     x = x * diffusion.process.initial_scale
                 else:
-                    x = q_sample(diffusion.normalize(images[rows].to(made)), x, points[0].alpha, points[0].sigma)
+                    x0 = diffusion.normalize(images[rows].to(made))
+                    x = q_sample(x0, x, points[0].alpha, points[0].sigma)
                 known = {name: column[rows].to(made.device) for name, column in conditions.items()}
                 if labels is not None and diffusion.conditional:
                     known["labels"] = labels[rows].to(made.device)
                 chain = Chain(net, diffusion, clipping, self.guidance, self.steps, known, generators[rows])
                 for point, next_point in pairwise((*points, IMAGE)):
                     x = solver.step(chain, x, point, next_point)
+                    if mask is not None:
+                        known_x = chain.noised(next_point.alpha * x0, next_point.sigma)
+                        x = torch.where(mask[rows].to(x.device), x, known_x)
                 shown = diffusion.denormalize(x)
                 made[rows] = shown.clamp(-1, 1) if clipping.clips else shown  # denormalize has rounded
         return made

@@ -11,7 +11,7 @@ from hookdiff.disk.files import (
     write_tensors,
     writing,
 )
-from hookdiff.disk.images import as_pictures, check_writable, save_grid
+from hookdiff.disk.images import as_pictures, check_writable, save_grid, save_image, to_uint8
 from hookdiff.disk.lock import check_place, lock_run_dir
 from hookdiff.disk.paths import CONFIG, run_of
 from hookdiff.disk.reading import check_kind, open_file, open_tensors, read_file
@@ -36,6 +36,8 @@ __all__ = [
     "read_file",
     "run_of",
     "save_grid",
+    "save_image",
+    "to_uint8",
     "unflatten",
     "write_file",
     "write_tensors",

@@ -1,8 +1,12 @@
 """Images for people to look at: uint8 pixels, and grids in a PNG file."""
 
+from __future__ import annotations
+
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +14,11 @@ from torch.nn import functional
 
 from hookdiff.disk.files import new_file
 from hookdiff.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_WHITE, _GAP, _LINE = 255, 4, 15  # pixels between the images of a grid, and the height of a line of text
 
 
 def to_uint8(images: Tensor) -> Tensor:
@@ -29,20 +38,62 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path}: cannot be written; expected a file in a directory with write permission")
 
 
-def save_grid(images: Tensor, path: Path, columns: int | None = None, scale: int | None = None) -> None:
+def save_image(image: Tensor, path: Path) -> None:
+    """Write one image (c h w, uint8, c 1 or 3) to a PNG file, which appears whole or not at all."""
+    with new_file(path) as partial:
+        _as_pillow(image).save(partial, "PNG")
+
+
+def save_grid(
+    images: Tensor,
+    path: Path,
+    columns: int | None = None,
+    scale: int | None = None,
+    names: Sequence[str] = (),
+) -> None:
     """Write images (n c h w, uint8 or floats in [-1, 1]) as a grid to one PNG file, which appears whole or not at all.
 
     `columns` None makes the grid as square as possible. `scale` enlarges both sides with smooth interpolation; None
-    enlarges small images to a width of about 64 pixels.
+    enlarges small images to a width of about 64 pixels. `names`, one for each image, are written once below each column
+    if its images share one, and else below each image.
     """
-    from PIL import Image
     from torchvision.utils import make_grid
 
     shown = as_pictures(images if images.dtype == torch.uint8 else to_uint8(images)).float()
-    scale = scale or max(1, 64 // shown.shape[-1])
+    channels, width = shown.shape[1], shown.shape[-1]
+    scale = scale or max(1, 64 // width)
     if scale > 1:
         shown = functional.interpolate(shown, scale_factor=scale, mode="bicubic").round().clamp(0, 255)
-    grid = make_grid(shown, nrow=columns or math.ceil(math.sqrt(len(shown))), padding=4, pad_value=255)
-    picture = grid[0] if shown.shape[1] == 1 else grid.permute(1, 2, 0)
+    columns = min(columns or math.ceil(math.sqrt(len(shown))), len(shown))
+    at_the_end = all(len(set(names[column::columns])) == 1 for column in range(columns))
+    line = (0, 0, 0, _LINE * bool(names))
+    if not at_the_end:
+        shown = functional.pad(shown, line, value=_WHITE)
+    grid = make_grid(shown, nrow=columns, padding=_GAP, pad_value=_WHITE)[:channels]
+    if at_the_end:
+        grid = functional.pad(grid, line, value=_WHITE)
+    picture = _as_pillow(grid.to(torch.uint8))
+    for number, name in enumerate(names[:columns] if at_the_end else names):
+        row, column = divmod(number, columns)
+        bottom = picture.height if at_the_end else (row + 1) * (shown.shape[-2] + _GAP)
+        left = _GAP + column * (shown.shape[-1] + _GAP)
+        _write(picture, name, left, bottom - _LINE, shown.shape[-1])
     with new_file(path) as partial:
-        Image.fromarray(picture.to(torch.uint8).numpy()).save(partial, "PNG")
+        picture.save(partial, "PNG")
+
+
+def _as_pillow(image: Tensor) -> Image:
+    from PIL import Image
+
+    return Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy())
+
+
+def _write(picture: Image, text: str, left: int, top: int, width: int) -> None:
+    """Write as much of `text` as fits into the middle of a line of this width."""
+    from PIL import ImageDraw, ImageFont
+
+    draw, font, whole = ImageDraw.Draw(picture), ImageFont.load_default(_LINE - 3), text
+    while text and draw.textlength(text, font) > width:
+        whole = whole[:-1]
+        text = f"{whole}..." if whole else ""
+    draw.text((left + width / 2, top + _LINE / 2), text, fill=0, font=font, anchor="mm")

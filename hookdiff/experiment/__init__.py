@@ -2,17 +2,21 @@
 
 from hookdiff.experiment.build import build_feed, build_loop, make_model, pick_device
 from hookdiff.experiment.config import Config, load_config
+from hookdiff.experiment.load import Run, load_run, run_config
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.probe import try_config, try_optimizers
 
 __all__ = [
     "Config",
     "Part",
+    "Run",
     "build_feed",
     "build_loop",
     "load_config",
+    "load_run",
     "make_model",
     "pick_device",
+    "run_config",
     "try_config",
     "try_optimizers",
 ]

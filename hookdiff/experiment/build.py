@@ -16,6 +16,7 @@ from hookdiff.data.mistakes import remedy
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config
+from hookdiff.experiment.discovery import is_needed
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.part import Part
 from hookdiff.loop import Loop
@@ -37,6 +38,8 @@ def build_loop(
     hooks: Collection[str] | None = None,
     keep: Iterable[str] = (),
     make: Callable[[Config, torch.device], nn.Module] | None = None,
+    feed: Feed | None = None,
+    trains: bool = True,
 ) -> Loop:
     """Build data, model, objective, optimizer and plugins, and the Loop that holds them.
 
@@ -53,12 +56,14 @@ def build_loop(
             directory is not written.
         keep: names of plugins that are kept even if they implement none of `hooks`.
         make: function that makes the model; unless given, `make_model`, which uses the run's seed.
+        feed: the data; unless given, that of the config.
+        trains: make the optimizers.
 
     Raises:
         ConfigError: a part cannot be built; the message names its table.
     """
     device = pick_device(config.run.device)
-    feed = build_feed(config, decode=hooks is None)
+    feed = build_feed(config, decode=hooks is None) if feed is None else feed
     config = fit_to_data(config, feed)
     model = (make or make_model)(config, device)
     config = fit_to_model(config, model)
@@ -83,12 +88,12 @@ def build_loop(
     plugins |= {name: part.build() for name, part in config.plugins.items()}
     if hooks is not None:
         # A plugin that is left out keeps its name, so that its saved state does not seem to be of an unknown plugin.
-        heard = {name for name, plugin in plugins.items() if _is_needed(plugin, hooks)} | set(keep)
+        heard = {name for name, plugin in plugins.items() if is_needed(plugin, hooks)} | set(keep)
         heard -= {"run_dir", "changes"}  # only a run that trains needs them
         plugins = {name: plugin if name in heard else object() for name, plugin in plugins.items()}
     return Loop(
         model,
-        lambda prepared: build_optimizers(config.optimizer, prepared),
+        lambda prepared: build_optimizers(config.optimizer, prepared) if trains else (),
         objective,
         feed,
         evolve(config.run, micro_batch=None) if config.run.micro_batch == AUTO else config.run,
@@ -99,12 +104,6 @@ def build_loop(
         resume=resume,
         fresh=fresh,
     )
-
-
-def _is_needed(plugin: object, hooks: Collection[str]) -> bool:
-    """Return whether a loop that calls only `hooks` needs `plugin`; only a loop that restores needs one that saves."""
-    saves = hasattr(plugin, "restore") and "restore" not in hooks
-    return not saves and any(hasattr(plugin, hook) for hook in hooks)
 
 
 @contextmanager
@@ -150,7 +149,7 @@ def fit_to_data(config: Config, feed: Feed) -> Config:
 
 
 def _check_labels(config: Config, feed: Feed) -> None:
-    if feed.labels is None:
+    if feed.num_classes is None:
         raise ConfigError(f"diffusion.conditional: the network takes classes, and {config.data.use} has no labels")
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from hookdiff.data.vision import vision
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.disk.reading import read_file
 from hookdiff.errors import ConfigError, PluginError, UserError, nearest, why_missing
-from hookdiff.experiment.discovery import plugin_class, plugin_name
+from hookdiff.experiment.discovery import is_needed, plugin_class, plugin_name
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.places import MODEL, OPTIMIZER, SOURCE, Place
@@ -169,7 +170,13 @@ class Config:
 
 
 def load_config(
-    path: Path, plugins: Iterable[str] = (), settings: Iterable[str] = (), *, trust: bool | None = None
+    path: Path,
+    plugins: Iterable[str] = (),
+    settings: Iterable[str] = (),
+    *,
+    trust: bool | None = None,
+    without: Collection[str] = (),
+    hooks: Collection[str] | None = None,
 ) -> Config:
     """Read and check the config at `path`. Modules are imported, and nothing in them is called.
 
@@ -180,6 +187,8 @@ def load_config(
         trust: give it for the config of a run directory, which may be a stranger's. False: only torch, torchvision,
             diffusers, hookdiff and what installed packages publish are imported; True: also code that the user's own
             config had named. Neither imports from the run directory.
+        without: tables that are not read, such as "data": what they name is not imported, and cannot be built.
+        hooks: leave out the plugins that implement none of these hooks; packages that they need may be missing.
 
     Raises:
         ConfigError: lists every problem.
@@ -190,7 +199,7 @@ def load_config(
     if trust is not False:
         _make_importable(table, path, is_of_run=trust is True)
     with importing(only_installed=trust is False) as imports:
-        config = _check(table, path, plugins, problems)
+        config = _check(table, path, plugins, problems, without, hooks)
     return evolve(config, own_code=tuple(imports.own))
 
 
@@ -255,7 +264,14 @@ def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str
     return tuple(other for other in listed if other != name[3:])
 
 
-def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems: Problems) -> Config:
+def _check(
+    table: dict[str, Any],
+    path: Path,
+    switches: Iterable[str],
+    problems: Problems,
+    without: Collection[str],
+    hooks: Collection[str] | None,
+) -> Config:
     tables = _tables(table, problems)
     given = tables.get("run", {})
     run = arguments(RunConfig, {"name": path.stem, **given}, "run", problems)
@@ -264,15 +280,22 @@ def _check(table: dict[str, Any], path: Path, switches: Iterable[str], problems:
         for name in switches:
             run["plugins"] = _switch(run.get("plugins", ()), name, problems)
     parts: dict[str, Any] = {
-        section.table: section.read(tables[section.table], problems) for section in SECTIONS if section.table in tables
+        section.table: section.read(tables[section.table], problems)
+        for section in SECTIONS
+        if section.table in tables and section.table not in without
     }
-    if (data := parts.get("data")) and (lacking := missing(data.target, tables["data"])):
+    parts |= {name: Part(name, "", partial(_not_read, name)) for name in without}
+    if "data" not in without and (data := parts.get("data")) and (lacking := missing(data.target, tables["data"])):
         problems.add("data", f"{data.use} needs {', '.join(lacking)}")
     for name, target in {"diffusion": Diffusion, "sampling": Sampling}.items():
         parts[name] = Part(name, "", target, arguments(target, tables.get(name, {}), name, problems))
-    plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems)
+    plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems, hooks)
     problems.refuse(path)
     return Config(path=path, run=RunConfig(**run), plugins=plugins, **parts)
+
+
+def _not_read(name: str) -> None:
+    raise UserError(f"[{name}] of the run was not read, because it is not needed to make images")
 
 
 def _tables(config: Mapping[str, Any], problems: Problems) -> dict[str, dict[str, Any]]:
@@ -298,17 +321,23 @@ def _check_length(table: Mapping[str, Any], checked: Mapping[str, Any], problems
         problems.add("run", "set steps or epochs")
 
 
-def _plugins(names: Iterable[str], tables: Mapping[str, Any], problems: Problems) -> dict[str, Part]:
+def _plugins(
+    names: Iterable[str], tables: Mapping[str, Any], problems: Problems, hooks: Collection[str] | None
+) -> dict[str, Part]:
     parts: dict[str, Part] = {}
+    kinds: dict[str, type] = {}
     for given in names:
         name = plugin_name(given)
         where = f"plugins.{name}"
         try:
-            if name in parts:
+            if name in kinds:
                 raise PluginError(f"{name!r} is listed twice")
-            kind = plugin_class(given)
+            kind = kinds[name] = plugin_class(given, hooks)
         except PluginError as error:
             problems.add("run.plugins", error)
+            continue
+        if not is_needed(kind, hooks):
+            parts[name] = Part(where, given, object)  # keeps the name, so that its saved state has an owner
             continue
         table = tables.get(name, {})
         if not isinstance(table, dict):
@@ -319,10 +348,10 @@ def _plugins(names: Iterable[str], tables: Mapping[str, Any], problems: Problems
             problems.add(where, f"needs {', '.join(lacking)}")
     for name in tables:
         # A plugin that is switched off may keep its table; a table that no plugin reads is a mistake.
-        if name not in parts and name not in map(plugin_name, names) and name not in installed():
-            problems.add(f"plugins.{name}", f"no plugin of that name{nearest(name, (*parts, *installed()))}")
+        if name not in kinds and name not in map(plugin_name, names) and name not in installed():
+            problems.add(f"plugins.{name}", f"no plugin of that name{nearest(name, (*kinds, *installed()))}")
     try:
-        check_partners({name: part.target for name, part in parts.items() if isinstance(part.target, type)})
+        check_partners(kinds)
     except PluginError as error:
         problems.add("run.plugins", error)
     return parts

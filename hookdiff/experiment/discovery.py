@@ -1,6 +1,7 @@
 """Finds the classes of plugins by name, among the entry points of installed packages, or as `module:Class`."""
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 from hookdiff.errors import PluginError, nearest
@@ -13,8 +14,21 @@ def plugin_name(given: str) -> str:
     return given.rpartition(":")[2].lower() if ":" in given else given
 
 
-def plugin_class(given: str) -> type:
+def is_needed(plugin: object, hooks: Collection[str] | None) -> bool:
+    """Return whether a loop that calls only `hooks` (None: all) needs `plugin`, or a plugin of this class.
+
+    Only a loop that restores needs a plugin that saves.
+    """
+    if hooks is None:
+        return True
+    saves = hasattr(plugin, "restore") and "restore" not in hooks
+    return not saves and any(hasattr(plugin, hook) for hook in hooks)
+
+
+def plugin_class(given: str, hooks: Collection[str] | None = None) -> type:
     """Import the class of the plugin `given`: a name from the entry points, or `module:Class`.
+
+    With `hooks`, packages are required only of a plugin that a loop with these hooks needs.
 
     Raises PluginError if there is none or several of that name, if it cannot be imported, if it is no class, if a
     package that it `needs` (a mapping of modules to requirements of pip) is missing, or if it does not fit the hooks or
@@ -23,7 +37,7 @@ def plugin_class(given: str) -> type:
     kind = import_object(given, f"the plugin {given!r}") if ":" in given else _load(given)
     if not inspect.isclass(kind):
         raise PluginError(f"the plugin {given!r} is a {type(kind).__name__}, expected a class")
-    check_needs(given, getattr(kind, "needs", {}))
+    check_needs(given, getattr(kind, "needs", {}) if is_needed(kind, hooks) else {})
     check_contract(given, kind)
     if not any(hasattr(member, "hookdiff_impl") for owner in kind.__mro__ for member in vars(owner).values()):
         raise PluginError(f"the plugin {given!r} is no plugin: the class has no method with @hookimpl")

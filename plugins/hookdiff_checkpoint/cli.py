@@ -6,8 +6,6 @@ import click
 
 from hookdiff.cli.options import trust_option
 
-_HOOKS = ("prepare_model", "restore", "sample", "offer_weights")
-
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN|CHECKPOINT")
@@ -34,30 +32,26 @@ def command(
 ) -> None:
     """Write the weights of the newest checkpoint of RUN, or of one CHECKPOINT in it, to FILE or DIR.
 
+    The data of the run is not needed.
+
     They equal the weights with which `hookdiff sample RUN --weights NAME` samples, bit for bit. For diffusers the
     scheduler makes the steps of the run's sampler; a sampler that diffusers does not have is refused.
     """
-    from hookdiff import UnknownWeights, UserError, build_loop, evaluating, load_config
-    from hookdiff.disk import run_of
-    from hookdiff.models import load_into
+    from hookdiff import UserError, evaluating, load_run
+    from hookdiff.errors import UnknownWeights
     from hookdiff_checkpoint.export import about, check_place, write_weights
     from hookdiff_checkpoint.to_diffusers import equivalent_of, write_folder
 
-    source = run_of(run)
     for setting in settings:
         if to != "diffusers" or not setting.strip().startswith("sampling."):
             raise UserError(f"--set {setting}: expected a key of [sampling], with --to diffusers")
     check_place(out, to, overwrite)
-    from_file = weights if weights and weights.endswith(".safetensors") else None
-    config = load_config(source / "config.toml", settings=settings, trust=trust)
-    loop = build_loop(config, source, resume=run, hooks=_HOOKS)
-    with loop:
-        if from_file:
-            load_into(loop.model, Path(from_file), asked_by="--weights")
+    with load_run(run, settings, trust=trust) as opened:
+        loop = opened.loop
         sampling = equivalent_of(loop) if to == "diffusers" else None
         try:
-            with loop.weights("model" if from_file else weights) as name, evaluating(loop.model):
-                metadata = about(loop, from_file)
+            with opened.weights(weights) as name, evaluating(loop.model):
+                metadata = about(name, opened.step)
                 if sampling:
                     usage = write_folder(out, loop.model, sampling, loop.feed.shape, metadata)
                 else:
@@ -67,5 +61,5 @@ def command(
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             raise UserError(f"{out}: cannot be written: {error.strerror or error}{where}") from None
-    origin = f"weights in {from_file}" if from_file else f"{name} weights of step {loop.progress.step}"
+        origin = f"weights in {name}" if name.endswith(".safetensors") else f"{name} weights of step {opened.step}"
     click.echo(f"{out}: the {origin}\n  {usage}")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hookdiff import Loop, UserError
+from hookdiff import UserError
 from hookdiff.disk import new_file, write_tensors
 
 SUFFIX = ".safetensors"
@@ -34,9 +34,9 @@ def write_weights(out: Path, net: nn.Module, about: Mapping[str, str]) -> str:
     return f"model.load_state_dict(safetensors.torch.load_file({str(out)!r}))"
 
 
-def about(loop: Loop, origin: str | None) -> dict[str, str]:
-    """Return the metadata of the current weights of `loop`, which come from the file `origin` or from the run."""
-    return {"hookdiff": version("hookdiff"), "step": str(loop.progress.step), "weights": origin or loop.weights.name}
+def about(name: str, step: int) -> dict[str, str]:
+    """Return the metadata of the weights called `name`, of a run of `step` updates."""
+    return {"hookdiff": version("hookdiff"), "step": str(step), "weights": name}
 
 
 def plain_tensors(net: nn.Module) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from attrs import define, field
 from attrs.validators import ge
+from torch import Tensor
 
 from hookdiff import PASS, Alarms, Due, Every, Loop, Reason, StorageError, UserError, Verdict, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
@@ -294,8 +295,9 @@ class Checkpoint:
 def _rates(loop: Loop) -> str:
     """Return the options of the optimizers with which an update can make weights that are not finite."""
     groups = [group for optimizer in loop.optimizers for group in optimizer.param_groups]
-    values = [(key, float(group[key])) for group in groups for key in ("lr", "weight_decay", "eps") if key in group]
-    return ", ".join(dict.fromkeys(f"{key} {value:g}" for key, value in values))
+    values = [(key, group[key]) for group in groups for key in ("lr", "weight_decay", "eps") if key in group]
+    shown = [f"{key} {float(value):g}" for key, value in values if isinstance(value, float | int | Tensor)]
+    return ", ".join(dict.fromkeys(shown))
 
 
 def _place(progress: Mapping[str, int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli.options import config_argument, override_options
+from hookdiff.cli.options import override_options, trust_option
 
 if TYPE_CHECKING:
     from hookdiff import Config
@@ -18,25 +18,32 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@config_argument
+@click.argument("config", type=click.Path(path_type=Path), metavar="CONFIG|RUN")
 @override_options
+@trust_option
 @click.option("--out", type=click.Path(path_type=Path), help="Picture to write, by default NAME-lr.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
-def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool) -> None:
-    """Draw the learning rate of a training with CONFIG, from step 0 to the last step.
+def command(
+    config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool, trust: bool
+) -> None:
+    """Draw the learning rate of a training with CONFIG, or of the run directory RUN, from step 0 to the last step.
 
-    The data is read only if the length of the run is given in epochs.
+    The data is read only for a CONFIG with its length in epochs. Of a RUN, a checkpoint has the length of an epoch.
     """
     from hookdiff import UserError, load_config
-    from hookdiff.experiment import try_optimizers
+    from hookdiff.experiment import run_config, try_optimizers
     from hookdiff_lr.chart import draw
     from hookdiff_lr.plugin import LR, distinct_groups
 
-    checked = load_config(config, plugins, settings)
+    is_run = config.is_dir()
+    if is_run:
+        checked = run_config(config, plugins, settings, trust=trust, without=("data", "model"))
+    else:
+        checked = load_config(config, plugins, settings)
     plugin = checked.plugins["lr"].build() if "lr" in checked.plugins else LR("constant")
     if not isinstance(plugin, LR):
         raise UserError(f"the plugin 'lr' of this config is a {type(plugin).__name__}; only LR of hookdiff_lr is drawn")
-    steps = _steps(checked)
+    steps = _steps(checked, config if is_run else None, trust)
     curve, last = plugin.curve(steps), steps - 1  # a restart after the last step must not be drawn
     rates = {name: float(group["lr"]) for name, group in distinct_groups(try_optimizers(checked)).items()}
     remarks = list(plugin.remarks(steps))
@@ -65,13 +72,16 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], o
         click.echo(f"  {line}")
 
 
-def _steps(config: Config) -> int:
-    """Return the number of updates of the run; if it is given in epochs, the samples are counted."""
-    from hookdiff import build_loop
+def _steps(config: Config, run: Path | None, trust: bool) -> int:
+    """Return the number of updates; if it is given in epochs, the checkpoint of the `run` or the data has the rest."""
+    from hookdiff import build_loop, load_run
 
     if config.run.steps is not None:
         return config.run.steps
     assert config.run.epochs is not None
+    if run is not None:
+        with load_run(run, device="cpu", trust=trust) as opened:
+            return config.run.epochs * opened.loop.feed.num_batches
     with tempfile.TemporaryDirectory() as folder:
         return config.run.epochs * build_loop(config, Path(folder), hooks=()).feed.num_batches
 

@@ -36,7 +36,8 @@ def command(
 
     Exit code 0 if all its values are the same to the bit, 1 if not. The options --plugins, --set, --no-amp and --lr
     change the step: then 0 if it is finite, 1 if not. With --anomaly: 0 if an operation of the backward pass that made
-    a NaN is named, 1 if there is none. 2 when DIR cannot be used. The run directory is only read.
+    a NaN is named, 1 if there is none. 2 when DIR cannot be used. The run directory is only read. Only --lr
+    needs the data of the run.
     """
     import logging
 

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 from attrs import define, field
 from attrs.validators import ge, min_len
 
-from hookdiff import Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
+from hookdiff import Batch, Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
 from hookdiff.options import about
 from hookdiff.structure import COUNT, numbers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose
-from hookdiff_nan.record import kept_in, write_record
+from hookdiff_nan.record import batch_state, kept_in, write_record
 from hookdiff_nan.watch import Watch
 
 log = logging.getLogger("hookdiff")
@@ -57,10 +57,16 @@ class NaN:
     _furthest: int = field(default=0, init=False)  # largest step at which one was left out
     _last: list[list[float]] = field(factory=list, init=False)  # [step, loss, gradient norm] of the last updates
     _watch: Watch = field(init=False)  # of the newest diagnosis
+    _batch: Batch = field(init=False)  # of this step, as the data gave it
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self._watch = Watch(loop.model, loop.adopted.named_parameters())
+
+    @hookimpl(wrapper=True)
+    def make_batch(self, batch: Batch) -> Generator[None, Batch, Batch]:
+        self._batch = batch
+        return (yield)
 
     @hookimpl(tryfirst=True)
     def before_step(self) -> None:
@@ -130,7 +136,8 @@ class NaN:
             report.notes["replay"] = f"not kept: {root} has {self.keep} steps already (plugins.nan.keep)"
             return
         try:
-            write_record(path, loop, report, found, {**states, "buffers": loop.buffers.kept}, self.num_begun == 1)
+            parts = {**states, "buffers": loop.buffers.kept, "batch": batch_state(self._batch, loop.feed)}
+            write_record(path, loop, report, found, parts, self.num_begun == 1)
         except OSError as error:
             report.notes["replay"] = f"not kept: {path} cannot be written: {error.strerror or error}"
             return

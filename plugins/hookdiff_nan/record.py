@@ -6,7 +6,8 @@ It holds no pickle, and gets its name only once it is complete:
     config.toml                               the resolved config of the run
     model.safetensors                         the weights before the step, with the model's own keys
     plugins.safetensors, buffers.safetensors  the state of plugins that take part in a step; all buffers
-    data.safetensors                          the weights of the samples in this epoch, if a plugin set them
+    batch.safetensors                         the samples, as the data gave them
+    data.safetensors                          facts about the data; weights of its samples, if a plugin set them
     step.json                                 progress, machine, versions, digests of inputs and results
 """
 
@@ -26,7 +27,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff import Batch, Loop, NonFinite, UserError, nearest
+from hookdiff import Batch, Feed, Loop, NonFinite, UserError, nearest
 from hookdiff.disk import flatten, new_folder, read_file, unflatten, write_file, write_tensors
 from hookdiff.versions import versions
 from hookdiff_nan.diagnose import Diagnosis
@@ -42,7 +43,18 @@ class Record:
 
     path: Path
     facts: dict[str, Any]  # of step.json
-    parts: dict[str, dict[str, Any]]  # "model", "plugins", "data" and "buffers", tensors on the CPU
+    parts: dict[str, dict[str, Any]]  # "model", "plugins", "data", "buffers" and "batch", tensors on the CPU
+
+    @property
+    def batch(self) -> Batch:
+        """The samples of the step, as the data gave them."""
+        return Batch(**{name: value for name, value in self.parts["batch"].items() if name != "names"})
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of these samples, by their positions in the data."""
+        indices = self.batch.indices
+        return {} if indices is None else dict(zip(indices.tolist(), self.parts["batch"]["names"], strict=True))
 
 
 def kept_in(root: Path) -> set[str]:
@@ -177,6 +189,13 @@ def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
             "gradients": {name: digest(value) for name, value in (loop.gradients.named() | adopted).items()},
         },
     }
+
+
+def batch_state(batch: Batch, feed: Feed) -> dict[str, Any]:
+    """Return `batch`, before any draw, as a state, with the names of its samples."""
+    names = [] if batch.indices is None else [feed.describe(index) for index in batch.indices.tolist()]
+    values = {name: getattr(batch, name) for name in ("inputs", "labels", "indices", "total", "conditions")}
+    return {**values, "names": names}
 
 
 def digest_of(batch: Batch) -> str:

@@ -12,6 +12,7 @@ import torch
 from attrs import define, evolve, field
 
 from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hookimpl, load_config
+from hookdiff.data import Facts, Remembered
 from hookdiff.experiment import Part
 from hookdiff.rehearsal import rehearsing
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
@@ -57,9 +58,7 @@ class Replay:
     @hookimpl(tryfirst=True)
     def before_step(self, batch: Batch) -> None:
         if digest_of(batch) != self._record.facts["inputs"]:
-            indices = None if batch.indices is None else batch.indices.tolist()
-            others = "the batch has other samples" if indices != self._record.facts["indices"] else "its values differ"
-            self.say(f"differs: the data has changed: {others}")
+            self.say("differs: the plugins make another batch of the same samples")
 
 
 def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly: bool, trust: bool, say: Say) -> bool:
@@ -70,8 +69,7 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
     if it cannot run.
     """
     record = read_record(path)
-    # Loading one batch is not worth worker processes; its pixels are the same without them.
-    config = _config(record, plugins, [*settings, "data.workers=0"], trust)
+    config = _config(record, plugins, settings, trust, without=("data",))
     parts = {name: part for name, part in config.plugins.items() if not _is_sink(part.target)}
     parts["replay"] = Part("plugins.replay", "replay", Replay, {"path": str(path)})
     fresh = [name for name in parts if name not in record.parts["plugins"]]
@@ -79,17 +77,14 @@ def replay(path: Path, plugins: Sequence[str], settings: Sequence[str], anomaly:
     with tempfile.TemporaryDirectory() as folder:
         # Only Replay keeps all its hooks: the other plugins must not write files or make pictures.
         replayed = evolve(config, plugins=parts)
-        loop = build_loop(replayed, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=["replay"])
+        feed = Remembered(Facts.of(record.parts["data"].get("facts")), names=record.names)
+        loop = build_loop(replayed, Path(folder), hooks=STEP_HOOKS, fresh=fresh, keep=["replay"], feed=feed)
         _one(loop, Replay).say = say
         _one(loop, NaN)  # it makes the report
         with _quietly(), loop:
             for line in _differences(record, surroundings(loop)):
                 say(line)
-            batch = next(loop.feed.batches(loop.progress.epoch, loop.progress.samples), None)
-            if batch is None:
-                raise UserError(
-                    f"the data has no batch at this position: it now has {len(loop.feed.training)} training samples"
-                )
+            batch = _on_device(record.batch, loop.device)
             if anomaly:
                 if isinstance(record.facts["outcome"]["loss"][0], str):
                     say("the loss itself is not finite: the cause is not in the backward pass")
@@ -144,15 +139,23 @@ def _compute_as_then(record: Record) -> None:
     torch.use_deterministic_algorithms(machine["deterministic"])
 
 
-def _config(record: Record, plugins: Sequence[str], settings: Sequence[str], trust: bool) -> Config:
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    labels = None if batch.labels is None else batch.labels.to(device)
+    conditions = {name: column.to(device) for name, column in batch.conditions.items()}
+    return evolve(batch, inputs=batch.inputs.to(device), labels=labels, conditions=conditions)
+
+
+def _config(
+    record: Record, plugins: Sequence[str], settings: Sequence[str], trust: bool, without: Sequence[str] = ()
+) -> Config:
     if not (record.path / CONFIG).is_file():
         raise UserError(f"{record.path} has no {CONFIG}: a script made the run, and only that script can repeat it")
-    return load_config(record.path / CONFIG, plugins, settings, trust=trust)
+    return load_config(record.path / CONFIG, plugins, settings, trust=trust, without=without)
 
 
 def names_of_plugins(record: Record, trust: bool) -> tuple[str, ...]:
     """Return the names of the run's plugins. trust: see `load_config`."""
-    return tuple(_config(record, (), (), trust).plugins)
+    return tuple(_config(record, (), (), trust, without=("data", "model", "optimizer")).plugins)
 
 
 def _one(loop: Loop, kind: type[P]) -> P:

@@ -119,6 +119,20 @@ def test_folders_are_made_and_an_old_file_is_replaced(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["grid.png"]
 
 
+def test_names_stand_below_columns_or_below_each_image(tmp_path: Path) -> None:
+    images = noise(5, 3, 20, 20)
+    plain = saved(images, tmp_path / "plain.png", columns=3, scale=1)
+    columns = saved(images, tmp_path / "c.png", columns=3, scale=1, names=["a", "a long name", "c", "a", "a long name"])
+    each = saved(images, tmp_path / "each.png", columns=3, scale=1, names=["a", "b", "c", "d", "e"])
+    assert torch.equal(columns[: len(plain)], plain)
+    assert each.shape[0] - plain.shape[0] == 2 * (columns.shape[0] - plain.shape[0]) > 0
+    below = columns[len(plain) :]
+    for left in (PADDING, 2 * PADDING + 20, 3 * PADDING + 40):
+        assert (below[:, left : left + 20] < 128).any()
+        assert (below[:, left - PADDING : left] == 255).all()  # a long name stays in its column
+    assert torch.equal(cell(each, 0, 1, 20, 20), images[1])
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "grid.png"
     before = saved(noise(4, 1, 8, 8), path, scale=1)

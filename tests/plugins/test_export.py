@@ -208,7 +208,7 @@ def test_an_export_that_cannot_be_made_is_refused(trained: Any, command: Any, tm
         ((run, folder), (folder, ".safetensors")),
         ((run, blocked / "out.safetensors"), (blocked / "out.safetensors", "File exists")),
         ((run, file, "--weights", "hlaf"), ("--weights", "'hlaf'", "'half'", "ema/decay=0.1")),
-        ((run, file, "--weights", "no.safetensors"), ("--weights", "no.safetensors")),
+        ((run, file, "--weights", "no.safetensors"), ("weights", "no.safetensors")),
         ((run, file, "--set", "sampling.steps=2"), ("sampling.steps=2", "--to diffusers")),
         ((run, folder, "--to", "diffusers", "--set", "model.channels=4"), ("model.channels=4", "[sampling]")),
         ((run, folder, "--to", "diffusers"), ("model.use", "UNet", "--to safetensors")),

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, UnknownWeights, hookimpl
+from hookdiff import Batch, Feed, Finding, InMemory, Loop, LossOutput, hookimpl
 from hookdiff.data import digits
 from hookdiff.diffusion import EDM, VP, Diffusion, Flow, Process
+from hookdiff.errors import UnknownWeights
 from hookdiff.testing import CountTransfers, assert_resumes, assert_same, toy_loop
 from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor

@@ -40,7 +40,7 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
     before = sorted(path for path in run.rglob("*") if path.is_file())
 
     def sample(*words):
-        code, out, _ = hookdiff("sample", "run", "--num", 3, "--out", "x.png", *words)
+        code, out, _ = hookdiff("sample", "run", "--num", 3, "--out", "x.png", "--overwrite", *words)
         assert code == 0
         return (folder / "x.png").read_bytes(), out
 
@@ -73,19 +73,21 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
 @pytest.mark.parametrize(
     ("words", "facts"),
     [
-        (["--weights", "no.safetensors"], ("--weights", "no.safetensors")),
+        (["--weights", "no.safetensors"], ("weights", "no.safetensors")),
         (["--weights", f"{NEWEST}/optimizers.safetensors"], (f"{NEWEST}/optimizers.safetensors",)),
         (["--steps", 21], ("steps", 21, "timesteps", 20)),
         (["--steps", 0], ("sampling.steps", 1, 0)),
         (["--sampler", "dim"], ("sampling.sampler", "ddim", "ddpm", "euler", "heun", "dpmpp_2m", "'dim'", "'ddim'")),
         (["--out", "run/config.toml/x.png"], ("run/config.toml/x.png",)),
-        (["--out", "run"], ("run", "directory")),
-        (["--image", "run/config.toml"], ("run/config.toml",)),
+        (["--out", "run.png"], ("run.png", "directory")),
+        (["--out", "x.jpg"], ("--out", "x.jpg", ".png", ".npz")),
+        (["--images", "run/config.toml"], ("run/config.toml",)),
         (["--labels", "1"], ("labels",)),
     ],
 )
 def test_a_wrong_input_is_reported_in_one_message(hookdiff, made, monkeypatch, words, facts):
     monkeypatch.chdir(made)
+    (made / "run.png").mkdir(exist_ok=True)
     code, out, err = hookdiff("sample", "run", "--num", 1, *words)
     assert (code, out) == (2, "")
     check_facts(err, *facts)
@@ -107,9 +109,9 @@ def test_samples_have_classes_and_guidance(hookdiff, folder):
     assert tomli.loads((folder / "run" / "config.toml").read_text())["diffusion"]["conditional"] is True
 
     def sample(*words):
-        code, _, err = hookdiff("sample", "run", "--num", 20, "--out", "x.png", *words)
+        code, _, err = hookdiff("sample", "run", "--num", 20, "--out", "x.npz", "--overwrite", *words)
         assert code == 0, err
-        return (folder / "x.png").read_bytes()
+        return numpy.load(folder / "x.npz")["arr_0"].tobytes()
 
     each = sample()  # by default the images take the classes in turn
     assert sample("--labels", "0,1,2,3,4,5,6,7,8,9") == each
@@ -119,8 +121,8 @@ def test_samples_have_classes_and_guidance(hookdiff, folder):
     assert sample("--guidance-scale", 3) != each
     assert sample("--guidance-scale", 0) == sample("--labels", "-1")
     for words, facts in (
-        (["--labels", "10"], (20, 0, 9, -1)),
-        (["--labels", "one"], ("--labels one",)),
+        (["--labels", "10"], (10, 0, 9, -1)),
+        (["--labels", "one"], ("one", 0, 9, -1)),
         (["--guidance-scale", -1], ("sampling.guidance", "scale", 0, -1.0)),
     ):
         code, _, err = hookdiff("sample", "run", "--num", 20, *words)
@@ -132,12 +134,57 @@ def test_samples_start_from_a_picture(hookdiff, folder, run):
     Image.new("RGB", (30, 20), (250, 250, 250)).save(folder / "white.jpg")
 
     def sample(*words):
-        code, _, err = hookdiff("sample", "run", "--num", 4, "--steps", 20, "--out", "x.png", *words)
+        code, _, err = hookdiff("sample", "run", "--num", 4, "--steps", 20, "--out", "x.png", "--overwrite", *words)
         assert code == 0, err
         return numpy.asarray(Image.open(folder / "x.png").convert("L"), dtype=float).mean()
 
     # One of twenty steps changes the picture little; twenty steps keep little of it.
-    assert sample("--image", "white.jpg", "--strength", 0.05) > sample("--image", "white.jpg", "--strength", 1) > 0
+    assert sample("--images", "white.jpg", "--strength", 0.05) > sample("--images", "white.jpg", "--strength", 1) > 0
+
+
+def test_single_pictures_are_those_of_the_archive_and_replace_none(hookdiff, folder, run):
+    assert hookdiff("sample", "run", "--num", 3, "--each", "singles", "--out", "x.npz")[0] == 0
+    (pixels,) = numpy.load(folder / "x.npz").values()  # without classes there are no labels
+    assert (pixels.shape, pixels.dtype) == ((3, 8, 8, 1), numpy.uint8)
+    names = sorted(path.name for path in (folder / "singles").iterdir())
+    assert names == ["000000.png", "000001.png", "000002.png"]
+    for row, name in zip(pixels, names, strict=True):
+        assert numpy.array_equal(numpy.asarray(Image.open(folder / "singles" / name)), row[..., 0])
+    (folder / "singles" / names[0]).unlink()
+    before = [path.stat().st_mtime_ns for path in (folder / "singles").iterdir()]
+    for words, fact in ((["--each", "singles"], names[1]), (["--out", "x.npz"], "x.npz")):
+        code, _, err = hookdiff("sample", "run", "--num", 3, *words)
+        assert code == 2
+        check_facts(err, fact, "--overwrite")
+    assert [path.stat().st_mtime_ns for path in (folder / "singles").iterdir()] == before
+    assert not (run / "samples").exists()
+    for name in ("seed-0.png", "seed-0-2.png"):
+        check_facts(hookdiff("sample", "run", "--num", 1)[1], f"run/samples/{name}")
+
+
+def test_only_the_white_part_of_a_mask_is_painted(hookdiff, folder, run):
+    picture = numpy.arange(64, dtype=numpy.uint8).reshape(8, 8) * 4
+    for name, values in {"a/1": picture, "a/2": picture[::-1].copy()}.items():
+        (folder / "a").mkdir(exist_ok=True)
+        Image.fromarray(values).save(folder / f"{name}.png")
+    mask = numpy.zeros((8, 8), numpy.uint8)
+    mask[:, 3:6] = 255
+    Image.fromarray(mask).save(folder / "mask.png")
+    for sampler in ("ddim", "ddpm", "euler", "heun", "dpmpp_2m"):
+        words = ["--images", "a", "--mask", "mask.png", "--sampler", sampler, "--steps", 4, "--out", f"{sampler}.npz"]
+        assert hookdiff("sample", "run", *words)[0] == 0
+        made = numpy.load(folder / f"{sampler}.npz")["arr_0"][..., 0]
+        for row, known in zip(made, (picture, picture[::-1]), strict=True):
+            assert numpy.array_equal(row[mask == 0], known[mask == 0])
+            assert not numpy.array_equal(row[mask == 255], known[mask == 255])
+    for words, facts in (
+        (["--mask", "mask.png"], ("--mask", "--images")),
+        (["--images", "a", "--mask", "a/3.png"], ("a/3.png",)),
+        (["--images", "run/checkpoints"], ("--images", "run/checkpoints")),
+    ):
+        code, _, err = hookdiff("sample", "run", *words)
+        assert code == 2
+        check_facts(err, *facts)
 
 
 def test_a_run_without_a_checkpoint_is_refused(hookdiff, folder):

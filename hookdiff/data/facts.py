@@ -1,0 +1,52 @@
+"""What a checkpoint keeps of the data, so that its run makes images without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import Attribute, Factory, define, field, fields
+from attrs.validators import deep_iterable, ge
+from torch import Tensor
+
+from hookdiff.errors import UserError
+from hookdiff.structure import COUNT, Problems, shaped, structured
+
+MOST, LIMIT = 16, 1 << 22  # examples, and bytes of all of them together; there is always one
+
+
+def _are_rows(facts: Any, _: Attribute[Any], conditions: Mapping[str, Tensor]) -> None:
+    columns = [*conditions.values()] + ([] if facts.labels is None else [facts.labels])
+    rows = {tuple(column.shape[:1]) for column in columns}
+    if len(rows) > 1 or not rows.isdisjoint({(), (0,)}):
+        raise ValueError("conditions and labels must have the same number of rows, and at least one")
+
+
+@define(frozen=True, eq=False, kw_only=True)
+class Facts:
+    """The facts about the data that a run needs after its training.
+
+    If the samples have conditions, the first few training samples are kept as examples, without their images.
+    """
+
+    shape: tuple[int, ...] = field(validator=deep_iterable(ge(1)))  # of one sample, c h w
+    num_samples: int = field(validator=COUNT)  # to train on
+    drop_last: bool  # an epoch leaves out its last, smaller batch
+    num_classes: int | None = field(default=None, validator=COUNT)  # None: no labels
+    classes: tuple[str, ...] | None = None  # their names
+    labels: Tensor | None = field(default=None, validator=shaped(None, dtype=torch.int64))  # of the examples: n, int64
+    conditions: dict[str, Tensor] = field(default=Factory(dict), validator=_are_rows)  # of the examples: n rows each
+
+    @classmethod
+    def of(cls, state: Any) -> Facts:
+        """Read the facts in the state of a checkpoint. Raises UserError for a state that holds none."""
+        try:
+            return structured(cls, state)
+        except Problems as error:
+            raise UserError(f"the checkpoint's state of 'data' cannot be loaded: facts: {error}") from None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the facts as a part of a state, without those that are None."""
+        values = {one.name: getattr(self, one.name) for one in fields(Facts)}
+        return {name: value for name, value in values.items() if value is not None}

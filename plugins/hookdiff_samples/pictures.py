@@ -1,0 +1,140 @@
+"""Pictures that `hookdiff sample` starts from, and those that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff import UserError
+from hookdiff.data import Transforms, to_unit_range
+from hookdiff.data.source import reason
+from hookdiff.disk import check_writable, new_file, save_grid, save_image, writing
+
+_MOST_COLUMNS = 16  # that a grid gets for its classes without being asked
+_WHITE = 128  # the least value of a pixel that is painted
+
+
+def picture_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files in `paths`, and those of the folders in it by name. Raises UserError for an empty folder."""
+    files: list[Path] = []
+    for path in paths:
+        inside = (
+            sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
+            if path.is_dir()
+            else [path]
+        )
+        if not inside:
+            raise UserError(f"--images {path}: the folder has no files")
+        files += inside
+    return files
+
+
+def read_pictures(files: Sequence[Path], shape: Sequence[int]) -> Tensor:
+    """Return the pictures in `files` as inputs of a model of images of `shape` (c h w): n c h w in [-1, 1]."""
+    channels, *sides = shape
+    if channels not in (1, 3) or len(set(sides)) != 1:
+        made = " x ".join(map(str, shape))
+        raise UserError(f"--images {files[0]}: needs a model of square grey or RGB images; this one makes {made}")
+    return torch.stack([to_unit_range(_fitted(file, channels, sides[0])) for file in files])
+
+
+def read_mask(file: Path, shape: Sequence[int]) -> Tensor:
+    """Return the mask in `file`, 1 1 h w, bool: True where its picture is white."""
+    mask = _fitted(file, 1, shape[-1])[None] >= _WHITE
+    if not mask.any():
+        raise UserError(f"--mask {file}: nothing of it is white, so there is nothing to paint")
+    return mask
+
+
+def _fitted(path: Path, channels: int, side: int) -> Tensor:
+    from PIL import Image
+
+    transforms = Transforms(image_size=side, channels=1 if channels == 1 else 3, upscale=True)
+    try:
+        with Image.open(path) as picture:
+            return transforms.fit(picture)
+    except Exception as error:  # decoders raise errors of any type
+        raise UserError(f"{path}: cannot be read as a picture: {reason(error)}") from None
+
+
+def free_name(folder: Path, seed: int) -> Path:
+    """Return a file in `folder` that does not exist: seed-0.png, seed-0-2.png, ..."""
+    names = (f"seed-{seed}{'' if number == 1 else f'-{number}'}.png" for number in count(1))
+    return next(path for path in map(folder.joinpath, names) if not path.exists())
+
+
+@define(eq=False)
+class Output:
+    """The files that a command writes: a grid or an archive, a picture of each image, or both."""
+
+    out: Path | None
+    each: Path | None
+    num: int
+    overwrite: bool
+    _pixels: list[Tensor] = field(factory=list, init=False)  # uint8, n c h w
+    _singles: list[Path] = field(init=False)
+    _written: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._singles = [self.each / f"{number:06d}.png" for number in range(self.num)] if self.each else []
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether `out` is an NPZ file, and no grid."""
+        return self.out is not None and self.out.suffix == ".npz"
+
+    def check(self) -> None:
+        """Raise UserError if a file cannot be written, or exists and may not be replaced."""
+        if self.out and self.out.suffix not in (".png", ".npz"):
+            raise UserError(f"--out {self.out}: expected a name that ends in .png or .npz")
+        for path in [*([self.out] if self.out else []), *self._singles[:1]]:
+            check_writable(path)
+        for path in [*([self.out] if self.out else []), *self._singles]:
+            if path.exists() and not self.overwrite:
+                raise UserError(f"{path} exists; choose another name, or --overwrite to replace it")
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Raise UserError if images of `shape` (c h w) are no pictures, unless only a grid is asked for."""
+        if (self.each or self.is_archive) and (len(shape) != 3 or shape[0] not in (1, 3)):
+            made = " x ".join(map(str, shape))
+            raise UserError(f"--each and .npz files are for grey or RGB images; this model makes {made}")
+
+    def add(self, pixels: Tensor) -> None:
+        """Take the next images: uint8, n c h w."""
+        if self.out:
+            self._pixels.append(pixels)
+        if self.each:
+            for image, path in zip(pixels, self._singles[self._written :], strict=False):
+                with writing(path):
+                    save_image(image, path)
+            self._written += len(pixels)
+
+    def finish(self, labels: Sequence[int] | None, names: Sequence[str], columns: int | None) -> list[Path]:
+        """Write `out`; return it and the folder of single pictures. `labels` are of all images, `names` of classes."""
+        if self.out:
+            pixels = torch.cat(self._pixels)
+            with writing(self.out):
+                if self.is_archive:
+                    _write_archive(self.out, pixels, labels)
+                else:
+                    classes = len(dict.fromkeys(labels or ()))
+                    columns = columns or (classes if 1 < classes <= min(_MOST_COLUMNS, self.num) else None)
+                    captions = [names[label] if label >= 0 else "-" for label in labels or ()]
+                    save_grid(pixels, self.out, columns, names=captions)
+        return [path for path in (self.out, self.each) if path]
+
+
+def _write_archive(path: Path, pixels: Tensor, labels: Sequence[int] | None) -> None:
+    """Write arr_0, n h w c, uint8; and arr_1, n, int64, if there are labels."""
+    arrays: list[Any] = [pixels.permute(0, 2, 3, 1).contiguous().numpy()]
+    if labels is not None:
+        arrays.append(numpy.array(labels, dtype=numpy.int64))
+    with new_file(path) as partial, partial.open("wb") as file:  # a name would get another suffix
+        numpy.savez(file, *arrays)
