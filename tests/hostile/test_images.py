@@ -20,8 +20,14 @@ from tests.hostile.test_run_dir import in_time
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # Pillow's, about broken files
 KINDS = {
-    "png": "PNG", "jpg": "JPEG", "webp": "WEBP", "bmp": "BMP", "tif": "TIFF", "gif": "GIF",
-    "tiff": "TIFF", "jpeg": "MPO",
+    "png": "PNG",
+    "jpg": "JPEG",
+    "webp": "WEBP",
+    "bmp": "BMP",
+    "tif": "TIFF",
+    "gif": "GIF",
+    "tiff": "TIFF",
+    "jpeg": "MPO",
 }
 MODES = {"PNG": ["RGB", "L", "P", "RGBA", "I;16"], "TIFF": ["RGB", "L", "P", "F", "I", "CMYK"], "JPEG": ["RGB", "CMYK"]}
 SIDES = [0, 1, 2, 255, 256, 65535, 65536, 2**24, 2**31 - 1, 2**31, 2**32 - 1]
