@@ -103,11 +103,19 @@ def changes(draw: st.DrawFn, size: int) -> Callable[[bytes], bytes]:
     return change
 
 
+def means(content: bytes) -> Any:
+    """Return the values in JSON, which may be written with other spaces, and any other content as it is."""
+    try:
+        return repr(json.loads(content))
+    except (ValueError, RecursionError):
+        return content
+
+
 @given(data=st.data(), name=st.sampled_from(["pixels", "about.json"]))
 def test_changed_bytes_are_found(made: tuple[Path, Tensor], data: st.DataObject, name: str) -> None:
     whole = (cache_of(made[0]) / name).read_bytes()
     changed = data.draw(changes(len(whole)))(whole)
-    if changed != whole:
+    if means(changed) != means(whole):
         assert_made_again(made, lambda cache: (cache / name).write_bytes(changed))
 
 

@@ -74,14 +74,11 @@ def test_changed_bytes_of_a_picture(tmp_path: Path, data: st.DataObject, kind: s
         number = data.draw(st.sampled_from(SIDES))
         whole = whole[:at] + struct.pack(data.draw(st.sampled_from("<>")) + "I", number) + whole[at + 4 :]
     path = tmp_path / f"a.{data.draw(st.sampled_from(sorted(KINDS)))}"
+    sides, channels = st.none() | st.integers(2, 32), st.sampled_from([None, 1, 3])
+    transforms = Transforms(image_size=data.draw(sides), upscale=True, channels=data.draw(channels))
     path.write_bytes(whole)
-    image_size = data.draw(st.none() | st.integers(2, 32))
     try:
-        read(
-            path,
-            store,
-            Transforms(image_size=image_size, upscale=True, channels=data.draw(st.sampled_from([None, 1, 3]))),
-        )
+        read(path, store, transforms)
     finally:
         path.unlink()
 
