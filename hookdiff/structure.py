@@ -292,6 +292,10 @@ def _scalar(value: Any, kind: Any) -> Any:
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"expected {_NAMES[kind]}, got {_shown(value)}")
+    if kind is int and abs(value) >= 2**64:
+        raise ValueError(f"expected an integer of at most 64 bits, got {_shown(value)}")
+    if kind is str and "\0" in value:  # no name of a file has one
+        raise ValueError(f"expected a string without zero bytes, got {_shown(value)}")
     return kind(value)
 
 

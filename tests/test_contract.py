@@ -169,13 +169,7 @@ PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
     *("hookdiff.adopted", "hookdiff.evaluation", "hookdiff.gradients", "hookdiff.rehearsal", "hookdiff.structure"),
-    *(
-        "hookdiff.data.decode",
-        "hookdiff.data.labels",
-        "hookdiff.data.source",
-        "hookdiff.errors",
-        "hookdiff.experiment.optimizers",
-    ),
+    *("hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors", "hookdiff.experiment.optimizers"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory"),
     *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
 }

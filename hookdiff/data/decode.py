@@ -1,10 +1,9 @@
-"""Opens pictures, and converts them to grey or RGB. Only this file handles bit depth, transparency and orientation."""
+"""Converts pictures of any mode to grey or RGB. Only this file handles bit depth, transparency and orientation."""
 
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy
 
-from hookdiff.disk import check_kind
 from hookdiff.errors import UserError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -14,22 +13,6 @@ _WIDTH, _HEIGHT, _ORIENTATION = 0x0100, 0x0101, 0x0112  # tags of TIFF and Exif
 
 class Unreadable(UserError):
     """A sample that cannot be read; the message names it."""
-
-
-def open_picture(file: str | BinaryIO) -> Any:
-    """Return the Pillow image in a file, of which only the header is read.
-
-    Raises OSError and any error of Pillow; OSError for a pipe, a socket or a device, and ValueError for PostScript.
-    """
-    from PIL import Image
-
-    if isinstance(file, str):
-        check_kind(file)
-    image = Image.open(file)
-    if image.format == "EPS":  # Pillow would run Ghostscript, whatever the name of the file
-        image.close()
-        raise ValueError("PostScript is a program, and is not run")
-    return image
 
 
 def num_channels(mode: str) -> int:

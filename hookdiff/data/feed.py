@@ -30,7 +30,7 @@ from hookdiff.data.source import Images, Source, name_of
 from hookdiff.data.store import Prepared, Store, prepare
 from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError, shown
-from hookdiff.options import about
+from hookdiff.options import about, between
 from hookdiff.randomness import derive_seed
 from hookdiff.structure import structured
 
@@ -94,9 +94,11 @@ class Feed:
     )
     drop_last: bool = field(default=True, metadata=about("leave out the last, smaller batch of an epoch"))
     workers: int = field(
-        default=0, validator=ge(0), metadata=about("processes that load samples, if these are not in memory or on disk")
+        default=0,
+        validator=between(0, 1024),
+        metadata=about("processes that load samples, if these are not in memory or on disk"),
     )
-    prefetch: int = field(default=2, validator=ge(1), metadata=about("batches that each worker loads ahead"))
+    prefetch: int = field(default=2, validator=between(1, 1024), metadata=about("batches that each worker loads ahead"))
     prepared: Prepared = field(init=False, repr=False)  # the source after the first stage
     labels: Tensor | None = field(init=False, default=None)  # of the whole set: n, int64, on the CPU (-1: unknown)
     classes: Sequence[str] | None = field(init=False, default=None)  # the names of the classes

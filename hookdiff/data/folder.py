@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hookdiff.data.decode import SUFFIXES, open_picture
+from hookdiff.data.decode import SUFFIXES
 from hookdiff.data.labels import encode, read_labels, some
+from hookdiff.data.source import open_picture
 from hookdiff.errors import why_missing
 
 
@@ -26,7 +27,7 @@ class Folder:
     """
 
     def __init__(self, path: str, labels: str = "folder") -> None:
-        self.path = Path(path).expanduser()
+        self.path = Path(os.path.expanduser(path))
         if not self.path.is_dir():
             raise ValueError(f"{path} is no folder" if self.path.exists() else f"{path}: {why_missing(self.path)}")
         self.files, others = _find(self.path)

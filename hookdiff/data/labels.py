@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import posixpath
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -55,7 +56,7 @@ def read_labels(
     The third value lists what is wrong: lines, images without a label, labels without an image. Raises ValueError for
     a file that is missing or cannot be read.
     """
-    path = root / labels if (root / labels).exists() else Path(labels).expanduser()
+    path = root / labels if (root / labels).exists() else Path(os.path.expanduser(labels))
     if not path.exists():
         near = nearest(path.name, ["folder", "none", *(p.name for p in root.iterdir() if p.suffix in _SUFFIXES)])
         raise ValueError(f"labels: expected 'folder', 'none' or a file; there is no {labels!r} in {root} or here{near}")

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from os import cpu_count
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from hookdiff.data.decode import Unreadable
+from hookdiff.disk import check_kind
 from hookdiff.errors import shown
 
 _CHUNK = 64  # samples that a thread takes at a time
@@ -63,6 +64,22 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+def open_picture(file: str | BinaryIO) -> Any:
+    """Return the Pillow image in a file, of which only the header is read.
+
+    Raises OSError and any error of Pillow; OSError for a pipe, a socket or a device, and ValueError for PostScript.
+    """
+    from PIL import Image
+
+    if isinstance(file, str):
+        check_kind(file)
+    image = Image.open(file)
+    if image.format == "EPS":  # Pillow would run Ghostscript, whatever the name of the file
+        image.close()
+        raise ValueError("PostScript is a program, and is not run")
+    return image
 
 
 def name_of(source: object, index: int) -> str:

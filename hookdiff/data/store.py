@@ -1,21 +1,17 @@
 """Turns any source into samples of one shape, kept in memory, in a memory-mapped file, or not at all."""
 
-import hashlib
-import json
 import logging
 import os
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import cattrs
-import numpy
 import torch
 from attrs import Factory, define, evolve, field
 from attrs.validators import ge, in_
-from cattrs.errors import BaseValidationError
 from torch import Tensor
 
+from hookdiff.data.cache import load_or_make, place_of
 from hookdiff.data.memory import InMemory
 from hookdiff.data.mistakes import remedy
 from hookdiff.data.source import Images, Source, with_images
@@ -29,14 +25,12 @@ from hookdiff.data.survey import (
     unreadable_problems,
 )
 from hookdiff.data.transforms import Transforms, is_paired, size_text
-from hookdiff.disk import cannot_write, make_folder, new_folder, write_file
 from hookdiff.errors import UserError
 from hookdiff.options import about
 
 logger = logging.getLogger("hookdiff")
 
 _GIB = 1 << 30
-_FORMAT = 2  # a cache of another format is not used
 
 
 @define(frozen=True, kw_only=True)
@@ -66,7 +60,7 @@ class Store:
     @property
     def folder(self) -> Path:
         user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hookdiff")
-        return Path(self.cache_dir or user).expanduser()
+        return Path(os.path.expanduser(self.cache_dir or user))
 
     def place(self, num_bytes: int) -> str:
         """Return where this number of bytes is kept: "memory", "disk" or "none"."""
@@ -114,8 +108,9 @@ def _from_images(source: Images, transforms: Transforms, store: Store) -> Prepar
         raise UserError("the source has no samples: nothing to train on")
     pixels, cache, skip = None, None, store.unreadable == "skip"
     if store.store == "disk":
-        place, cache = "disk", _cache_of(source, transforms, store.folder)
-        found, pixels = _decode_to_disk(cache, source, transforms, skip)
+        place, cache = "disk", place_of(source, transforms, store.folder)
+        fill = partial(_fill, source=source, transforms=transforms)
+        found, pixels = load_or_make(cache, source, transforms, skip, fill)
     else:
         found = survey(source, transforms, skip)
         place = store.place(len(source) * torch.Size(found.shape).numel())
@@ -171,60 +166,11 @@ def _decode_to_memory(source: Images, found: Survey, transforms: Transforms) -> 
         pixels = torch.zeros(shape, dtype=torch.uint8)
     except RuntimeError:
         raise UserError(f"store = 'memory': {size:.2f} GiB of pixels do not fit") from None
-    _fill(pixels.numpy(), source, found, transforms)
+    _fill(pixels.numpy(), found, source, transforms)
     return pixels
 
 
-def _cache_of(source: Images, transforms: Transforms, folder: Path) -> Path:
-    if not hasattr(source, "fingerprint"):
-        name = type(source).__name__
-        raise UserError(f"store = 'disk' needs a fingerprint() of {name}, to see when its data has changed")
-    first_stage = (transforms.side, transforms.upscale, transforms.channels, transforms.background)
-    parts = (_FORMAT, type(source).__qualname__, source.fingerprint(), *first_stage)
-    return folder / hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:32]
-
-
-def _decode_to_disk(path: Path, source: Images, transforms: Transforms, skip: bool) -> tuple[Survey, Tensor]:
-    """Return the survey and the pixels (n c h w, uint8, memory-mapped) in the cache `path`; make it if needed."""
-    try:
-        make_folder(path.parent)
-        with path.with_suffix(".lock").open("w") as lock:
-            if os.name != "nt":  # Windows has no such lock
-                import fcntl
-
-                fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed or the process ends
-            kept = _load_cache(path)
-            if kept is None:
-                logger.info("data: decoding %d images into %s", len(source), path)
-                _write_cache(path, source, survey(source, transforms, skip), transforms)
-                kept = _load_cache(path)
-    except OSError as error:
-        raise cannot_write(path.parent, error) from None
-    assert kept is not None
-    return kept
-
-
-def _load_cache(path: Path) -> tuple[Survey, Tensor] | None:
-    try:
-        found = cattrs.structure(json.loads((path / "survey.json").read_text("utf-8")), Survey)
-        return found, torch.from_numpy(numpy.load(path / "pixels.npy", mmap_mode="c"))
-    except (OSError, EOFError, ValueError, BaseValidationError):  # missing or incomplete
-        return None
-
-
-def _write_cache(path: Path, source: Images, found: Survey, transforms: Transforms) -> None:
-    shape = (len(source), *found.shape)
-    size, free = torch.Size(shape).numel(), shutil.disk_usage(path.parent).free
-    if free < size:  # a mapped file that outgrows its disk kills the process without a message
-        raise UserError(f"{path.parent}: needs {size / _GIB:.2f} GiB, {free / _GIB:.2f} are free")
-    with new_folder(path) as folder:
-        rows = numpy.lib.format.open_memmap(folder / "pixels.npy", "w+", numpy.uint8, shape)
-        _fill(rows, source, found, transforms)
-        rows.flush()
-        write_file(folder / "survey.json", json.dumps(cattrs.unstructure(found)).encode())
-
-
-def _fill(rows: Any, source: Images, found: Survey, transforms: Transforms) -> None:
+def _fill(rows: Any, found: Survey, source: Images, transforms: Transforms) -> None:
     """Write the first stage of the samples to `rows` (n c h w, uint8). Rows of unreadable samples stay zero."""
 
     def decode(index: int, image: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy
 import torch
 from attrs import define, field
-from attrs.validators import ge, in_, optional
+from attrs.validators import in_
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,10 +21,12 @@ from hookdiff.data.decode import decode
 from hookdiff.errors import nearest
 from hookdiff.options import about, between
 
+_LARGEST = 2**28  # pixels; only a picture that is very long and narrow becomes larger
 _ALPHA = (2, 4)  # channels of grey and of RGB pixels with transparency
 
 
-def _check_resize(transforms: Transforms, _: Any, resize: int | None) -> None:
+def _check_resize(transforms: Transforms, option: Any, resize: int | None) -> None:
+    between(2, 2**15)(transforms, option, resize)
     if resize is not None and not (transforms.image_size and transforms.image_size <= resize):
         raise ValueError(f"'resize' needs an image_size that is not larger: {transforms.image_size} and {resize}")
 
@@ -50,7 +52,7 @@ class Transforms:
 
     image_size: int | None = field(
         default=None,
-        validator=optional(ge(2)),
+        validator=between(2, 2**15),
         metadata=about(
             "side of the samples: the shorter side is resized to it (bicubic, antialiased), the centre is cropped; "
             "unless given, pictures keep their size, which must be the same for all",
@@ -132,6 +134,8 @@ class Transforms:
             if min(width, height) < side and not self.upscale:
                 raise ValueError(f"{width} x {height} is smaller than {side} x {side}; upscale = true enlarges it")
             wide, high, left, top = _resized_box(width, height, side)
+            if wide * high > max(_LARGEST, width * height):
+                raise ValueError(f"{width} x {height} becomes {wide} x {high}, more than {_LARGEST} pixels")
             image = image.resize((wide, high), Image.Resampling.BICUBIC).crop((left, top, left + side, top + side))
         pixels = torch.from_numpy(numpy.array(image))
         return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1).contiguous()

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from attrs import define, evolve, field
 from attrs.converters import optional
-from attrs.validators import ge
+from attrs.validators import ge, le
 from torch import Generator, Tensor
 
 from hookdiff.choices import chosen
@@ -36,7 +36,9 @@ class Sampling:
         converter=optional(chosen[Solver]),
         metadata=about('method; unless given, "ddim" with process "vp", "euler" with "flow", "heun" with "edm"'),
     )
-    steps: int = field(default=50, validator=ge(1), metadata=about('number of steps; with "vp" at most its timesteps'))
+    steps: int = field(
+        default=50, validator=[ge(1), le(1_000_000)], metadata=about('number of steps; with "vp" at most its timesteps')
+    )
     spacing: Spacing | None = field(
         default=None,
         converter=optional(chosen[Spacing]),

@@ -207,6 +207,8 @@ def _make_importable(table: dict[str, Any], path: Path, is_of_run: bool) -> None
     """Let `module:Name` find modules beside the config, and record their folder, so that config.toml finds them too."""
     run = table.get("run")
     if isinstance(run, dict) and isinstance(given := run.get("import_from", None if is_of_run else ""), str):
+        if "\0" in given:  # refused with the other problems of the config
+            return
         folder = run["import_from"] = str((path.parent / given).resolve())
         if folder not in sys.path and not (is_of_run and folder == str(path.parent.resolve())):
             sys.path.append(folder)

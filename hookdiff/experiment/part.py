@@ -37,8 +37,8 @@ class Part:
         """Call the target; an error because of its arguments becomes a ConfigError that names the table."""
         try:
             return self.target(*first, **self.arguments)
-        except (ArithmeticError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self.where}: {error}") from error
+        except (ArithmeticError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{self.where}: {str(error) or type(error).__name__}") from error
 
     def of(self, kind: type[Shared]) -> Shared:
         """Make an object of the class `kind`, which has keys in the same table."""

@@ -1,6 +1,7 @@
 """Loads the weights of a safetensors file, ours or of another library, into a model."""
 
 import logging
+import os
 from collections.abc import Mapping
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -54,7 +55,7 @@ def check_file(path: Path, asked_by: str = KEY) -> Shapes:
     Raises ConfigError for a file that is missing, cut short, or of another format.
     """
     where = f"{asked_by}: {path}"
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a name that is too long, too
         inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors file"
         raise ConfigError(f"{where} is a folder; name one file: it has {inside}")
     try:

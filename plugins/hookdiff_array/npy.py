@@ -81,9 +81,10 @@ class _Header:
 
 def _header(file: IO[bytes], size: int) -> _Header:
     """Read the header of an array with `size` bytes in all; raises any error of numpy."""
-    version = npy.read_magic(file)
-    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, fortran_order, dtype = read(file)
+    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    if (version := npy.read_magic(file)) not in readers:  # a later one is only for arrays of structures
+        raise ValueError(f"version {version} of the format is not for numbers")
+    shape, fortran_order, dtype = readers[version](file)
     header = _Header(shape, dtype, fortran_order, file.tell())
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are not unpickled")

@@ -40,17 +40,19 @@ class Arrays:
         layout: Layout | None = None,
         value_range: tuple[float, float] | None = None,
     ) -> None:
-        self.path, self.range, self.classes = Path(path).expanduser(), value_range, None
+        self.path, self.range, self.classes = Path(os.path.expanduser(path)), value_range, None
         names = names_in(self.path)
         self.name = images or ("images" if len(names) != 1 else names[0])
         array = self.array
         self.labels = _labels(self.path, names, labels, array.shape[:1])
         self.layout = layout or _layout(array.shape, path)
-        if len(array.shape) != len(self.layout.split()) or 0 in array.shape[1:]:
+        if len(array.shape) != len(self.layout.split()):
             raise ValueError(f"{path}: its shape {array.shape} is not {self.layout!r}")
+        if 0 in array.shape:
+            raise ValueError(f"{path}: there are no pixels in its shape {array.shape}")
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{path}: holds {array.dtype}, expected numbers")
-        if value_range is None and array.dtype != numpy.uint8 and len(array):
+        if value_range is None and array.dtype != numpy.uint8:
             some = [self._extremes(index) for index in range(min(len(array), 1000))]  # not all of a large file
             raise ValueError(
                 f"{path}: holds {array.dtype}: set value_range = [LOW, HIGH], the values of black and white; the first "
@@ -58,8 +60,8 @@ class Arrays:
             )
         if value_range is not None and not 1e-300 < value_range[1] - value_range[0] < math.inf:  # false for NaN
             raise ValueError(f"value_range must be a low and a high value, both finite, not {list(value_range)}")
-        self.shape = tuple(self._channels_first(array[0]).shape) if len(array) else None
-        if self.shape and self.shape[0] > 4:
+        self.shape = tuple(self._channels_first(array[0]).shape)
+        if self.shape[0] > 4:
             raise ValueError(f"{path}: its images have {self.shape[0]} channels, expected 1 to 4")
 
     @cached_property
@@ -112,7 +114,7 @@ def _labels(path: Path, names: list[str], name: str | None, shape: tuple[int, ..
     if name is None and "labels" not in names:
         return None
     name = name or "labels"
-    own = Path(name).expanduser() if name.endswith(".npy") else None
+    own = Path(os.path.expanduser(name)) if name.endswith(".npy") else None
     found = open_array(own or path, "" if own else name, whole=True)
     where = f"{own or path}: labels = {name!r}"
     if found.dtype.kind not in "iu" or found.shape != shape:

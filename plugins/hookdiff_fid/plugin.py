@@ -5,7 +5,7 @@ import time
 
 import torch
 from attrs import define, field
-from attrs.validators import ge, in_
+from attrs.validators import ge, in_, le
 from torch import Tensor
 
 from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, parse_every
@@ -32,7 +32,9 @@ class FID(Periodic):
     every: Every = field(
         default=Every(1000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
     )
-    num_samples: int = field(default=1000, validator=ge(2), metadata=about("images generated for a measurement"))
+    num_samples: int = field(
+        default=1000, validator=[ge(2), le(10_000_000)], metadata=about("images generated for a measurement")
+    )
     features: str = field(default="digits", validator=in_(tuple(FEATURES)), metadata=about("network for the features"))
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
     weights: str | None = field(

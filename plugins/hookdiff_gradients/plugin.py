@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from attrs import define, evolve, field
-from attrs.validators import ge, lt
+from attrs.validators import ge, le, lt
 from torch import Tensor
 
 from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookimpl
@@ -57,7 +57,9 @@ class GradientMonitor(Limits):
     """
 
     state_class: ClassVar[type] = GradientsState
-    window: int = field(default=100, validator=ge(20), metadata=about("length of the history", "steps"))
+    window: int = field(
+        default=100, validator=[ge(20), le(1_000_000)], metadata=about("length of the history", "steps")
+    )
     per_tensor: bool = field(default=False, metadata=about("log the norm of each tensor"))
     noise_decay: float = field(
         default=0.9, validator=[ge(0), lt(1)], metadata=about("decay of the average noise scale, per logged step")

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdiff.data.decode import open_picture
 from hookdiff.data.labels import encode
-from hookdiff.data.source import reason
+from hookdiff.data.source import open_picture, reason
 from hookdiff.errors import UserError, nearest, why_missing
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from attrs import define, evolve, field
-from attrs.validators import ge, gt, lt
+from attrs.validators import ge, gt, le, lt
 from torch import Tensor
 
 from hookdiff import Alarms, Batch, Evaluation, Every, Loop, hookimpl, parse_every
@@ -47,7 +47,9 @@ class LossMonitor(Evaluation):
         default=0.99, validator=[ge(0), lt(1)], metadata=about("decay of the smoothed loss, per update")
     )
     window: int = field(
-        default=100, validator=ge(20), metadata=about("number of past losses to which a loss is compared")
+        default=100,
+        validator=[ge(20), le(1_000_000)],
+        metadata=about("number of past losses to which a loss is compared"),
     )
     spike: float = field(
         default=10.0,
@@ -60,7 +62,9 @@ class LossMonitor(Evaluation):
         metadata=about("report a loss within 5 percent for this long, at least 10 windows; 0: never", "updates"),
     )
     bins: int = field(
-        default=12, validator=ge(3), metadata=about("number of bins of the log-SNR, equally wide but for the outer two")
+        default=12,
+        validator=[ge(3), le(1000)],
+        metadata=about("number of bins of the log-SNR, equally wide but for the outer two"),
     )
     patience: int = field(
         default=1000, validator=ge(1), metadata=about("report a noise level not learned for this long", "updates")

@@ -49,6 +49,8 @@ def muon(
     Raises:
         ValueError: there is no matrix, or a pattern matches no weight.
     """
+    if not 1 <= ns_steps < 100:  # torch's own limit, which it checks in the first step
+        raise ValueError(f"ns_steps={ns_steps}: expected 1 to 99")
     kept = matching(params, adamw, "adamw")
     matrices = [weight for weight in params if weight.role == "matrix" and weight.name not in kept]
     if not matrices:

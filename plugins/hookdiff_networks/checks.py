@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 
-def check_counts(least: int = 1, **counts: int) -> None:
-    """Raise ValueError unless each of `counts` is at least `least`."""
+def check_counts(least: int = 1, most: int = 2**40, **counts: int) -> None:
+    """Raise ValueError unless each of `counts` is between `least` and `most`."""
     for name, count in counts.items():
-        if count < least:
-            raise ValueError(f"{name}={count} is less than {least}; nearest: {least}")
+        if not least <= count <= most:
+            nearest = least if count < least else most
+            raise ValueError(
+                f"{name}={count} is {'less' if count < least else 'more'} than {nearest}; nearest: {nearest}"
+            )
 
 
 def check_dropout(dropout: float) -> None:

@@ -49,8 +49,9 @@ class DiT(Network):
         gradient_checkpointing: bool = False,
     ) -> None:
         check_counts(in_channels=in_channels, image_size=image_size, patch_size=patch_size)
-        check_counts(hidden_size=hidden_size, depth=depth, num_heads=num_heads)
-        check_counts(0, num_classes=num_classes)
+        check_counts(hidden_size=hidden_size, num_heads=num_heads)
+        check_counts(1, 2**16, depth=depth)
+        check_counts(0, 2**24, num_classes=num_classes)
         check_dropout(dropout)
         mlp_size = _check_sizes(image_size, patch_size, hidden_size, num_heads, mlp_ratio)
         # The weights of the time embedding start so small that bf16 would round neighbouring times to the same value.

@@ -58,11 +58,13 @@ class UNet(Network):
         num_classes: int = 0,
         gradient_checkpointing: bool = False,
     ) -> None:
-        check_counts(in_channels=in_channels, channels=channels, num_res_blocks=num_res_blocks, head_dim=head_dim)
-        check_counts(0, num_classes=num_classes)
+        check_counts(in_channels=in_channels, channels=channels, head_dim=head_dim)
+        check_counts(1, 2**16, num_res_blocks=num_res_blocks)
+        check_counts(0, 2**24, num_classes=num_classes)
         check_dropout(dropout)
         divisor, levels = _check_levels(image_size, channel_mults)
         widths = [channels * mult for mult in channel_mults]
+        check_counts(**{f"channels * {mult}": channels * mult for mult in channel_mults})
         sides = [image_size >> level for level in range(len(widths))]
         if attention_resolutions is None:
             attention_resolutions = (sides[-1],) if sides[-1] <= _MOST_ATTENTION else ()

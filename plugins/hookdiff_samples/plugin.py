@@ -4,7 +4,7 @@ import logging
 
 import torch
 from attrs import define, field
-from attrs.validators import ge, optional
+from attrs.validators import ge, le, optional
 
 from hookdiff import Every, Loop, Periodic, SampleRequest, hookimpl, parse_every
 from hookdiff.disk import save_grid
@@ -24,13 +24,15 @@ class SampleGrid(Periodic):
     every: Every = field(
         default=Every(1000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
     )
-    num: int = field(default=64, validator=ge(1), metadata=about("number of images"))
+    num: int = field(default=64, validator=[ge(1), le(1_000_000)], metadata=about("number of images"))
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
     columns: int | None = field(
         default=None, validator=optional(ge(1)), metadata=about("images in a row; without it a nearly square grid")
     )
     scale: int | None = field(
-        default=None, validator=optional(ge(1)), metadata=about("factor of enlargement; without it, to about 64 pixels")
+        default=None,
+        validator=optional([ge(1), le(1000)]),
+        metadata=about("factor of enlargement; without it, to about 64 pixels"),
     )
     weights: str | None = field(
         default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')

@@ -174,12 +174,12 @@ def test_a_cache_is_used_until_a_file_changes(own: tuple[Path, list[Path]], nois
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("pixels.npy", b""),
-        ("pixels.npy", lambda whole: whole[:100]),
-        ("pixels.npy", lambda whole: whole[:-1]),
-        ("pixels.npy", None),
-        ("survey.json", b"{"),
-        ("survey.json", None),
+        ("pixels", b""),
+        ("pixels", lambda whole: whole[:100]),
+        ("pixels", lambda whole: whole[:-1]),
+        ("pixels", None),
+        ("about.json", b"{"),
+        ("about.json", None),
     ],
 )
 def test_an_incomplete_cache_is_made_again(own: tuple[Path, list[Path]], name: str, content: Any) -> None:

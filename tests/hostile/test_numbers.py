@@ -1,0 +1,107 @@
+"""Absurd numbers and names in a config: one message with the key, and no endless loop."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from hookdiff import ConfigError, UserError, load_config
+from hookdiff.experiment import build_feed
+from tests.conftest import check_facts, refused, write_small
+from tests.hostile.test_run_dir import in_time
+
+MOST = 2**63 - 1
+PLUGINS = ("fid", "gradients", "loss", "samples")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("data.image_size", "data.resize", "data.workers", "data.prefetch", "sampling.steps"),
+        *("plugins.gradients.window", "plugins.loss.window", "plugins.loss.bins", "plugins.fid.num_samples"),
+        *("plugins.samples.num", "plugins.samples.scale"),
+    ],
+)
+@pytest.mark.parametrize("number", [MOST, -MOST, 2**40, 10**400])
+def test_a_number_that_no_machine_can_follow_is_refused(load_small: Any, key: str, number: int) -> None:
+    with in_time(), refused(ConfigError, key):
+        load_small(f"{key}={number}", plugins=PLUGINS)
+
+
+@pytest.mark.parametrize(
+    ("use", "key"),
+    [
+        *(("unet", key) for key in ("channels", "num_res_blocks", "head_dim", "num_classes", "in_channels")),
+        *(("dit", key) for key in ("hidden_size", "depth", "num_heads", "num_classes", "patch_size")),
+    ],
+)
+def test_a_network_of_an_absurd_size_is_refused(hookdiff: Any, write_config: Any, use: str, key: str) -> None:
+    path = write_config(model={"use": use, key: MOST})
+    with in_time():
+        code, _, err = hookdiff("check", path)
+    assert code == 2
+    check_facts(err, "model", f"{key}={MOST}")
+
+
+@pytest.mark.parametrize("value", ["a\0b", "x" * 5000, "\udcff", "~nobody-here/x", "\x1b[31m"])
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        *(({"source": "folder"}, "path"), ({"source": "array"}, "path")),
+        ({"source": "folder", "path": "set"}, "labels"),
+        ({"source": "folder", "path": "set", "store": "disk"}, "cache_dir"),
+        ({"source": "fashion-mnist"}, "root"),
+    ],
+)
+def test_a_path_that_no_file_can_have_is_refused(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, pictures: Any, table: dict[str, Any], key: str, value: str
+) -> None:
+    (pictures / "pictures").rename(pictures / "set")
+    path = write_small(tmp_path / "c.toml", data=table)
+    try:
+        with in_time():
+            build_feed(load_config(path, settings=[f"data.{key}={value}"]))
+    except UserError as error:
+        check_facts(error, "data")
+    else:
+        assert key == "cache_dir"  # which is made
+
+
+@pytest.mark.parametrize("key", ["run.import_from", "run.name", "model.start_from"])
+def test_a_zero_byte_in_a_name_is_refused(load_small: Any, key: str) -> None:
+    with refused(ConfigError, key):
+        load_small(f"{key}=a\0b")
+
+
+def test_a_long_name_of_a_file_with_weights_is_refused(hookdiff: Any, write_config: Any) -> None:
+    code, _, err = hookdiff("check", write_config(), "--set", f"model.start_from={'x' * 5000}")
+    assert code == 2
+    check_facts(err, "model.start_from")
+
+
+KEYS = {
+    "run": ["steps", "epochs", "seed", "batch_size", "log_every", "max_time", "micro_batch"],
+    "data": ["image_size", "resize", "held_out", "workers", "prefetch", "flip", "memory_limit"],
+    "sampling": ["steps", "batch_size"],
+    "plugins.loss": ["window", "plateau", "bins", "patience", "every"],
+    "plugins.samples": ["every", "num", "seed", "columns", "scale"],
+}
+
+
+@given(
+    place=st.sampled_from([(table, key) for table, keys in KEYS.items() for key in keys]),
+    number=st.integers() | st.sampled_from([MOST, 2**63, 2**64, -(2**63), 10**400, -1, 0]) | st.floats(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_number_is_taken_or_refused_with_its_key(load_small: Any, place: tuple[str, str], number: float) -> None:
+    key = ".".join(place)
+    settings = [f"{key}={number}", *(["run.steps=none"] if key == "run.epochs" else [])]
+    try:
+        with in_time():
+            config = load_small(*settings, plugins=("loss", "samples"))
+            config.resolved()
+            for part in config.plugins.values():
+                part.build()
+            build_feed(config)
+    except UserError as error:
+        check_facts(error, place[1] if place[0] == "data" else key.rpartition(".")[0])
