@@ -57,7 +57,7 @@ AIMED, SOON = 0.25, 0.01  # probability that a kill waits for the next checkpoin
 PLUGINS = ["lr", "amp", "ema", "clip", "loss", "gradients", "nan", "samples", "checkpoint"]
 # Modules that a process imports late; forked processes have them already.
 LATE = ["hookdiff.cli.run", "hookdiff.cli.summary", "hookdiff.experiment", "hookdiff.builtin.changes"]
-LATE += ["sklearn.datasets", "torchvision.utils", "PIL.PngImagePlugin", "torch._dynamo", "concurrent.futures.thread"]
+LATE += ["torchvision.utils", "PIL.PngImagePlugin", "torch._dynamo", "concurrent.futures.thread"]
 CONFIG = """
 [run]
 steps = {steps}

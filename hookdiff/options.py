@@ -25,6 +25,7 @@ def between(low: float, high: float, *, open_ends: bool = False) -> Callable[[An
             inside = low < number < high if open_ends else low <= number <= high
             if not inside:  # a NaN is not
                 brackets = "()" if open_ends else "[]"
-                raise ValueError(f"'{option.name}' must be in {brackets[0]}{low:g}, {high:g}{brackets[1]}: {number}")
+                shown = f"{number:g}" if isinstance(number, float) else number  # an integer may be beyond all floats
+                raise ValueError(f"'{option.name}' must be in {brackets[0]}{low:g}, {high:g}{brackets[1]}: {shown}")
 
     return check

@@ -31,6 +31,18 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Escape names of files that are no UTF-8: a worker of pytest-xdist could not send them."""
+    report: Any = yield
+    escape = lambda text: text.encode("utf-8", "backslashreplace").decode()  # noqa: E731
+    report.sections = [(title, escape(text)) for title, text in report.sections]
+    if report.longrepr and escape(text := str(report.longrepr)) != text:
+        report.longrepr = escape(text)
+    return report
+
+
 # The nets of the tests are so small that a second thread would only slow them down.
 torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points, version
 
 import click
 
-from hookdiff.cli.output import drop_unwritten, open_streams, say
+from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
 from hookdiff.cli.source import file_of
 from hookdiff.errors import StorageError, UserError
 
@@ -61,6 +61,7 @@ def group() -> None:
 def main() -> None:
     """Run the command line; an error of the user ends in one message and exit code 2."""
     open_streams()
+    log_to_stderr()
     try:
         sys.exit(group.main(standalone_mode=False) or 0)
     except click.ClickException as error:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hookdiff.cli.options import config_argument, training_options
-from hookdiff.cli.output import log_to_stderr, say
+from hookdiff.cli.output import say
 from hookdiff.errors import UserError, nearest
 
 EXIT_CODES = {"done": 0, "plugin": 0, "on_nan": 3, "time": 75, "signal": 130}  # 75 is EX_TEMPFAIL: try again
@@ -55,7 +55,6 @@ def train(
     from hookdiff.experiment.build import unused_classes
     from hookdiff.experiment.config import load_config
 
-    log_to_stderr()
     log.setLevel(logging.INFO)
     if lr is not None:
         settings = (*settings, f"optimizer.lr={lr}")

@@ -18,7 +18,7 @@ from hookdiff.errors import UserError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_WHITE, _GAP, _LINE = 255, 4, 15  # pixels between the images of a grid, and the height of a line of text
+_GAP, _LINE = 4, 15  # pixels between the images of a grid, and the height of a line of text
 
 
 def to_uint8(images: Tensor) -> Tensor:
@@ -57,29 +57,30 @@ def save_grid(
     enlarges small images to a width of about 64 pixels. `names`, one for each image, are written once below each column
     if its images share one, and else below each image.
     """
-    from torchvision.utils import make_grid
+    from PIL import Image  # torchvision's grids would import torch's compiler
 
-    shown = as_pictures(images if images.dtype == torch.uint8 else to_uint8(images)).float()
-    channels, width = shown.shape[1], shown.shape[-1]
-    scale = scale or max(1, 64 // width)
+    shown = as_pictures(images if images.dtype == torch.uint8 else to_uint8(images))
+    scale = scale or max(1, 64 // shown.shape[-1])
     if scale > 1:
-        shown = functional.interpolate(shown, scale_factor=scale, mode="bicubic").round().clamp(0, 255)
+        larger = functional.interpolate(shown.float(), scale_factor=scale, mode="bicubic")
+        shown = larger.round().clamp(0, 255).to(torch.uint8)
     columns = min(columns or math.ceil(math.sqrt(len(shown))), len(shown))
     at_the_end = all(len(set(names[column::columns])) == 1 for column in range(columns))
-    line = (0, 0, 0, _LINE * bool(names))
-    if not at_the_end:
-        shown = functional.pad(shown, line, value=_WHITE)
-    grid = make_grid(shown, nrow=columns, padding=_GAP, pad_value=_WHITE)[:channels]
-    if at_the_end:
-        grid = functional.pad(grid, line, value=_WHITE)
-    picture = _as_pillow(grid.to(torch.uint8))
-    for number, name in enumerate(names[:columns] if at_the_end else names):
+    line, gap = _LINE * bool(names), _GAP * (len(shown) > 1)
+    height, width = shown.shape[-2:]
+    right, down = width + gap, height + gap + (0 if at_the_end else line)
+    size = gap + columns * right, gap + math.ceil(len(shown) / columns) * down + line * at_the_end
+    grid = Image.new(_as_pillow(shown[0]).mode, size, "white")
+    for number, image in enumerate(shown):
         row, column = divmod(number, columns)
-        bottom = picture.height if at_the_end else (row + 1) * (shown.shape[-2] + _GAP)
-        left = _GAP + column * (shown.shape[-1] + _GAP)
-        _write(picture, name, left, bottom - _LINE, shown.shape[-1])
+        left, top = gap + column * right, gap + row * down
+        grid.paste(_as_pillow(image), (left, top))
+        if names and not at_the_end:
+            _write(grid, names[number], left, top + height, width)
+        elif number < len(names[:columns]):
+            _write(grid, names[number], left, size[1] - line, width)
     with new_file(path) as partial:
-        picture.save(partial, "PNG")
+        grid.save(partial, "PNG")
 
 
 def _as_pillow(image: Tensor) -> Image:

@@ -62,9 +62,8 @@ def load_run(path: str | Path, settings: Iterable[str] = (), *, device: str | No
     """Open the run directory `path`, or one checkpoint in it: `load_run("runs/x").sample(16)`.
 
     Nothing is written and nothing locked, so the run may be under way. Neither its data nor its optimizer is made, and
-    the directory may have come from another machine; only classes of your own must be importable, and
-    need `trust`. The newest
-    checkpoint is read when it is first needed.
+    the directory may have come from another machine; only classes of your own must be importable, and need `trust`.
+    The newest checkpoint is read when it is first needed.
 
     Args:
         path: the run directory, or a checkpoint in it.

@@ -6,7 +6,9 @@ neither its class nor the names of its parameters.
 """
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch.func import functional_call
 
 from hookdiff.models.checks import check_labels
 from hookdiff.weights import evaluating
+
+_SMALL = 1 << 30  # weights times pixels: at most a second on a CPU
 
 
 def adapt(model: nn.Module) -> nn.Module:
@@ -103,7 +107,10 @@ def check_contract(
 def _call(
     model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.dtype, conditions: Mapping[str, Tensor]
 ) -> Any:
-    """Return the output of `model` for zeros; if it can, it runs on the meta device, which computes nothing."""
+    """Return the output of `model` for zeros; a large one runs on the meta device, which computes nothing, if it can.
+
+    A small one is faster than the meta device: with its first division, torch imports its compiler.
+    """
 
     def zeros(device: torch.device) -> tuple[Tensor, ...]:
         classes = torch.zeros(shape[0], dtype=torch.int64, device=device)
@@ -112,18 +119,18 @@ def _call(
     def by_name(device: torch.device) -> dict[str, Tensor]:
         return {name: torch.zeros_like(column, device=device) for name, column in conditions.items()}
 
-    meta = torch.device("meta")
-    tensors = {
-        f"{path}.{name}" if path else name: tensor.to(meta)
-        for path, module in model.named_modules()  # each once: functional_call does not restore a second one
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    }
-    with evaluating(model):
-        try:
-            return functional_call(model, tensors, zeros(meta), by_name(meta), tie_weights=False)
-        except Exception:  # for example of a model that reads values; the call below repeats other errors
-            device = next(model.parameters()).device
-            return model(*zeros(device), **by_name(device))
+    device, meta = next(model.parameters()).device, torch.device("meta")
+    with evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        if sum(weight.numel() for weight in model.parameters()) * math.prod(shape[-2:]) > _SMALL:
+            tensors = {
+                f"{path}.{name}" if path else name: tensor.to(meta)
+                for path, module in model.named_modules()  # each once: functional_call does not restore a second one
+                for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            }
+            # A model may need values; the call below repeats other errors.
+            with suppress(Exception):
+                return functional_call(model, tensors, zeros(meta), by_name(meta), tie_weights=False)
+        return model(*zeros(device), **by_name(device))
 
 
 def _take_sample(model: nn.Module, args: Any, output: Any) -> Any:

@@ -39,13 +39,10 @@ def command(
     a NaN is named, 1 if there is none. 2 when DIR cannot be used. The run directory is only read. Only --lr
     needs the data of the run.
     """
-    import logging
-
     from hookdiff import UserError
     from hookdiff_nan.record import read_record
     from hookdiff_nan.replay import names_of_plugins, replay, retrain
 
-    logging.basicConfig(format="%(message)s")
     if lr is not None and anomaly:
         raise UserError("--lr and --anomaly exclude each other")
     if no_amp:

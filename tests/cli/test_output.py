@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import cycle
 
 import pytest
 
@@ -47,8 +48,15 @@ RUN = "run small.toml --out run --set run.log_every=1 --plugins progress"
 REDIRECTS = ["2>&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full", ">/dev/full 2>&1"]
 
 
-@pytest.mark.parametrize("redirect", REDIRECTS)
-@pytest.mark.parametrize(("more", "code", "reason"), [("", 0, "done"), (",hd_cli_user:NaN", 3, "on_nan")])
+ENDS = [("", 0, "done"), (",hd_cli_user:NaN", 3, "on_nan")]
+CASES = [(redirect, *end) for redirect in REDIRECTS for end in ENDS]
+FAST = {("2>/dev/full", *ENDS[0]), ("<&- >&- 2>&-", *ENDS[1])}
+
+
+@pytest.mark.parametrize(
+    ("redirect", "more", "code", "reason"),
+    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+)
 def test_a_closed_or_full_stream_does_not_end_a_run(folder, begin, redirect, more, code, reason):
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = begin(RUN + more, redirect, **quiet)
@@ -60,7 +68,7 @@ def test_a_closed_or_full_stream_does_not_end_a_run(folder, begin, redirect, mor
     assert len((folder / "run" / ".lock").read_text()) == 0
 
 
-@pytest.mark.parametrize("lines", [0, 1, 3])
+@pytest.mark.parametrize("lines", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_reader_that_leaves_does_not_end_a_run(folder, begin, lines):
     process = begin(RUN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
     for _ in range(lines):
@@ -71,7 +79,7 @@ def test_a_reader_that_leaves_does_not_end_a_run(folder, begin, lines):
     assert saved_steps(folder / "run") == [6]
 
 
-@pytest.mark.parametrize("with_errors", [False, True])
+@pytest.mark.parametrize("with_errors", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ctrl_c_on_a_run_piped_into_tee_saves_it(folder, begin, with_errors):
     words = RUN.replace("run.log_every=1", "run.steps=1000000 --set run.log_every=1")
     process = begin(words, "2>&1" if with_errors else "2>errors", stdout=subprocess.PIPE)
@@ -90,26 +98,24 @@ def test_ctrl_c_on_a_run_piped_into_tee_saves_it(folder, begin, with_errors):
 
 
 def test_a_wrong_input_has_its_exit_code_without_a_stream_for_the_message(begin):
-    for redirect in REDIRECTS:
-        for words in ("run missing.toml", "run", "unknown"):
-            assert begin(words, redirect, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait(PATIENCE) == 2
+    for redirect, words in zip(REDIRECTS, cycle(["run missing.toml", "run", "unknown"]), strict=False):
+        assert begin(words, redirect, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait(PATIENCE) == 2
 
 
 def test_names_are_escaped_on_the_terminal(folder, begin):
-    names = ["red\x1b[31m", "two\nlines", os.fsdecode(b"latin-\xe9"), "right\u202eleft"]
-    for name in names:
-        process = subprocess.run(
-            [*HOOKDIFF, "run", "small.toml", "--out", folder / name, "--set", "run.steps=1"],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8:strict"},
-            capture_output=True,
-            timeout=PATIENCE,
-        )
-        assert process.returncode == 0, process.stderr
-        assert saved_steps(folder / name) == [1]
-        text = (process.stdout + process.stderr).decode()
-        check_facts(text, "config.toml")
-        assert not set(text) & set("\x1b\u202e")
-        again = subprocess.run([*HOOKDIFF, "resume", folder / name], cwd=folder, capture_output=True, timeout=PATIENCE)
-        assert again.returncode == 0, again.stderr
-        check_facts(again.stdout.decode(), "1 of 1 steps")
+    name = "red\x1b[31m two\nlines right\u202eleft " + os.fsdecode(b"latin-\xe9")
+    process = subprocess.run(
+        [*HOOKDIFF, "run", "small.toml", "--out", folder / name, "--set", "run.steps=1"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        timeout=PATIENCE,
+    )
+    assert process.returncode == 0, process.stderr
+    assert saved_steps(folder / name) == [1]
+    text = (process.stdout + process.stderr).decode()
+    check_facts(text, "config.toml", r"two\nlines", r"latin-\udce9")
+    assert not set(text) & set("\x1b\u202e")
+    again = subprocess.run([*HOOKDIFF, "resume", folder / name], cwd=folder, capture_output=True, timeout=PATIENCE)
+    assert again.returncode == 0, again.stderr
+    check_facts(again.stdout.decode(), "1 of 1 steps")

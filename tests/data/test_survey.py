@@ -195,27 +195,35 @@ def test_a_set_without_a_readable_image_is_refused_even_with_skip(
     check_facts(rest, 2)
 
 
+class Blank:
+    """A source of `num` images that cannot be loaded."""
+
+    labels, classes, shape = None, None, (3, 4, 5)
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def load(self, index: int) -> Tensor:
+        raise AssertionError
+
+    def describe(self, index: int) -> str:
+        return f"blank {index}"
+
+
 def test_images_of_a_known_shape_are_not_opened() -> None:
-    class Blank:
-        labels, classes, shape = None, None, (3, 4, 5)
-
-        def __len__(self) -> int:
-            return 7
-
-        def load(self, index: int) -> Tensor:
-            raise AssertionError
-
-        def describe(self, index: int) -> str:
-            return f"blank {index}"
-
-    feed = Feed(Blank(), store=Store(store="none"))
+    feed = Feed(Blank(7), store=Store(store="none"))
     assert (feed.shape, feed.describe(3), len(feed.training)) == ((3, 4, 5), "blank 3", 7)
 
 
 def test_a_source_without_samples_is_refused(tmp_path: Path) -> None:
-    numpy.save(tmp_path / "none.npy", numpy.zeros((0, 3, 8, 8), numpy.uint8))
     with refused(UserError, "samples"):
-        Feed(Arrays(str(tmp_path / "none.npy")))
+        Feed(Blank(0))
+    numpy.save(tmp_path / "none.npy", numpy.zeros((0, 3, 8, 8), numpy.uint8))
+    with refused(ValueError, "none.npy", (0, 3, 8, 8)):
+        Arrays(str(tmp_path / "none.npy"))
 
 
 def test_auto_keeps_a_set_that_fits_in_memory(tmp_path: Path, write_folder: Write) -> None:

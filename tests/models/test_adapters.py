@@ -57,24 +57,30 @@ def test_our_models_follow_the_contract_and_get_no_hooks() -> None:
             assert model.training
 
 
-def test_the_check_of_a_contract_computes_and_draws_nothing() -> None:
+SMALL_OR_LARGE = pytest.mark.parametrize(("side", "device"), [(4, "cpu"), (2**15, "meta")])
+
+
+@SMALL_OR_LARGE
+def test_the_check_of_a_contract_changes_nothing(side: int, device: str) -> None:
     seen: list[str] = []
 
     def answer(x: Tensor) -> Tensor:
         seen.append(x.device.type)
+        torch.rand(1)
         return x
 
     model = Net(answer)
     norm = model.norm = nn.BatchNorm2d(1)
     before, state = norm.running_mean, torch.get_rng_state()
-    check_contract(model, (1, 4, 4))
-    assert seen == ["meta"]
+    check_contract(model, (1, side, side))
+    assert seen == [device]
     assert torch.equal(state, torch.get_rng_state())
     assert norm.running_mean is before
     assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
 
 
-def test_layers_and_weights_that_are_shared_stay_unchanged() -> None:
+@SMALL_OR_LARGE
+def test_layers_and_weights_that_are_shared_stay_unchanged(side: int, device: str) -> None:
     seen: list[str] = []
 
     def answer(x: Tensor) -> Tensor:
@@ -87,8 +93,8 @@ def test_layers_and_weights_that_are_shared_stay_unchanged() -> None:
     twin = model.twin = nn.Conv2d(1, 1, 1)
     twin.weight = model.layer.weight
     before = list(model.parameters())
-    check_contract(model, (1, 4, 4))
-    assert seen == ["meta"]
+    check_contract(model, (1, side, side))
+    assert seen == [device]
     assert list(map(id, model.parameters())) == list(map(id, before))
     assert twin.weight is model.layer.weight
 

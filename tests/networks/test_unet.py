@@ -207,7 +207,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], facts: tup
 
 def test_the_nearest_head_dim_is_found_for_very_many_channels() -> None:
     with refused(ValueError, "head_dim=33", 32), torch.device("meta"):
-        UNet(channels=2**40, head_dim=33)
+        UNet(channels=2**39, head_dim=33)
 
 
 def test_head_dim_matters_only_where_there_is_attention() -> None:
