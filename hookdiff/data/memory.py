@@ -74,10 +74,10 @@ def digits() -> InMemory:
     package = find_spec("sklearn")
     assert package is not None  # hookdiff requires it
     assert package.origin is not None
-    rows = numpy.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", numpy.int64, delimiter=",")
-    counts, labels = torch.from_numpy(rows).split([64, 1], 1)
-    images = (counts * (255 / 16)).round().to(torch.uint8)
-    return InMemory(images.reshape(-1, 1, 8, 8), labels.flatten())
+    table = numpy.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", numpy.int64, delimiter=",")
+    rows = torch.from_numpy(table)
+    images = (rows[:, :64] * (255 / 16)).round().to(torch.uint8)
+    return InMemory(images.reshape(-1, 1, 8, 8), rows[:, 64].clone())
 
 
 def fashion_mnist(root: str, train: bool = True, download: bool = False) -> InMemory:
