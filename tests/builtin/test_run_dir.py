@@ -333,9 +333,12 @@ Loop(model, optimizer, ToyObjective(), torch.zeros(40, 4), config, plugins, run_
 """
 
 
+SCRIPTS = ["with", "without"]  # checkpoints
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows moves no folder that is in use")
 @pytest.mark.parametrize("way", ["move", "remove", "lock"])
-@pytest.mark.parametrize("script", ["command", "with", "without"])
+@pytest.mark.parametrize("script", ["command", *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS)])
 def test_a_directory_that_goes_away_ends_the_process(folder, start, script, way):
     run, environment = folder / "run", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     if script == "command":

@@ -33,8 +33,6 @@ pytestmark = [
 ]
 
 NAMES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2", "sigmoid": "sigmoid"}
-pytestmark = pytest.mark.slow
-
 # Stable Diffusion's betas; diffusers has the same default for all schedules
 ENDS = {"scaled_linear": {"beta_start": 0.00085, "beta_end": 0.012}}
 SHAPE, NUM = (3, 8, 8), 3

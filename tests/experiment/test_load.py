@@ -89,18 +89,22 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_commands_need_only_the_run_directory(moved: Path, tmp_path: Path, start: Any) -> None:
+def test_the_commands_need_only_the_run_directory(
+    moved: Path, tmp_path: Path, start: Any, hookdiff: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "here"
     here.mkdir()
+    monkeypatch.chdir(here)
+    assert finish(start(here, "sample", moved, "--num", 6, "--out", "grid.png"))[0] == 0
+    assert (here / "grid.png").is_file()
     for command, file in (
-        (["sample", moved, "--num", 6, "--out", "grid.png"], "grid.png"),
         (["sample", moved, "--num", 6, "--labels", "bee,2", "--out", "x.npz"], "x.npz"),
         (["export", moved, "x.safetensors"], "x.safetensors"),
         (["ema", moved, "--std", "0.07", "--out", "wide.safetensors"], "wide.safetensors"),
         (["sample", moved, "--num", 2, "--weights", "wide.safetensors", "--out", "wide.png"], "wide.png"),
         (["lr", moved, "--out", "lr.png"], "lr.png"),
     ):
-        code, out, err = finish(start(here, *command))
+        code, out, err = hookdiff(*command)
         assert (code, err) == (0, ""), command
         check_facts(out, file)
         assert (here / file).is_file()
