@@ -43,7 +43,7 @@ COMMANDS = {
     "plugins": [*HOOKDIFF, "plugins"],
     "plugins ema": [*HOOKDIFF, "plugins", "ema"],
     "check": [*HOOKDIFF, "check", "small.toml"],
-    "sample": [*HOOKDIFF, "sample", "run", "--num", "1", "--out", "x.png"],
+    "sample": [*HOOKDIFF, "sample", "run", "--num", "1", "--out", "x.png", "--overwrite"],
     "resume, already done": [*HOOKDIFF, "resume", "run"],
 }
 
