@@ -75,7 +75,7 @@ class Loop(ReadOnly):
         self.run_dir: Final = Path(run_dir) if run_dir else None
         self.resume: Final = self.run_dir if resume is True else Path(resume) if resume else None
         self.is_branch: Final = bool(self.resume and run_dir and self.resume.resolve() != Path(run_dir).resolve())
-        self.progress: Final = Progress()
+        self.progress: Final = Progress(step=0, position=0, epoch=0, samples=0)
         self.first_step: Final = 0  # updates made before this process began
         self.end: Final = End()  # why the run is over
         self.stop: Final = self.end.stop

@@ -7,7 +7,7 @@ import re
 import time
 from typing import Any, Final, Literal
 
-from attrs import Attribute, asdict, define, field, validators
+from attrs import Attribute, asdict, define, field, setters, validators
 
 from hookdiff.errors import UserError
 from hookdiff.options import about
@@ -34,14 +34,17 @@ class Step:
     grad_norm: float  # L2 over all gradients at true scale, before any clipping
 
 
-@define
+_COUNT = [validators.ge(0), validators.lt(2**63)]
+
+
+@define(on_setattr=setters.NO_OP)  # validated when made from a file; each step sets them
 class Progress:
     """The counts of a run. All four are saved, so that a resumed run does not have to derive any."""
 
-    step: int = 0  # updates that changed the weights
-    position: int = 0  # batches consumed, skipped and void ones too; all randomness is keyed by it
-    epoch: int = 0  # epochs completed
-    samples: int = 0  # samples consumed in the current epoch, over all ranks
+    step: int = field(validator=_COUNT)  # updates that changed the weights
+    position: int = field(validator=_COUNT)  # batches consumed, void ones too; all randomness is keyed by it
+    epoch: int = field(validator=_COUNT)  # epochs completed
+    samples: int = field(validator=_COUNT)  # consumed in the current epoch, over all ranks
 
     def consume(self, samples: int, outcome: Outcome, loss: float = math.nan, grad_norm: float = math.nan) -> Step:
         """Count one batch of `samples` samples as consumed, and the update if there was one.

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field
+from attrs import define
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,7 +22,7 @@ from hookdiff.models.load import differences
 from hookdiff.models.names import plain_name
 from hookdiff.models.optimizer_state import check_eps, check_optimizer, load_optimizer, optimizer_state
 from hookdiff.progress import Progress
-from hookdiff.structure import COUNT, structured
+from hookdiff.structure import structured
 from hookdiff.versions import changed, versions
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -32,16 +32,6 @@ log = logging.getLogger("hookdiff")
 def as_tuple(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """Return one or several optimizers as a tuple."""
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-
-
-@define(frozen=True)
-class Counts:
-    """The saved state of a `Progress`."""
-
-    step: int = field(validator=COUNT)
-    position: int = field(validator=COUNT)
-    epoch: int = field(validator=COUNT)
-    samples: int = field(validator=COUNT)
 
 
 @define(eq=False)
@@ -152,7 +142,7 @@ class RunState:
             for index, state in optimizers.items():
                 check_optimizer(self.optimizers[int(index)], self.model, state, self.place is not None)
         with refused_if_unfit("progress"):
-            structured(Counts, saved["progress"])
+            structured(Progress, saved["progress"])
         with refused_if_unfit("log"):
             structured(dict[str, tuple[float, int]], saved["log"])
         with refused_if_unfit("data"):
@@ -240,7 +230,7 @@ class RunState:
             return False
         here, data = self.progress.state_dict(), self.feed.state_dict()
         with refused_if_unfit("progress"):
-            fresh = () if structured(Counts, saved["progress"]).step > self.first_step else self.fresh
+            fresh = () if structured(Progress, saved["progress"]).step > self.first_step else self.fresh
         self._check(saved, fresh)
         self._load(saved)
         self._load_plugins(saved, fresh)

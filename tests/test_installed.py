@@ -16,7 +16,7 @@ import hookdiff
 
 ENTRIES = [entry for entry in distribution("hookdiff").entry_points if entry.group.startswith("hookdiff.")]
 PACKAGES = sorted({entry.module.partition(".")[0] for entry in ENTRIES})
-# The same is tested of the source tree elsewhere.
+# All other tests, and mypy, check the source tree; these two need the package as a user gets it.
 OF_A_WHEEL = pytest.mark.skipif("site-packages" not in hookdiff.__file__, reason="hookdiff is not installed as a wheel")
 
 CONFIG = """

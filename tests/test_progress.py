@@ -96,7 +96,7 @@ def test_due_reads_the_text_of_a_config() -> None:
 
 @given(outcomes=st.lists(st.sampled_from(["updated", "void", "skipped", "held"]), max_size=20))
 def test_every_batch_counts_but_only_an_update_counts_as_a_step(outcomes: list[Any]) -> None:
-    progress = Progress()
+    progress = Progress(0, 0, 0, 0)
     steps = [progress.consume(8, outcome, 0.5, 2.0) for outcome in outcomes]
     updates = [outcome == "updated" for outcome in outcomes]
     assert progress == Progress(sum(updates), len(outcomes), 0, 8 * len(outcomes))
@@ -108,7 +108,7 @@ def test_every_batch_counts_but_only_an_update_counts_as_a_step(outcomes: list[A
 
 @given(counts=st.tuples(*[st.integers(0, 10**9)] * 4))
 def test_progress_is_saved_whole(counts: tuple[int, int, int, int]) -> None:
-    progress = Progress()
+    progress = Progress(0, 0, 0, 0)
     progress.load_state_dict(Progress(*counts).state_dict())
     assert progress == Progress(*counts)
     progress.end_epoch()
@@ -136,7 +136,7 @@ def test_a_run_is_over_when_a_limit_is_reached(
 ) -> None:
     step, epoch = place
     monkeypatch.setattr("time.monotonic", lambda: 1000.0 + seconds)
-    assert LoopConfig(**config).limit_reached(Progress(step=step, epoch=epoch), start_time=1000.0) == reason
+    assert LoopConfig(**config).limit_reached(Progress(step, step, epoch, 0), start_time=1000.0) == reason
 
 
 @pytest.mark.parametrize(

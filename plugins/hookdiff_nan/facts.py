@@ -11,21 +11,12 @@ from torch import Tensor
 
 from hookdiff import Batch
 from hookdiff.errors import shown
-from hookdiff.structure import COUNT, shaped
+from hookdiff.progress import Progress
+from hookdiff.structure import shaped
 
 _MOST_THREADS = 4096
 _SHA256 = matches_re(r"[0-9a-f]{64}")
 _DIGESTS = deep_mapping(instance_of(str), _SHA256)
-
-
-@define(frozen=True)
-class Place:
-    """The counts of a run before the step."""
-
-    step: int = field(validator=COUNT)
-    position: int = field(validator=COUNT)
-    epoch: int = field(validator=COUNT)
-    samples: int = field(validator=COUNT)
 
 
 @define(frozen=True)
@@ -53,7 +44,7 @@ class Results:
 class StepFacts:
     """The content of step.json, without its format."""
 
-    progress: Place
+    progress: Progress  # before the step
     is_first: bool  # of its process
     versions: dict[str, str]
     machine: Machine

@@ -15,9 +15,9 @@ from hookdiff import Batch, Config, Loop, Sink, Step, UserError, build_loop, hoo
 from hookdiff.data import Facts, Remembered
 from hookdiff.errors import shown
 from hookdiff.experiment import Part
+from hookdiff.progress import Progress
 from hookdiff.rehearsal import rehearsing
 from hookdiff_nan.diagnose import STEP_HOOKS, eagerly, may_be_compiled
-from hookdiff_nan.facts import Place
 from hookdiff_nan.plugin import NaN
 from hookdiff_nan.record import CONFIG, Record, digest_of, kept_in, read_record, surroundings
 
@@ -270,7 +270,7 @@ def _of_the_model(traceback: str) -> str:
     return "\n".join(["it was made by:", *frames[loop[-1] + 2 if loop else 0 :]])
 
 
-def _link_checkpoint(config: Config, step: Path, folder: Path, place: Place) -> str:
+def _link_checkpoint(config: Config, step: Path, folder: Path, place: Progress) -> str:
     """Link the newest checkpoint before the step at `place` into `folder`; return its name, or a text for none.
 
     The run directory is the nearest folder above the `step` with a config. A link in it that leads out is left alone.

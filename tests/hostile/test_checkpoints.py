@@ -152,13 +152,8 @@ values = st.recursive(
 )
 
 
-@given(data=st.data())
-def test_forged_values(data: st.DataObject, saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> None:
-    optimizer = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
-    run, folder = copied(saved[optimizer], tmp_path_factory)
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    part = data.draw(st.sampled_from(sorted(manifest["parts"])))
-    root = manifest["parts"][part]
+def damage(data: st.DataObject, root: Any, value: st.SearchStrategy[Any] = values) -> None:
+    """Replace, remove or add a value at a random place of a tree of JSON."""
     place = data.draw(st.sampled_from(places(root)))
     for key in place[:-1]:
         root = root[key]
@@ -166,9 +161,18 @@ def test_forged_values(data: st.DataObject, saved: dict[str, Path], tmp_path_fac
     if change == "remove":
         del root[place[-1]]
     elif change == "add" and isinstance(root[place[-1]], dict):
-        root[place[-1]][data.draw(st.text(max_size=5))] = data.draw(values)
+        root[place[-1]][data.draw(st.text(max_size=5))] = data.draw(value)
     else:
-        root[place[-1]] = data.draw(values)
+        root[place[-1]] = data.draw(value)
+
+
+@given(data=st.data())
+def test_forged_values(data: st.DataObject, saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+    optimizer = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
+    run, folder = copied(saved[optimizer], tmp_path_factory)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    part = data.draw(st.sampled_from(sorted(manifest["parts"])))
+    damage(data, manifest["parts"][part])
     stamp(folder, manifest)
     check(run, optimizer)
     shutil.rmtree(run.parent)

@@ -20,7 +20,7 @@ from hookdiff import Loop, UserError, build_loop, hookimpl, load_config
 from hookdiff.disk import stamped
 from hookdiff_nan.replay import replay, retrain
 from tests.conftest import refused, write_small
-from tests.hostile.test_checkpoints import KINDS, forge_tensor, places, scalars, values
+from tests.hostile.test_checkpoints import KINDS, damage, forge_tensor, scalars, values
 
 NAME = "step-00000003-position-00000003"
 FILES = ("batch", "buffers", "data", "model", "plugins")
@@ -110,26 +110,12 @@ def check(step: Path, watched: bool = True, lr: float | None = None) -> str:
     return "ran"
 
 
-def damage(data: st.DataObject, root: Any, value: st.SearchStrategy[Any]) -> None:
-    """Replace, remove or add a value at a random place of a tree of JSON."""
-    place = data.draw(st.sampled_from(places(root)))
-    for key in place[:-1]:
-        root = root[key]
-    change = data.draw(st.sampled_from(["replace", "remove", "add"]))
-    if change == "remove":
-        del root[place[-1]]
-    elif change == "add" and isinstance(root[place[-1]], dict):
-        root[place[-1]][data.draw(st.text(max_size=5))] = data.draw(value)
-    else:
-        root[place[-1]] = data.draw(value)
-
-
 @given(data=st.data())
 def test_forged_facts(data: st.DataObject, copied: Callable[[], Path]) -> None:
     step = copied()
     facts = facts_of(step)
     part = data.draw(st.sampled_from([*sorted(facts.keys() - {"sha256"}), *["progress", "machine", "files"] * 2]))
-    damage(data, {part: facts[part]} if not isinstance(facts[part], dict) else facts[part], values)
+    damage(data, {part: facts[part]} if not isinstance(facts[part], dict) else facts[part])
     if not isinstance(facts[part], dict):
         facts[part] = data.draw(values)
     stamp(step, facts)
