@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hookdiff.models.checks import check_labels
-from hookdiff.weights import evaluating
+from hookdiff.weights import Buffers, evaluating
 
 _SMALL = 1 << 30  # weights times pixels: at most a second on a CPU
 
@@ -119,6 +119,8 @@ def _call(
     def by_name(device: torch.device) -> dict[str, Tensor]:
         return {name: torch.zeros_like(column, device=device) for name, column in conditions.items()}
 
+    buffers = Buffers(model)
+    buffers.keep()
     device, meta = next(model.parameters()).device, torch.device("meta")
     with evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         if sum(weight.numel() for weight in model.parameters()) * math.prod(shape[-2:]) > _SMALL:
@@ -130,7 +132,10 @@ def _call(
             # A model may need values; the call below repeats other errors.
             with suppress(Exception):
                 return functional_call(model, tensors, zeros(meta), by_name(meta), tie_weights=False)
-        return model(*zeros(device), **by_name(device))
+        try:
+            return model(*zeros(device), **by_name(device))
+        finally:
+            buffers.put_back()
 
 
 def _take_sample(model: nn.Module, args: Any, output: Any) -> Any:
