@@ -14,14 +14,15 @@ from hookdiff.cli.options import config_argument, override_options
 def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...]) -> None:
     """Check CONFIG, and print it with every default.
 
-    Of the data, only the names in a folder are read. No file is written.
+    Of the data, only the names in a folder are read, so the arguments of the model that the data gives are left out. No
+    file is written.
     """
     import tomli_w
 
     from hookdiff.data import Folder
     from hookdiff.errors import ConfigError
     from hookdiff.experiment import load_config, try_config
-    from hookdiff.experiment.build import unused_classes
+    from hookdiff.experiment.build import set_by_data, unused_classes
 
     checked = load_config(config, plugins, settings)
     try_config(checked)
@@ -30,4 +31,11 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...]) -
             classes = checked.data.build().classes
             if warning := unused_classes(checked, len(classes or ())):
                 click.echo(warning, err=True)
-    click.echo(tomli_w.dumps(checked.resolved()), nl=False)
+    table = checked.resolved()
+    left_out = set_by_data(checked)
+    for name in left_out:
+        table["model"].pop(name, None)
+    text = tomli_w.dumps(table)
+    if left_out:
+        text = text.replace("\n[model]\n", f"\n[model] # the data gives {', '.join(left_out)}\n", 1)
+    click.echo(text, nl=False)

@@ -25,6 +25,8 @@ from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.progress import AUTO
 from hookdiff.structure import missing, parameters
 
+_SIZES = ("in_channels", "out_channels", "image_size", "sample_size")  # arguments of models, here and in diffusers
+
 
 def build_loop(
     config: Config,
@@ -139,13 +141,23 @@ def fit_to_data(config: Config, feed: Feed) -> Config:
     if config.diffusion.arguments.get("conditional"):
         _check_labels(config, feed)
     facts = _facts(feed)
-    required = "num_classes" in missing(config.model.target, config.model.arguments)
-    if feed.num_classes is not None and (required or config.diffusion.arguments.get("conditional")):
+    if feed.num_classes is not None and _wants_classes(config):
         facts["num_classes"] = feed.num_classes
     model = config.model.given(**facts)
     if lacking := missing(model.target, model.arguments):
         raise ConfigError(f"model: {model.use} needs {', '.join(lacking)}")
     return evolve(config, model=model)
+
+
+def set_by_data(config: Config) -> list[str]:
+    """Return the arguments of the model that `fit_to_data` may fill in."""
+    names = [*_SIZES, *(["num_classes"] if _wants_classes(config) else [])]
+    return [name for name in names if config.model.accepts(name)]
+
+
+def _wants_classes(config: Config) -> bool:
+    required = "num_classes" in missing(config.model.target, config.model.arguments)
+    return required or bool(config.diffusion.arguments.get("conditional"))
 
 
 def _check_labels(config: Config, feed: Feed) -> None:
@@ -165,10 +177,9 @@ def unused_classes(config: Config, num_classes: int | None) -> str | None:
 
 
 def _facts(feed: Feed) -> dict[str, Any]:
-    """Return channels and side of the data, by the names of these arguments here and in diffusers."""
+    """Return channels and side of the data, by the names of the arguments for them."""
     channels, *sides = feed.shape
-    side = {"image_size": sides[-1], "sample_size": sides[-1]} if sides else {}
-    return {"in_channels": channels, "out_channels": channels, **side}
+    return dict(zip(_SIZES, (channels, channels, *sides[-1:], *sides[-1:]), strict=False))
 
 
 def make_model(config: Config, device: torch.device) -> nn.Module:

@@ -2,8 +2,9 @@
 
 import pytest
 import tomli
+from PIL import Image
 
-from tests.conftest import check_facts
+from tests.conftest import check_facts, pixels
 
 DIT = {"use": "dit", "num_classes": 10}
 
@@ -25,8 +26,6 @@ def test_a_config_with_a_dit_is_printed_with_every_default(check):
     assert (code, err) == (0, "")
     assert tomli.loads(out)["model"] == {
         "use": "dit",
-        "in_channels": 1,
-        "image_size": 8,
         "patch_size": 2,
         "hidden_size": 1152,
         "depth": 28,
@@ -39,6 +38,23 @@ def test_a_config_with_a_dit_is_printed_with_every_default(check):
         "init": "default",
         "zero_output": False,
     }
+
+
+def test_the_printed_config_makes_the_same_run(hookdiff, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for k in range(8):
+        path = tmp_path / "images" / "ab"[k % 2] / f"{k}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(k, 16)).save(path)
+    table = '[run]\nsteps = 1\nbatch_size = 4\n[data]\nsource = "folder"\npath = "images"\nimage_size = 16\n'
+    (tmp_path / "short.toml").write_text(table + '[model]\nuse = "unet"\nchannels = 8\nhead_dim = 8\n')
+    code, out, _ = hookdiff("check", "short.toml", "--set", "diffusion.conditional=true")
+    assert code == 0
+    assert "[model] # the data gives in_channels, image_size, num_classes\n" in out
+    (tmp_path / "long.toml").write_text(out)
+    assert hookdiff("run", "long.toml")[0] == 0
+    model = tomli.loads((tmp_path / "runs" / "short" / "config.toml").read_text())["model"]
+    assert (model["in_channels"], model["image_size"], model["num_classes"]) == (3, 16, 2)
 
 
 @pytest.mark.parametrize(
