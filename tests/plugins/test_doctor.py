@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -432,6 +433,14 @@ def test_the_learning_rate_is_judged_by_the_losses(losses, trained, severity):
 def test_updates_as_large_as_the_weights_are_blamed_for_a_loss_that_does_not_fall():
     assert checks.check_learning(trial([1.0] * 40, changes=[0.2] * 8)).severity == "error"
     assert checks.check_learning(trial([1 - k / 80 for k in range(40)], changes=[0.2] * 8)).severity == "warning"
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=10, max_size=40))
+def test_a_rate_of_zero_is_named_whatever_the_losses(losses):
+    still = trial(losses, changes=[0.0] * 8)
+    still.rates = [0.0] * len(losses)
+    assert checks.check_learning(still).what == "the learning rate is 0"
+    assert checks.check_learning(still, trained=True).what != "the learning rate is 0"  # the end of a schedule
 
 
 def test_a_slow_warm_up_is_not_blamed():
