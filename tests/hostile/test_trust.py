@@ -155,7 +155,7 @@ def config(place: str, target: str, arguments: Mapping[str, Any], in_table: bool
         return {**tables, "plugins": {target.rpartition(":")[2].lower(): dict(arguments)}}
     *path, last = place.split(".")
     if place in SECTIONS:
-        return {**tables, path[0]: {last: target, **arguments}}
+        return {**tables, path[0]: {**arguments, last: target}}
     value: Any = {"use": target, **arguments} if in_table else target
     for name in (last, *reversed(path[1:])):
         value = {name: value}
