@@ -101,8 +101,8 @@ def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lr", ["1e-3", "0.1"])
-def test_the_example_is_silent_and_diverges_at_a_hundred_times_its_rate(lr: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lr", ["1e-3", "0.3"])
+def test_the_example_is_silent_and_diverges_at_300_times_its_rate(lr: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from hookdiff.cli import main; main()", "run", "examples/basic.toml"]
     command += ["--plugins", "loss,no:samples,no:checkpoint", "--set", "data.held_out=0.1", "--lr", lr]
     command += ["--set", f"run.steps={400 if lr == '1e-3' else 150}", "--out", str(tmp_path / "run")]
