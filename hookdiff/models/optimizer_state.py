@@ -70,7 +70,7 @@ def check_eps(optimizers: Iterable[Optimizer]) -> None:
                     name, least = str(dtype).removeprefix("torch."), torch.finfo(dtype).tiny
                     raise UserError(
                         f"optimizer.eps: {eps:g} is 0 in {name}, the dtype of the weights, and a gradient of 0 would "
-                        f"make them NaN; usual are 1e-8 in float32 and {max(1e-8, least):.0e} in {name}"
+                        f"make them NaN; try {max(1e-8, least):.0e}"
                     )
 
 
