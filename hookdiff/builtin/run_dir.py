@@ -108,5 +108,6 @@ def _as_toml(loop: Loop) -> bytes:
     except TypeError as error:
         raise UserError(f"Loop(hparams=...): {error}; give numbers, text, and lists and dicts of them") from error
     except UnicodeEncodeError as error:
-        name = shown(error.object[error.start :].partition("\n")[0])
-        raise UserError(f"{CONFIG} is UTF-8 and cannot hold a name that is not: ...{name}") from None
+        before, after = error.object[: error.start], error.object[error.start :]
+        line = shown(before.rpartition("\n")[2] + after.partition("\n")[0])
+        raise UserError(f"{CONFIG} is UTF-8 and cannot hold this line: {line}; choose another name") from None

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import signal
 
@@ -160,3 +161,14 @@ def test_golden_message_of_a_signal_and_the_end_at_the_second(folder, start):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == -signal.SIGINT  # shells report this as 130
+
+
+def test_a_config_whose_name_is_no_utf8_needs_a_name_for_its_run(hookdiff, folder):
+    name = os.fsdecode(b"caf\xe9.toml")
+    (folder / "small.toml").rename(folder / name)
+    code, _, err = hookdiff("run", name)
+    assert code == 2
+    check_facts(err, "config.toml", r'name = "caf\udce9"')
+    assert not (folder / "runs").exists()
+    assert hookdiff("run", name, "--set", "run.name=cafe", "--set", "run.steps=1")[0] == 0
+    assert checkpoints(folder / "runs" / "cafe") == ["step-00000001"]
