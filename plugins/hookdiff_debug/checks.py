@@ -167,8 +167,11 @@ def check_loss(trial: Trial) -> Finding:
     )
 
 
-def check_learning(trial: Trial, trained: bool = False) -> Finding:
-    """Judge whether the loss falls; for a network that is `trained` already, whether the loss stays low."""
+def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -> Finding:
+    """Judge whether the loss falls; for a network that is `trained` already, whether the loss stays low.
+
+    `resumed`: the trial goes on from a run. Its schedule may have ended, at a rate of 0.
+    """
     losses, rate, bad = trial.losses, max(trial.rates, default=0.0), trial.first_bad
     width = min(8, max(4, len(losses) // 4))
     means = [trial.mean_loss(slice(start, start + width)) for start in range(max(1, len(losses) - width + 1))]
@@ -191,7 +194,7 @@ def check_learning(trial: Trial, trained: bool = False) -> Finding:
         (check_loss(trial).severity == "error", Finding("ok", "not judged, because the loss is not finite")),
         (bad or trial.outcome == "stopped", stopped),
         (len(losses) < FEWEST, Finding("ok", f"{len(losses)} steps are too few to judge it")),
-        error(not trained and rate == 0 and change == 0, "the learning rate is 0", "optimizer.lr = 0.001", numbers),
+        error(not resumed and rate == 0 and change == 0, "the learning rate is 0", "optimizer.lr = 0.001", numbers),
         (back or wild or lost or ruined, too_high),
         (peak > RUIN * first or change > LARGE_CHANGE, rate_too_high(numbers, rate)),
         (flat and trial.is_warming_up, Finding("ok", f"it is still being warmed up; {numbers}")),

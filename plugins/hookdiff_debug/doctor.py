@@ -87,7 +87,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         trial = train(loop, steps, whole_rate=run is None)
         portrait = portrait or _portray(loop)
     trained = before >= _TRAINED
-    findings, network = _of_data(loop, trial), _of_network(trial, start, portrait, trained)
+    findings, network = _of_data(loop, trial), _of_network(trial, start, portrait, run is not None, trained)
     findings |= checks.following(network, checks.cause(findings | network))
     findings |= {"length": _of_length(loop, tried), "trial": checks.check_trial(trial)}
     parts: defaultdict[str, float] = defaultdict(float)
@@ -130,10 +130,12 @@ def _of_data(loop: Loop, trial: Trial) -> dict[str, Finding]:
     }
 
 
-def _of_network(trial: Trial, start: Outputs | None, portrait: _Portrait, trained: bool) -> dict[str, Finding]:
+def _of_network(
+    trial: Trial, start: Outputs | None, portrait: _Portrait, resumed: bool, trained: bool
+) -> dict[str, Finding]:
     # A learning rate that is too high makes the network look broken, so it comes first.
     findings = {"first output": checks.check_outputs(start, settled=False, is_first=True)} if start else {}
-    findings |= {"loss": checks.check_loss(trial), "learning rate": checks.check_learning(trial, trained)}
+    findings |= {"loss": checks.check_loss(trial), "learning rate": checks.check_learning(trial, trained, resumed)}
     silent = [name for name, layer in trial.layers.items() if layer.norm == 0]
     settled = trained or len(trial.rates) > SETTLED
     findings["gradients"] = checks.check_gradients(trial.layers, silent, portrait.outputs)
