@@ -7,11 +7,12 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/hookdiff run examples/basic.toml --plugins ema,amp,fid --overwrite
 
+# loadscope: the tests of a file run in one process, which makes their shared fixtures once.
 test: .venv/ready-dev
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist loadscope -m "not slow"
 
 test-all: .venv/ready-dev
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n auto
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n auto --dist loadscope
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .
