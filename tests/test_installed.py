@@ -16,8 +16,6 @@ import hookdiff
 
 ENTRIES = [entry for entry in distribution("hookdiff").entry_points if entry.group.startswith("hookdiff.")]
 PACKAGES = sorted({entry.module.partition(".")[0] for entry in ENTRIES})
-# All other tests, and mypy, check the source tree; these two need the package as a user gets it.
-OF_A_WHEEL = pytest.mark.skipif("site-packages" not in hookdiff.__file__, reason="hookdiff is not installed as a wheel")
 
 CONFIG = """
 [run]
@@ -104,7 +102,7 @@ def test_each_entry_point_loads() -> None:
         assert isinstance(found, kinds.get(entry.group, Callable))
 
 
-@OF_A_WHEEL
+@pytest.mark.slow  # the tests of the wheel leave none out
 def test_the_command_trains_resumes_and_samples(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(CONFIG)
     command = "-c", "from hookdiff.cli import main; main()"
@@ -117,7 +115,7 @@ def test_the_command_trains_resumes_and_samples(tmp_path: Path) -> None:
     assert call(*command, "run", "smal.toml", cwd=tmp_path).returncode == 2
 
 
-@OF_A_WHEEL
+@pytest.mark.slow
 def test_a_script_trains_and_its_types_are_checked(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     done = call("mine.py", cwd=tmp_path)

@@ -36,6 +36,6 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...]) -
     for name in left_out:
         table["model"].pop(name, None)
     text = tomli_w.dumps(table)
-    if left_out:
+    if left_out:  # tomli_w writes no comments
         text = text.replace("\n[model]\n", f"\n[model] # the data gives {', '.join(left_out)}\n", 1)
     click.echo(text, nl=False)

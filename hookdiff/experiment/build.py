@@ -179,7 +179,8 @@ def unused_classes(config: Config, num_classes: int | None) -> str | None:
 def _facts(feed: Feed) -> dict[str, Any]:
     """Return channels and side of the data, by the names of the arguments for them."""
     channels, *sides = feed.shape
-    return dict(zip(_SIZES, (channels, channels, *sides[-1:], *sides[-1:]), strict=False))
+    sizes = (channels, channels, sides[-1], sides[-1]) if sides else (channels, channels)
+    return dict(zip(_SIZES, sizes, strict=False))
 
 
 def make_model(config: Config, device: torch.device) -> nn.Module:

@@ -119,8 +119,6 @@ def _call(
     def by_name(device: torch.device) -> dict[str, Tensor]:
         return {name: torch.zeros_like(column, device=device) for name, column in conditions.items()}
 
-    buffers = Buffers(model)
-    buffers.keep()
     device, meta = next(model.parameters()).device, torch.device("meta")
     with evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         if sum(weight.numel() for weight in model.parameters()) * math.prod(shape[-2:]) > _SMALL:
@@ -132,6 +130,8 @@ def _call(
             # A model may need values; the call below repeats other errors.
             with suppress(Exception):
                 return functional_call(model, tensors, zeros(meta), by_name(meta), tie_weights=False)
+        buffers = Buffers(model)
+        buffers.keep()
         try:
             return model(*zeros(device), **by_name(device))
         finally:
