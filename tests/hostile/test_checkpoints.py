@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,20 +123,29 @@ def copied(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     return other, other / "checkpoints" / f"step-{STEP:08d}"
 
 
-@given(data=st.data())
-def test_forged_tensors(data: st.DataObject, saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+@contextmanager
+def forging(
+    data: st.DataObject, saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield a checkpoint and its manifest to change; then make its digests right, and check its run."""
     optimizer = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
     run, folder = copied(saved[optimizer], tmp_path_factory)
     manifest = json.loads((folder / "manifest.json").read_bytes())
-    file = data.draw(st.sampled_from(sorted(manifest["files"])))
-    tensors = load_file(folder / file)
-    for name in data.draw(st.lists(st.sampled_from(sorted(tensors)), min_size=1, max_size=3, unique=True)):
-        forged = forge_tensor(tensors[name], data.draw(st.sampled_from(KINDS)))
-        tensors = {**tensors, name: forged} if forged is not None else {k: v for k, v in tensors.items() if k != name}
-    save_file(tensors, folder / file)
+    yield folder, manifest
     stamp(folder, manifest)
     check(run, optimizer)
     shutil.rmtree(run.parent)
+
+
+@given(data=st.data())
+def test_forged_tensors(data: st.DataObject, saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+    with forging(data, saved, tmp_path_factory) as (folder, manifest):
+        file = folder / data.draw(st.sampled_from(sorted(manifest["files"])))
+        tensors = load_file(file)
+        for name in data.draw(st.lists(st.sampled_from(sorted(tensors)), min_size=1, max_size=3, unique=True)):
+            forged = forge_tensor(tensors.pop(name), data.draw(st.sampled_from(KINDS)))
+            tensors |= {name: forged} if forged is not None else {}
+        save_file(tensors, file)
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -168,14 +179,8 @@ def damage(data: st.DataObject, root: Any, value: st.SearchStrategy[Any] = value
 
 @given(data=st.data())
 def test_forged_values(data: st.DataObject, saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> None:
-    optimizer = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
-    run, folder = copied(saved[optimizer], tmp_path_factory)
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    part = data.draw(st.sampled_from(sorted(manifest["parts"])))
-    damage(data, manifest["parts"][part])
-    stamp(folder, manifest)
-    check(run, optimizer)
-    shutil.rmtree(run.parent)
+    with forging(data, saved, tmp_path_factory) as (_, manifest):
+        damage(data, manifest["parts"][data.draw(st.sampled_from(sorted(manifest["parts"])))])
 
 
 def test_an_untouched_run_goes_on(saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> None:
