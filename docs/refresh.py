@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hookdiff.choices import parts
 from hookdiff.cli.hooks import contract, example, imports
 from hookdiff.experiment.reference import Key, keys, summary
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
@@ -25,7 +26,7 @@ def markdown(target: Callable[..., Any], without: frozenset[str] = frozenset()) 
             continue
         lines += ["", f"`{key.name}` is one of these, or `module:Name`:", "", "| use | option | default | |"]
         lines.append("|---|---|---|---|")
-        for use, part in key.kind.known.items():
+        for use, part in parts(key.kind).items():
             lines += [f"| `{use}` | | | {summary(part)} |", *(f"| {_row(option)}" for option in keys(part))]
     return "\n".join(lines) + "\n"
 

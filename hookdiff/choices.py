@@ -7,6 +7,7 @@ script gives the object, `MinSNR(gamma=3.0)`, or the name. `use = "module:Name"`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
@@ -44,6 +45,11 @@ class Choice:
         """The name of this choice in a config."""
         return name_of(type(self))
 
+    @classmethod
+    def adapted(cls, found: object, use: str) -> type[Self] | None:
+        """Return a class of this kind for an object `found` at `use` that is none; None: there is no such class."""
+        return None
+
 
 class chosen(Generic[Chosen]):
     """The converter of a field that takes a choice or its name: `field(converter=chosen[Weighting])`."""
@@ -66,7 +72,18 @@ def find(kind: type[Chosen], use: object) -> type[Chosen]:
     found = kind.known.get(str(use)) or import_object(path_of(kind.kind, kind.known, use), f"the {kind.kind} {use!r}")
     if isinstance(found, type) and issubclass(found, kind):
         return found
+    if adapted := kind.adapted(found, str(use)):
+        return adapted
     raise PluginError(f"{use} is no {kind.kind}: it does not inherit from {kind.__module__}.{kind.__qualname__}")
+
+
+def parts(kind: type[Chosen]) -> dict[str, type[Chosen]]:
+    """Return the classes of `kind` by name: those built in, and those of entry points that can be imported."""
+    found = dict(kind.known)
+    for name in _published(kind.kind):
+        with suppress(PluginError):  # one broken package does not hide the others
+            found[name] = find(kind, name)
+    return found
 
 
 def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> str:

@@ -132,7 +132,8 @@ class Due:
         return self.every.after_epoch(epoch)
 
 
-def _is_time(instance: object, attribute: Attribute[Every], value: Every) -> None:
+def is_time(instance: object, attribute: Attribute[Every], value: Every) -> None:
+    """Check that an `Every` is a time or 0, as an attrs validator; raises ValueError."""
     if value.amount and value.unit != "seconds":
         raise ValueError(f"{attribute.name} must be a time, as '30 min' or '3 h'")
 
@@ -175,7 +176,7 @@ class LoopConfig:
     max_time: Every = field(
         default=Every(0),
         converter=parse_every,
-        validator=_is_time,
+        validator=is_time,
         metadata=about('time after which the run saves, stops and exits with 75 ("3 h"); 0 is no limit'),
     )
 

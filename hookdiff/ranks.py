@@ -1,6 +1,10 @@
 """Ranks: the number of this process among those that train together, and values that all of them agree on."""
 
+from typing import TypeVar
+
 from torch import distributed
+
+Value = TypeVar("Value")
 
 
 def rank() -> int:
@@ -17,7 +21,7 @@ def _is_set_up() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def first_rank_says(value: bool) -> bool:
+def first_rank_says(value: Value) -> Value:
     """Return the `value` of the first rank; all ranks must call this, and wait for one another.
 
     Decisions that depend on the clock need it: if two processes disagree whether an evaluation is due, both wait for
@@ -28,3 +32,12 @@ def first_rank_says(value: bool) -> bool:
     agreed = [value]
     distributed.broadcast_object_list(agreed, src=0)  # finds the device that the backend talks over
     return agreed[0]
+
+
+def gathered(value: Value) -> list[Value]:
+    """Return the `value` of each rank, in their order, on all of them; all ranks must call this."""
+    if num_ranks() == 1:
+        return [value]
+    found: list[Value] = [value] * num_ranks()
+    distributed.all_gather_object(found, value)
+    return found

@@ -92,6 +92,14 @@ def refused(error: type[BaseException], *facts: object) -> Any:
     return pytest.raises(error, check=check)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what hookdiff writes to the user's cache in a folder of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Return a function that starts the command line in `folder`, in a process group of its own.

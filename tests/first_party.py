@@ -15,6 +15,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpoint": {"every": 2, "keep_last": 9},
     "clip": {"rule": {"use": "adaptive", "warmup": 2, "factor": 0.5}},
     "compile": {"backend": "eager"},  # the compiler itself takes most of a minute
+    "diversity": {"every": 4, "num_samples": 20, "modes": 2},
     "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},
     "fid": {"every": 4, "num_samples": 8},
     "loss": {"window": 20, "plateau": 0},

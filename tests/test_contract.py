@@ -25,7 +25,7 @@ if not (ROOT / "pyproject.toml").exists():
 PUBLISHED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
 ENTRIES = PUBLISHED["hookdiff.plugins"]
 PACKAGES = sorted({re.split("[.:]", target)[0] for group in PUBLISHED.values() for target in group.values()})
-SCRIPTS = {ROOT / "plugins" / "hookdiff_fid" / "train_digits.py"}  # run by hand, never imported
+SCRIPTS = {ROOT / "plugins" / "hookdiff_features" / "train_classifiers.py"}  # run by hand, never imported
 
 MODULES = import_graph.files(ROOT)
 CORE_FILES = sorted(CORE.rglob("*.py"))
@@ -169,7 +169,8 @@ PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
     *("hookdiff.adopted", "hookdiff.evaluation", "hookdiff.gradients", "hookdiff.rehearsal", "hookdiff.structure"),
-    *("hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors", "hookdiff.experiment.optimizers"),
+    *("hookdiff.data.arrays", "hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors"),
+    *("hookdiff.experiment.optimizers", "hookdiff.features", "hookdiff.generation"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory", "hookdiff.progress"),
     *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
 }
@@ -192,10 +193,10 @@ def test_a_plugin_imports_only_public_names_and_its_own_package(path: Path) -> N
 ROOMS = [
     *("errors", "readonly", "ranks", "versions", "findings"),
     *("randomness", "options", "imports", "choices", "progress", "structure", "dispatch"),
-    *("disk", "data", "objective", "sampling", "weights", "models", "diffusion"),
+    *("disk", "data", "features", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("rehearsal", "sinks", "periodic", "evaluation", "testing"),
+    *("rehearsal", "generation", "sinks", "periodic", "evaluation", "testing"),
     *("builtin", "experiment", "cli", "__init__", "examples", "__main__"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # the other three import `Loop` for type checkers

@@ -10,6 +10,7 @@ from torch import distributed
 
 from hookdiff.data import Batch
 from hookdiff.errors import UserError
+from hookdiff.generation import is_out_of_memory
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.memory import optimizer_bytes
@@ -17,8 +18,6 @@ from hookdiff.objective import LossOutput
 from hookdiff.rehearsal import rehearsing
 
 log = logging.getLogger("hookdiff")
-# In lower case: messages of allocators and libraries that do not raise torch.OutOfMemoryError.
-_MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 
 @define(eq=False)
@@ -80,9 +79,3 @@ def _fits(batch: Batch, passes: Callable[[Batch], LossOutput], reserve: int, dev
             raise
         return False
     return True
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that a GPU or a CPU is out of memory."""
-    known = isinstance(error, RuntimeError) and any(message in str(error).lower() for message in _MESSAGES)
-    return known or isinstance(error, (MemoryError, torch.OutOfMemoryError))

@@ -6,6 +6,7 @@ changes nothing. Batches that workers loaded ahead and that were not consumed ar
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -226,6 +227,21 @@ class Feed:
     def describe(self, index: int) -> str:
         """Return the name of the sample at `index` for messages, such as its file, with control characters escaped."""
         return name_of(self.source, index)
+
+    def fingerprint(self) -> str | None:
+        """Return a hash that changes with the pixels that `unaugmented` yields; None for a source without one."""
+        if hasattr(self.source, "fingerprint"):
+            own = self.source.fingerprint()
+        elif isinstance(self.samples, InMemory):
+            images, digest = self.samples.images, hashlib.sha256()
+            for part in torch.split(images, 1024):
+                digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
+            own = f"{images.dtype} {tuple(images.shape)} {digest.hexdigest()}"
+        else:
+            return None
+        options = self.transforms
+        first_stage = (options.image_size, options.side, options.upscale, options.channels, options.background)
+        return repr((type(self.source).__qualname__, own, *first_stage))
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""

@@ -35,6 +35,7 @@ class Folder:
             kinds = some([f"{count} {suffix}" for suffix, count in others.most_common()]) or "nothing, it is empty"
             raise ValueError(f"{path} has no image ({', '.join(SUFFIXES)}); found: {kinds}")
         self.problems: list[str] = []
+        self.classes: Sequence[str] | None
         if labels == "folder":
             alone = [name for name in self.files if "/" not in name]
             if 0 < len(alone) < len(self.files):

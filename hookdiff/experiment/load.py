@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from hookdiff.disk.paths import CONFIG, run_of
 from hookdiff.errors import ConfigError, NoCheckpoint, UserError, nearest
 from hookdiff.experiment.build import build_loop, build_sampling, pick_device
 from hookdiff.experiment.config import Config, load_config, read_toml
+from hookdiff.generation import Images
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.load import load_into
@@ -31,7 +31,6 @@ log = logging.getLogger("hookdiff")
 
 HOOKS = ("prepare_model", "restore", "sample", "offer_weights")  # of the plugins that a run needs to make images
 _SUFFIX = ".safetensors"
-_ON_CPU = 1 << 18  # values of the images that are made at a time: more take memory, and are no faster
 
 
 def run_config(
@@ -243,52 +242,25 @@ class Run:
             ValueError: for tensors of another shape.
         """
         changes = {"steps": steps, "sampler": sampler, "guidance.scale": guidance_scale}
-        wanted, size, start = self.labels(labels, num), self._at_a_time, 0
+        wanted = self.labels(labels, num)
         if strength is None:
             strength = 0.8 if mask is None else 1.0
+
+        def request(rows: range) -> SampleRequest:
+            return SampleRequest(
+                len(rows),
+                seed,
+                rows.start,
+                weights="model" if name.endswith(_SUFFIX) else name,
+                labels=wanted and wanted[rows.start : rows.stop],
+                images=_in_turn(images, rows),
+                mask=_in_turn(mask, rows),
+                strength=strength,
+                conditions=conditions and {key: column[rows.start : rows.stop] for key, column in conditions.items()},
+            )
+
         with self.weights(weights) as name, self.loop.using(sampler=self._sampling(changes)):
-            while start < num:
-                rows = range(start, min(num, start + size))
-                request = SampleRequest(
-                    len(rows),
-                    seed,
-                    start,
-                    weights="model" if name.endswith(_SUFFIX) else name,
-                    labels=wanted and wanted[start : rows.stop],
-                    images=_in_turn(images, rows),
-                    mask=_in_turn(mask, rows),
-                    strength=strength,
-                    conditions=conditions and {key: column[start : rows.stop] for key, column in conditions.items()},
-                )
-                made = self._made(request)
-                if made is not None:
-                    yield made
-                    start = rows.stop
-                    continue
-                size = len(rows) // 2
-                if not size:
-                    raise UserError(f"not even one image fits in the memory of {self.loop.device}")
-                gc.collect()  # not in `_made`: there, the error and its frames still hold the tensors
-                if self.loop.device.type in ("cuda", "mps"):
-                    getattr(torch, self.loop.device.type).empty_cache()
-
-    def _made(self, request: SampleRequest) -> Tensor | None:
-        """Return the images of `request`, or None if they do not fit in memory."""
-        from hookdiff.builtin.micro_batch import is_out_of_memory
-
-        try:
-            return self.loop.sample(request).images.cpu()
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
-
-    @property
-    def _at_a_time(self) -> int:
-        """The number of images to try first."""
-        limit: int = getattr(self.loop.sampler, "batch_size", 256)
-        values = torch.Size(self.loop.feed.shape).numel()
-        return limit if self.loop.device.type != "cpu" else max(1, min(limit, _ON_CPU // values))
+            yield from Images(self.loop).make(range(num), request)
 
     def _sampling(self, changes: Mapping[str, Any]) -> Any:
         """Return the sampler of the run with `changes` of its keys; None are no changes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from hookdiff.choices import Choice
+from hookdiff.choices import Choice, parts
 from hookdiff.structure import as_toml, fields_of, hints_of, parameters
 
 _ARGUMENT = re.compile(r"^    +(\w+): (.*(?:\n     +.*)*)", re.MULTILINE)
@@ -48,7 +48,7 @@ def plain(target: Callable[..., Any]) -> Iterator[str]:
     """Yield the keys of `target` as lines of text for a terminal."""
     for key in keys(target):
         yield f"  {key.name} = {key.default}".rstrip(" =").ljust(28) + f"  {key.help}"
-        for use, part in key.kind.known.items() if key.kind else ():
+        for use, part in parts(key.kind).items() if key.kind else ():
             options = ", ".join(f"{option.name} = {option.default}".rstrip(" =") for option in keys(part))
             yield f"    {use:<24}  {summary(part)}{f' ({options})' if options else ''}"
 

@@ -22,7 +22,8 @@ def choose(
     """Return the checkpoints to keep of `found`, which are sorted, newest first.
 
     These are the `last` newest, the newest scheduled one (a rollback goes back to it), one of `every` saves (0: none),
-    and the one with the best value named `best`, which is the lowest unless `highest`.
+    and the one with the best value named `best`, which is the lowest unless `highest`. If a value was measured on a
+    number of samples, logged as `best`/num, it is compared only with those of the number that the newest one has.
     """
     scheduled = next((one for one in found if one.scheduled), None)
 
@@ -32,7 +33,9 @@ def choose(
 
     is_kept = [at < last or one is scheduled or (every and one.number % every == 0) for at, one in enumerate(found)]
     chosen = [one for one, kept in zip(found, is_kept, strict=True) if kept]
-    first = min(found, key=rank, default=None)  # the newest of equal ones
+    number = next((one.metrics.get(f"{best}/num") for one in found if best in one.metrics), None)
+    comparable = [one for one in found if one.metrics.get(f"{best}/num") == number]
+    first = min(comparable, key=rank, default=None)  # the newest of equal ones
     return [*chosen, first] if first and first not in chosen and rank(first) < math.inf else chosen
 
 

@@ -51,7 +51,11 @@ class Checkpoint:
     )
     keep_every: int = field(default=0, validator=ge(0), metadata=about("keep one of this many saves forever; 0: none"))
     keep_best: str | None = field(
-        default=None, metadata=about('keep the checkpoint with the best logged value of this name, such as "fd/digits"')
+        default=None,
+        metadata=about(
+            'keep the checkpoint with the best logged value of this name, such as "fd/digits"; of values with a number '
+            "of samples (NAME/num), only equal numbers are compared"
+        ),
     )
     best: Literal["lowest", "highest"] = field(default="lowest", metadata=about('best value: "lowest" or "highest"'))
     disk_full: Literal["continue", "stop"] = field(

@@ -2,107 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import reduce
-
 import torch
-from attrs import define
 from torch import Tensor
 
+from hookdiff.features import Gaussian, Moments
 
-@define(eq=False, frozen=True)
-class Moments:
-    """The number, mean and scatter of a set of features, from which the distance is computed.
-
-    Two sets are merged by the formula of Chan, Golub & LeVeque ("Updating formulae and a pairwise algorithm for
-    computing sample variances", 1979). A running sum of products would lose every digit when the mean is far larger
-    than the spread.
-
-    All tensors are float64 on the CPU: the square root of small eigenvalues turns an error of 1e-7 into one of 3e-4,
-    some accelerators have no float64, and decompositions of such small matrices are no faster there.
-    """
-
-    num: int  # samples
-    mean: Tensor  # d, float64
-    scatter: Tensor  # d d, float64: sum over the samples of (x - mean) (x - mean)^T
-
-    @classmethod
-    def from_features(cls, features: Tensor) -> Moments:
-        """Return the moments of `features`, n d, of any float type and device, n at least 1.
-
-        Raises ValueError for another shape, and for rows that are not finite, with their number.
-        """
-        if features.dim() != 2 or 0 in features.shape:
-            raise ValueError(f"expected features n d with at least one of each, got {tuple(features.shape)}")
-        rows = features.detach().cpu().double()
-        if bad := int((~rows.isfinite().all(dim=1)).sum()):
-            raise ValueError(f"{bad} of {len(rows)} rows of features are not finite")
-        mean = rows.mean(dim=0)
-        centred = rows - mean
-        return cls(len(rows), mean, centred.T @ centred)
-
-    @classmethod
-    def from_chunks(cls, chunks: Iterable[Tensor]) -> Moments:
-        """Return the moments of all `chunks`, each n d, together; one chunk at a time is in memory.
-
-        Raises ValueError for no chunks, and the errors of `from_features` and `merge`.
-        """
-        each = map(cls.from_features, chunks)
-        first = next(each, None)
-        if first is None:
-            raise ValueError("no features: expected at least one chunk")
-        return reduce(cls.merge, each, first)
-
-    def merge(self, other: Moments) -> Moments:
-        """Return the moments of both sets together. Raises ValueError if they differ in dimension."""
-        _check_dimensions(self, other)
-        num = self.num + other.num
-        shift = other.mean - self.mean
-        mean = self.mean + shift * (other.num / num)
-        between = torch.outer(shift, shift) * (self.num * other.num / num)
-        return Moments(num, mean, self.scatter + other.scatter + between)
-
-    @property
-    def covariance(self) -> Tensor:
-        """The unbiased covariance, d d. Raises ValueError for fewer than 2 samples."""
-        if self.num < 2:
-            raise ValueError(f"a covariance needs at least 2 samples, got {self.num}")
-        return self.scatter / (self.num - 1)
+_EPS = torch.finfo(torch.float64).eps
+_NEAR = 1e-3  # of the variances: below, too many digits of their difference cancel
+_DIGITS = 1e-11  # relative error of the fast way that is accepted
 
 
-def frechet_distance(a: Moments, b: Moments) -> float:
+def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
     """Return |m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)), in the units of the features squared.
 
     It is the squared Wasserstein-2 distance of two Gaussians with these moments (Dowson & Landau 1982), which FID uses
-    (Heusel et al. 2017, arXiv 1706.08500). It is at least 0. Its bias falls as 1/n: compare only values of equal n.
+    (Heusel et al. 2017, arXiv 1706.08500, eq. 6). It is at least 0, and 0 for equal moments. Its bias falls as 1/n:
+    compare only values of equal n.
 
     Raises ValueError for fewer than 2 samples in either set, or sets that differ in dimension.
     """
-    _check_dimensions(a, b)
-    means = (a.mean - b.mean).square().sum()
-    return float(means + _bures(_factor(a.covariance), _factor(b.covariance)))
-
-
-def _check_dimensions(a: Moments, b: Moments) -> None:
+    a, b = (x.fit() if isinstance(x, Moments) else x for x in (a, b))
     if a.mean.shape != b.mean.shape:
         raise ValueError(f"features of {len(a.mean)} and of {len(b.mean)} dimensions cannot be compared")
+    means = (a.mean - b.mean).square().sum()
+    variance = a.variance + b.variance
+    if _are_equal(a, b) or not variance:
+        return float(means)
+    if b.covariance is None:  # the eigenvalues of rows and a covariance are those of a small matrix
+        a, b = b, a
+    scale = variance.sqrt()  # of the features, so that no product leaves the range of float64
+    left, right = _factor(a, scale), _factor(b, scale)
+    spread = 1 - 2 * _nuclear_norm(left, right, None if b.covariance is None else b.covariance / variance)
+    if spread < _NEAR:
+        spread = _bures(left, right)
+    return float(means + spread * variance)
 
 
-def _factor(covariance: Tensor) -> Tensor:
-    """Return F, d r, with F F^T = covariance and r its numerical rank."""
+def _are_equal(a: Gaussian, b: Gaussian) -> bool:
+    pairs = ((a.mean, b.mean), (a.covariance, b.covariance), (a.rows, b.rows))
+    return all(x is y or (x is not None and y is not None and torch.equal(x, y)) for x, y in pairs)
+
+
+def _factor(gaussian: Gaussian, scale: Tensor) -> Tensor:
+    """Return F, d r, with F F^T = covariance / scale^2 and r its numerical rank or more."""
+    if gaussian.rows is not None:
+        return gaussian.rows.T / scale
+    assert gaussian.covariance is not None
+    covariance = gaussian.covariance / scale / scale
+    least = len(covariance) * _EPS
+    factor: Tensor
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    if not failed and bool(factor.diagonal().square().min() > least * covariance.diagonal().max()):
+        return factor
     values, vectors = torch.linalg.eigh(covariance)
     # Rounding turns an eigenvalue of zero into about eps * d times the largest, of either sign. Its square root, 1e-7,
     # would count in full in directions in which only the other set varies.
-    kept = values > values[-1] * len(values) * torch.finfo(torch.float64).eps
-    factor: Tensor = vectors[:, kept] * values[kept].sqrt()
+    kept = values > values[-1] * least
+    factor = vectors[:, kept] * values[kept].sqrt()
     return factor
+
+
+def _nuclear_norm(a: Tensor, b: Tensor, covariance: Tensor | None) -> Tensor:
+    """Return tr (A B)^(1/2), the nuclear norm of a^T b, for A = a a^T and B = b b^T; `covariance` is B if it is known.
+
+    Its singular values are the roots of the eigenvalues of a^T B a, which are computed in half the time. But the root
+    of an eigenvalue near zero loses half its digits, so they count only if a bound of their error is small.
+    """
+    if covariance is None:
+        return _sum_of_singular_values(a.T @ b)
+    if not a.shape[1]:  # all of the set are equal
+        return a.new_zeros(())
+    values = torch.linalg.eigvalsh(a.T @ covariance @ a).clamp(min=0)
+    error = 4 * _EPS * values[-1]  # of each; a bound of the error of its root follows
+    root = values.sqrt()
+    bound = torch.where(values > error, error / (2 * root), error.sqrt()).sum()
+    total: Tensor = root.sum()
+    return total if bound < _DIGITS * total else _sum_of_singular_values(a.T @ b)
+
+
+def _sum_of_singular_values(matrix: Tensor) -> Tensor:
+    total: Tensor = torch.linalg.svdvals(matrix).sum()
+    return total
 
 
 def _bures(a: Tensor, b: Tensor) -> Tensor:
     """Return tr(A + B - 2 (A B)^(1/2)) for A = a a^T and B = b b^T, with a and b of shape d r.
 
-    tr (A B)^(1/2) is the nuclear norm of a^T b, so the result is min |a - b Q|^2 over orthogonal Q (Bhatia, Jain & Lim
-    2019, arXiv 1712.01504). This form is a sum of squares, in which nothing cancels when the sets are similar.
+    It is min |a - b Q|^2 over orthogonal Q (Bhatia, Jain & Lim 2019, arXiv 1712.01504). This form is a sum of squares,
+    in which nothing cancels when the sets are similar.
     """
     rank = max(a.shape[1], b.shape[1])
     a, b = (torch.nn.functional.pad(factor, (0, rank - factor.shape[1])) for factor in (a, b))

@@ -1,33 +1,68 @@
 """The plugin `fid`."""
 
+from __future__ import annotations
+
 import logging
 import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
-import torch
-from attrs import define, field
-from attrs.validators import ge, in_, le
+from attrs import converters, define, field
+from attrs.validators import deep_iterable, ge, in_, le, optional
 from torch import Tensor
 
 from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, parse_every
+from hookdiff.choices import chosen
+from hookdiff.disk import to_uint8
+from hookdiff.features import (
+    Collected,
+    Features,
+    Gaussian,
+    Moments,
+    Space,
+    data_features,
+    in_words,
+    paced,
+    shares,
+    usual_features,
+)
+from hookdiff.generation import Images
 from hookdiff.options import about
-from hookdiff_fid.digits import DigitsNet, load_digits_net
-from hookdiff_fid.frechet import Moments, frechet_distance
+from hookdiff.progress import is_time
+from hookdiff.ranks import first_rank_says, gathered
+from hookdiff.structure import COUNT
+from hookdiff_fid.compare import METRICS, Metric, compare
+from hookdiff_fid.frechet import frechet_distance
+from hookdiff_fid.statistics import read_statistics
 
 logger = logging.getLogger("hookdiff")
 
+_FEWEST = 100  # samples that a time budget leaves: the bias of fewer hides the model
 
-FEATURES = {"digits": load_digits_net}  # functions that return a network in eval mode
+
+@define(frozen=True)
+class FIDState:
+    """The saved state of `FID`."""
+
+    num: int | None = field(validator=optional(COUNT))
+    measured_at: int | None = field(validator=optional(COUNT))
 
 
 @define(eq=False)
 class FID(Periodic):
-    """Logs the Fréchet distance of generated images to the whole training set as `fd/NAME`, NAME being `features`.
+    """Logs the Fréchet distance of generated images to the training set, and other metrics of the same features.
 
-    With features of Inception the distance is called FID; with others it has a scale of its own. It falls with the
-    number of samples (see `frechet_distance`), so compare values only if `num_samples`, features and data are equal.
-    Images are clipped to [-1, 1], as they are when saved. Each measurement uses the same noise, so that a curve shows
-    the progress of the training and not that of chance.
+    In the space of Inception with the published weights the distance is `fid/NAME`, in all others `fd/NAME`, with a
+    scale of its own. NAME is the space with its recipe. The distance falls as the number of samples grows, so that
+    number is logged as `fd/NAME/num`, and as `fd/NAME/floor` the distance of as many training images: a perfect model
+    comes no lower. Compare only values with the same name and number.
+
+    The images are those that would be saved: rounded to 8 bits. Each measurement uses the same noise, so that a curve
+    shows the progress of the training and not that of chance. The features of the data are kept in the user's cache.
     """
+
+    state_class: ClassVar[type] = FIDState
 
     every: Every = field(
         default=Every(1000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
@@ -35,59 +70,156 @@ class FID(Periodic):
     num_samples: int = field(
         default=1000, validator=[ge(2), le(10_000_000)], metadata=about("images generated for a measurement")
     )
-    features: str = field(default="digits", validator=in_(tuple(FEATURES)), metadata=about("network for the features"))
+    time_budget: Every = field(
+        default=Every(0, "seconds"),
+        converter=parse_every,
+        validator=is_time,
+        metadata=about(
+            'time for a measurement, as "3 min": the first one sets the number of samples by it, at most '
+            "`num_samples`; 0: any"
+        ),
+    )
+    features: Features | None = field(
+        default=None,
+        converter=converters.optional(chosen[Features]),
+        metadata=about(
+            'space of the features; without it "digits" for images 1 x 8 x 8, "fashion-mnist" for 1 x 28 x 28, else '
+            '"inception"'
+        ),
+    )
+    metrics: tuple[Metric, ...] = field(
+        default=METRICS,
+        validator=deep_iterable(in_(METRICS)),
+        metadata=about(
+            'what else is measured: "kid"; "precision", with recall, density and coverage; "is", the Inception Score'
+        ),
+    )
+    reference: str | None = field(
+        default=None,
+        metadata=about("file of published statistics (.npz with mu and sigma) to compare with, in place of the data"),
+    )
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
     weights: str | None = field(
         default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
     )
-    batch_size: int = field(default=256, validator=ge(1), metadata=about("images generated and measured at a time"))
-    net: DigitsNet = field(init=False)
-    reference: Moments = field(init=False)  # of the training data
+    num: int | None = field(init=False, default=None)  # images of a measurement, once that is known
+    space: Space = field(init=False)
+    target: Collected | Gaussian = field(init=False)  # the features of the data, or the published statistics
+    floor: float | None = field(init=False, default=None)
+    _images: Images = field(init=False)
+    _is_ready: bool = field(init=False, default=False)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        self.net = FEATURES[self.features]()
-        if loop.feed.shape != self.net.shape:
-            expected, got = (" x ".join(map(str, shape)) for shape in (self.net.shape, loop.feed.shape))
-            raise UserError(f"[plugins.fid] features = {self.features!r} takes images {expected}, the data has {got}")
-        loop.sample(SampleRequest(0, weights=self.weights))  # refuses unknown weights before the run starts
+        """Refuse unknown weights, and data that the features do not take, before the run starts."""
+        loop.sample(SampleRequest(0, weights=self.weights))
+        try:
+            self.space = (self.features or usual_features(loop.feed.shape)).open(loop.device)
+            self.space.check(loop.feed.shape)
+            if self.reference:
+                self.target = read_statistics(Path(self.reference).expanduser())
+        except UserError as error:
+            raise UserError(f"[plugins.fid] {error}") from None
+        self._images, self._is_ready, self.floor = Images(loop), False, None
+
+    @hookimpl
+    def on_ready(self, loop: Loop) -> None:
+        """Read the data, and announce the cost of a measurement."""
+        self._is_ready = True
+        if not self.reference:
+            self.target = data_features(loop.feed, loop.feed.training, self.space, "fid: the training images")
+        before, limit = self.num, self.time_budget.amount
+        start = time.monotonic()
+        first = range(min(self.num_samples, self._images.size))
+        made, _ = self._collect(loop, first)
+        if isinstance(self.target, Gaussian) and made.moments.dim != len(self.target.mean):
+            counts = f"{len(self.target.mean)} features, the space {self.space.name!r} has {made.moments.dim}"
+            raise UserError(f"[plugins.fid] reference = {self.reference!r} has {counts}")
+        each = (time.monotonic() - start) / len(first) / loop.num_ranks
+        if limit and before is None:
+            self.num = max(min(_FEWEST, self.num_samples), min(self.num_samples, int(limit / each)))
+        elif not limit:
+            self.num = self.num_samples
+        self.num = first_rank_says(self.num)
+        assert self.num is not None
         if loop.is_main:
             unit = " steps" if self.every.unit == "steps" else ""
             when = f"every {self.every}{unit}" if self.every.amount else "at the end"
-            logger.info("fid: %d images %s", self.num_samples, when)
-        real = loop.feed.unaugmented(loop.feed.training, self.batch_size)
-        self.reference = Moments.from_chunks(self._features(batch.inputs, "images of the data") for batch in real)
+            cost = in_words(self.num * each)
+            logger.info("fid: %s samples in the space %s, about %s, %s", f"{self.num:,}", self.space.name, cost, when)
+            if limit and self.num * each > 1.2 * limit:
+                longer = f"so a measurement takes longer than {in_words(limit)}"
+                logger.warning("fid: fewer than %d samples say nothing, %s", self.num, longer)
+            if before not in (None, self.num):
+                counts = f"{self.num:,} samples from now on, {before:,} before"
+                logger.warning("fid: %s: do not compare the values (a checkpoint is best among equal numbers)", counts)
 
     def act(self, loop: Loop) -> None:
         """Measure the current weights."""
         self.measure(loop)
 
-    def measure(self, loop: Loop) -> float:
-        """Generate images with the current weights, log their distance to the data, and return it.
+    def measure(self, loop: Loop) -> dict[str, float]:
+        """Generate images with the current weights, log all metrics, and return them by name.
 
         Raises ValueError for an image that is not finite.
         """
-        start_time = time.monotonic()
-        moments: Moments | None = None
-        for start in range(0, self.num_samples, self.batch_size):
-            num = min(self.batch_size, self.num_samples - start)
-            made = loop.sample(SampleRequest(num, self.seed, start, stream="evaluate", weights=self.weights))
-            chunk = Moments.from_features(self._features(made.images, "generated images"))
-            moments = moments.merge(chunk) if moments else chunk
-        assert moments
-        distance = frechet_distance(moments, self.reference)
-        loop.log({f"fd/{self.features}": distance})
+        if not self._is_ready:  # a run that has no step left
+            self.on_ready(loop)
+        assert self.num is not None
+        start = time.monotonic()
+        made, weights = self._collect(loop, range(self.num), "fid: images")
+        values = first_rank_says(self._compare(made) if loop.is_main else {})
+        distance = self.space.distance
+        loop.log({distance: values[distance]})
+        loop.log({name: value for name, value in values.items() if name != distance}, detail=True)
         if loop.is_main:
-            message = "fd/%s %.4g at step %d: %d images of %s against %d of the data, %.1f s"
-            counts = (loop.progress.step, moments.num, made.weights, self.reference.num)
-            logger.info(message, self.features, distance, *counts, time.monotonic() - start_time)
-        return distance
+            against = f"{self.target.num:,} of the data" if isinstance(self.target, Collected) else self.reference
+            floor = f", {values[f'{distance}/floor']:.4g} for as many of the data" if self.floor is not None else ""
+            message = "%s %.4g at step %d: %s images of %s against %s%s, %.1f s"
+            counts = (loop.progress.step, f"{self.num:,}", weights, against, floor, time.monotonic() - start)
+            logger.info(message, distance, values[distance], *counts)
+        return values
 
-    @torch.no_grad()
-    def _features(self, images: Tensor, source: str) -> Tensor:
-        if bad := int((~images.isfinite()).flatten(1).any(dim=1).sum()):
-            raise ValueError(f"fid: {bad} of {len(images)} {source} are not finite")
-        # On the CPU, so that the same images give the same number on every machine: by default a GPU rounds the
-        # inputs of convolutions to TF32.
-        features: Tensor = self.net(images.float().clamp(-1, 1).cpu())
-        return features
+    def _compare(self, made: Collected) -> dict[str, float]:
+        values = compare(self.space, made, self.target, self.metrics)
+        values[f"{self.space.distance}/num"] = float(made.num)
+        if self.floor is None and isinstance(self.target, Collected) and made.num <= len(self.target.rows):
+            # A random part of the training set, which a perfect model cannot beat.
+            self.floor = frechet_distance(Moments.of(self.target.rows[: made.num]), self.target.moments)
+        if self.floor is not None:
+            values[f"{self.space.distance}/floor"] = self.floor
+        return values
+
+    def _collect(self, loop: Loop, numbers: range, what: str = "") -> tuple[Collected, str]:
+        """Return the features of the generated images `numbers`, and the weights that made them; ranks share them."""
+        used = loop.sample(SampleRequest(0, weights=self.weights)).weights
+        share = range(*shares(len(numbers))[loop.rank])
+
+        def request(part: range) -> SampleRequest:
+            return SampleRequest(len(part), self.seed, part.start, stream="evaluate", weights=self.weights)
+
+        made: Iterable[Tensor] = self._images.make(share, request)
+        found, problem = Collected(), None
+        try:
+            found = Collected.of(self.space, map(_pixels, paced(made, len(share), what) if what else made))
+        except ValueError as error:  # which all ranks have to raise
+            problem = f"fid: {error}"
+        problems = [each for each in gathered(problem) if each]
+        if problems:
+            raise ValueError(problems[0])
+        return Collected.merged(gathered(found)), used
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of samples and the step of the newest measurement."""
+        return {"num": self.num, "measured_at": self._acted_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self.num, self._acted_at = state["num"], state["measured_at"]
+
+
+def _pixels(images: Tensor) -> Tensor:
+    """Return images as they are saved. Raises ValueError for images that are not finite."""
+    if bad := int((~images.isfinite()).flatten(1).any(dim=1).sum()):
+        raise ValueError(f"{bad} of {len(images)} generated images are not finite")
+    return to_uint8(images)

@@ -178,6 +178,12 @@ def test_the_newest_of_equally_good_checkpoints_is_the_best(tmp_path):
     assert folders(tmp_path) == names(6, 12)
 
 
+def test_only_values_of_equally_many_samples_are_compared(tmp_path):
+    score, num = Score({2: 1.0, 4: 3.0, 6: 5.0, 8: 4.0}), Score({2: 100, 4: 200, 6: 200, 8: 200}, "score/num")
+    plain(tmp_path, extra={"score": score, "num": num}, keep_last=1, keep_best="score")
+    assert folders(tmp_path) == names(4, 12)  # 1.0 is of fewer samples
+
+
 @pytest.mark.parametrize(
     ("extra", "facts"),
     [

@@ -1,169 +1,33 @@
-"""The digits features tell bad digits from good ones, and the plugin measures without an effect on the training."""
+"""The plugin measures without an effect on the training, says what it costs, and keeps the features of the data."""
 
-import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
 
-from hookdiff import Batch, InMemory, Loop, LoopConfig, SampleRequest, UserError
+from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, SampleRequest, UserError
 from hookdiff.data import digits
-from hookdiff.data.memory import to_unit_range
-from hookdiff_fid import FID, Moments, frechet_distance, train_digits
-from hookdiff_fid.digits import WEIGHTS, DigitsNet, load_digits_net
-from tests.conftest import Logged, check_facts, refused
+from hookdiff.disk import to_uint8
+from hookdiff.features import Collected, Gaussian
+from hookdiff_features import Digits
+from hookdiff_fid import FID, frechet_distance
+from hookdiff_fid.statistics import write_statistics
+from tests.conftest import Logged, check_facts, refused, two_ranks
 
-# The features of the digits
-
-
-@pytest.fixture(scope="module")
-def real() -> tuple[Tensor, Tensor]:
-    data = digits()
-    images, labels, _ = data.rows(torch.arange(len(data)))
-    assert labels is not None
-    return to_unit_range(images), labels
+SPACE = Digits().open(torch.device("cpu"))
 
 
-@pytest.fixture(scope="module")
-def net() -> DigitsNet:
-    return load_digits_net()
-
-
-@pytest.fixture(scope="module")
-def moments(net: DigitsNet) -> Callable[[Tensor], Moments]:
-    return lambda images: Moments.from_features(net(images.clamp(-1, 1)))
-
-
-@pytest.fixture(scope="module")
-def away(moments: Callable[[Tensor], Moments], real: tuple[Tensor, Tensor]) -> Callable[[Tensor], float]:
-    """Return the function from images to their distance from the real digits."""
-    reference = moments(real[0])
-    return lambda images: frechet_distance(moments(images), reference)
-
-
-def shuffled(num: int, seed: int = 0) -> Tensor:
-    return torch.randperm(num, generator=Generator().manual_seed(seed))
-
-
-def blurred(images: Tensor, sigma: float) -> Tensor:
-    kernel = torch.exp(-torch.arange(-3.0, 4.0).square() / (2 * sigma**2))
-    kernel = kernel / kernel.sum()
-    padded = F.pad(images, (3, 3, 3, 3), value=-1.0)
-    return F.conv2d(F.conv2d(padded, kernel.view(1, 1, 1, 7)), kernel.view(1, 1, 7, 1))
-
-
-def made() -> dict[str, Any]:
-    with safe_open(WEIGHTS, framework="pt") as file:
-        described: dict[str, Any] = json.loads(file.metadata()["made"])
-    return described
-
-
-def test_the_shipped_weights_know_digits_they_never_saw(net: DigitsNet, real: tuple[Tensor, Tensor]) -> None:
-    options = train_digits.TrainingOptions()
-    assert made()["recipe"] == attrs.asdict(options)  # else: run train_digits again
-    held_out = shuffled(len(real[0]), options.seed)[: options.held_out]
-    accuracy = float((net.classify(real[0][held_out]).argmax(1) == real[1][held_out]).float().mean())
-    assert accuracy >= 0.97
-    assert accuracy == pytest.approx(made()["accuracy"], abs=0.004)  # one image, should rounding decide it
-    assert WEIGHTS.stat().st_size < 200_000
-
-
-def test_features_are_standardised(net: DigitsNet, real: tuple[Tensor, Tensor]) -> None:
-    features = net(real[0])
-    assert features.shape == (1797, 64)
-    assert features.dtype == torch.float32
-    assert float(features.mean(0).abs().max()) < 0.1
-    assert float((features.var(0) - 1).abs().max()) < 0.1
-
-
-def test_the_script_makes_such_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before, threads = torch.get_rng_state(), torch.get_num_threads()
-    train_digits.main(["--out", str(tmp_path / "weights")])
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.get_num_threads() == threads
-    accuracy = float(capsys.readouterr().out.rsplit(maxsplit=1)[1].rstrip("%")) / 100
-    assert accuracy >= 0.97
-    ours, shipped = load_file(tmp_path / "weights"), load_file(WEIGHTS)
-    assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in shipped.items()}
-    DigitsNet().load_state_dict(ours)
-
-
-def test_training_is_repeatable() -> None:
-    options = train_digits.TrainingOptions(epochs=1)
-    first, second = (train_digits.train(options)[0].state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_real_digits_are_close_to_real_digits(
-    moments: Callable[[Tensor], Moments], away: Callable[[Tensor], float], real: tuple[Tensor, Tensor]
-) -> None:
-    order = shuffled(len(real[0]), seed=1)
-    halves = frechet_distance(moments(real[0][order[:898]]), moments(real[0][order[898:]]))
-    assert halves < 1.5
-    assert away(real[0][order[:1000]]) < 0.5
-    assert away(real[0][order]) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("worse", "amounts"),
-    [
-        (blurred, (0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5)),  # pixels
-        (lambda x, std: x + std * torch.randn(x.shape, generator=Generator().manual_seed(3)), (0.1, 0.2, 0.3, 0.5, 1)),
-        (lambda x, share: share * x[shuffled(len(x), 4)] + (1 - share) * x, (0.1, 0.2, 0.3, 0.5)),  # ghosts
-        (lambda x, faded: (x + 1) * (1 - faded) - 1, (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)),
-        (lambda x, share: torch.cat([x, torch.zeros(int(share * len(x)), 1, 8, 8)]), (0.01, 0.05, 0.2, 0.5)),
-    ],
-    ids=["blur", "noise", "ghosts", "contrast", "grey images"],
-)
-def test_the_distance_grows_as_images_get_worse(
-    away: Callable[[Tensor], float],
-    real: tuple[Tensor, Tensor],
-    worse: Callable[[Tensor, float], Tensor],
-    amounts: Sequence[float],
-) -> None:
-    distances = [away(real[0]), *(away(worse(real[0], amount)) for amount in amounts)]
-    assert distances == sorted(distances)
-    assert distances[-1] > 10
-    assert len(set(distances)) == len(distances)
-
-
-def test_the_distance_grows_as_classes_are_dropped(
-    away: Callable[[Tensor], float], real: tuple[Tensor, Tensor]
-) -> None:
-    images, labels = real
-    for order in (range(10), range(9, -1, -1), [3, 1, 4, 5, 9, 2, 6, 8, 7, 0]):
-        rank = torch.tensor([list(order).index(label) for label in range(10)])
-        distances = [away(images[rank[labels] >= dropped]) for dropped in range(10)]
-        assert distances == sorted(distances)
-        assert distances[1] > 1
-
-
-def test_noise_and_one_image_are_far_away(away: Callable[[Tensor], float], real: tuple[Tensor, Tensor]) -> None:
-    assert away(torch.randn(1000, 1, 8, 8, generator=Generator().manual_seed(0))) > 40
-    for image in (real[0][0], real[0].mean(0), torch.zeros(1, 8, 8)):
-        assert away(image.expand(1000, 1, 8, 8)) > 60
-
-
-def test_images_of_another_shape_are_refused(net: DigitsNet) -> None:
-    with refused(ValueError, "n 1 8 8", (4, 3, 8, 8)):
-        net(torch.zeros(4, 3, 8, 8))
-
-
-def test_loading_the_net_draws_no_random_numbers() -> None:
-    before = torch.get_rng_state()
-    load_digits_net()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-# The plugin
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder in which features of the data are kept, a new one for each test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hookdiff" / "features"
 
 
 class Painter:
@@ -259,26 +123,76 @@ def test_a_run_that_stops_early_is_not_measured() -> None:
     assert recorder.distances == {}
 
 
+def drawn(loop: Loop, num: int, seed: int = 0) -> Collected:
+    """Return the features of the images that a measurement makes."""
+    return Collected.of(SPACE, [to_uint8(loop.sample(SampleRequest(num=num, seed=seed, stream="evaluate")).images)])
+
+
+def real() -> Collected:
+    return Collected.of(SPACE, [digits().images])
+
+
 def test_the_logged_distance_is_that_of_the_images() -> None:
     fid = FID(every=0, num_samples=300, seed=5)
     loop, recorder = make_loop(fid, steps=4)
     loop.run()
-    images = loop.sample(SampleRequest(num=300, seed=5, stream="evaluate")).images.clamp(-1, 1)
-    net, data = load_digits_net(), digits()
-    theirs = Moments.from_features(net(to_unit_range(data.rows(torch.arange(len(data)))[0])))
-    expected = frechet_distance(Moments.from_features(net(images)), theirs)
+    expected = frechet_distance(drawn(loop, 300, seed=5).moments, real().moments)
     assert recorder.distances == pytest.approx({4: expected}, rel=1e-4)
-    assert fid.reference.num == 1797
+    assert recorder.of("fd/digits/num") == {4: 300}
+    assert fid.target.num == 1797
 
 
-def test_measuring_again_gives_the_same_number_for_any_batch_size() -> None:
+def test_all_metrics_of_the_space_are_logged_beside_it() -> None:
+    loop, recorder = make_loop(FID(every=0, num_samples=300), steps=4)
+    loop.run()
+    (values,) = (values for _, values in recorder.calls if "fd/digits" in values)
+    names = {"kid/digits", "kid/digits/error", "precision/digits", "recall/digits", "density/digits", "coverage/digits"}
+    names |= {"is/digits", "is/digits/deviation", "fd/digits", "fd/digits/num", "fd/digits/floor"}
+    assert names <= set(values)
+    made, data = drawn(loop, 300), real()
+    a, b = made.rows.double(), data.rows.double()
+    kernel = lambda x, y: (x @ y.T / 64 + 1) ** 3  # noqa: E731
+    own, other = kernel(a, a), kernel(b, b)
+    kid = (own.sum() - own.trace()) / (300 * 299) + (other.sum() - other.trace()) / (1797 * 1796)
+    assert values["kid/digits"] == pytest.approx(float(kid - 2 * kernel(a, b).mean()), rel=1e-4)
+    probabilities = made.logits.double().softmax(1) if made.logits is not None else torch.empty(0)
+    scores = []
+    for part in torch.split(probabilities, 30):
+        scores.append((part * (part / part.mean(0)).log()).sum(1).mean().exp())
+    assert values["is/digits"] == pytest.approx(float(torch.stack(scores).mean()), rel=1e-4)
+    assert 1 < values["is/digits"] < 10
+
+    loop, recorder = make_loop(FID(every=0, num_samples=300, metrics=()), steps=4)
+    loop.run()
+    (values,) = (values for _, values in recorder.calls if "fd/digits" in values)
+    assert not names - {"fd/digits", "fd/digits/num", "fd/digits/floor"} & set(values)
+
+
+def test_the_floor_is_the_distance_of_as_many_training_images() -> None:
+    loop, recorder = make_loop(FID(every=0, num_samples=300), steps=1)
+    loop.run()
+    floor = recorder.of("fd/digits/floor")[1]
+    some = [torch.randperm(1797, generator=Generator().manual_seed(seed))[:300] for seed in range(8)]
+    others = [frechet_distance(Collected.of(SPACE, [digits().images[rows]]).moments, real().moments) for rows in some]
+    assert min(others) * 0.8 < floor < max(others) * 1.2
+    loop, recorder = make_loop(FID(every=0, num_samples=2000), steps=1)
+    loop.run()
+    assert recorder.of("fd/digits/floor") == {}  # there are not as many
+
+
+def test_measuring_again_gives_the_same_number_for_any_part_of_the_images() -> None:
+    class Sized(Painter):
+        def __init__(self, batch_size: int) -> None:
+            super().__init__()
+            self.batch_size = batch_size
+
     found = []
     for size in (256, 100, 1000):
-        fid = FID(every=0, num_samples=300, batch_size=size)
-        loop, _ = make_loop(fid, steps=3)
+        fid = FID(every=0, num_samples=300, metrics=())
+        loop, _ = make_loop(fid, sampler=Sized(size), steps=3)
         loop.run()
         assert fid.measure(loop) == fid.measure(loop)
-        found.append(fid.measure(loop))
+        found.append(fid.measure(loop)["fd/digits"])
     assert found == pytest.approx([found[0]] * 3, rel=1e-4)
 
 
@@ -317,20 +231,25 @@ class Pairs:
         return self.of.images[index], int(self.of.labels[index])
 
 
-def test_the_whole_of_a_map_style_data_set_is_the_reference() -> None:
+def test_the_training_images_are_the_reference() -> None:
     references = []
     for data in (digits(), Pairs(digits())):
         fid = FID(every=0, num_samples=40)
         loop, _ = make_loop(fid, data=data, steps=1)  # drops the last 5 of 1797 in training
         loop.run()
-        references.append(fid.reference)
+        assert isinstance(fid.target, Collected)
+        references.append(fid.target.moments)
     assert references[0].num == references[1].num == 1797
     assert frechet_distance(*references) < 1e-9
+    fid = FID(every=0, num_samples=40)
+    loop, _ = make_loop(fid, data=Feed(digits(), held_out=97), steps=1)
+    loop.run()
+    assert fid.target.num == 1700
 
 
 def test_other_data_is_refused_before_training() -> None:
     for shape, shown in (((1, 16, 16), "1 x 16 x 16"), ((3, 8, 8), "3 x 8 x 8")):
-        loop, _ = make_loop(FID(), data=torch.zeros(64, *shape), steps=1)
+        loop, _ = make_loop(FID(features="digits"), data=torch.zeros(64, *shape), steps=1)
         with refused(UserError, "1 x 8 x 8", shown):
             loop.run()
 
@@ -362,34 +281,180 @@ def test_images_are_clipped_as_when_saved() -> None:
     ("every", "facts"), [(500, ("500", "steps")), ("2 epochs", ("2 epochs",)), ("15 min", ("900 s",)), (0, ())]
 )
 def test_the_cost_is_logged_first(every: int | str, facts: tuple[str], caplog: pytest.LogCaptureFixture) -> None:
-    loop, _ = make_loop(FID(every=every, num_samples=40), steps=1)
+    loop, _ = make_loop(FID(every=every, num_samples=1200), steps=1)
     with caplog.at_level(logging.INFO, logger="hookdiff"):
         loop.run()
-    check_facts(caplog.messages[0], 40, *facts)
+    check_facts(caplog.messages[0], "1,200", "digits", "about 1 s", *facts)
 
 
 def test_golden_line_of_a_distance(caplog: pytest.LogCaptureFixture) -> None:
     loop, recorder = make_loop(FID(num_samples=40), steps=3)
     with caplog.at_level(logging.INFO, logger="hookdiff"):
         loop.run()
-    value = f"{recorder.distances[3]:.4g}"
-    assert caplog.messages[1].startswith(f"fd/digits {value} at step 3: 40 images of model against 1797 of the data, ")
+    value, floor = f"{recorder.distances[3]:.4g}", f"{recorder.of('fd/digits/floor')[3]:.4g}"
+    expected = f"fd/digits {value} at step 3: 40 images of model against 1,797 of the data, {floor} for as many of the "
+    assert caplog.messages[1].startswith(f"{expected}data, ")
 
 
-def test_only_the_main_rank_logs(second_rank: None, caplog: pytest.LogCaptureFixture) -> None:
-    loop, recorder = make_loop(FID(num_samples=40), steps=3)
+class Slow(Painter):
+    """Takes ten seconds for an image, by the clock that it replaces."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.now = 0.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+    def sample(self, *arguments: Any) -> Tensor:  # type: ignore[override]
+        self.now += 10 * len(arguments[3])
+        return super().sample(*arguments)
+
+
+def test_a_time_budget_sets_the_number_of_samples(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="hookdiff"):
+        for budget, most, expected in (("1500 s", 1000, 150), ("1 h", 200, 200), ("60 s", 1000, 100)):
+            fid = FID(every=0, num_samples=most, time_budget=budget, metrics=())
+            loop, recorder = make_loop(fid, sampler=Slow(monkeypatch), steps=1)
+            loop.run()
+            assert recorder.of("fd/digits/num") == {1: expected}
+            check_facts(caplog.text, expected)
+    check_facts(caplog.records[-2].getMessage(), 100, 60)  # so few take longer than was asked
+
+
+def test_a_resumed_run_keeps_the_number_that_the_budget_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FID(num_samples=1000, time_budget="1500 s")
+    first.load_state_dict({"num": 123, "measured_at": 7})
+    loop, _ = make_loop(first, sampler=Slow(monkeypatch), steps=1)
+    loop.run()
+    assert first.state_dict() == {"num": 123, "measured_at": 1}
+
+
+def test_a_new_number_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    fid = FID(num_samples=40)
+    fid.load_state_dict({"num": 30, "measured_at": 7})
+    loop, _ = make_loop(fid, steps=1)
+    with caplog.at_level(logging.WARNING, logger="hookdiff"):
         loop.run()
-    assert caplog.messages == []
-    assert list(recorder.distances) == [3]  # sinks decide for themselves
+    check_facts(caplog.text, 40, 30)
+
+
+# What is kept on disk
+
+
+def test_the_features_of_the_data_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(data: Any = None) -> FID:
+        fid = FID(every=0, num_samples=40, metrics=())
+        loop, _ = make_loop(fid, data=data, steps=1)
+        loop.run()
+        return fid
+
+    first = run()
+    (kept,) = cache.iterdir()
+    again = run()
+    assert isinstance(first.target, Collected)
+    assert isinstance(again.target, Collected)
+    assert torch.equal(again.target.rows, first.target.rows)
+    assert frechet_distance(again.target.moments, first.target.moments) == 0
+    assert list(cache.iterdir()) == [kept]
+    others = [InMemory(digits().images.flip(2)), Feed(digits(), held_out=97), digits().images.float() / 128 - 1]
+    for number, other in enumerate(others, 2):
+        run(other)
+        assert len(list(cache.iterdir())) == number  # another key is never mixed
+    before = kept.read_bytes()
+    for place in (len(before) // 2, len(before) - 1, 20):
+        kept.write_bytes(before[:place] + bytes([before[place] ^ 1]) + before[place + 1 :])
+        assert frechet_distance(run().target.moments, first.target.moments) == 0  # type: ignore[union-attr]
+        assert kept.read_bytes() == before
+    kept.write_bytes(before[: len(before) // 3])
+    run()
+    assert kept.read_bytes() == before
+
+
+def test_published_statistics_take_the_place_of_the_data(tmp_path: Path, cache: Path) -> None:
+    moments = real().moments
+    write_statistics(tmp_path / "stats.npz", moments)
+    values = []
+    for reference in (None, str(tmp_path / "stats.npz")):
+        fid = FID(every=0, num_samples=300, reference=reference)
+        loop, recorder = make_loop(fid, steps=1)
+        loop.run()
+        values.append(recorder.distances[1])
+    assert isinstance(fid.target, Gaussian)
+    assert values[1] == pytest.approx(values[0], rel=1e-6)  # the network rounds by the size of a batch
+    assert recorder.of("kid/digits") == recorder.of("fd/digits/floor") == {}
+
+    numpy.savez(tmp_path / "other.npz", mu=numpy.zeros(3), sigma=numpy.eye(3))
+    numpy.savez(tmp_path / "half.npz", mu=numpy.zeros(64))
+    numpy.savez(tmp_path / "pickled.npz", mu=numpy.array([{}], dtype=object), sigma=numpy.eye(3))
+    for name, facts in (
+        ("other", ("3", "64")),
+        ("half", ("sigma",)),
+        ("pickled", ("mu",)),
+        ("absent", ("absent.npz",)),
+    ):
+        loop, _ = make_loop(FID(every=0, num_samples=40, reference=str(tmp_path / f"{name}.npz")), steps=1)
+        with refused(UserError, *facts):
+            loop.run()
+
+
+RANKS = """
+import logging
+import torch
+from hookdiff import Loop, LoopConfig, hookimpl
+from hookdiff.data import digits
+from hookdiff_fid import FID
+
+class Noise:
+    def sample(self, net, objective, shape, generators, device, /):
+        return net(torch.stack([torch.randn(*shape, generator=generator) for generator in generators]))
+
+class Logged:
+    @hookimpl
+    def on_log(self, values):
+        logged.update(values)
+
+torch.set_num_threads(1)
+lines, logged = [], {}
+logging.getLogger("hookdiff").setLevel(logging.INFO)
+logging.getLogger("hookdiff").addFilter(lambda record: lines.append(record.getMessage()) or True)
+torch.manual_seed(0)
+model = torch.nn.Conv2d(1, 1, 1)
+fid = FID(every=0, num_samples=301, time_budget="1 h")
+loss = lambda net, batch: net(batch.inputs).square().mean()
+plugins = {"fid": fid, "logged": Logged()}
+sgd = torch.optim.SGD(model.parameters(), 1e-9)
+Loop(model, sgd, loss, digits(), LoopConfig(steps=1, batch_size=8), plugins, sampler=Noise()).run()
+result = ({name: value for name, value in logged.items() if "digits" in name}, fid.num, fid.target.num, len(lines))
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_ranks_share_the_images_and_agree_on_all_values(tmp_path: Path) -> None:
+    ranks = two_ranks(RANKS, tmp_path)
+    one, other = (found[0] for found in ranks)
+    assert one.keys() > {"fd/digits", "fd/digits/floor", "kid/digits", "recall/digits", "is/digits"}
+    assert one == other
+    assert [found[1:3] for found in ranks] == [(301, 1797)] * 2
+    assert [found[3] for found in ranks] == [2, 0]  # lines of the log: the main rank has them
+    single: dict[str, Any] = {}
+    exec(RANKS, single)
+    assert one == pytest.approx(single["result"][0], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("every", "often"), ("num_samples", 1), ("features", "inception"), ("seed", -1), ("batch_size", 0)],
+    [
+        ("every", "often"),
+        ("num_samples", 1),
+        ("features", "inceptoin"),
+        ("seed", -1),
+        ("time_budget", "3 epochs"),
+        ("metrics", ("fid",)),
+    ],
 )
 def test_a_bad_option_is_refused_by_name(key: str, value: Any) -> None:
-    with refused(ValueError, "often" if key == "every" else key):
+    with refused((ValueError, UserError), value if key in ("every", "features") else key):  # type: ignore[arg-type]
         FID(**{key: value})
 
 

@@ -1,0 +1,5 @@
+"""Whether generated images are diverse, or repeat a few modes, one another, or the training set."""
+
+from hookdiff_diversity.plugin import Diversity
+
+__all__ = ["Diversity"]

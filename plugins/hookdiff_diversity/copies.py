@@ -1,0 +1,55 @@
+"""Whether samples are copies of training images."""
+
+from __future__ import annotations
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff.features import nearest
+
+_NEIGHBOURS = 10  # with which the nearest one is compared; more than the copies of an image in most data sets
+_CHANCE = 0.01  # share of held-out images that may look like copies
+
+
+@define(frozen=True, eq=False)
+class Copies:
+    """How near samples are to training images."""
+
+    memorised: float  # share of the samples that are copies; 0.01 is what images have that were never trained on
+    nearest_ratio: float  # median distance to the nearest training image, divided by that of held-out images
+    closest: Tensor = field(repr=False)  # n, int64: the samples, those most like copies first
+    distances: Tensor = field(repr=False)  # n, of each sample to its nearest training image
+    numbers: Tensor = field(repr=False)  # n, the row of that image
+
+
+def copies(samples: Tensor, training: Tensor, held_out: Tensor | None) -> Copies:
+    """Return how near the features `samples` (n d) are to those of `training` (m d) images, m at least 12.
+
+    A copy is far nearer to one training image than to all others: its distance to the nearest, divided by the mean
+    distance to the ten next, is below what 99% of the `held_out` images (k d) have. Without held-out images, the
+    training images are compared with one another. The quotient, unlike the distance, does not mistake the mean of many
+    images for a copy (Yoon et al. 2023, "Diffusion probabilistic models generalize when they fail to memorize";
+    Carlini et al. 2023, arXiv 2301.13188, section 4.1).
+    """
+    found, numbers = nearest(samples, training, _NEIGHBOURS + 1)
+    if held_out is None:
+        usual, _ = nearest(training, training, _NEIGHBOURS + 1, within=True)
+    else:
+        usual, _ = nearest(held_out, training, _NEIGHBOURS + 1)
+    quotients = _quotients(found)
+    limit = torch.quantile(_quotients(usual), _CHANCE)
+    median = float(usual[:, 0].median())
+    return Copies(
+        memorised=float((quotients < limit).double().mean()),
+        nearest_ratio=float(found[:, 0].median()) / max(median, 1e-300),
+        closest=quotients.argsort(stable=True),
+        distances=found[:, 0],
+        numbers=numbers[:, 0],
+    )
+
+
+def _quotients(near: Tensor) -> Tensor:
+    """Return the distance to the nearest divided by the mean of the next ones; 1 where all are 0."""
+    others = near[:, 1:].mean(dim=1)
+    return torch.where(others > 0, near[:, 0] / others, 1.0)

@@ -1,0 +1,56 @@
+"""What is wrong with the diversity of samples, in words."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import define
+
+from hookdiff_diversity.copies import Copies
+from hookdiff_diversity.modes import Modes
+from hookdiff_diversity.spread import Spread
+
+# Images that were never trained on have ratios of 1 within some percent, cover all modes, and are copies in 1 of 100.
+FAR = 1.5  # times the distance of held-out images to the nearest training image
+COVERED = 0.7  # of the modes
+DOMINANT = 0.3  # share of the samples in one mode, beyond the largest share of the data
+COPIED = 0.1  # of the samples
+VARIANCE = 0.8  # of the data's
+DISTANCE = 0.9  # of the mean distance of two images of the data
+
+Kind = Literal["healthy", "unlike the data", "collapsed to few modes", "copies of the training set", "too uniform"]
+
+
+@define(frozen=True)
+class Diagnosis:
+    """The first of these that holds, with its numbers, and what to try."""
+
+    kind: Kind
+    why: str
+    remedy: str = ""
+
+
+def diagnose(spread: Spread, modes: Modes, copies: Copies) -> Diagnosis:
+    """Return the diagnosis.
+
+    Samples far from all data come first, since neither modes nor neighbours mean anything there. A collapse comes
+    before copies, since the images of a collapsed model often are of the training set too.
+    """
+    if copies.nearest_ratio > FAR:
+        why = f"samples are {copies.nearest_ratio:.2g} times as far from the training images as held-out images are"
+        return Diagnosis("unlike the data", why, "to train for longer: diversity counts once the samples look right")
+    excess = modes.dominant - modes.dominant_in_data
+    if modes.coverage < COVERED or excess > DOMINANT:
+        one = f"{modes.dominant:.0%} of the samples are in one of them (of the data: {modes.dominant_in_data:.0%})"
+        why = f"{modes.covered} of {modes.judged} modes are covered, {one}"
+        remedy = "guidance closer to 1, a lower learning rate, or balanced = true if the data has rare classes"
+        return Diagnosis("collapsed to few modes", why, remedy)
+    if copies.memorised > COPIED:
+        why = f"{copies.memorised:.0%} of the samples are copies of a training image (of held-out images: 1%)"
+        return Diagnosis("copies of the training set", why, "more data, augmentation, dropout, or to stop earlier")
+    if spread.variance_ratio < VARIANCE or spread.distance_ratio < DISTANCE:
+        less = f"the variance is {spread.variance_ratio:.2g} of the data's"
+        why = f"{less}, two samples are {spread.distance_ratio:.2g} times as far apart as two images of the data"
+        return Diagnosis("too uniform", why, "guidance closer to 1, more steps of the sampler, or to train for longer")
+    good = f"{modes.covered} of {modes.judged} modes are covered, variance {spread.variance_ratio:.2g} of the data's"
+    return Diagnosis("healthy", f"{good}, {copies.memorised:.1%} of the samples are copies")

@@ -1,0 +1,44 @@
+"""Which modes of the data the samples cover. The modes are clusters of the data's features."""
+
+from __future__ import annotations
+
+import numpy
+from attrs import define
+from torch import Tensor
+
+_FEWEST = 5  # samples that are expected of a mode, or chance alone may leave it empty
+_SHARE = 0.25  # of the expected samples: with fewer, a mode is not covered
+_STARTS = 4  # of k-means, of which the best is taken
+
+
+@define(frozen=True)
+class Modes:
+    """How samples are spread over the modes of the data."""
+
+    judged: int  # modes that are common enough to be judged
+    covered: int  # of these
+    dominant: float  # share of the samples in their most frequent mode
+    dominant_in_data: float  # share of the data in its most frequent mode
+
+    @property
+    def coverage(self) -> float:
+        """The share of the judged modes that is covered."""
+        return self.covered / self.judged if self.judged else 1.0
+
+
+def modes(samples: Tensor, data: Tensor, num: int, seed: int = 0) -> Modes:
+    """Return how the features `samples` (n d) cover `num` modes of `data` (m d), found by k-means.
+
+    A mode is covered if at least a quarter of the expected samples are in it. A mode of which fewer than 5 samples are
+    expected is not judged, and there are at most n / 10 modes.
+    """
+    from sklearn.cluster import KMeans  # slow to import
+
+    num = max(2, min(num, len(samples) // (2 * _FEWEST), len(data) // (2 * _FEWEST)))
+    clusters = KMeans(num, n_init=_STARTS, random_state=seed).fit(data.double().numpy())
+    counts = numpy.bincount(clusters.predict(samples.double().numpy()), minlength=num)
+    shares = numpy.bincount(clusters.labels_, minlength=num) / len(data)
+    expected = shares * len(samples)
+    judged = expected >= _FEWEST
+    covered = judged & (counts >= _SHARE * expected)
+    return Modes(int(judged.sum()), int(covered.sum()), float(counts.max() / len(samples)), float(shares.max()))

@@ -1,0 +1,205 @@
+"""The plugin `diversity`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from attrs import converters, define, field
+from attrs.validators import ge, le, optional
+from torch import Tensor
+
+from hookdiff import Alarms, Every, Finding, Loop, Periodic, SampleRequest, UserError, hookimpl, parse_every
+from hookdiff.choices import chosen
+from hookdiff.disk import save_grid, to_uint8
+from hookdiff.features import Collected, Features, Space, data_features, paced, shares, usual_features
+from hookdiff.findings import Raised, report
+from hookdiff.generation import Images
+from hookdiff.options import about
+from hookdiff.ranks import first_rank_says, gathered
+from hookdiff.structure import COUNT
+from hookdiff_diversity.copies import Copies, copies
+from hookdiff_diversity.diagnosis import Diagnosis, diagnose
+from hookdiff_diversity.modes import modes
+from hookdiff_diversity.spread import spread
+
+logger = logging.getLogger("hookdiff")
+
+_MODES = 20  # of data without classes
+_MOST_MODES = 100
+_HELD_OUT = 100  # images: with fewer, their hundredth part is no image
+_PAIRS = 8  # in the picture
+
+
+@define(frozen=True)
+class DiversityState:
+    """The saved state of `Diversity`."""
+
+    measured_at: int | None = field(validator=optional(COUNT))
+    alarms: Raised
+
+
+@define(eq=False)
+class Diversity(Periodic):
+    """Reports whether generated images are diverse: healthy, collapsed to few modes, copies, or too uniform.
+
+    It compares features of the images with those of the training set: their variance and distances, the clusters of
+    the data that they cover, and the nearest training image of each, judged by how near held-out images are. Any
+    diagnosis but healthy is a warning with its numbers. The images that are most like copies are drawn beside their
+    nearest training images, in `diversity/step-00001000.png` of the run directory.
+    """
+
+    state_class: ClassVar[type] = DiversityState
+
+    every: Every = field(
+        default=Every(5000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
+    )
+    num_samples: int = field(
+        default=1000, validator=[ge(20), le(10_000)], metadata=about("images generated for a measurement")
+    )
+    features: Features | None = field(
+        default=None,
+        converter=converters.optional(chosen[Features]),
+        metadata=about(
+            'space of the features; without it "digits" for images 1 x 8 x 8, "fashion-mnist" for 1 x 28 x 28, else '
+            '"inception"'
+        ),
+    )
+    modes: int | None = field(
+        default=None,
+        validator=optional([ge(2), le(10_000)]),
+        metadata=about(
+            f"clusters of the data; without it the number of its classes (at most {_MOST_MODES}), or {_MODES} of data "
+            "without classes"
+        ),
+    )
+    seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
+    weights: str | None = field(
+        default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
+    )
+    space: Space = field(init=False)
+    diagnosis: Diagnosis | None = field(init=False, default=None)  # the newest, on the main rank
+    _images: Images = field(init=False)
+    _training: Collected | None = field(init=False, default=None)
+    _held_out: Collected | None = field(init=False, default=None)
+    _alarms: Alarms = field(factory=Alarms, init=False)
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        """Refuse unknown weights, and data that the features do not take, before the run starts."""
+        loop.sample(SampleRequest(0, weights=self.weights))
+        try:
+            self.space = (self.features or usual_features(loop.feed.shape)).open(loop.device)
+            self.space.check(loop.feed.shape)
+        except UserError as error:
+            raise UserError(f"[plugins.diversity] {error}") from None
+        if len(loop.feed.training) < 2 * _PAIRS and not loop.end.reason:
+            raise UserError(f"[plugins.diversity] needs at least {2 * _PAIRS} training images")
+        self._images, self._training, self._held_out = Images(loop), None, None
+
+    def act(self, loop: Loop) -> None:
+        """Measure the current weights."""
+        self.measure(loop)
+
+    def measure(self, loop: Loop) -> dict[str, float]:
+        """Generate images with the current weights, log what is measured, and return it by name.
+
+        Raises ValueError for an image that is not finite.
+        """
+        start = time.monotonic()
+        feed = loop.feed
+        if self._training is None:
+            self._training = data_features(feed, feed.training, self.space, "diversity: the training images")
+            if len(feed.held_out_indices) >= _HELD_OUT:
+                held_out = feed.held_out_indices
+                self._held_out = data_features(feed, held_out, self.space, "diversity: the images held out")
+        made = self._collect(loop)
+        found = first_rank_says(self._compare(loop, made.rows, self._training.rows) if loop.is_main else None)
+        assert found is not None
+        values, self.diagnosis, near = found
+        place = f"diversity/{self.space.name}"
+        loop.log({f"{place}/{name}": value for name, value in values.items()}, detail=True)
+        self._report(loop.progress.step, self.diagnosis, time.monotonic() - start)
+        self._draw(loop, near)
+        return values
+
+    def _report(self, step: int, diagnosis: Diagnosis, seconds: float) -> None:
+        what = f"diversity: the samples are {diagnosis.kind}"
+        is_healthy = diagnosis.kind == "healthy"
+        finding = None if is_healthy else Finding("warning", what, diagnosis.why, diagnosis.remedy)
+        news = self._alarms.news(step, "diversity", finding, over=is_healthy)
+        report(step, news or Finding("info", f"{what}: {diagnosis.why} ({seconds:.1f} s)"))
+
+    def _compare(self, loop: Loop, samples: Tensor, training: Tensor) -> tuple[dict[str, float], Diagnosis, Copies]:
+        classes = loop.feed.num_classes or 0
+        num = self.modes or (min(classes, _MOST_MODES) if classes > 1 else _MODES)
+        apart, covered = spread(samples, training), modes(samples, training, num, self.seed)
+        near = copies(samples, training, None if self._held_out is None else self._held_out.rows)
+        values = {
+            "num": len(samples),
+            "variance_ratio": apart.variance_ratio,
+            "distance": apart.distance,
+            "distance_ratio": apart.distance_ratio,
+            "mode_coverage": covered.coverage,
+            "modes_covered": covered.covered,
+            "dominant_mode": covered.dominant,
+            "memorised": near.memorised,
+            "nearest_ratio": near.nearest_ratio,
+        }
+        return {name: float(value) for name, value in values.items()}, diagnose(apart, covered, near), near
+
+    def _collect(self, loop: Loop) -> Collected:
+        """Return the features of the generated images; ranks share them."""
+        share = range(*shares(self.num_samples)[loop.rank])
+        made = paced(self._images.make(share, self._request), len(share), "diversity: images")
+        found, problem = Collected(), None
+        try:
+            found = Collected.of(self.space, map(_pixels, made))
+        except ValueError as error:  # which all ranks have to raise
+            problem = f"diversity: {error}"
+        if problems := [each for each in gathered(problem) if each]:
+            raise ValueError(problems[0])
+        return Collected.merged(gathered(found))
+
+    def _request(self, numbers: range) -> SampleRequest:
+        return SampleRequest(len(numbers), self.seed, numbers.start, stream="evaluate", weights=self.weights)
+
+    def _draw(self, loop: Loop, near: Copies) -> None:
+        """Draw the samples that are most like copies, each beside its nearest training image."""
+        assert self._training is not None
+        assert self._training.numbers is not None
+        chosen = near.closest[:_PAIRS]
+        # The images are made again: all of them would not fit in memory.
+        samples = [next(self._images.make(range(number, number + 1), self._request)) for number in chosen.tolist()]
+        originals = self._training.numbers[near.numbers[chosen]]
+        if not loop.is_main:
+            return
+        (batch,) = loop.feed.unaugmented(originals, len(originals))
+        pairs = torch.stack((torch.cat(samples), batch.inputs.float().cpu()), dim=1).flatten(0, 1)
+        loop.log.images({"diversity/closest": pairs})
+        if loop.run_dir is not None:
+            path = loop.run_dir / "diversity" / f"step-{loop.progress.step:08d}.png"
+            labels = [("sample", f"at {distance:.3g}") for distance in near.distances[chosen].tolist()]
+            try:
+                save_grid(pairs, path, columns=_PAIRS, names=[text for pair in labels for text in pair])
+            except OSError as error:
+                logger.warning("diversity: %s cannot be written: %s", path, error.strerror or error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step of the newest measurement, and what was reported."""
+        return {"measured_at": self._acted_at, "alarms": self._alarms.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self._acted_at = state["measured_at"]
+        self._alarms.load_state_dict(state["alarms"])
+
+
+def _pixels(images: Tensor) -> Tensor:
+    """Return images as they are saved. Raises ValueError for images that are not finite."""
+    if bad := int((~images.isfinite()).flatten(1).any(dim=1).sum()):
+        raise ValueError(f"{bad} of {len(images)} generated images are not finite")
+    return to_uint8(images)

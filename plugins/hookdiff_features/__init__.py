@@ -1,0 +1,7 @@
+"""Spaces of features: Inception with the recipes of four packages, DINOv2, and classifiers of small images."""
+
+from hookdiff_features.classifiers import Digits, FashionMNIST
+from hookdiff_features.dinov2 import DINOv2
+from hookdiff_features.spaces import Inception, TorchvisionInception
+
+__all__ = ["DINOv2", "Digits", "FashionMNIST", "Inception", "TorchvisionInception"]

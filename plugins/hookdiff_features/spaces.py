@@ -1,0 +1,103 @@
+"""The spaces of Inception: that of FID, with the recipes of four packages, and that of torchvision's network."""
+
+from __future__ import annotations
+
+import torch
+from attrs import define, field
+from attrs.validators import in_
+from torch import Tensor
+from torch.nn import functional
+
+from hookdiff import UserError
+from hookdiff.features import Embedding, Features, Space
+from hookdiff.options import about
+from hookdiff_features.inception import InceptionV3
+from hookdiff_features.recipes import RECIPES, SIDE, as_rgb
+from hookdiff_features.weights import Published, Weights, read_weights
+
+# Both packages publish the same file: the weights of the TensorFlow graph of 2015-12-05.
+FID_WEIGHTS = Published(
+    "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
+    "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
+    ("weights-inception-2015-12-05-6726825d.pth",),
+)
+TORCHVISION_WEIGHTS = Published("https://download.pytorch.org/models/inception_v3_google-0cc3c7bd.pth", "0cc3c7bd")
+
+_WEIGHTS = "file of the weights (.pth or .safetensors); without it the published ones, from torch's download cache"
+_SHA256 = "SHA-256 of `weights`, if they are not the published ones"
+
+
+@define(frozen=True)
+class Inception(Features):
+    """pool3 of the network that FID is defined on, 2,048 features: with the published weights the distance is FID.
+
+    The recipes resize and scale as the packages of their names do, with which the features agree. The default is that
+    of torch-fidelity, which is that of the original TensorFlow graph: the evaluations of ADM, EDM and DiT use it, and
+    so do the reference statistics that were published with them. Of 299 x 299 pixels all recipes make nearly the same.
+    """
+
+    recipe: str = field(
+        default="torch-fidelity",
+        validator=in_(tuple(RECIPES)),
+        metadata=about("resizing and scaling of the package: " + ", ".join(f'"{name}"' for name in RECIPES)),
+    )
+    weights: str | None = field(default=None, metadata=about(_WEIGHTS))
+    sha256: str | None = field(default=None, metadata=about(_SHA256))
+    precision: str = field(
+        default="float32",
+        validator=in_(("float32", "bf16")),
+        metadata=about(
+            '"float32", or "bf16": about twice as fast on processors that have it, and the distance changes by some '
+            "tenths of a percent"
+        ),
+    )
+
+    def open(self, device: torch.device) -> Space:
+        found = read_weights(FID_WEIGHTS, self.weights, self.sha256, "features 'inception'")
+        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
+        network = _network(found, as_in_fid=True).to(device, dtype)
+        prepare = RECIPES[self.recipe]
+
+        def embed(images: Tensor) -> Embedding:
+            features, logits = network(prepare(as_rgb(images)).to(dtype))
+            return features, logits
+
+        name = "inception" if found.is_published else f"inception-{found.sha256[:8]}"
+        name = "/".join((name, self.recipe, *(["bf16"] if dtype == torch.bfloat16 else [])))
+        metric = "fid" if found.is_published else "fd"
+        return Space(name, f"{name} {found.sha256}", embed, device=device, metric=metric)
+
+
+@define(frozen=True)
+class TorchvisionInception(Features):
+    """The last pooling of torchvision's Inception v3, 2,048 features: another network than FID's, and no FID.
+
+    Images are resized to 299 (bilinear, antialiased) and scaled to [-1, 1], as its training did.
+    """
+
+    weights: str | None = field(default=None, metadata=about(_WEIGHTS))
+    sha256: str | None = field(default=None, metadata=about(_SHA256))
+
+    def open(self, device: torch.device) -> Space:
+        found = read_weights(TORCHVISION_WEIGHTS, self.weights, self.sha256, "features 'inception-torchvision'")
+        network = _network(found, as_in_fid=False).to(device)
+
+        def embed(images: Tensor) -> Embedding:
+            pixels = functional.interpolate(
+                as_rgb(images).float(), size=(SIDE, SIDE), mode="bilinear", align_corners=False, antialias=True
+            )
+            features, logits = network(pixels / 127.5 - 1)
+            return features, logits
+
+        name = "inception-torchvision" + ("" if found.is_published else f"-{found.sha256[:8]}")
+        return Space(name, f"{name} {found.sha256}", embed, device=device)
+
+
+def _network(found: Weights, as_in_fid: bool) -> InceptionV3:
+    """Return the network with these weights. Raises UserError if they are those of another one."""
+    try:
+        network = InceptionV3(found.state, as_in_fid).eval()
+        network(torch.zeros(1, 3, 75, 75))  # the least size; it finds what is missing, or of another shape
+    except (AttributeError, KeyError, RuntimeError) as error:
+        raise UserError(f"features 'inception': the weights are of another network: {error}") from None
+    return network

@@ -1,0 +1,108 @@
+"""Published weights: from torch's download cache, fetched into it, or from a file; their SHA-256 is always checked."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from hookdiff import UserError
+from hookdiff.disk import open_file, open_tensors
+from hookdiff.errors import why_missing
+from hookdiff.ranks import first_rank_says, rank
+
+log = logging.getLogger("hookdiff")
+
+_CHUNK = 1 << 22  # bytes that are read at a time
+
+
+@define(frozen=True)
+class Published:
+    """Weights that someone has published."""
+
+    url: str
+    sha256: str  # the whole of it, or the first digits that are known
+    names: tuple[str, ...] = ()  # other names under which libraries keep this file in torch's cache
+
+    @property
+    def path(self) -> Path:
+        """The file in torch's cache, under the first name that exists."""
+        folder = Path(torch.hub.get_dir()) / "checkpoints"
+        files = [folder / name for name in (self.url.rpartition("/")[2], *self.names)]
+        return next((file for file in files if file.is_file()), files[0])
+
+
+@define(frozen=True)
+class Weights:
+    """Weights that were read from a file."""
+
+    state: dict[str, Tensor]
+    sha256: str
+    is_published: bool
+
+
+def read_weights(published: Published, path: str | None, sha256: str | None, who: str) -> Weights:
+    """Return the weights in the file `path`, or without a path the published ones, which are downloaded if necessary.
+
+    A file must have the published SHA-256, or that which the caller expects (`sha256`). `who` begins the messages.
+    Raises UserError for a file that is missing, or another one, with the way to get it.
+    """
+    file = Path(path).expanduser() if path else published.path
+    if path is None and not file.is_file():
+        problem = first_rank_says(_download(published, file, who) if rank() == 0 else None)
+        if problem or (not file.is_file() and (problem := _download(published, file, who))):
+            raise UserError(problem)
+    try:
+        digest = _digest(file)
+    except OSError as error:
+        reason = error.strerror if file.exists() else why_missing(file)
+        raise UserError(f"{who}: {file}: {reason}") from None
+    is_published = digest.startswith(published.sha256)
+    if not is_published and digest != sha256:
+        expected = sha256 or published.sha256
+        way_out = (
+            "remove it, and it is fetched again" if path is None else f"to use it all the same: sha256 = {digest!r}"
+        )
+        raise UserError(f"{who}: {file} has the SHA-256 {digest}, expected {expected}: {way_out}")
+    return Weights(_load(file, who), digest, is_published)
+
+
+def _download(published: Published, file: Path, who: str) -> str | None:
+    """Fetch the file; return the message for people if that fails."""
+    log.info("%s: downloading %s to %s", who, published.url, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(published.url, str(file), hash_prefix=published.sha256)
+    except (OSError, RuntimeError) as error:
+        return (
+            f"{who}: its weights cannot be downloaded ({error}); on a machine with a network fetch {published.url} and "
+            f"put it at {file}, or set weights = FILE"
+        )
+    return None
+
+
+def _digest(file: Path) -> str:
+    found = hashlib.sha256()
+    with open_file(file) as opened:
+        while chunk := opened.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def _load(file: Path, who: str) -> dict[str, Tensor]:
+    """Return the tensors in a .safetensors or .pth file; of a .pth nothing but tensors is unpickled."""
+    try:
+        if file.suffix == ".safetensors":
+            with open_tensors(file) as tensors:
+                return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        state: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:  # unpicklers and zipfile raise many kinds on files of another format
+        raise UserError(f"{who}: {file} is no .safetensors, and no .pth that holds only tensors") from None
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UserError(f"{who}: {file} holds a {type(state).__name__}, expected tensors by name")
+    return state

@@ -1,0 +1,54 @@
+"""Reads and writes statistics as the field publishes them: .npz files with mu and sigma."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from hookdiff import UserError
+from hookdiff.data.arrays import names_in, open_array
+from hookdiff.disk import new_file, writing
+from hookdiff.features import Gaussian, Moments
+
+MU, SIGMA = "mu", "sigma"  # as write_statistics names them
+
+
+def has_statistics(path: Path) -> bool:
+    """Return whether an .npz has mu and sigma. Raises UserError for a file that cannot be read."""
+    try:
+        return {MU, SIGMA} <= set(names_in(path))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def read_statistics(path: Path) -> Gaussian:
+    """Return the mean and the covariance in an .npz, as pytorch-fid, ADM, EDM and others publish them.
+
+    Nothing is unpickled. Raises UserError for a file without them, or with numbers that are none.
+    """
+    try:
+        mean, covariance = (_numbers(path, name) for name in (MU, SIGMA))
+        return Gaussian(mean, covariance)
+    except ValueError as error:
+        place = "" if str(error).startswith(str(path)) else f"{path}: "
+        raise UserError(f"{place}{error}") from None
+
+
+def write_statistics(path: Path, moments: Moments) -> None:
+    """Write mean and covariance to an .npz, which the tools of the field read. Raises UserError if that fails."""
+    gaussian = moments.fit()
+    rows, covariance = gaussian.rows, gaussian.covariance
+    covariance = rows.T @ rows if rows is not None else covariance
+    assert covariance is not None
+    with writing(path), new_file(path) as partial, partial.open("wb") as file:
+        numpy.savez(file, mu=gaussian.mean.numpy(), sigma=covariance.numpy())
+
+
+def _numbers(path: Path, name: str) -> Tensor:
+    found = numpy.asarray(open_array(path, name, whole=True))
+    if found.dtype.kind != "f":
+        raise ValueError(f"{path}: {name!r} has {found.dtype}, expected floats")
+    return torch.from_numpy(found.astype(numpy.float64))
