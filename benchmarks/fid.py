@@ -1,6 +1,6 @@
 """Compare the Fréchet distance, its moments and the features of Inception with those of other packages.
 
-    python benchmarks/fid.py [distance moments features] [--num 256 1000 10000] [--rounds 3] [--threads 2]
+    python benchmarks/fid.py [distance moments features] [--num 256 1000 10000] [--rounds 5] [--threads 2]
 
     pip install pytorch-fid torch-fidelity torchmetrics
 
@@ -8,7 +8,7 @@ Distances start from features, float32 on the CPU, 2,048 dimensions: each packag
 distance of them. The second set is the first one times two, which float32 holds exactly, so that the distance is known:
 |m|^2 + tr C. The variances of the features fall by a factor of 10,000. Moments are compared with one call of numpy.cov.
 Features are those of random images 3 x 299 x 299 with one set of random weights for all. The packages take turns in an
-order shuffled for each round; tables have medians over the rounds.
+order shuffled for each round; tables have medians over the rounds and, in brackets, the interquartile range.
 """
 
 import argparse
@@ -105,10 +105,12 @@ def in_turns(calls: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[s
 
 
 def report(title: str, seconds: dict[str, list[float]], base: str, notes: dict[str, str]) -> None:
-    print(f"\n{title}\n{'':<24}{'s':>9}{'ratio to ' + base:>28}")
+    print(f"\n{title}\n{'':<24}{'s':>9}{'ratio to ' + base:>32}")
     for name, times in seconds.items():
         ratios = [mine / theirs for mine, theirs in zip(times, seconds[base], strict=True)]
-        print(f"{name:<24}{statistics.median(times):9.3f}{statistics.median(ratios):28.3f}   {notes.get(name, '')}")
+        low, middle, high = numpy.percentile(ratios, (25, 50, 75))
+        ratio = f"{middle:.3g} ({low:.3g} to {high:.3g})"
+        print(f"{name:<24}{statistics.median(times):9.3f}{ratio:>32}   {notes.get(name, '')}")
 
 
 def measure_distances(nums: list[int], rounds: int) -> None:
@@ -171,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["distance", "moments", "features"])
     parser.add_argument("--num", nargs="+", type=int, default=[256, 1000, 10_000])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,4 +1,4 @@
-"""Makes many images with a Loop: as many at a time as fit in memory."""
+"""Makes many images with a Loop, as many at a time as fit in memory, and their features."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from hookdiff.disk import to_uint8
 from hookdiff.errors import UserError
+from hookdiff.features import Collected, Space, paced, shares
 from hookdiff.loop import Loop
+from hookdiff.ranks import gathered
 from hookdiff.sampling import SampleRequest
 
 # In lower case: messages of allocators and libraries that do not raise torch.OutOfMemoryError.
@@ -58,6 +61,61 @@ class Images:
             if not is_out_of_memory(error):
                 raise
             return None
+
+
+@define(eq=False)
+class Generated:
+    """Images of the current weights in a space. The number of an image determines its noise and its class.
+
+    `weights` is "model" or the name of an average; None: an average if there is one. Raises UserError for others.
+    """
+
+    loop: Loop
+    space: Space
+    seed: int
+    weights: str | None
+    _images: Images = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._images = Images(self.loop)
+        self.used()
+
+    @property
+    def at_a_time(self) -> int:
+        """How many images all ranks together make at a time."""
+        return self._images.size * self.loop.num_ranks
+
+    def used(self) -> str:
+        """Return the name of the weights that make the images now."""
+        return self.loop.sample(SampleRequest(0, weights=self.weights)).weights
+
+    def images(self, numbers: range) -> Iterator[Tensor]:
+        """Yield the images `numbers` in parts, n c h w, float32. All ranks make them."""
+        return self._images.make(numbers, self._request)
+
+    def features(self, num: int, what: str) -> Collected:
+        """Return the features of the first `num` images, rounded to 8 bits as when they are saved; ranks share them.
+
+        `what` is for messages, such as "fid: images". Raises ValueError on all ranks for an image that is not finite.
+        """
+        share = range(*shares(num)[self.loop.rank])
+        found, problem = Collected(), None
+        try:
+            found = Collected.of(self.space, map(_pixels, paced(self.images(share), len(share), what)))
+        except ValueError as error:  # the other ranks have to know
+            problem = f"{what}: {error}"
+        if problems := [each for each in gathered(problem) if each]:
+            raise ValueError(problems[0])
+        return Collected.merged(gathered(found))
+
+    def _request(self, numbers: range) -> SampleRequest:
+        return SampleRequest(len(numbers), self.seed, numbers.start, stream="evaluate", weights=self.weights)
+
+
+def _pixels(images: Tensor) -> Tensor:
+    if bad := int((~images.isfinite()).flatten(1).any(dim=1).sum()):
+        raise ValueError(f"{bad} of {len(images)} generated images are not finite")
+    return to_uint8(images)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

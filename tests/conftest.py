@@ -392,6 +392,7 @@ class StopAt:
 
 _RANK = """
 import datetime, sys
+import torch._dynamo  # imported later, its default arguments would keep the group and its threads until Python ends
 from torch import distributed
 rank = int(sys.argv[1])
 wait = datetime.timedelta(seconds=300)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from attrs import define
 
@@ -19,6 +19,7 @@ VARIANCE = 0.8  # of the data's
 DISTANCE = 0.9  # of the mean distance of two images of the data
 
 Kind = Literal["healthy", "unlike the data", "collapsed to few modes", "copies of the training set", "too uniform"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @define(frozen=True)
@@ -27,7 +28,7 @@ class Diagnosis:
 
     kind: Kind
     why: str
-    remedy: str = ""
+    remedy: str = ""  # none if they are healthy
 
 
 def diagnose(spread: Spread, modes: Modes, copies: Copies) -> Diagnosis:

@@ -12,17 +12,17 @@ from attrs import converters, define, field
 from attrs.validators import ge, le, optional
 from torch import Tensor
 
-from hookdiff import Alarms, Every, Finding, Loop, Periodic, SampleRequest, UserError, hookimpl, parse_every
+from hookdiff import Alarms, Every, Finding, Loop, Periodic, UserError, hookimpl, parse_every
 from hookdiff.choices import chosen
-from hookdiff.disk import save_grid, to_uint8
-from hookdiff.features import Collected, Features, Space, data_features, paced, shares, usual_features
+from hookdiff.disk import save_grid
+from hookdiff.features import Collected, Features, Space, data_features, usual_features
 from hookdiff.findings import Raised, report
-from hookdiff.generation import Images
+from hookdiff.generation import Generated
 from hookdiff.options import about
-from hookdiff.ranks import first_rank_says, gathered
+from hookdiff.ranks import first_rank_says
 from hookdiff.structure import COUNT
 from hookdiff_diversity.copies import Copies, copies
-from hookdiff_diversity.diagnosis import Diagnosis, diagnose
+from hookdiff_diversity.diagnosis import KINDS, Diagnosis, diagnose
 from hookdiff_diversity.modes import modes
 from hookdiff_diversity.spread import spread
 
@@ -82,7 +82,7 @@ class Diversity(Periodic):
     )
     space: Space = field(init=False)
     diagnosis: Diagnosis | None = field(init=False, default=None)  # the newest, on the main rank
-    _images: Images = field(init=False)
+    _generated: Generated = field(init=False)
     _training: Collected | None = field(init=False, default=None)
     _held_out: Collected | None = field(init=False, default=None)
     _alarms: Alarms = field(factory=Alarms, init=False)
@@ -90,15 +90,15 @@ class Diversity(Periodic):
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         """Refuse unknown weights, and data that the features do not take, before the run starts."""
-        loop.sample(SampleRequest(0, weights=self.weights))
         try:
             self.space = (self.features or usual_features(loop.feed.shape)).open(loop.device)
             self.space.check(loop.feed.shape)
+            self._generated = Generated(loop, self.space, self.seed, self.weights)
         except UserError as error:
             raise UserError(f"[plugins.diversity] {error}") from None
         if len(loop.feed.training) < 2 * _PAIRS and not loop.end.reason:
             raise UserError(f"[plugins.diversity] needs at least {2 * _PAIRS} training images")
-        self._images, self._training, self._held_out = Images(loop), None, None
+        self._training, self._held_out = None, None
 
     def act(self, loop: Loop) -> None:
         """Measure the current weights."""
@@ -116,7 +116,7 @@ class Diversity(Periodic):
             if len(feed.held_out_indices) >= _HELD_OUT:
                 held_out = feed.held_out_indices
                 self._held_out = data_features(feed, held_out, self.space, "diversity: the images held out")
-        made = self._collect(loop)
+        made = self._generated.features(self.num_samples, "diversity: images")
         found = first_rank_says(self._compare(loop, made.rows, self._training.rows) if loop.is_main else None)
         assert found is not None
         values, self.diagnosis, near = found
@@ -126,12 +126,12 @@ class Diversity(Periodic):
         self._draw(loop, near)
         return values
 
-    def _report(self, step: int, diagnosis: Diagnosis, seconds: float) -> None:
-        what = f"diversity: the samples are {diagnosis.kind}"
-        is_healthy = diagnosis.kind == "healthy"
-        finding = None if is_healthy else Finding("warning", what, diagnosis.why, diagnosis.remedy)
-        news = self._alarms.news(step, "diversity", finding, over=is_healthy)
-        report(step, news or Finding("info", f"{what}: {diagnosis.why} ({seconds:.1f} s)"))
+    def _report(self, step: int, found: Diagnosis, seconds: float) -> None:
+        what = f"diversity: the samples are {found.kind}"
+        finding = Finding("warning", what, found.why, found.remedy) if found.remedy else None
+        alarms = [self._alarms.news(step, kind, finding if kind == found.kind else None) for kind in KINDS]
+        news = next(filter(None, alarms), None)
+        report(step, news or Finding("info", f"{what}: {found.why} ({seconds:.1f} s)"))
 
     def _compare(self, loop: Loop, samples: Tensor, training: Tensor) -> tuple[dict[str, float], Diagnosis, Copies]:
         classes = loop.feed.num_classes or 0
@@ -151,29 +151,13 @@ class Diversity(Periodic):
         }
         return {name: float(value) for name, value in values.items()}, diagnose(apart, covered, near), near
 
-    def _collect(self, loop: Loop) -> Collected:
-        """Return the features of the generated images; ranks share them."""
-        share = range(*shares(self.num_samples)[loop.rank])
-        made = paced(self._images.make(share, self._request), len(share), "diversity: images")
-        found, problem = Collected(), None
-        try:
-            found = Collected.of(self.space, map(_pixels, made))
-        except ValueError as error:  # which all ranks have to raise
-            problem = f"diversity: {error}"
-        if problems := [each for each in gathered(problem) if each]:
-            raise ValueError(problems[0])
-        return Collected.merged(gathered(found))
-
-    def _request(self, numbers: range) -> SampleRequest:
-        return SampleRequest(len(numbers), self.seed, numbers.start, stream="evaluate", weights=self.weights)
-
     def _draw(self, loop: Loop, near: Copies) -> None:
         """Draw the samples that are most like copies, each beside its nearest training image."""
         assert self._training is not None
         assert self._training.numbers is not None
         chosen = near.closest[:_PAIRS]
         # The images are made again: all of them would not fit in memory.
-        samples = [next(self._images.make(range(number, number + 1), self._request)) for number in chosen.tolist()]
+        samples = [next(self._generated.images(range(number, number + 1))) for number in chosen.tolist()]
         originals = self._training.numbers[near.numbers[chosen]]
         if not loop.is_main:
             return
@@ -182,7 +166,7 @@ class Diversity(Periodic):
         loop.log.images({"diversity/closest": pairs})
         if loop.run_dir is not None:
             path = loop.run_dir / "diversity" / f"step-{loop.progress.step:08d}.png"
-            labels = [("sample", f"at {distance:.3g}") for distance in near.distances[chosen].tolist()]
+            labels = [("sample", f"data, {distance:.2g}") for distance in near.distances[chosen].tolist()]
             try:
                 save_grid(pairs, path, columns=_PAIRS, names=[text for pair in labels for text in pair])
             except OSError as error:
@@ -196,10 +180,3 @@ class Diversity(Periodic):
         """Restore a saved state."""
         self._acted_at = state["measured_at"]
         self._alarms.load_state_dict(state["alarms"])
-
-
-def _pixels(images: Tensor) -> Tensor:
-    """Return images as they are saved. Raises ValueError for images that are not finite."""
-    if bad := int((~images.isfinite()).flatten(1).any(dim=1).sum()):
-        raise ValueError(f"{bad} of {len(images)} generated images are not finite")
-    return to_uint8(images)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -31,10 +32,13 @@ def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
     if b.covariance is None:  # the eigenvalues of rows and a covariance are those of a small matrix
         a, b = b, a
     scale = variance.sqrt()  # of the features, so that no product leaves the range of float64
-    left, right = _factor(a, scale), _factor(b, scale)
-    spread = 1 - 2 * _nuclear_norm(left, right, None if b.covariance is None else b.covariance / variance)
+    left = _factor(a, scale)
+    norm = None if b.covariance is None else _sum_of_roots(left, b.covariance / variance)
+    if norm is None:
+        norm = torch.linalg.svdvals(left.T @ _factor(b, scale)).sum()
+    spread = 1 - 2 * norm
     if spread < _NEAR:
-        spread = _bures(left, right)
+        spread = _bures(left, _factor(b, scale))
     return float(means + spread * variance)
 
 
@@ -62,27 +66,21 @@ def _factor(gaussian: Gaussian, scale: Tensor) -> Tensor:
     return factor
 
 
-def _nuclear_norm(a: Tensor, b: Tensor, covariance: Tensor | None) -> Tensor:
-    """Return tr (A B)^(1/2), the nuclear norm of a^T b, for A = a a^T and B = b b^T; `covariance` is B if it is known.
+def _sum_of_roots(a: Tensor, covariance: Tensor) -> Tensor | None:
+    """Return tr (A B)^(1/2) for A = a a^T and B = `covariance`; None if rounding would cost too many digits.
 
-    Its singular values are the roots of the eigenvalues of a^T B a, which are computed in half the time. But the root
-    of an eigenvalue near zero loses half its digits, so they count only if a bound of their error is small.
+    For B = b b^T it is the nuclear norm of a^T b. The singular values of that are the roots of the eigenvalues of
+    a^T B a, which take half the time. But the root of an eigenvalue near zero loses half its digits.
     """
-    if covariance is None:
-        return _sum_of_singular_values(a.T @ b)
     if not a.shape[1]:  # all of the set are equal
         return a.new_zeros(())
-    values = torch.linalg.eigvalsh(a.T @ covariance @ a).clamp(min=0)
+    left = a.numpy()  # numpy takes two thirds of torch's time
+    values = torch.from_numpy(numpy.linalg.eigvalsh(left.T @ covariance.numpy() @ left)).clamp(min=0)
     error = 4 * _EPS * values[-1]  # of each; a bound of the error of its root follows
     root = values.sqrt()
     bound = torch.where(values > error, error / (2 * root), error.sqrt()).sum()
     total: Tensor = root.sum()
-    return total if bound < _DIGITS * total else _sum_of_singular_values(a.T @ b)
-
-
-def _sum_of_singular_values(matrix: Tensor) -> Tensor:
-    total: Tensor = torch.linalg.svdvals(matrix).sum()
-    return total
+    return total if bound < _DIGITS * total else None
 
 
 def _bures(a: Tensor, b: Tensor) -> Tensor:

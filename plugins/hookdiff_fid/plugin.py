@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from attrs import converters, define, field
 from attrs.validators import deep_iterable, ge, in_, le, optional
-from torch import Tensor
 
-from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, parse_every
+from hookdiff import Every, Loop, Periodic, UserError, hookimpl, parse_every
 from hookdiff.choices import chosen
-from hookdiff.disk import to_uint8
 from hookdiff.features import (
     Collected,
     Features,
@@ -23,14 +21,12 @@ from hookdiff.features import (
     Space,
     data_features,
     in_words,
-    paced,
-    shares,
     usual_features,
 )
-from hookdiff.generation import Images
+from hookdiff.generation import Generated
 from hookdiff.options import about
 from hookdiff.progress import is_time
-from hookdiff.ranks import first_rank_says, gathered
+from hookdiff.ranks import first_rank_says
 from hookdiff.structure import COUNT
 from hookdiff_fid.compare import METRICS, Metric, compare
 from hookdiff_fid.frechet import frechet_distance
@@ -106,21 +102,21 @@ class FID(Periodic):
     space: Space = field(init=False)
     target: Collected | Gaussian = field(init=False)  # the features of the data, or the published statistics
     floor: float | None = field(init=False, default=None)
-    _images: Images = field(init=False)
+    _generated: Generated = field(init=False)
     _is_ready: bool = field(init=False, default=False)
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         """Refuse unknown weights, and data that the features do not take, before the run starts."""
-        loop.sample(SampleRequest(0, weights=self.weights))
         try:
             self.space = (self.features or usual_features(loop.feed.shape)).open(loop.device)
             self.space.check(loop.feed.shape)
             if self.reference:
                 self.target = read_statistics(Path(self.reference).expanduser())
+            self._generated = Generated(loop, self.space, self.seed, self.weights)
         except UserError as error:
             raise UserError(f"[plugins.fid] {error}") from None
-        self._images, self._is_ready, self.floor = Images(loop), False, None
+        self._is_ready, self.floor = False, None
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
@@ -130,12 +126,12 @@ class FID(Periodic):
             self.target = data_features(loop.feed, loop.feed.training, self.space, "fid: the training images")
         before, limit = self.num, self.time_budget.amount
         start = time.monotonic()
-        first = range(min(self.num_samples, self._images.size))
-        made, _ = self._collect(loop, first)
+        first = min(self.num_samples, self._generated.at_a_time)
+        made = self._generated.features(first, "fid: images")
         if isinstance(self.target, Gaussian) and made.moments.dim != len(self.target.mean):
             counts = f"{len(self.target.mean)} features, the space {self.space.name!r} has {made.moments.dim}"
             raise UserError(f"[plugins.fid] reference = {self.reference!r} has {counts}")
-        each = (time.monotonic() - start) / len(first) / loop.num_ranks
+        each = (time.monotonic() - start) / first
         if limit and before is None:
             self.num = max(min(_FEWEST, self.num_samples), min(self.num_samples, int(limit / each)))
         elif not limit:
@@ -167,7 +163,7 @@ class FID(Periodic):
             self.on_ready(loop)
         assert self.num is not None
         start = time.monotonic()
-        made, weights = self._collect(loop, range(self.num), "fid: images")
+        made, weights = self._generated.features(self.num, "fid: images"), self._generated.used()
         values = first_rank_says(self._compare(made) if loop.is_main else {})
         distance = self.space.distance
         loop.log({distance: values[distance]})
@@ -190,25 +186,6 @@ class FID(Periodic):
             values[f"{self.space.distance}/floor"] = self.floor
         return values
 
-    def _collect(self, loop: Loop, numbers: range, what: str = "") -> tuple[Collected, str]:
-        """Return the features of the generated images `numbers`, and the weights that made them; ranks share them."""
-        used = loop.sample(SampleRequest(0, weights=self.weights)).weights
-        share = range(*shares(len(numbers))[loop.rank])
-
-        def request(part: range) -> SampleRequest:
-            return SampleRequest(len(part), self.seed, part.start, stream="evaluate", weights=self.weights)
-
-        made: Iterable[Tensor] = self._images.make(share, request)
-        found, problem = Collected(), None
-        try:
-            found = Collected.of(self.space, map(_pixels, paced(made, len(share), what) if what else made))
-        except ValueError as error:  # which all ranks have to raise
-            problem = f"fid: {error}"
-        problems = [each for each in gathered(problem) if each]
-        if problems:
-            raise ValueError(problems[0])
-        return Collected.merged(gathered(found)), used
-
     def state_dict(self) -> dict[str, Any]:
         """Return the number of samples and the step of the newest measurement."""
         return {"num": self.num, "measured_at": self._acted_at}
@@ -216,10 +193,3 @@ class FID(Periodic):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self.num, self._acted_at = state["num"], state["measured_at"]
-
-
-def _pixels(images: Tensor) -> Tensor:
-    """Return images as they are saved. Raises ValueError for images that are not finite."""
-    if bad := int((~images.isfinite()).flatten(1).any(dim=1).sum()):
-        raise ValueError(f"{bad} of {len(images)} generated images are not finite")
-    return to_uint8(images)

@@ -1,0 +1,378 @@
+"""Samplers that are healthy, collapsed, or copy get different diagnoses, and the numbers are those of plain torch."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from PIL import Image
+from torch import Generator, Tensor, nn
+
+from hookdiff import Feed, InMemory, Loop, LoopConfig, UserError
+from hookdiff.data import digits
+from hookdiff_diversity import Diversity
+from hookdiff_diversity.copies import Copies, copies
+from hookdiff_diversity.diagnosis import diagnose
+from hookdiff_diversity.modes import Modes, modes
+from hookdiff_diversity.spread import Spread, spread
+from tests.conftest import Logged, check_facts, refused, two_ranks, warnings
+
+
+def rows(num: int, dim: int, seed: int = 0) -> Tensor:
+    return torch.randn(num, dim, generator=Generator().manual_seed(seed))
+
+
+# Spread
+
+SETS = st.builds(
+    lambda num, dim, seed, offset: rows(num, dim, seed) * torch.logspace(0, -2, dim) + offset,
+    num=st.integers(3, 60),
+    dim=st.integers(1, 9),
+    seed=st.integers(0, 99),
+    offset=st.floats(-100, 100),
+)
+
+
+@given(SETS, SETS)
+def test_spread_is_that_of_all_pairs(samples: Tensor, data: Tensor) -> None:
+    dim = min(samples.shape[1], data.shape[1])
+    samples, data = samples[:, :dim].double(), data[:, :dim].double()
+    found = spread(samples, data)
+    apart = torch.pdist(samples).mean()
+    assert found.distance == pytest.approx(float(apart), rel=1e-6)
+    assert found.distance_ratio == pytest.approx(float(apart / torch.pdist(data).mean()), rel=1e-6)
+    assert found.variance_ratio == pytest.approx(float(samples.var(0).sum() / data.var(0).sum()), rel=1e-9)
+
+
+@given(SETS, st.integers(0, 99), st.floats(0.1, 10))
+def test_spread_does_not_depend_on_rotation_order_or_place_and_grows_with_scale(
+    data: Tensor, seed: int, scale: float
+) -> None:
+    data = data.double()
+    rotation = torch.linalg.qr(rows(data.shape[1], data.shape[1], seed).double())[0]
+    order = torch.randperm(len(data), generator=Generator().manual_seed(seed))
+    found = spread(scale * data[order] @ rotation + 3, data)
+    assert found.variance_ratio == pytest.approx(scale**2, rel=1e-6)
+    assert found.distance_ratio == pytest.approx(scale, rel=1e-6)
+
+
+def test_spread_of_one_image_is_0() -> None:
+    found = spread(torch.ones(9, 4), rows(50, 4))
+    assert (found.variance_ratio, found.distance, found.distance_ratio) == pytest.approx((0, 0, 0), abs=1e-7)
+    assert spread(rows(50, 4), torch.ones(9, 4)).variance_ratio > 1e9
+
+
+# Modes
+
+
+def clusters(counts: Sequence[int], seed: int = 0) -> Tensor:
+    """Return rows around as many far centres as there are counts."""
+    centres = 100 * torch.eye(len(counts))
+    return torch.cat([centre + rows(num, len(counts), seed) for centre, num in zip(centres, counts, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("data", "samples", "expected"),
+    [
+        ([100, 100, 100, 100], [50, 50, 50, 50], Modes(4, 4, 0.25, 0.25)),
+        ([100, 100, 100, 100], [200, 0, 0, 0], Modes(4, 1, 1.0, 0.25)),
+        ([100, 100, 100, 100], [150, 38, 12, 0], Modes(4, 2, 0.75, 0.25)),  # a quarter of 50 is 12.5
+        ([100, 100, 100, 100], [149, 38, 13, 0], Modes(4, 3, 0.745, 0.25)),
+        ([300, 90, 5, 5], [160, 40, 0, 0], Modes(2, 2, 0.8, 0.75)),  # 2.5 are expected of the rare ones
+    ],
+)
+def test_a_mode_is_covered_by_a_quarter_of_its_share(data: list[int], samples: list[int], expected: Modes) -> None:
+    found = modes(clusters(samples, 1), clusters(data), len(data))
+    assert found == expected
+    order = torch.randperm(sum(samples), generator=Generator().manual_seed(0))
+    assert modes(clusters(samples, 1)[order], clusters(data), len(data)) == expected
+
+
+def test_there_are_no_more_modes_than_the_samples_can_show() -> None:
+    found = modes(rows(40, 3, 1), rows(500, 3), 100)
+    assert found.judged <= 4
+    assert modes(rows(20, 3, 1), rows(15, 3), 100).judged <= 2
+    assert Modes(0, 0, 0.1, 0.1).coverage == 1  # none that could be missed
+
+
+# Copies
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_the_share_of_copies_is_found(share: float) -> None:
+    training, other = rows(1500, 12), rows(800, 12, 1)
+    num = round(share * 400)
+    samples = torch.cat((training[3 : 3 + num] + 0.02 * rows(num, 12, 2), rows(400 - num, 12, 3)))
+    for held_out in (other, None):
+        found = copies(samples, training, held_out)
+        assert found.memorised == pytest.approx(share + 0.01 * (1 - share), abs=0.02)
+        assert sorted(found.closest[:num].tolist()) == list(range(num))
+        assert found.numbers[:num].tolist() == list(range(3, 3 + num))
+    expected = torch.cdist(samples.double(), training.double())
+    assert torch.allclose(found.distances, expected.amin(1), atol=1e-5)
+    near = copies(samples, training, other)
+    usual = torch.cdist(other.double(), training.double()).amin(1).median()
+    assert near.nearest_ratio == pytest.approx(float(expected.amin(1).median() / usual), rel=1e-6)
+
+
+def test_means_of_many_images_are_no_copies() -> None:
+    training = rows(1500, 12)
+    means = training[:1200].reshape(300, 4, 12).mean(1)  # nearer to the training images than held-out images are
+    found = copies(means, training, rows(500, 12, 1))
+    assert found.nearest_ratio < 0.9
+    assert found.memorised < 0.05
+
+
+# The diagnosis
+
+
+def judged(
+    variance: float = 1,
+    distance: float = 1,
+    covered: int = 10,
+    dominant: float = 0.1,
+    copied: float = 0.01,
+    far: float = 1,
+) -> str:
+    none = torch.zeros(0)
+    parts = Spread(variance, 1.0, distance), Modes(10, covered, dominant, 0.1), Copies(copied, far, none, none, none)
+    return diagnose(*parts).kind
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({}, "healthy"),
+        ({"variance": 2, "distance": 1.5, "far": 0.5}, "healthy"),
+        ({"covered": 6}, "collapsed to few modes"),
+        ({"dominant": 0.5}, "collapsed to few modes"),
+        ({"copied": 0.2}, "copies of the training set"),
+        ({"variance": 0.5}, "too uniform"),
+        ({"distance": 0.5}, "too uniform"),
+        ({"far": 3}, "unlike the data"),
+        ({"covered": 1, "copied": 1, "variance": 0}, "collapsed to few modes"),
+        ({"copied": 1, "variance": 0.5}, "copies of the training set"),
+        ({"far": 3, "covered": 1, "variance": 0}, "unlike the data"),
+    ],
+)
+def test_the_first_cause_is_named(numbers: dict[str, Any], expected: str) -> None:
+    assert judged(**numbers) == expected
+
+
+# The plugin, on digits: 1,000 to train on, 300 held out, and 497 that healthy samplers paint
+
+DIGITS = digits()
+ORDER = torch.randperm(len(DIGITS), generator=Generator().manual_seed(0))
+IMAGES = DIGITS.images[ORDER].float() / 127.5 - 1
+assert DIGITS.labels is not None
+LABELS = DIGITS.labels[ORDER]
+FRESH, TRAINED = slice(1300, None), slice(0, 1300)
+
+
+class Painter:
+    """Paints images of a pool, each with a little noise."""
+
+    def __init__(self, pool: Tensor, noise: float = 0.03) -> None:
+        self.pool, self.noise = pool, noise
+
+    def sample(
+        self,
+        net: nn.Module,
+        objective: Any,
+        shape: Sequence[int],
+        generators: Sequence[Generator],
+        device: torch.device,
+        /,
+    ) -> Tensor:
+        chosen = [int(torch.randint(len(self.pool), (), generator=generator)) for generator in generators]
+        noise = torch.stack([torch.randn(*shape, generator=generator) for generator in generators])
+        return (self.pool[chosen] + self.noise * noise).clamp(-1, 1)
+
+
+def data(labels: bool = True) -> Feed:
+    return Feed(InMemory(IMAGES[TRAINED], LABELS[TRAINED] if labels else None), held_out=300)
+
+
+def training_images() -> Tensor:
+    return IMAGES[TRAINED][data().training]
+
+
+def blend() -> Tensor:
+    """Return fresh images, each halfway to the mean of its class."""
+    fresh, labels = IMAGES[FRESH], LABELS[FRESH]
+    means = torch.stack([fresh[labels == label].mean(0) for label in range(10)])
+    return (fresh + means[labels]) / 2
+
+
+SAMPLERS: dict[str, Callable[[], Painter]] = {
+    "healthy": lambda: Painter(IMAGES[FRESH]),
+    "collapsed to few modes": lambda: Painter(IMAGES[FRESH][LABELS[FRESH] < 3]),
+    "copies of the training set": lambda: Painter(training_images()),
+    "too uniform": lambda: Painter(blend(), 0),
+    "unlike the data": lambda: Painter(torch.zeros(1, 1, 8, 8), 1.0),
+}
+
+
+def make_loop(
+    sampler: Painter, *plugins: object, feed: Feed | None = None, run_dir: Path | None = None, **config: Any
+) -> tuple[Loop, Logged]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Dropout(0.1), nn.Conv2d(4, 1, 3, padding=1))
+    logged = Logged()
+    named = {"logged": logged, **{f"p{k}": plugin for k, plugin in enumerate(plugins)}}
+    loop = Loop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        lambda net, batch: (net(batch.inputs) - batch.inputs).square().mean(),
+        data() if feed is None else feed,
+        LoopConfig(**{"steps": 1, "batch_size": 16, **config}),
+        named,
+        run_dir=run_dir,
+        sampler=sampler,
+    )
+    return loop, logged
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_samplers_get_their_diagnoses(kind: str, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    plugin = Diversity(every=0, num_samples=500, seed=seed)
+    loop, logged = make_loop(SAMPLERS[kind](), plugin)
+    with caplog.at_level(logging.INFO, logger="hookdiff"):
+        loop.run()
+    assert plugin.diagnosis is not None
+    assert plugin.diagnosis.kind == kind
+    check_facts(caplog.messages[-1], "diversity", kind)
+    assert bool(warnings(caplog)) == (kind != "healthy")
+    (values,) = (values for _, values in logged.calls if "diversity/digits/num" in values)
+    assert values["diversity/digits/num"] == 500
+    assert (values["diversity/digits/memorised"] > 0.5) == (kind == "copies of the training set")
+    if kind == "healthy":
+        assert values["diversity/digits/mode_coverage"] == 1
+        assert 0.8 < values["diversity/digits/variance_ratio"] < 1.2
+
+
+def test_the_pixels_of_images_of_any_size_are_a_space_too() -> None:
+    for kind in ("healthy", "collapsed to few modes", "copies of the training set"):
+        plugin = Diversity(every=0, num_samples=500, features="tests.plugins.test_diversity:as_rows")
+        loop, logged = make_loop(SAMPLERS[kind](), plugin, feed=data(labels=False))
+        loop.run()
+        assert plugin.diagnosis is not None
+        assert plugin.diagnosis.kind == kind
+        assert any("diversity/tests.plugins.test_diversity.as_rows/num" in values for _, values in logged.calls)
+
+
+def as_rows(images: Tensor) -> Tensor:
+    return images.flatten(1)
+
+
+def test_the_picture_shows_each_copy_beside_its_original(tmp_path: Path) -> None:
+    loop, _ = make_loop(Painter(training_images(), 0), Diversity(every=0, num_samples=100), run_dir=tmp_path)
+    loop.run()
+    (path,) = (tmp_path / "diversity").iterdir()
+    assert path.name == "step-00000001.png"
+    picture = numpy.array(Image.open(path).convert("L"))
+    assert picture.shape[1] > 8 * 8
+    assert picture.std() > 20
+
+
+def test_each_diagnosis_warns_once_until_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    painter = SAMPLERS["copies of the training set"]()
+    plugin = Diversity(every=1, num_samples=200)
+    loop, _ = make_loop(painter, plugin, steps=4)
+    with caplog.at_level(logging.INFO, logger="hookdiff"), loop:
+        for step in loop.steps():
+            if step.step == 2:
+                painter.pool = IMAGES[FRESH][LABELS[FRESH] == 0]
+    first, second = warnings(caplog)
+    check_facts(first, "step 1", "copies of the training set")
+    check_facts(second, "collapsed to few modes")
+    state = plugin.state_dict()
+    again = Diversity(every=1, num_samples=200)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    caplog.clear()
+    loop, _ = make_loop(painter, again, steps=5)
+    loop.progress.step = 4
+    loop.run()
+    assert warnings(caplog) == []
+
+
+def test_training_is_the_same_to_the_bit_with_and_without() -> None:
+    def weights(*plugins: object) -> dict[str, Tensor]:
+        loop, _ = make_loop(SAMPLERS["healthy"](), *plugins, steps=12)
+        loop.run()
+        return loop.model.state_dict()
+
+    without, measured = weights(), weights(Diversity(every=5, num_samples=50))
+    assert all(torch.equal(without[name], measured[name]) for name in without)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("every", "often"), ("num_samples", 5), ("features", "digit"), ("modes", 1), ("seed", -1)],
+)
+def test_a_bad_option_is_refused_by_name(key: str, value: Any) -> None:
+    with refused((ValueError, UserError), value if key in ("every", "features") else key):  # type: ignore[arg-type]
+        Diversity(**{key: value})
+
+
+def test_what_cannot_be_measured_is_refused_before_training() -> None:
+    plain = InMemory(torch.zeros(64, 3, 8, 8))
+    for plugin, feed, facts in (
+        (Diversity(weights="ema"), data(), ("ema",)),
+        (Diversity(features="digits"), Feed(plain), ("plugins.diversity", "1 x 8 x 8", "3 x 8 x 8")),
+        (Diversity(), Feed(InMemory(IMAGES[:9])), ("plugins.diversity", 16)),
+    ):
+        loop, _ = make_loop(SAMPLERS["healthy"](), plugin, feed=feed, batch_size=8)
+        with refused(UserError, *facts):
+            loop.run()
+
+
+def test_images_that_are_not_finite_are_an_error() -> None:
+    loop, _ = make_loop(Painter(torch.full((1, 1, 8, 8), torch.nan)), Diversity(every=0, num_samples=20))
+    with refused(ValueError, "diversity", "20 of 20"):
+        loop.run()
+
+
+RANKS = """
+import torch
+from hookdiff import Loop, LoopConfig, hookimpl
+from hookdiff.data import digits
+from hookdiff_diversity import Diversity
+
+class Noise:
+    def sample(self, net, objective, shape, generators, device, /):
+        return net(torch.stack([torch.randn(*shape, generator=generator) for generator in generators]))
+
+class Logged:
+    @hookimpl
+    def on_log(self, values):
+        logged.update(values)
+
+torch.set_num_threads(1)
+logged = {}
+torch.manual_seed(0)
+model = torch.nn.Conv2d(1, 1, 1)
+plugin = Diversity(every=0, num_samples=101)
+loss = lambda net, batch: net(batch.inputs).square().mean()
+plugins = {"diversity": plugin, "logged": Logged()}
+sgd = torch.optim.SGD(model.parameters(), 1e-9)
+Loop(model, sgd, loss, digits(), LoopConfig(steps=1, batch_size=8), plugins, sampler=Noise()).run()
+result = ({name: value for name, value in logged.items() if "digits" in name}, plugin.diagnosis.kind)
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_ranks_share_the_images_and_agree(tmp_path: Path) -> None:
+    one, other = two_ranks(RANKS, tmp_path)
+    assert one == other
+    assert one[0]["diversity/digits/num"] == 101
+    single: dict[str, Any] = {}
+    exec(RANKS, single)
+    assert one[0] == pytest.approx(single["result"][0], rel=1e-4, abs=1e-6)
