@@ -47,8 +47,8 @@ class Inception(Features):
         default="float32",
         validator=in_(("float32", "bf16")),
         metadata=about(
-            '"float32", or "bf16": about twice as fast on processors that have it, and the distance changes by some '
-            "tenths of a percent"
+            '"float32", or "bf16": about twice as fast on processors that have it, but distances change, small ones by '
+            'some percent; the name of the space then ends with "/bf16"'
         ),
     )
 
