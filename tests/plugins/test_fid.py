@@ -1,7 +1,8 @@
 """The plugin measures without an effect on the training, says what it costs, and keeps the features of the data."""
 
+import gzip
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from hookdiff.features import Collected, Gaussian
 from hookdiff_features import Digits
 from hookdiff_fid import FID, frechet_distance
 from hookdiff_fid.statistics import write_statistics
-from tests.conftest import Logged, check_facts, refused, two_ranks
+from tests.conftest import Logged, check_facts, records, refused, two_ranks
 
 SPACE = Digits().open(torch.device("cpu"))
+FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
 @pytest.fixture(autouse=True)
@@ -462,3 +464,42 @@ def test_weights_that_no_plugin_offers_are_an_error() -> None:
     loop, _ = make_loop(FID(num_samples=40, weights="ema"), steps=1)
     with refused(UserError, "ema"):
         loop.run()
+
+
+# With other plugins, from the command line
+
+
+def test_the_best_checkpoint_is_that_with_the_lowest_distance(
+    write_config: Callable[..., Path], tmp_path: Path, hookdiff: Callable[..., tuple[int, str, str]]
+) -> None:
+    plugins = {"checkpoint": {"every": 2, "keep_last": 1, "keep_best": "fd/digits"}, "fid": {"every": 2}}
+    plugins["fid"] |= {"num_samples": 60, "metrics": []}
+    config = write_config(optimizer={"lr": 1.0}, plugins=plugins)  # so high a rate that training makes it worse
+    code, _, err = hookdiff("run", config, "--plugins", "checkpoint,fid,ema", "--out", tmp_path / "run")
+    assert code == 0, err
+    distances = {line["step"]: line["fd/digits"] for line in records(tmp_path / "run") if "fd/digits" in line}
+    best = min(distances, key=lambda step: distances[step])
+    assert best < 6
+    kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()}
+    assert kept == {f"step-{best:08d}", "step-00000006"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FASHION.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+def test_the_distance_falls_while_the_example_trains(
+    tmp_path: Path, hookdiff: Callable[..., tuple[int, str, str]]
+) -> None:
+    raw = tmp_path / "data" / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in FASHION.glob("*.gz"):
+        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    settings = {"data.root": tmp_path / "data", "run.steps": 150, "sampling.steps": 20}
+    settings |= {"plugins.fid.every": 50, "plugins.fid.num_samples": 200}
+    words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    config = Path(__file__).parents[2] / "examples" / "fashion-unet.toml"
+    code, _, err = hookdiff("run", config, "--plugins", "ema,fid", "--out", tmp_path / "run", *words)
+    assert code == 0, err
+    lines = [line for line in records(tmp_path / "run") if "fd/fashion-mnist" in line]
+    first, second, third = (line["fd/fashion-mnist"] for line in lines)
+    assert first > second > third > lines[0]["fd/fashion-mnist/floor"]
+    assert third < 0.7 * first
