@@ -128,7 +128,7 @@ def _choices(use: str | None, options: dict[str, str], images: ImageSet) -> list
 
 def _list(row: dict[str, Any]) -> str:
     """Return the values in a space, one in a line, each with its error beside it."""
-    ours, theirs = ("an unknown number" if num is None else f"{num:,}" for num in row["num"])
+    ours, theirs = ("an unknown number of" if num is None else f"{num:,}" for num in row["num"])
     texts = _texts(row)
     wide = max(map(len, texts))
     return "\n".join(
