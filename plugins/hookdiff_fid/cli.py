@@ -132,7 +132,7 @@ def _list(row: dict[str, Any]) -> str:
     texts = _texts(row)
     wide = max(map(len, texts))
     return "\n".join(
-        [f"{ours} images against {theirs}", *(f"  {name:<{wide}}  {text}" for name, text in texts.items())]
+        [f"{ours} images against {theirs} images", *(f"  {name:<{wide}}  {text}" for name, text in texts.items())]
     )
 
 

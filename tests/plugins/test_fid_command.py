@@ -55,7 +55,7 @@ def test_golden_text(sets: Path, hookdiff: Command) -> None:
     code, out, _ = hookdiff("fid", "odd", "even")
     assert code == 0
     first, distance, kid, *others = out.splitlines()
-    assert first == "120 images against 120"
+    assert first == "120 images against 120 images"
     assert distance.split() == ["fd/digits", f"{expected(ODD, EVEN):.6g}"]
     assert (kid.split()[0], kid.split()[2]) == ("kid/digits", "+-")
     assert [line.split("/")[0].strip() for line in others] == ["precision", "recall", "density", "coverage", "is"]
