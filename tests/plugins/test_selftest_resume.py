@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compile": {"backend": "eager"},
     "debug": {"every": 3},
     "ema": {"decay": 0.9, "std": [0.05, 0.1], "snapshot_every": 4},
+    "diversity": {"every": 4, "num_samples": 20, "modes": 2},
     "fid": {"every": 4, "num_samples": 8},
     "loss": {"window": 20, "plateau": 0, "every": 3},
     "lr": {"warmup": 3},
