@@ -13,7 +13,7 @@ from hookdiff.disk import to_uint8
 from hookdiff.errors import UserError
 from hookdiff.features import Collected, Space, paced, shares
 from hookdiff.loop import Loop
-from hookdiff.ranks import gathered
+from hookdiff.ranks import gathered_or_raised
 from hookdiff.sampling import SampleRequest
 
 # In lower case: messages of allocators and libraries that do not raise torch.OutOfMemoryError.
@@ -99,22 +99,18 @@ class Generated:
         `what` is for messages, such as "fid: images". Raises ValueError on all ranks for an image that is not finite.
         """
         share = range(*shares(num)[self.loop.rank])
-        found, problem = Collected(), None
-        try:
-            found = Collected.of(self.space, map(_pixels, paced(self.images(share), len(share), what)))
-        except ValueError as error:  # the other ranks have to know
-            problem = f"{what}: {error}"
-        if problems := [each for each in gathered(problem) if each]:
-            raise ValueError(problems[0])
-        return Collected.merged(gathered(found))
+        made = paced(self.images(share), len(share), what)
+        return Collected.merged(
+            gathered_or_raised(lambda: Collected.of(self.space, (_pixels(part, what) for part in made)))
+        )
 
     def _request(self, numbers: range) -> SampleRequest:
         return SampleRequest(len(numbers), self.seed, numbers.start, stream="evaluate", weights=self.weights)
 
 
-def _pixels(images: Tensor) -> Tensor:
+def _pixels(images: Tensor, what: str) -> Tensor:
     if bad := int((~images.isfinite()).flatten(1).any(dim=1).sum()):
-        raise ValueError(f"{bad} of {len(images)} generated images are not finite")
+        raise ValueError(f"{what}: {bad} of {len(images)} generated images are not finite")
     return to_uint8(images)
 
 

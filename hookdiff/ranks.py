@@ -1,8 +1,11 @@
 """Ranks: the number of this process among those that train together, and values that all of them agree on."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch import distributed
+
+from hookdiff.errors import UserError
 
 Value = TypeVar("Value")
 
@@ -41,3 +44,26 @@ def gathered(value: Value) -> list[Value]:
     found: list[Value] = [value] * num_ranks()
     distributed.all_gather_object(found, value)
     return found
+
+
+def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
+    """Return what `call` returns on each rank, as `gathered` does; an error on one rank is raised on all of them.
+
+    Else the others would wait for ever. They raise it with the same message, as a UserError, ValueError or
+    RuntimeError.
+    """
+    if num_ranks() == 1:
+        return [call()]
+    found: list[Value] = []
+    problem: Exception | None = None
+    try:
+        found.append(call())
+    except Exception as error:
+        problem = error
+    kind = next((kind for kind in (UserError, ValueError) if isinstance(problem, kind)), RuntimeError)
+    said = gathered(None if problem is None else (kind, str(problem)))
+    if problem is not None:
+        raise problem
+    for other in filter(None, said):
+        raise other[0](f"on another rank: {other[1]}")
+    return gathered(found[0])

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hookdiff.ranks import first_rank_says, num_ranks, rank
+from hookdiff.ranks import first_rank_says, gathered_or_raised, num_ranks, rank
 from tests.conftest import two_ranks
 
 
@@ -51,3 +51,35 @@ def test_intervals_of_time_are_due_on_all_ranks_at_the_same_step(tmp_path: Path)
     first, reason, second, evaluated = one
     assert len(evaluated) >= 3
     assert (reason, first, second > 0) == ("time", evaluated[2], True)
+
+
+RAISED = """
+from hookdiff import UserError
+from hookdiff.ranks import gathered_or_raised
+def only(kind, at):
+    def call():
+        if rank == at:
+            raise kind("the disk is gone")
+        return rank
+    return call
+result = [gathered_or_raised(lambda: 10 * rank)]
+for kind, at in ((ValueError, 1), (UserError, 0), (OSError, 1), (ValueError, 5)):
+    try:
+        result.append(gathered_or_raised(only(kind, at)))
+    except Exception as error:
+        result.append((type(error).__name__, str(error)))
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    first, second = two_ranks(RAISED, tmp_path)
+    own, other = "the disk is gone", "on another rank: the disk is gone"
+    assert first == [[0, 10], ("ValueError", other), ("UserError", own), ("RuntimeError", other), [0, 1]]
+    assert second == [[0, 10], ("ValueError", own), ("UserError", other), ("OSError", own), [0, 1]]
+
+
+def test_alone_an_error_is_raised_as_it_is() -> None:
+    assert gathered_or_raised(lambda: 3) == [3]
+    with pytest.raises(KeyError):
+        gathered_or_raised(lambda: {}["x"])

@@ -218,6 +218,7 @@ class Run:
         mask: Tensor | None = None,
         strength: float | None = None,
         conditions: Mapping[str, Tensor] | None = None,
+        stream: str = "sample",
     ) -> Iterator[Tensor]:
         """Yield `num` images in parts, as many at a time as fit: n c h w, float32 in [-1, 1], on the CPU.
 
@@ -236,6 +237,7 @@ class Run:
             strength: with `images`, the share of the steps to run, in (0, 1]. Unless given, 0.8, and 1 with a mask.
             conditions: what the model was trained with beside the labels, by name, one row for each image. Unless
                 given, those of the examples that the checkpoint keeps, in turn.
+            stream: "sample", or "evaluate" for the noise of the images that plugins measure.
 
         Raises:
             UserError: for options that do not fit the run, and if not even one image fits in memory.
@@ -251,6 +253,7 @@ class Run:
                 len(rows),
                 seed,
                 rows.start,
+                stream=stream,
                 weights="model" if name.endswith(_SUFFIX) else name,
                 labels=wanted and wanted[rows.start : rows.stop],
                 images=_in_turn(images, rows),

@@ -103,9 +103,7 @@ class Moments:
             raise ValueError(f"{bad} of {len(rows)} rows of features are not finite")
         self.num += len(rows)
         self._pending.append(rows)
-        # Never before there are more rows than dimensions: few rows are worth more than their covariance.
-        if self.num - self._settled > max(_PENDING, rows.shape[1]):
-            self._settle()
+        self._settle_many()
 
     def merge(self, other: Moments) -> Moments:
         """Return the moments of both sets together. Raises ValueError if they differ in dimension."""
@@ -118,6 +116,7 @@ class Moments:
                 both._join(part._settled, part._mean, part._scatter)
             both._pending += [rows.clone() for rows in part._pending]  # `_settle` changes its own in place
         both.num = self.num + other.num
+        both._settle_many()
         return both
 
     def fit(self) -> Gaussian:
@@ -155,6 +154,11 @@ class Moments:
         found.num = found._settled = int(tensors["num"])
         found._mean, found._scatter = tensors["mean"].clone(), tensors["scatter"].clone()
         return found
+
+    def _settle_many(self) -> None:
+        # Never before there are more rows than dimensions: few rows are worth more than their covariance.
+        if self.num - self._settled > max(_PENDING, self.dim or 0):
+            self._settle()
 
     def _settle(self) -> None:
         """Add the pending rows to mean and scatter."""

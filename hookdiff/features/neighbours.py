@@ -27,7 +27,8 @@ def distances(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def nearest(a: Tensor, b: Tensor, k: int = 1, *, within: bool = False) -> tuple[Tensor, Tensor]:
     """Return distances (n k, float64) and numbers (n k) of the `k` nearest of `b` (m d) to each row of `a` (n d).
 
-    `within` says that `a` is `b`: no row is its own neighbour. Raises ValueError for fewer than `k` neighbours.
+    `within` says that `b` begins with the rows of `a`: no row is its own neighbour. Raises ValueError for fewer than
+    `k` neighbours.
     """
     if len(b) - within < k:
         raise ValueError(f"{k} nearest neighbours need more than {len(b)} samples")

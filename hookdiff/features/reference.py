@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from hookdiff.data import Feed
 from hookdiff.disk import cannot_write, new_file, open_tensors, to_uint8, write_tensors
-from hookdiff.features.collected import Collected
+from hookdiff.features.collected import ROWS, Collected
 from hookdiff.features.pace import paced
 from hookdiff.features.space import Space
-from hookdiff.ranks import first_rank_says, gathered, num_ranks, rank
+from hookdiff.ranks import first_rank_says, gathered_or_raised, num_ranks, rank
 
 logger = logging.getLogger("hookdiff")
 
@@ -26,25 +27,26 @@ _FORMAT = 1
 _BATCH = 256  # images
 
 
-def data_features(feed: Feed, indices: Tensor, space: Space, what: str) -> Collected:
+def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: int = ROWS) -> Collected:
     """Return the features of the samples `indices` (n, int64) of the data, without augmentation, in a random order.
 
-    They are read from the file of an earlier run if that was of the same samples and the same space. Else each rank
-    computes a share, and the first one writes the file. All ranks return the whole. `what` is for messages, such as
-    "fid: the training images". Raises UserError for images that the space does not take, and ValueError for images or
-    features that are not finite.
+    The rows of `most` of them are kept, and no logits. They are read from the file of an earlier run if that was of the
+    same samples and the same space. Else each rank computes a share, and the first one writes the file. All ranks
+    return the whole. `what` is for messages, such as "fid: the training images". Raises UserError for images that the
+    space does not take, and ValueError for images or features that are not finite.
     """
     space.check(feed.shape)
     # The rows that are kept are the first ones, and data is often sorted by class.
     indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(0))]
-    key = _key(feed, indices, space)
+    key = _key(feed, indices, space, min(most, len(indices)))
     path = None if key is None else feed.store.folder / "features" / f"{hashlib.sha256(key.encode()).hexdigest()}"
     kept = _read(path, key) if path and key and rank() == 0 else None
     if found := first_rank_says(kept):
         found.numbers = indices[: len(found.rows)]
         return found
     share = indices[slice(*shares(len(indices))[rank()])]
-    found = Collected.merged(gathered(Collected.of(space, paced(_pixels(feed, share), len(share), what))))
+    read = partial(Collected.of, space, paced(_pixels(feed, share), len(share), what), most, logits=False)
+    found = Collected.merged(gathered_or_raised(read))
     if path and key and rank() == 0:
         _write(path, key, found)
     found.numbers = indices[: len(found.rows)]
@@ -64,13 +66,14 @@ def _pixels(feed: Feed, indices: Tensor) -> Iterator[Tensor]:
         yield to_uint8(batch.inputs)
 
 
-def _key(feed: Feed, indices: Tensor, space: Space) -> str | None:
+def _key(feed: Feed, indices: Tensor, space: Space, rows: int) -> str | None:
     """Return all that the features depend on; None if that is unknown."""
     data = feed.fingerprint()
     if data is None or space.key is None:
         return None
     chosen = hashlib.sha256(indices.cpu().contiguous().numpy().tobytes()).hexdigest()
-    return json.dumps({"format": _FORMAT, "data": data, "indices": chosen, "num": len(indices), "space": space.key})
+    numbers = {"format": _FORMAT, "num": len(indices), "rows": rows}
+    return json.dumps({**numbers, "data": data, "indices": chosen, "space": space.key})
 
 
 def _read(path: Path, key: str) -> Collected | None:

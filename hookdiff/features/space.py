@@ -123,12 +123,16 @@ class _Own(Features):
 
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
-    """Compute in float32 with all its digits during the `with`: no TF32, no autocast."""
+    """Compute in float32 with all its digits during the `with`: no TF32, no bf16 inside, no autocast."""
     backends: Any = torch.backends
-    before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
-    backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = False
+    # Not `allow_tf32`: torch refuses to read it once a script has set `fp32_precision`.
+    places = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    before = [place.fp32_precision for place in places]
     try:
+        for place in places:
+            place.fp32_precision = "ieee"
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = before
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision

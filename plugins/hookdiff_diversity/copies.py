@@ -10,6 +10,8 @@ from hookdiff.features import nearest
 
 _NEIGHBOURS = 10  # with which the nearest one is compared; more than the copies of an image in most data sets
 _CHANCE = 0.01  # share of held-out images that may look like copies
+_USUAL = 2000  # images that show how near held-out images are
+_SAME = 1e-4  # quotient of images that are in the data twice, whose distance is 0 but for rounding
 
 
 @define(frozen=True, eq=False)
@@ -17,14 +19,17 @@ class Copies:
     """How near samples are to training images."""
 
     memorised: float  # share of the samples that are copies; 0.01 is what images have that were never trained on
+    searched: float  # share of the training images that were compared
     nearest_ratio: float  # median distance to the nearest training image, divided by that of held-out images
     closest: Tensor = field(repr=False)  # n, int64: the samples, those most like copies first
     distances: Tensor = field(repr=False)  # n, of each sample to its nearest training image
     numbers: Tensor = field(repr=False)  # n, the row of that image
 
 
-def copies(samples: Tensor, training: Tensor, held_out: Tensor | None) -> Copies:
+def copies(samples: Tensor, training: Tensor, held_out: Tensor | None, num_training: int | None = None) -> Copies:
     """Return how near the features `samples` (n d) are to those of `training` (m d) images, m at least 12.
+
+    `num_training` is the number of training images if `training` has only a part of them.
 
     A copy is far nearer to one training image than to all others: its distance to the nearest, divided by the mean
     distance to the ten next, is below what 99% of the `held_out` images (k d) have. Without held-out images, the
@@ -34,14 +39,16 @@ def copies(samples: Tensor, training: Tensor, held_out: Tensor | None) -> Copies
     """
     found, numbers = nearest(samples, training, _NEIGHBOURS + 1)
     if held_out is None:
-        usual, _ = nearest(training, training, _NEIGHBOURS + 1, within=True)
+        usual, _ = nearest(training[:_USUAL], training, _NEIGHBOURS + 1, within=True)
     else:
-        usual, _ = nearest(held_out, training, _NEIGHBOURS + 1)
-    quotients = _quotients(found)
-    limit = torch.quantile(_quotients(usual), _CHANCE)
+        usual, _ = nearest(held_out[:_USUAL], training, _NEIGHBOURS + 1)
+    quotients, others = _quotients(found), _quotients(usual)
+    # With duplicates in the data the limit would be 0, and no sample a copy.
+    limit = torch.quantile(others[others > _SAME], _CHANCE) if bool((others > _SAME).any()) else _SAME
     median = float(usual[:, 0].median())
     return Copies(
         memorised=float((quotients < limit).double().mean()),
+        searched=len(training) / (num_training or len(training)),
         nearest_ratio=float(found[:, 0].median()) / max(median, 1e-300),
         closest=quotients.argsort(stable=True),
         distances=found[:, 0],

@@ -13,8 +13,9 @@ from hookdiff_diversity.spread import Spread
 # Images that were never trained on have ratios of 1 within some percent, cover all modes, and are copies in 1 of 100.
 FAR = 1.5  # times the distance of held-out images to the nearest training image
 COVERED = 0.7  # of the modes
-DOMINANT = 0.3  # share of the samples in one mode, beyond the largest share of the data
-COPIED = 0.1  # of the samples
+DOMINANT = 0.3  # share of the samples in their most frequent mode, beyond its share of the data
+COPIED = 0.1  # of the samples; less if the originals of some cannot be found, but chance alone makes 1%
+FEWEST_COPIES = 0.04
 VARIANCE = 0.8  # of the data's
 DISTANCE = 0.9  # of the mean distance of two images of the data
 
@@ -46,7 +47,7 @@ def diagnose(spread: Spread, modes: Modes, copies: Copies) -> Diagnosis:
         why = f"{modes.covered} of {modes.judged} modes are covered, {one}"
         remedy = "guidance closer to 1, a lower learning rate, or balanced = true if the data has rare classes"
         return Diagnosis("collapsed to few modes", why, remedy)
-    if copies.memorised > COPIED:
+    if copies.memorised > max(FEWEST_COPIES, COPIED * copies.searched):
         why = f"{copies.memorised:.0%} of the samples are copies of a training image (of held-out images: 1%)"
         return Diagnosis("copies of the training set", why, "more data, augmentation, dropout, or to stop earlier")
     if spread.variance_ratio < VARIANCE or spread.distance_ratio < DISTANCE:

@@ -18,7 +18,7 @@ class Modes:
     judged: int  # modes that are common enough to be judged
     covered: int  # of these
     dominant: float  # share of the samples in their most frequent mode
-    dominant_in_data: float  # share of the data in its most frequent mode
+    dominant_in_data: float  # share of the data in that mode
 
     @property
     def coverage(self) -> float:
@@ -41,4 +41,5 @@ def modes(samples: Tensor, data: Tensor, num: int, seed: int = 0) -> Modes:
     expected = shares * len(samples)
     judged = expected >= _FEWEST
     covered = judged & (counts >= _SHARE * expected)
-    return Modes(int(judged.sum()), int(covered.sum()), float(counts.max() / len(samples)), float(shares.max()))
+    most = counts.argmax()
+    return Modes(int(judged.sum()), int(covered.sum()), float(counts[most] / len(samples)), float(shares[most]))

@@ -15,11 +15,11 @@ from torch import Tensor
 from hookdiff import Alarms, Every, Finding, Loop, Periodic, UserError, hookimpl, parse_every
 from hookdiff.choices import chosen
 from hookdiff.disk import save_grid
-from hookdiff.features import Collected, Features, Space, data_features, usual_features
+from hookdiff.features import ROWS, Collected, Features, Space, data_features, usual_features
 from hookdiff.findings import Raised, report
 from hookdiff.generation import Generated
 from hookdiff.options import about
-from hookdiff.ranks import first_rank_says
+from hookdiff.ranks import gathered_or_raised
 from hookdiff.structure import COUNT
 from hookdiff_diversity.copies import Copies, copies
 from hookdiff_diversity.diagnosis import KINDS, Diagnosis, diagnose
@@ -31,6 +31,7 @@ logger = logging.getLogger("hookdiff")
 _MODES = 20  # of data without classes
 _MOST_MODES = 100
 _HELD_OUT = 100  # images: with fewer, their hundredth part is no image
+_MOST_SEARCHED = 100_000  # training images among which copies are searched: 800 MB of features of Inception
 _PAIRS = 8  # in the picture
 
 
@@ -112,12 +113,14 @@ class Diversity(Periodic):
         start = time.monotonic()
         feed = loop.feed
         if self._training is None:
-            self._training = data_features(feed, feed.training, self.space, "diversity: the training images")
+            self._training = data_features(
+                feed, feed.training, self.space, "diversity: the training images", _MOST_SEARCHED
+            )
             if len(feed.held_out_indices) >= _HELD_OUT:
                 held_out = feed.held_out_indices
                 self._held_out = data_features(feed, held_out, self.space, "diversity: the images held out")
         made = self._generated.features(self.num_samples, "diversity: images")
-        found = first_rank_says(self._compare(loop, made.rows, self._training.rows) if loop.is_main else None)
+        found = gathered_or_raised(lambda: self._compare(loop, made.rows) if loop.is_main else None)[0]
         assert found is not None
         values, self.diagnosis, near = found
         place = f"diversity/{self.space.name}"
@@ -133,11 +136,14 @@ class Diversity(Periodic):
         news = next(filter(None, alarms), None)
         report(step, news or Finding("info", f"{what}: {found.why} ({seconds:.1f} s)"))
 
-    def _compare(self, loop: Loop, samples: Tensor, training: Tensor) -> tuple[dict[str, float], Diagnosis, Copies]:
+    def _compare(self, loop: Loop, samples: Tensor) -> tuple[dict[str, float], Diagnosis, Copies]:
+        assert self._training is not None
         classes = loop.feed.num_classes or 0
         num = self.modes or (min(classes, _MOST_MODES) if classes > 1 else _MODES)
-        apart, covered = spread(samples, training), modes(samples, training, num, self.seed)
-        near = copies(samples, training, None if self._held_out is None else self._held_out.rows)
+        training, held_out = self._training.rows, None if self._held_out is None else self._held_out.rows
+        apart = spread(samples, training[:ROWS])
+        covered = modes(samples, training[:ROWS], num, self.seed)
+        near = copies(samples, training, held_out, self._training.num)
         values = {
             "num": len(samples),
             "variance_ratio": apart.variance_ratio,
@@ -147,6 +153,7 @@ class Diversity(Periodic):
             "modes_covered": covered.covered,
             "dominant_mode": covered.dominant,
             "memorised": near.memorised,
+            "searched": near.searched,
             "nearest_ratio": near.nearest_ratio,
         }
         return {name: float(value) for name, value in values.items()}, diagnose(apart, covered, near), near

@@ -14,7 +14,7 @@ from hookdiff.cli.options import trust_option
 
 if TYPE_CHECKING:
     from hookdiff.features import Features
-    from hookdiff_fid.sets import ImageSet
+    from hookdiff_fid.sets import ImageSet, Statistics
 
 _ALL = "all"
 _ERRORS = ("/error", "/deviation")  # ends of the names of values that belong to another
@@ -58,53 +58,60 @@ def command(
 
     from hookdiff.disk import check_writable
     from hookdiff.experiment import pick_device
-    from hookdiff.features import Collected, Gaussian
+    from hookdiff.features import Collected
     from hookdiff_fid.compare import compare
     from hookdiff_fid.frechet import frechet_distance
-    from hookdiff_fid.sets import ImageSet, data_of, open_set
+    from hookdiff_fid.sets import ImageSet, Statistics, data_of, open_set
     from hookdiff_fid.statistics import write_statistics
 
     if save and save.suffix != ".npz":
         raise UserError(f"--save {save}: expected a name that ends in .npz")
+    if save and recipe == _ALL:
+        raise UserError("--save with --recipe all: name one recipe, since a file has the statistics of one")
     if save:
         check_writable(save)
-    place = pick_device(device or "auto")
-    sets = [open_set(samples, num, seed, device, trust)]
+    others: list[ImageSet | Statistics] = []
+    labels = None
     if reference:
-        sets.append(open_set(reference, num, seed, device, trust))
+        others = [open_set(reference, num, seed, device, trust)]
     elif not save:
-        sets.append(data_of(samples, trust))
-    options = {"recipe": recipe, "weights": weights, "sha256": sha256}
-    images = [one for one in sets if isinstance(one, ImageSet)]
-    if not images:
-        first, second = (one for one in sets if isinstance(one, Gaussian))
-        click.echo(f"{frechet_distance(first, second):.6g} is the Fréchet distance of the two statistics")
-        return
-    rows = []
-    for choice in _choices(features, {key: value for key, value in options.items() if value}, images[0]):
-        space = choice.open(place)
-        found = [one.features(space) if isinstance(one, ImageSet) else one for one in sets]
-        if save:
-            if not isinstance(found[0], Collected):
-                raise UserError(f"--save: {samples} holds statistics already")
-            write_statistics(save, found[0].moments)
-        if len(found) > 1:
-            try:
-                values = compare(space, found[0], found[1])
-            except ValueError as error:  # too few images, or statistics of other features
-                raise UserError(f"{samples} and {reference}: {error}") from None
-            rows.append({"space": space.name, "num": [one.num for one in found], **values})
+        data, labels = data_of(samples, trust)
+        others = [data]
+    sets = [open_set(samples, num, seed, device, trust, labels), *others]
+    if save and isinstance(sets[0], Statistics):
+        raise UserError(f"--save: {samples} holds statistics already")
+    given = {key: value for key, value in (("recipe", recipe), ("weights", weights), ("sha256", sha256)) if value}
+    shape = next((one.shape for one in sets if isinstance(one, ImageSet)), None)
+    rows: list[dict[str, Any]] = []
+    try:
+        if shape is None:
+            first, second = (one.gaussian for one in sets if isinstance(one, Statistics))
+            rows.append({"space": None, "fd": frechet_distance(first, second)})
+        for choice in () if shape is None else _choices(features, given, shape):
+            space = choice.open(pick_device(device or "auto"))
+            found = [one.features(space) if isinstance(one, ImageSet) else one.gaussian for one in sets]
+            if save and isinstance(found[0], Collected):
+                write_statistics(save, found[0].moments)
+                click.echo(f"{save}: mean and covariance of {sets[0].name} in the space {space.name}", err=as_json)
+            if len(found) > 1:
+                rows.append({"space": space.name, **compare(space, found[0], found[1])})
+    except ValueError as error:  # too few images, or statistics of other features
+        raise UserError(f"{' and '.join(one.name for one in sets)}: {error}") from None
     if as_json:
+        about = {"sets": [one.name for one in sets], "num": [one.num for one in sets]}
         for row in rows:
-            click.echo(json.dumps(row))
+            click.echo(json.dumps({**about, **row}))
     elif rows:
+        click.echo("\nagainst ".join(f"{_count(one.num)} of {one.name}" for one in sets))
         click.echo(_table(rows) if recipe == _ALL else _list(rows[0]))
-    if save:
-        click.echo(f"{save}: mean and covariance of {samples} in the space {space.name}")
 
 
-def _choices(use: str | None, options: dict[str, str], images: ImageSet) -> list[Features]:
-    """Return the features that the options name: one, or one for each recipe."""
+def _count(num: int | None) -> str:
+    return "statistics" if num is None else f"{num:,} images"
+
+
+def _choices(use: str | None, options: dict[str, str], shape: tuple[int, ...]) -> list[Features]:
+    """Return the features that the options name for images of `shape`: one, or one for each recipe."""
     import attrs
 
     from hookdiff.features import Features, usual_features
@@ -112,7 +119,7 @@ def _choices(use: str | None, options: dict[str, str], images: ImageSet) -> list
 
     if ":" in (use or "") and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for a module of your own
-    use = use or ("inception" if options else usual_features(images.shape).use)
+    use = use or ("inception" if options else usual_features(shape).use)
     try:
         recipes = [options.pop("recipe", None)]
         if recipes == [_ALL]:
@@ -128,12 +135,9 @@ def _choices(use: str | None, options: dict[str, str], images: ImageSet) -> list
 
 def _list(row: dict[str, Any]) -> str:
     """Return the values in a space, one in a line, each with its error beside it."""
-    ours, theirs = ("an unknown number of" if num is None else f"{num:,}" for num in row["num"])
     texts = _texts(row)
     wide = max(map(len, texts))
-    return "\n".join(
-        [f"{ours} images against {theirs} images", *(f"  {name:<{wide}}  {text}" for name, text in texts.items())]
-    )
+    return "\n".join(f"  {name:<{wide}}  {text}" for name, text in texts.items())
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -148,7 +152,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def _texts(row: dict[str, Any]) -> dict[str, str]:
     """Return the values by name, each with its error beside it."""
-    values = {name: value for name, value in row.items() if name not in ("space", "num")}
+    values = {name: value for name, value in row.items() if name != "space"}
     errors = {name.rpartition("/")[0]: value for name, value in values.items() if name.endswith(_ERRORS)}
     texts = {}
     for name, value in values.items():

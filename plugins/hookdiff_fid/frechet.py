@@ -20,13 +20,16 @@ def frechet_distance(a: Moments | Gaussian, b: Moments | Gaussian) -> float:
     (Heusel et al. 2017, arXiv 1706.08500, eq. 6). It is at least 0, and 0 for equal moments. Its bias falls as 1/n:
     compare only values of equal n.
 
-    Raises ValueError for fewer than 2 samples in either set, or sets that differ in dimension.
+    Raises ValueError for fewer than 2 samples in either set, sets that differ in dimension, and a distance beyond the
+    range of float64.
     """
     a, b = (x.fit() if isinstance(x, Moments) else x for x in (a, b))
     if a.mean.shape != b.mean.shape:
         raise ValueError(f"features of {len(a.mean)} and of {len(b.mean)} dimensions cannot be compared")
     means = (a.mean - b.mean).square().sum()
     variance = a.variance + b.variance
+    if not (means + variance).isfinite():
+        raise ValueError("the distance exceeds the range of float64")
     if _are_equal(a, b) or not variance:
         return float(means)
     if b.covariance is None:  # the eigenvalues of rows and a covariance are those of a small matrix

@@ -11,7 +11,7 @@ _PARTS = 10
 
 
 def inception_score(logits: Tensor) -> tuple[float, float]:
-    """Return exp(E KL(p(y|x) || p(y))) of `logits` (n k), its mean over ten parts of the images, and their deviation.
+    """Return exp(E KL(p(y|x) || p(y))) of `logits` (n k): its mean over ten random parts, and their deviation.
 
     It lies between 1 and k (Salimans et al. 2016, arXiv 1606.03498, section 4), and grows with the number of images.
     Raises ValueError for fewer than 10 images.
@@ -20,7 +20,8 @@ def inception_score(logits: Tensor) -> tuple[float, float]:
         raise ValueError(f"the Inception Score needs at least {_PARTS} images, got {len(logits)}")
     scores = []
     ends = [len(logits) * part // _PARTS for part in range(1, _PARTS)]
-    for part in torch.tensor_split(logits.double(), ends):
+    order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(0))  # they may be sorted by class
+    for part in torch.tensor_split(logits[order].double(), ends):
         log_p = part.log_softmax(dim=1)
         log_mean = log_p.logsumexp(dim=0) - math.log(len(part))
         scores.append((log_p.exp() * (log_p - log_mean)).sum(dim=1).mean().exp())

@@ -26,8 +26,7 @@ def kernel_distance(a: Tensor, b: Tensor) -> tuple[float, float]:
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"features of {a.shape[1]} and of {b.shape[1]} dimensions cannot be compared")
     a, b = a.double(), b.double()
-    in_a, in_b, across = _rows(a, a), _rows(b, b), _rows(a, b)
-    back = _rows(b, a)
+    (in_a, _), (in_b, _), (across, back) = _sums(a, a), _sums(b, b), _sums(a, b)
     own_a, own_b = (_kernel(x.square().sum(dim=1), x.shape[1]) for x in (a, b))  # of each sample with itself
     left, right = (in_a - own_a) / (n - 1), (in_b - own_b) / (m - 1)
     distance = left.mean() + right.mean() - 2 * (across / m).mean()
@@ -36,10 +35,14 @@ def kernel_distance(a: Tensor, b: Tensor) -> tuple[float, float]:
     return float(distance), math.sqrt(float(error))
 
 
-def _rows(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sum over `b` of the kernel with each of `a`, n."""
-    parts = torch.split(a, max(1, _PAIRS // len(b)))
-    return torch.cat([_kernel(part @ b.T, a.shape[1]).sum(dim=1) for part in parts])
+def _sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of the kernel over `b` for each of `a`, n, and over `a` for each of `b`, m."""
+    rows, columns = [], b.new_zeros(len(b))
+    for part in torch.split(a, max(1, _PAIRS // len(b))):
+        kernel = _kernel(part @ b.T, a.shape[1])
+        rows.append(kernel.sum(dim=1))
+        columns += kernel.sum(dim=0)
+    return torch.cat(rows), columns
 
 
 def _kernel(products: Tensor, dim: int) -> Tensor:

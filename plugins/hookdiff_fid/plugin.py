@@ -26,7 +26,7 @@ from hookdiff.features import (
 from hookdiff.generation import Generated
 from hookdiff.options import about
 from hookdiff.progress import is_time
-from hookdiff.ranks import first_rank_says
+from hookdiff.ranks import first_rank_says, gathered_or_raised
 from hookdiff.structure import COUNT
 from hookdiff_fid.compare import METRICS, Metric, compare
 from hookdiff_fid.frechet import frechet_distance
@@ -51,8 +51,8 @@ class FID(Periodic):
 
     In the space of Inception with the published weights the distance is `fid/NAME`, in all others `fd/NAME`, with a
     scale of its own. NAME is the space with its recipe. The distance falls as the number of samples grows, so that
-    number is logged as `fd/NAME/num`, and as `fd/NAME/floor` the distance of as many training images: a perfect model
-    comes no lower. Compare only values with the same name and number.
+    number is logged as `fd/NAME/num`, and as `fd/NAME/floor` the distance that a perfect model would have with as many,
+    by a measurement on training images. Compare only values with the same name and number.
 
     The images are those that would be saved: rounded to 8 bits. Each measurement uses the same noise, so that a curve
     shows the progress of the training and not that of chance. The features of the data are kept in the user's cache.
@@ -125,6 +125,7 @@ class FID(Periodic):
         if not self.reference:
             self.target = data_features(loop.feed, loop.feed.training, self.space, "fid: the training images")
         before, limit = self.num, self.time_budget.amount
+        self._generated.features(loop.num_ranks, "fid: images")  # the first image takes longer
         start = time.monotonic()
         first = min(self.num_samples, self._generated.at_a_time)
         made = self._generated.features(first, "fid: images")
@@ -134,8 +135,8 @@ class FID(Periodic):
         each = (time.monotonic() - start) / first
         if limit and before is None:
             self.num = max(min(_FEWEST, self.num_samples), min(self.num_samples, int(limit / each)))
-        elif not limit:
-            self.num = self.num_samples
+        else:
+            self.num = min(before, self.num_samples) if limit and before is not None else self.num_samples
         self.num = first_rank_says(self.num)
         assert self.num is not None
         if loop.is_main:
@@ -164,13 +165,13 @@ class FID(Periodic):
         assert self.num is not None
         start = time.monotonic()
         made, weights = self._generated.features(self.num, "fid: images"), self._generated.used()
-        values = first_rank_says(self._compare(made) if loop.is_main else {})
+        values = gathered_or_raised(lambda: self._compare(made) if loop.is_main else {})[0]
         distance = self.space.distance
         loop.log({distance: values[distance]})
         loop.log({name: value for name, value in values.items() if name != distance}, detail=True)
         if loop.is_main:
             against = f"{self.target.num:,} of the data" if isinstance(self.target, Collected) else self.reference
-            floor = f", {values[f'{distance}/floor']:.4g} for as many of the data" if self.floor is not None else ""
+            floor = f", about {self.floor:.4g} for a perfect model" if self.floor is not None else ""
             message = "%s %.4g at step %d: %s images of %s against %s%s, %.1f s"
             counts = (loop.progress.step, f"{self.num:,}", weights, against, floor, time.monotonic() - start)
             logger.info(message, distance, values[distance], *counts)
@@ -179,9 +180,8 @@ class FID(Periodic):
     def _compare(self, made: Collected) -> dict[str, float]:
         values = compare(self.space, made, self.target, self.metrics)
         values[f"{self.space.distance}/num"] = float(made.num)
-        if self.floor is None and isinstance(self.target, Collected) and made.num <= len(self.target.rows):
-            # A random part of the training set, which a perfect model cannot beat.
-            self.floor = frechet_distance(Moments.of(self.target.rows[: made.num]), self.target.moments)
+        if self.floor is None and isinstance(self.target, Collected):
+            self.floor = _floor(self.target, made.num)
         if self.floor is not None:
             values[f"{self.space.distance}/floor"] = self.floor
         return values
@@ -193,3 +193,16 @@ class FID(Periodic):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self.num, self._acted_at = state["num"], state["measured_at"]
+
+
+def _floor(target: Collected, num: int) -> float | None:
+    """Return the distance that `num` images of a perfect model would have; None for fewer than 4 images of the data.
+
+    It is measured with images of the data, at most `num` and half of them. They are among those to which they are
+    compared, so the distance is in proportion to 1/part - 1/total, and that of new images is to 1/num + 1/total.
+    """
+    part = min(num, target.num // 2, len(target.rows))
+    if part < 2:
+        return None
+    distance = frechet_distance(Moments.of(target.rows[:part]), target.moments)
+    return distance * (1 / num + 1 / target.num) / (1 / part - 1 / target.num)

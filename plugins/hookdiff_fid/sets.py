@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -10,80 +11,116 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff import UserError, load_config, load_run
+from hookdiff import Feed, SampleRequest, UserError, load_config, load_run
 from hookdiff.data import Folder, Transforms
 from hookdiff.data.arrays import names_in, open_array
 from hookdiff.data.source import with_images
 from hookdiff.disk import CONFIG, run_of, to_uint8
 from hookdiff.errors import why_missing
 from hookdiff.experiment import build_feed
-from hookdiff.features import Collected, Gaussian, Space, paced
+from hookdiff.features import Collected, Gaussian, Space, data_features, paced
 from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 
 _BATCH = 64  # images of one shape that are given together
 _ARRAY = "arr_0"  # of the images in an archive, as the evaluators of the field name it
 
-Parts = Callable[[], Iterator[Tensor]]  # returns the images in parts: n c h w, uint8
+_WAITING = 4 * _BATCH  # pictures of several sizes that wait for others of theirs
 
 
 @define(frozen=True, eq=False)
 class ImageSet:
-    """Images that can be read again for each recipe, and their name for people."""
+    """Images of which each recipe makes features, and their name for people."""
 
     name: str
     num: int
-    parts: Parts
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the first image, c h w."""
-        return tuple(next(self.parts()).shape[1:])
+    shape: tuple[int, ...]  # of the first image, c h w
+    _read: Callable[[Space], Collected]
 
     def features(self, space: Space) -> Collected:
         """Return the features of the images. Raises UserError for images that the space does not take."""
         try:
-            return Collected.of(space, paced(self.parts(), self.num, f"{space.name}: {self.name}"))
-        except UserError as error:
+            return self._read(space)
+        except (UserError, ValueError) as error:
             raise UserError(f"{self.name}: {error}") from None
 
 
-def open_set(path: Path, num: int, seed: int, device: str | None, trust: bool) -> ImageSet | Gaussian:
+@define(frozen=True, eq=False)
+class Statistics:
+    """Published statistics in place of images."""
+
+    name: str
+    gaussian: Gaussian
+
+    @property
+    def num(self) -> int | None:
+        """The number of images, which the files do not have."""
+        return self.gaussian.num
+
+
+def open_set(
+    path: Path, num: int, seed: int, device: str | None, trust: bool, labels: Tensor | None = None
+) -> ImageSet | Statistics:
     """Return the images at `path`, or the statistics.
 
-    * A run, or a checkpoint: `num` images are made of it, with the first average if it has one.
+    * A run, or a checkpoint: `num` images are made of it, with the first average if it has one, and the noise of the
+      plugin `fid`. With `labels`, those of a data set, each class is as frequent as there; else all are in turn.
     * A folder: all pictures at any depth.
     * An .npz: its array arr_0 (uint8, n h w or n h w c), or the statistics mu and sigma.
 
     Raises UserError for anything else, and for pictures that cannot be read.
     """
     if path.suffix.lower() == ".npz":
-        return read_statistics(path) if path.exists() and has_statistics(path) else _archive(path)
+        if path.exists() and has_statistics(path):
+            return Statistics(str(path), read_statistics(path))
+        return _archive(path)
     if not path.is_dir():
         reason = "no folder, run or .npz" if path.exists() else why_missing(path)
         raise UserError(f"{path}: {reason}")
-    return _made(path, num, seed, device, trust) if _is_run(path) else _folder(path)
+    return _made(path, num, seed, device, trust, labels) if _is_run(path) else _folder(path)
 
 
-def data_of(path: Path, trust: bool) -> ImageSet:
-    """Return the training images of the run at `path`. Raises UserError if that is no run, or its data is not here."""
+def data_of(path: Path, trust: bool) -> tuple[ImageSet, Tensor | None]:
+    """Return the training images of the run at `path`, and the labels of all of its data if there are classes.
+
+    Raises UserError if that is no run, or its data is not here.
+    """
     if not _is_run(path):
         raise UserError(f"{path} is no run, so it has no training images: name the images to compare with")
     feed = build_feed(load_config(run_of(path) / CONFIG, trust=trust))
+    name = f"the training images of {path}"
+    read = partial(_features_of, feed, name)
+    return ImageSet(name, len(feed.training), tuple(feed.shape), read), feed.labels
 
-    def parts() -> Iterator[Tensor]:
-        return (to_uint8(batch.inputs) for batch in feed.unaugmented(feed.training, _BATCH))
 
-    return ImageSet(f"the training images of {path}", len(feed.training), parts)
+def _features_of(feed: Feed, name: str, space: Space) -> Collected:
+    return data_features(feed, feed.training, space, f"{space.name}: {name}")
 
 
 def _is_run(path: Path) -> bool:
-    return any((folder / CONFIG).is_file() for folder in (path, path.resolve().parent.parent))
+    is_checkpoint = path.resolve().parent.name == "checkpoints" and (path.resolve().parent.parent / CONFIG).is_file()
+    return (path / CONFIG).is_file() or is_checkpoint
 
 
-def _made(path: Path, num: int, seed: int, device: str | None, trust: bool) -> ImageSet:
+def _made(path: Path, num: int, seed: int, device: str | None, trust: bool, known: Tensor | None) -> ImageSet:
     with load_run(path, device=device, trust=trust) as run, run.weights() as weights:
-        made = [to_uint8(part) for part in run.batches(num, seed=seed)]
-        return ImageSet(f"{path} ({weights} weights of step {run.step})", num, lambda: iter(made))
+        classes = len(run.classes)
+        labels = SampleRequest(num, seed, stream="evaluate").default_labels(classes, known) if classes else None
+        made = [to_uint8(part) for part in run.batches(num, seed=seed, labels=labels, stream="evaluate")]
+        return _in_parts(f"{path} ({weights} weights of step {run.step})", num, lambda: iter(made))
+
+
+def _in_parts(name: str, num: int, parts: Callable[[], Iterator[Tensor]]) -> ImageSet:
+    """Return the set of images that `parts` returns, n c h w each, uint8, anew at each call."""
+
+    def read(space: Space) -> Collected:
+        return Collected.of(space, paced(parts(), num, f"{space.name}: {name}"))
+
+    return ImageSet(name, num, tuple(next(parts()).shape[1:]), read)
+
+
+def _order(num: int) -> Tensor:
+    """Return numbers in a random order: sets are often sorted by class, and some metrics take the first images only."""
+    return torch.randperm(num, generator=torch.Generator().manual_seed(0))
 
 
 def _archive(path: Path) -> ImageSet:
@@ -96,7 +133,8 @@ def _archive(path: Path) -> ImageSet:
         shape = " x ".join(map(str, pixels.shape))
         raise UserError(f"{path}: {_ARRAY} has {shape} of {pixels.dtype}, expected n x h x w x c of uint8")
     images = torch.from_numpy(pixels).reshape(*pixels.shape[:3], -1).permute(0, 3, 1, 2)
-    return ImageSet(str(path), len(images), lambda: iter(torch.split(images, _BATCH)))
+    order = _order(len(images))
+    return _in_parts(str(path), len(images), lambda: (images[part] for part in torch.split(order, _BATCH)))
 
 
 def _folder(path: Path) -> ImageSet:
@@ -107,14 +145,14 @@ def _folder(path: Path) -> ImageSet:
     transforms = Transforms()
 
     def parts() -> Iterator[Tensor]:
-        waiting: list[Tensor] = []
-        for _, pixels in with_images(folder, range(len(folder)), lambda _, image: transforms.fit(image)):
+        waiting: dict[torch.Size, list[Tensor]] = {}  # pictures by their shape
+        for _, pixels in with_images(folder, _order(len(folder)).tolist(), lambda _, image: transforms.fit(image)):
             if isinstance(pixels, Exception):
                 raise pixels
-            if waiting and (len(waiting) == _BATCH or pixels.shape != waiting[0].shape):
-                yield torch.stack(waiting)
-                waiting = []
-            waiting.append(pixels)
-        yield torch.stack(waiting)
+            same = waiting.setdefault(pixels.shape, [])
+            same.append(pixels)
+            if len(same) == _BATCH or sum(map(len, waiting.values())) == _WAITING:
+                yield torch.stack(waiting.pop(max(waiting, key=lambda shape: len(waiting[shape]))))
+        yield from map(torch.stack, waiting.values())
 
-    return ImageSet(str(path), len(folder), parts)
+    return _in_parts(str(path), len(folder), parts)

@@ -1,5 +1,7 @@
 """A space of features checks its images and its network; a function or a class of your own is one."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,9 +120,48 @@ def test_collected_features_of_parts_are_those_of_the_whole() -> None:
     assert torch.equal(Collected.from_tensors(merged.tensors()).rows, whole.rows)
 
 
+def held(found: Collected) -> int:
+    """Return the bytes of all storages that the rows keep alive."""
+    return sum(rows.untyped_storage().nbytes() for rows in found._rows)
+
+
 def test_no_more_rows_are_kept_than_metrics_of_all_pairs_can_use() -> None:
     found = Collected()
-    for start in range(0, ROWS + 500, 500):
-        found.add(torch.full((500, 2), float(start)))
-    assert (found.num, len(found.rows)) == (ROWS + 500, ROWS)
-    assert len(Collected.merged([found, found]).rows) == ROWS
+    for start in range(0, 2 * ROWS, 700):
+        found.add(torch.full((700, 2), float(start)))
+    assert (found.num, len(found.rows)) == (20_300, ROWS)
+    both = Collected.merged([found, found])
+    assert (both.num, len(both.rows)) == (40_600, ROWS)
+    assert held(found) == held(both) == ROWS * 2 * 4
+    more = Collected(most=15_000)
+    more.add(torch.zeros(20_000, 2))
+    assert len(more.rows) == len(Collected.from_tensors(more.tensors()).rows) == 15_000
+
+
+@pytest.mark.parametrize("setting", ["none", "high", "medium", "matmul", "all", "old"])
+def test_float32_is_exact_and_the_settings_of_the_script_come_back(setting: str) -> None:
+    code = f"""
+import torch
+from hookdiff.features import Space
+setting, backends = {setting!r}, torch.backends
+if setting in ("high", "medium"):
+    torch.set_float32_matmul_precision(setting)
+if setting == "matmul":
+    backends.cuda.matmul.fp32_precision = backends.mkldnn.matmul.fp32_precision = "tf32"
+if setting == "all":
+    backends.fp32_precision = "tf32"
+if setting == "old":
+    backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = True
+places = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+def state():
+    return [place.fp32_precision for place in places]
+before = state()
+inside = []
+Space("x", None, lambda images: (inside.append(state()) or images.float().mean((2, 3)), None))(IMAGES)
+assert inside == [["ieee"] * 4], inside
+assert state() == before
+if setting in ("none", "high", "medium"):
+    assert torch.get_float32_matmul_precision() == ("highest" if setting == "none" else setting)
+"""
+    images = "IMAGES = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)\nbefore"
+    subprocess.run([sys.executable, "-c", code.replace("before", images, 1)], check=True)

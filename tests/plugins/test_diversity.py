@@ -1,7 +1,7 @@
 """Samplers that are healthy, collapsed, or copy get different diagnoses, and the numbers are those of plain torch."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from PIL import Image
 from torch import Generator, Tensor, nn
 
-from hookdiff import Feed, InMemory, Loop, LoopConfig, UserError
+from hookdiff import Feed, InMemory, Loop, LoopConfig, UserError, hookimpl
 from hookdiff.data import digits
 from hookdiff_diversity import Diversity
 from hookdiff_diversity.copies import Copies, copies
@@ -83,6 +83,7 @@ def clusters(counts: Sequence[int], seed: int = 0) -> Tensor:
         ([100, 100, 100, 100], [150, 38, 12, 0], Modes(4, 2, 0.75, 0.25)),  # a quarter of 50 is 12.5
         ([100, 100, 100, 100], [149, 38, 13, 0], Modes(4, 3, 0.745, 0.25)),
         ([300, 90, 5, 5], [160, 40, 0, 0], Modes(2, 2, 0.8, 0.75)),  # 2.5 are expected of the rare ones
+        ([160, 60, 60, 60, 60], [30, 116, 18, 18, 18], Modes(5, 5, 0.58, 0.15)),  # its own share, not the largest
     ],
 )
 def test_a_mode_is_covered_by_a_quarter_of_its_share(data: list[int], samples: list[int], expected: Modes) -> None:
@@ -119,6 +120,20 @@ def test_the_share_of_copies_is_found(share: float) -> None:
     assert near.nearest_ratio == pytest.approx(float(expected.amin(1).median() / usual), rel=1e-6)
 
 
+def test_copies_are_found_although_the_data_has_duplicates() -> None:
+    training = rows(1500, 12)
+    training = torch.cat((training, training[:100]))
+    found = copies(training[200:600] + 0.02 * rows(400, 12, 2), training, None)
+    assert found.memorised > 0.95
+    assert copies(rows(400, 12, 3), training, None).memorised < 0.05
+
+
+def test_a_part_of_the_training_images_shows_a_part_of_the_copies() -> None:
+    training = rows(3000, 12)
+    found = copies(training[:1500:2] + 0.02 * rows(750, 12, 2), training[750:1500], None, num_training=3000)
+    assert (found.searched, found.memorised) == (0.25, pytest.approx(0.5, abs=0.05))
+
+
 def test_means_of_many_images_are_no_copies() -> None:
     training = rows(1500, 12)
     means = training[:1200].reshape(300, 4, 12).mean(1)  # nearer to the training images than held-out images are
@@ -137,9 +152,14 @@ def judged(
     dominant: float = 0.1,
     copied: float = 0.01,
     far: float = 1,
+    searched: float = 1,
 ) -> str:
     none = torch.zeros(0)
-    parts = Spread(variance, 1.0, distance), Modes(10, covered, dominant, 0.1), Copies(copied, far, none, none, none)
+    parts = (
+        Spread(variance, 1.0, distance),
+        Modes(10, covered, dominant, 0.1),
+        Copies(copied, searched, far, none, none, none),
+    )
     return diagnose(*parts).kind
 
 
@@ -151,6 +171,9 @@ def judged(
         ({"covered": 6}, "collapsed to few modes"),
         ({"dominant": 0.5}, "collapsed to few modes"),
         ({"copied": 0.2}, "copies of the training set"),
+        ({"copied": 0.06}, "healthy"),
+        ({"copied": 0.06, "searched": 0.1}, "copies of the training set"),
+        ({"copied": 0.03, "searched": 0.1}, "healthy"),
         ({"variance": 0.5}, "too uniform"),
         ({"distance": 0.5}, "too uniform"),
         ({"far": 3}, "unlike the data"),
@@ -271,9 +294,22 @@ def as_rows(images: Tensor) -> Tensor:
     return images.flatten(1)
 
 
+class Shown:
+    """A plugin that keeps the images that are logged."""
+
+    @hookimpl
+    def on_images(self, images: Mapping[str, Tensor]) -> None:
+        self.images = dict(images)
+
+
 def test_the_picture_shows_each_copy_beside_its_original(tmp_path: Path) -> None:
-    loop, _ = make_loop(Painter(training_images(), 0), Diversity(every=0, num_samples=100), run_dir=tmp_path)
+    shown = Shown()
+    copier = Painter(training_images(), 0)
+    loop, _ = make_loop(copier, Diversity(every=0, num_samples=100), shown, run_dir=tmp_path)
     loop.run()
+    pairs = shown.images["diversity/closest"].reshape(8, 2, 1, 8, 8)
+    assert torch.allclose(pairs[:, 0], pairs[:, 1], atol=1 / 127)
+    assert len({image.numpy().tobytes() for image in pairs[:, 0]}) > 4
     (path,) = (tmp_path / "diversity").iterdir()
     assert path.name == "step-00000001.png"
     picture = numpy.array(Image.open(path).convert("L"))

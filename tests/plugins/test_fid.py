@@ -15,9 +15,11 @@ from torch import Generator, Tensor, nn
 from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, SampleRequest, UserError
 from hookdiff.data import digits
 from hookdiff.disk import to_uint8
-from hookdiff.features import Collected, Gaussian
+from hookdiff.features import Collected, Gaussian, Moments
+from hookdiff_ema import EMA
 from hookdiff_features import Digits
 from hookdiff_fid import FID, frechet_distance
+from hookdiff_fid.plugin import _floor
 from hookdiff_fid.statistics import write_statistics
 from tests.conftest import Logged, check_facts, records, refused, two_ranks
 
@@ -159,7 +161,7 @@ def test_all_metrics_of_the_space_are_logged_beside_it() -> None:
     assert values["kid/digits"] == pytest.approx(float(kid - 2 * kernel(a, b).mean()), rel=1e-4)
     probabilities = made.logits.double().softmax(1) if made.logits is not None else torch.empty(0)
     scores = []
-    for part in torch.split(probabilities, 30):
+    for part in torch.split(probabilities[torch.randperm(300, generator=Generator().manual_seed(0))], 30):
         scores.append((part * (part / part.mean(0)).log()).sum(1).mean().exp())
     assert values["is/digits"] == pytest.approx(float(torch.stack(scores).mean()), rel=1e-4)
     assert 1 < values["is/digits"] < 10
@@ -170,16 +172,22 @@ def test_all_metrics_of_the_space_are_logged_beside_it() -> None:
     assert not names - {"fd/digits", "fd/digits/num", "fd/digits/floor"} & set(values)
 
 
-def test_the_floor_is_the_distance_of_as_many_training_images() -> None:
+def test_the_floor_is_what_a_perfect_model_would_have() -> None:
+    draw = Generator().manual_seed(0)
+    data = torch.randn(1797, 32, generator=draw)
+    target = Collected()
+    target.add(data)
+    for num in (100, 300, 1000, 1797, 5000):
+        perfect = [Moments.of(torch.randn(num, 32, generator=draw)) for _ in range(9)]
+        expected = sum(frechet_distance(moments, target.moments) for moments in perfect) / 9
+        assert _floor(target, num) == pytest.approx(expected, rel=0.1)
+    few = Collected()
+    few.add(data[:3])
+    assert _floor(few, 100) is None
+
     loop, recorder = make_loop(FID(every=0, num_samples=300), steps=1)
     loop.run()
-    floor = recorder.of("fd/digits/floor")[1]
-    some = [torch.randperm(1797, generator=Generator().manual_seed(seed))[:300] for seed in range(8)]
-    others = [frechet_distance(Collected.of(SPACE, [digits().images[rows]]).moments, real().moments) for rows in some]
-    assert min(others) * 0.8 < floor < max(others) * 1.2
-    loop, recorder = make_loop(FID(every=0, num_samples=2000), steps=1)
-    loop.run()
-    assert recorder.of("fd/digits/floor") == {}  # there are not as many
+    assert recorder.of("fd/digits/floor") == {1: pytest.approx(_floor(loop.plugins["p0"].target, 300))}
 
 
 def test_measuring_again_gives_the_same_number_for_any_part_of_the_images() -> None:
@@ -259,7 +267,7 @@ def test_other_data_is_refused_before_training() -> None:
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])
 def test_images_that_are_not_finite_are_an_error(fill: float) -> None:
     loop, recorder = make_loop(FID(every=2, num_samples=40), sampler=Painter(fill), steps=4)
-    with refused(ValueError, "40 of 40"):
+    with refused(ValueError, "fid", "1 of 1"):
         loop.run()
     assert recorder.distances == {}
 
@@ -294,8 +302,24 @@ def test_golden_line_of_a_distance(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hookdiff"):
         loop.run()
     value, floor = f"{recorder.distances[3]:.4g}", f"{recorder.of('fd/digits/floor')[3]:.4g}"
-    expected = f"fd/digits {value} at step 3: 40 images of model against 1,797 of the data, {floor} for as many of the "
-    assert caplog.messages[1].startswith(f"{expected}data, ")
+    expected = (
+        f"fd/digits {value} at step 3: 40 images of model against 1,797 of the data, about {floor} for a perfect "
+    )
+    assert caplog.messages[1].startswith(f"{expected}model, ")
+
+
+def test_an_average_of_the_weights_makes_the_images_if_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    loop, recorder = make_loop(FID(every=0, num_samples=300), EMA(decay=0.95), steps=60)
+    with caplog.at_level(logging.INFO, logger="hookdiff"):
+        loop.run()
+    check_facts(caplog.messages[-1], "300 images of ema")
+    made = {}
+    for weights in ("ema", "model"):
+        request = SampleRequest(num=300, stream="evaluate", weights=weights)
+        moments = Collected.of(SPACE, [to_uint8(loop.sample(request).images)]).moments
+        made[weights] = frechet_distance(moments, real().moments)
+    assert recorder.distances[60] == pytest.approx(made["ema"], rel=1e-4)
+    assert recorder.distances[60] != pytest.approx(made["model"], rel=1e-2)
 
 
 class Slow(Painter):

@@ -54,8 +54,8 @@ def test_folders_and_archives(sets: Path, hookdiff: Command) -> None:
 def test_golden_text(sets: Path, hookdiff: Command) -> None:
     code, out, _ = hookdiff("fid", "odd", "even")
     assert code == 0
-    first, distance, kid, *others = out.splitlines()
-    assert first == "120 images against 120 images"
+    first, second, distance, kid, *others = out.splitlines()
+    assert (first, second) == ("120 images of odd", "against 120 images of even")
     assert distance.split() == ["fd/digits", f"{expected(ODD, EVEN):.6g}"]
     assert (kid.split()[0], kid.split()[2]) == ("kid/digits", "+-")
     assert [line.split("/")[0].strip() for line in others] == ["precision", "recall", "density", "coverage", "is"]
@@ -72,7 +72,9 @@ def test_statistics_are_written_and_read(sets: Path, hookdiff: Command) -> None:
         assert json.loads(out)["fd/digits"] == pytest.approx(expected(ODD, EVEN), rel=1e-6)
         assert "kid/digits" not in json.loads(out)
     code, out, _ = hookdiff("fid", "odd-stats.npz", "odd-stats.npz")
-    assert (code, out.split()[0]) == (0, "0")
+    assert (code, out.split()[-2:]) == (0, ["fd", "0"])
+    code, out, _ = hookdiff("fid", "odd-stats.npz", "odd-stats.npz", "--json")
+    assert json.loads(out) == {"sets": ["odd-stats.npz"] * 2, "num": [None, None], "space": None, "fd": 0}
 
 
 def test_a_run_is_compared_with_its_training_images(
@@ -87,15 +89,58 @@ def test_a_run_is_compared_with_its_training_images(
     assert code == 0, err
     logged = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [line["fd/digits"] for line in logged if "fd/digits" in line]
-    rows = []
+    rows, names = [], []
     for words in (["run"], ["run/checkpoints/step-00000002"], ["run", "run"]):
-        code, out, err = hookdiff("fid", *words, "--num", 50, "--json")
+        code, out, err = hookdiff("fid", *words, "--num", 40, "--json")
         assert code == 0, err
         rows.append(json.loads(out))
-    assert [row["num"] for row in rows] == [[50, 1797], [50, 1797], [50, 50]]
+        names.append(rows[-1].pop("sets"))
+    assert [row["num"] for row in rows] == [[40, 1797], [40, 1797], [40, 40]]
     assert rows[0] == rows[1]
-    assert rows[0]["fd/digits"] > 10
     assert rows[2]["fd/digits"] == 0
+    check_facts(names[0][0], "run", "model weights", "step 2")
+    # The images are those that the plugin makes, so its values are found again.
+    (values,) = (line for line in logged if "fd/digits" in line)
+    for name in ("fd/digits", "kid/digits", "coverage/digits"):
+        assert rows[0][name] == pytest.approx(values[name], rel=1e-3)
+
+
+def test_classes_are_as_frequent_as_in_the_data(
+    tmp_path: Path, write_config: Callable[..., Path], hookdiff: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_config(
+        run={**SMALL["run"], "steps": 2, "plugins": ["checkpoint", "fid"]},
+        model={**SMALL["model"], "num_classes": 10},
+        plugins={"fid": {"num_samples": 40}},
+    )
+    code, _, err = hookdiff("run", config, "--out", "run")
+    assert code == 0, err
+    logged = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    code, out, err = hookdiff("fid", "run", "--num", 40, "--json")
+    assert code == 0, err
+    (expected,) = (line["fd/digits"] for line in logged if "fd/digits" in line)
+    assert json.loads(out)["fd/digits"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_order_of_the_images_does_not_matter(sets: Path, hookdiff: Command) -> None:
+    images, labels = digits().images[:600], digits().labels
+    assert labels is not None
+    by_class = images[labels[:600].argsort(stable=True)]
+    for name, some in (("mixed", images), ("sorted", by_class)):
+        numpy.savez(f"{name}.npz", arr_0=some[:, 0].numpy())
+        for number, image in enumerate(some):
+            save_image(image, sets / name / f"{number:03}.png")
+    numpy.savez("data.npz", arr_0=digits().images[600:1000, 0].numpy())
+    found = {}
+    for name in ("mixed.npz", "sorted.npz", "sorted"):
+        code, out, err = hookdiff("fid", name, "data.npz", "--json")
+        assert code == 0, err
+        found[name] = json.loads(out)
+    for name, values in found.items():
+        assert values["is/digits"] > 5  # of each class alone it is 1
+        for metric in ("precision/digits", "recall/digits", "coverage/digits"):
+            assert values[metric] == pytest.approx(found["mixed.npz"][metric], abs=0.1), name
 
 
 def test_pictures_of_several_sizes_are_read_for_a_space_that_resizes(sets: Path, hookdiff: Command) -> None:
@@ -129,6 +174,10 @@ def test_pictures_of_several_sizes_are_read_for_a_space_that_resizes(sets: Path,
         (["odd", "--save", "stats.txt"], ("stats.txt", ".npz")),
         (["half.npz", "even"], ("half.npz", "symmetric")),
         (["three.npz", "even"], ("three.npz", "64", "3")),
+        (["three.npz", "two.npz"], ("three.npz", "two.npz", "3", "2")),
+        (["three.npz", "--save", "out.npz"], ("three.npz", "statistics")),
+        (["one", "--save", "out.npz"], ("one", "2 samples")),
+        (["odd", "--save", "out.npz", "--recipe", "all"], ("--save", "--recipe all")),
         (["one", "even"], ("one", "2 samples")),
     ],
 )
@@ -142,6 +191,7 @@ def test_what_cannot_be_compared(words: list[str], facts: tuple[str, ...], sets:
     numpy.savez("floats.npz", arr_0=numpy.zeros((2, 8, 8)))
     numpy.savez("half.npz", mu=numpy.zeros(2), sigma=numpy.array([[1.0, 2.0], [0.0, 1.0]]))
     numpy.savez("three.npz", mu=numpy.zeros(3), sigma=numpy.eye(3))
+    numpy.savez("two.npz", mu=numpy.zeros(2), sigma=numpy.eye(2))
     code, out, err = hookdiff("fid", *words)
     assert (code, out) == (2, "")
     assert "Traceback" not in err
