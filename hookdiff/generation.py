@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,14 +9,12 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff.disk import to_uint8
-from hookdiff.errors import UserError
 from hookdiff.features import Collected, Space, paced, shares
+from hookdiff.fitting import Fitting
 from hookdiff.loop import Loop
 from hookdiff.ranks import gathered_or_raised
 from hookdiff.sampling import SampleRequest
 
-# In lower case: messages of allocators and libraries that do not raise torch.OutOfMemoryError.
-_MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 _ON_CPU = 1 << 18  # values of the images that are made at a time: more take memory, and are no faster
 
 
@@ -26,41 +23,25 @@ class Images:
     """Makes images in parts: as many at a time as the sampler's option says, and half whenever a part does not fit."""
 
     loop: Loop
-    size: int = field(init=False)  # images at a time
+    _fitting: Fitting = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         limit: int = getattr(self.loop.sampler, "batch_size", 256)
         values = torch.Size(self.loop.feed.shape).numel()
-        self.size = limit if self.loop.device.type != "cpu" else max(1, min(limit, _ON_CPU // values))
+        size = limit if self.loop.device.type != "cpu" else max(1, min(limit, _ON_CPU // values))
+        self._fitting = Fitting(size, self.loop.device)
+
+    @property
+    def size(self) -> int:
+        """How many images are made at a time."""
+        return self._fitting.size
 
     def make(self, numbers: range, request: Callable[[range], SampleRequest]) -> Iterator[Tensor]:
         """Yield the images `numbers` in parts: n c h w, float32, on the CPU. `request` returns that of some numbers.
 
         Raises UserError if not even one image fits.
         """
-        start = numbers.start
-        while start < numbers.stop:
-            part = range(start, min(numbers.stop, start + self.size))
-            made = self._made(request(part))
-            if made is not None:
-                yield made
-                start = part.stop
-                continue
-            self.size = len(part) // 2
-            if not self.size:
-                raise UserError(f"not even one image fits in the memory of {self.loop.device}")
-            gc.collect()  # not in `_made`: there, the error and its frames still hold the tensors
-            if self.loop.device.type in ("cuda", "mps"):
-                getattr(torch, self.loop.device.type).empty_cache()
-
-    def _made(self, request: SampleRequest) -> Tensor | None:
-        """Return the images of `request`, or None if they do not fit in memory."""
-        try:
-            return self.loop.sample(request).images.cpu()
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
+        return self._fitting.parts(numbers, lambda part: self.loop.sample(request(part)).images.cpu())
 
 
 @define(eq=False)
@@ -112,9 +93,3 @@ def _pixels(images: Tensor, what: str) -> Tensor:
     if bad := int((~images.isfinite()).flatten(1).any(dim=1).sum()):
         raise ValueError(f"{what}: {bad} of {len(images)} generated images are not finite")
     return to_uint8(images)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that a GPU or a CPU is out of memory."""
-    known = isinstance(error, RuntimeError) and any(message in str(error).lower() for message in _MESSAGES)
-    return known or isinstance(error, (MemoryError, torch.OutOfMemoryError))

@@ -170,7 +170,7 @@ PUBLIC = {
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
     *("hookdiff.adopted", "hookdiff.evaluation", "hookdiff.gradients", "hookdiff.rehearsal", "hookdiff.structure"),
     *("hookdiff.data.arrays", "hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors"),
-    *("hookdiff.experiment.optimizers", "hookdiff.features", "hookdiff.generation"),
+    *("hookdiff.experiment.optimizers", "hookdiff.features", "hookdiff.fitting", "hookdiff.generation"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory", "hookdiff.progress"),
     *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
 }
@@ -191,7 +191,7 @@ def test_a_plugin_imports_only_public_names_and_its_own_package(path: Path) -> N
 
 # The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
 ROOMS = [
-    *("errors", "readonly", "ranks", "versions", "findings"),
+    *("errors", "fitting", "readonly", "ranks", "versions", "findings"),
     *("randomness", "options", "imports", "choices", "progress", "structure", "dispatch"),
     *("disk", "data", "features", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),

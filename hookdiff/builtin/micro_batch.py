@@ -1,6 +1,5 @@
 """The plugin that finds a micro-batch that fits in memory, for `micro_batch = "auto"`."""
 
-import gc
 import logging
 from collections.abc import Callable
 
@@ -10,7 +9,7 @@ from torch import distributed
 
 from hookdiff.data import Batch
 from hookdiff.errors import UserError
-from hookdiff.generation import is_out_of_memory
+from hookdiff.fitting import free_memory, is_out_of_memory
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.memory import optimizer_bytes
@@ -62,9 +61,7 @@ def _largest(loop: Loop, batch: Batch, passes: Callable[[Batch], LossOutput]) ->
             break
         # Not inside `_fits`: there, the error and its frames still hold the tensors.
         loop.gradients.reset()
-        gc.collect()
-        if loop.device.type in ("cuda", "mps"):
-            getattr(torch, loop.device.type).empty_cache()
+        free_memory(loop.device)
         size = -(-size // 2) if size > 1 else 0
     return size
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from hookdiff.choices import Choice
 from hookdiff.data import to_unit_range
 from hookdiff.errors import UserError, shown
+from hookdiff.fitting import Fitting
 
 _AT_ONCE = 64  # images in the network at a time: larger batches take more memory, and are hardly faster
 
@@ -55,15 +56,21 @@ class Space:
         """
         self.check(images.shape[1:])
         with exact(self.device):
-            parts = [self.embed(part.to(self.device)) for part in torch.split(images, _AT_ONCE)]
-        features = torch.cat([part.float().cpu() for part, _ in parts])
+            fitting = Fitting(_AT_ONCE, self.device)
+            parts = list(fitting.parts(range(len(images)), lambda part: self._embedded(images[part.start : part.stop])))
+            parts = parts or [self._embedded(images)]  # of no images
+        features = torch.cat([part for part, _ in parts])
         if features.dim() != 2 or len(features) != len(images):
             got = tuple(features.shape)
             raise UserError(f"the features {self.name!r} of {len(images)} images have the shape {got}, expected n d")
         if bad := int((~features.isfinite().all(dim=1)).sum()):
             raise ValueError(f"the features {self.name!r} of {bad} of {len(images)} images are not finite")
-        logits = [part.float().cpu() for _, part in parts if part is not None]
+        logits = [part for _, part in parts if part is not None]
         return features, torch.cat(logits) if logits else None
+
+    def _embedded(self, images: Tensor) -> Embedding:
+        features, logits = self.embed(images.to(self.device))
+        return features.float().cpu(), None if logits is None else logits.float().cpu()
 
 
 @define(frozen=True)

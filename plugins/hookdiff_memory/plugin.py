@@ -1,6 +1,5 @@
 """The plugin `memory`."""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from attrs.validators import gt, le
 
 from hookdiff import Alarms, Due, Every, Loop, hookimpl, parse_every
 from hookdiff.findings import memory_short
+from hookdiff.fitting import free_memory
 from hookdiff.options import about
 
 MIB = 1 << 20
@@ -54,12 +54,12 @@ class Memory:
                 short = memory_short(peak, total, f"the peak on {loop.device}")
                 self._alarms.check(loop.progress.step, "memory", short)
         if self._due.after_step(loop.progress.step):
-            empty_cache(loop.device)
+            free_memory(loop.device)
 
     @hookimpl
     def on_epoch_end(self, loop: Loop) -> None:
         if self._due.after_epoch(loop.progress.epoch):
-            empty_cache(loop.device)
+            free_memory(loop.device)
 
 
 def measure(device: torch.device) -> tuple[dict[str, int], int | None]:
@@ -85,10 +85,3 @@ def measure(device: torch.device) -> tuple[dict[str, int], int | None]:
     # The kernel updates the peak more rarely than the current size.
     values["peak"] = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, values.get("allocated", 0))
     return values, resource.getpagesize() * os.sysconf("SC_PHYS_PAGES")
-
-
-def empty_cache(device: torch.device) -> None:
-    """Free reference cycles, and the unused memory that a GPU's allocator keeps."""
-    gc.collect()
-    if device.type in ("cuda", "mps"):
-        getattr(torch, device.type).empty_cache()

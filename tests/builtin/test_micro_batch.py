@@ -10,7 +10,7 @@ from torch import nn
 from hookdiff import ConfigError, LoopConfig, UserError, hookimpl, load_config
 from hookdiff.builtin.micro_batch import FitMicroBatch
 from hookdiff.disk import flatten
-from hookdiff.generation import is_out_of_memory
+from hookdiff.fitting import is_out_of_memory
 from hookdiff.models.memory import HeldBytes
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_amp import AMP

@@ -165,3 +165,19 @@ if setting in ("none", "high", "medium"):
 """
     images = "IMAGES = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)\nbefore"
     subprocess.run([sys.executable, "-c", code.replace("before", images, 1)], check=True)
+
+
+def test_fewer_images_are_in_the_network_at_a_time_if_memory_is_short() -> None:
+    seen = []
+
+    def greedy(images: Tensor) -> tuple[Tensor, None]:
+        seen.append(len(images))
+        if len(images) > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return means(images.float()), None
+
+    features, _ = Space("greedy", None, greedy)(IMAGES)
+    assert torch.equal(features, means(IMAGES.float()))
+    assert seen[:4] == [64, 32, 16, 8]
+    with refused(UserError, "not even one image", "cpu"):
+        Space("full", None, lambda images: torch.empty(1 << 60))(IMAGES)
