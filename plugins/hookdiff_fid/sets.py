@@ -87,7 +87,7 @@ def data_of(path: Path, trust: bool) -> tuple[ImageSet, Tensor | None]:
     if not _is_run(path):
         raise UserError(f"{path} is no run, so it has no training images: name the images to compare with")
     feed = build_feed(load_config(run_of(path) / CONFIG, trust=trust))
-    name = f"the training images of {path}"
+    name = f"the training data of {path}"
     read = partial(_features_of, feed, name)
     return ImageSet(name, len(feed.training), tuple(feed.shape), read), feed.labels
 
