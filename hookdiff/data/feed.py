@@ -245,7 +245,7 @@ class Feed:
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
-        rest = len(self.training) % self.batch_size
+        rest = len(self.training) % self.batch_size if self.batch_size else 0  # a run sets it
         return len(self.training) - (rest if rest < self._smallest else 0)
 
     @property

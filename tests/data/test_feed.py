@@ -230,6 +230,12 @@ def test_anything_with_a_length_is_data(given: Any) -> None:
     assert sorted(indices(feed.batches(0))) == list(range(8))
 
 
+def test_a_feed_has_a_length_before_a_run_has_it() -> None:
+    feed = Feed(Numbers(9))
+    assert feed
+    assert len(feed) == 9
+
+
 def test_two_loops_may_share_a_feed() -> None:
     feed = Feed(Numbers(40), drop_last=False)
     one, other = toy_loop(data=feed, batch_size=7, seed=1), toy_loop(data=feed, batch_size=11, seed=2)
