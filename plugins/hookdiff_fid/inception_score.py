@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -20,7 +21,8 @@ def inception_score(logits: Tensor) -> tuple[float, float]:
         raise ValueError(f"the Inception Score needs at least {_PARTS} images, got {len(logits)}")
     scores = []
     ends = [len(logits) * part // _PARTS for part in range(1, _PARTS)]
-    order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(0))  # they may be sorted by class
+    # They may be sorted by class. The order is that of torch-fidelity, so that the parts are the same.
+    order = numpy.random.RandomState(2020).permutation(len(logits))
     for part in torch.tensor_split(logits[order].double(), ends):
         log_p = part.log_softmax(dim=1)
         log_mean = log_p.logsumexp(dim=0) - math.log(len(part))

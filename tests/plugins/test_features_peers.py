@@ -132,6 +132,6 @@ def test_the_other_metrics_are_those_of_torch_fidelity() -> None:
     # The mean of 200 random halves is not exactly that of all pairs.
     assert abs(kid["kernel_inception_distance_mean"] - distance) < 0.5 * error
     logits = torch.randn(1003, 10, generator=generator) * 3
-    theirs = isc_features_to_metric(logits, 10, False)
+    theirs = isc_features_to_metric(logits)
     expected = (theirs["inception_score_mean"], theirs["inception_score_std"])
     assert inception_score(logits) == pytest.approx(expected, rel=1e-9)

@@ -304,6 +304,7 @@ class TestNoiseScale:
 
 RANK = """
 import sys, torch
+import torch._dynamo  # see _RANK in conftest.py
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 rank, micro_batch = int(sys.argv[1]), int(sys.argv[4]) or None

@@ -101,8 +101,8 @@ def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lr", ["1e-3", "0.3"])
-def test_the_example_is_silent_and_diverges_at_300_times_its_rate(lr: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lr", ["1e-3", "1.0"])
+def test_the_example_is_silent_and_diverges_at_1000_times_its_rate(lr: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from hookdiff.cli import main; main()", "run", "examples/basic.toml"]
     command += ["--plugins", "loss,no:samples,no:checkpoint", "--set", "data.held_out=0.1", "--lr", lr]
     command += ["--set", f"run.steps={400 if lr == '1e-3' else 150}", "--out", str(tmp_path / "run")]
@@ -452,6 +452,7 @@ def test_the_number_of_bins_may_change_on_resume() -> None:
 
 RANK = """
 import sys, torch
+import torch._dynamo  # see _RANK in conftest.py
 from torch import distributed
 rank = int(sys.argv[1])
 distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
