@@ -9,7 +9,7 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff.disk import to_uint8
-from hookdiff.features import Collected, Space, paced, shares
+from hookdiff.features import Collected, Features, Space, paced, shares, usual_features
 from hookdiff.fitting import Fitting
 from hookdiff.loop import Loop
 from hookdiff.ranks import gathered_or_raised
@@ -60,6 +60,13 @@ class Generated:
     def __attrs_post_init__(self) -> None:
         self._images = Images(self.loop)
         self.used()
+
+    @classmethod
+    def of(cls, loop: Loop, features: Features | None, seed: int, weights: str | None) -> Generated:
+        """Open the space of `features`; None: that of such images. Raises UserError if it does not take them."""
+        space = (features or usual_features(loop.feed.shape)).open(loop.device)
+        space.check(loop.feed.shape)
+        return cls(loop, space, seed, weights)
 
     @property
     def at_a_time(self) -> int:

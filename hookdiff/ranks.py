@@ -54,16 +54,14 @@ def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
     """
     if num_ranks() == 1:
         return [call()]
-    found: list[Value] = []
-    problem: Exception | None = None
     try:
-        found.append(call())
-    except Exception as error:
-        problem = error
-    kind = next((kind for kind in (UserError, ValueError) if isinstance(problem, kind)), RuntimeError)
-    said = gathered(None if problem is None else (kind, str(problem)))
-    if problem is not None:
-        raise problem
-    for other in filter(None, said):
-        raise other[0](f"on another rank: {other[1]}")
-    return gathered(found[0])
+        found = call()
+    except Exception as error:  # raised again, as soon as the other ranks know
+        own = next((kind for kind in (UserError, ValueError) if isinstance(error, kind)), RuntimeError)
+        gathered((own, str(error)))
+        raise
+    problems: list[tuple[type[Exception], str] | None] = gathered(None)
+    for problem in filter(None, problems):
+        kind, message = problem
+        raise kind(f"on another rank: {message}")
+    return gathered(found)

@@ -82,7 +82,7 @@ def check_facts(text: object, *facts: object) -> None:
         assert found, f"{fact} is not in: {text}"
 
 
-def refused(error: type[BaseException], *facts: object) -> Any:
+def refused(error: type[BaseException] | tuple[type[BaseException], ...], *facts: object) -> Any:
     """Return a context that expects an error of this type with all these facts in its message."""
 
     def check(caught: BaseException) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 from hookdiff.ranks import rank
@@ -14,7 +14,7 @@ logger = logging.getLogger("hookdiff")
 _LONG = 20.0  # seconds that are worth a message
 _BETWEEN = 30.0  # seconds between two messages
 
-Part = TypeVar("Part")
+Part = TypeVar("Part", bound=Sized)
 
 
 def paced(parts: Iterable[Part], total: int, what: str) -> Iterator[Part]:
@@ -23,7 +23,7 @@ def paced(parts: Iterable[Part], total: int, what: str) -> Iterator[Part]:
     done = 0
     for part in parts:
         yield part
-        done += len(part)  # type: ignore[arg-type]
+        done += len(part)
         now = time.monotonic()
         left = (now - begin) / done * (total - done) if done else 0.0
         is_first = last == begin

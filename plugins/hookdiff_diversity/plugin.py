@@ -15,7 +15,7 @@ from torch import Tensor
 from hookdiff import Alarms, Every, Finding, Loop, Periodic, UserError, hookimpl, parse_every
 from hookdiff.choices import chosen
 from hookdiff.disk import save_grid
-from hookdiff.features import ROWS, Collected, Features, Space, data_features, usual_features
+from hookdiff.features import ROWS, Collected, Features, Space, data_features
 from hookdiff.findings import Raised, report
 from hookdiff.generation import Generated
 from hookdiff.options import about
@@ -92,9 +92,8 @@ class Diversity(Periodic):
     def on_start(self, loop: Loop) -> None:
         """Refuse unknown weights, and data that the features do not take, before the run starts."""
         try:
-            self.space = (self.features or usual_features(loop.feed.shape)).open(loop.device)
-            self.space.check(loop.feed.shape)
-            self._generated = Generated(loop, self.space, self.seed, self.weights)
+            self._generated = Generated.of(loop, self.features, self.seed, self.weights)
+            self.space = self._generated.space
         except UserError as error:
             raise UserError(f"[plugins.diversity] {error}") from None
         if len(loop.feed.training) < 2 * _PAIRS and not loop.end.reason:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -170,15 +169,18 @@ def _sizes(state: State) -> tuple[int, int]:
 
 def _builder() -> Callable[[State, torch.device], Network]:
     """Return a function that builds the network with the library that is installed."""
-    with suppress(ImportError):
+    try:
         from timm import create_model
-
+    except ImportError as error:
+        problem = error
+    else:
         return partial(_by_timm, create_model)
-    with suppress(ImportError):
+    try:
         from transformers import Dinov2Config, Dinov2Model
-
-        return partial(_by_transformers, Dinov2Config, Dinov2Model)
-    raise UserError(f"{_WHO}: needs the package timm, or transformers: pip install 'hookdiff[dinov2]'")
+    except ImportError:
+        way_out = "needs the package timm, or transformers: pip install 'hookdiff[dinov2]'"
+        raise UserError(f"{_WHO}: {way_out} ({problem})") from None
+    return partial(_by_transformers, Dinov2Config, Dinov2Model)
 
 
 def _by_timm(create_model: Any, state: State, device: torch.device) -> Network:

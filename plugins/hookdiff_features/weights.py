@@ -101,8 +101,10 @@ def _load(file: Path, who: str) -> dict[str, Tensor]:
             with open_tensors(file) as tensors:
                 return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
         state: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:  # unpicklers and zipfile raise many kinds on files of another format
-        raise UserError(f"{who}: {file} is no .safetensors, and no .pth that holds only tensors") from None
+    except OSError as error:
+        raise UserError(f"{who}: {file} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # unpicklers and zipfile raise many kinds on files of another format
+        raise UserError(f"{who}: {file} is no .safetensors, and no .pth that holds only tensors") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{who}: {file} holds a {type(state).__name__}, expected tensors by name")
     return state

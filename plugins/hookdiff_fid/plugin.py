@@ -21,7 +21,6 @@ from hookdiff.features import (
     Space,
     data_features,
     in_words,
-    usual_features,
 )
 from hookdiff.generation import Generated
 from hookdiff.options import about
@@ -109,11 +108,10 @@ class FID(Periodic):
     def on_start(self, loop: Loop) -> None:
         """Refuse unknown weights, and data that the features do not take, before the run starts."""
         try:
-            self.space = (self.features or usual_features(loop.feed.shape)).open(loop.device)
-            self.space.check(loop.feed.shape)
+            self._generated = Generated.of(loop, self.features, self.seed, self.weights)
+            self.space = self._generated.space
             if self.reference:
                 self.target = read_statistics(Path(self.reference).expanduser())
-            self._generated = Generated(loop, self.space, self.seed, self.weights)
         except UserError as error:
             raise UserError(f"[plugins.fid] {error}") from None
         self._is_ready, self.floor = False, None

@@ -354,7 +354,7 @@ def test_training_is_the_same_to_the_bit_with_and_without() -> None:
     [("every", "often"), ("num_samples", 5), ("features", "digit"), ("modes", 1), ("seed", -1)],
 )
 def test_a_bad_option_is_refused_by_name(key: str, value: Any) -> None:
-    with refused((ValueError, UserError), value if key in ("every", "features") else key):  # type: ignore[arg-type]
+    with refused((ValueError, UserError), value if key in ("every", "features") else key):
         Diversity(**{key: value})
 
 

@@ -155,10 +155,9 @@ def test_all_metrics_of_the_space_are_logged_beside_it() -> None:
     assert names <= set(values)
     made, data = drawn(loop, 300), real()
     a, b = made.rows.double(), data.rows.double()
-    kernel = lambda x, y: (x @ y.T / 64 + 1) ** 3  # noqa: E731
-    own, other = kernel(a, a), kernel(b, b)
+    own, other, across = ((x @ y.T / 64 + 1) ** 3 for x, y in ((a, a), (b, b), (a, b)))
     kid = (own.sum() - own.trace()) / (300 * 299) + (other.sum() - other.trace()) / (1797 * 1796)
-    assert values["kid/digits"] == pytest.approx(float(kid - 2 * kernel(a, b).mean()), rel=1e-4)
+    assert values["kid/digits"] == pytest.approx(float(kid - 2 * across.mean()), rel=1e-4)
     probabilities = made.logits.double().softmax(1) if made.logits is not None else torch.empty(0)
     scores = []
     for part in torch.split(probabilities[numpy.random.RandomState(2020).permutation(300)], 30):
@@ -480,7 +479,7 @@ def test_ranks_share_the_images_and_agree_on_all_values(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_option_is_refused_by_name(key: str, value: Any) -> None:
-    with refused((ValueError, UserError), value if key in ("every", "features") else key):  # type: ignore[arg-type]
+    with refused((ValueError, UserError), value if key in ("every", "features") else key):
         FID(**{key: value})
 
 
