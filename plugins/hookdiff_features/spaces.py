@@ -55,7 +55,7 @@ class Inception(Features):
     def open(self, device: torch.device) -> Space:
         found = read_weights(FID_WEIGHTS, self.weights, self.sha256, "features 'inception'")
         dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
-        network = _network(found, as_in_fid=True).to(device, dtype)
+        network = _network(found, self.use, as_in_fid=True).to(device, dtype)
         prepare = RECIPES[self.recipe]
 
         def embed(images: Tensor) -> Embedding:
@@ -80,7 +80,7 @@ class TorchvisionInception(Features):
 
     def open(self, device: torch.device) -> Space:
         found = read_weights(TORCHVISION_WEIGHTS, self.weights, self.sha256, "features 'inception-torchvision'")
-        network = _network(found, as_in_fid=False).to(device)
+        network = _network(found, self.use, as_in_fid=False).to(device)
 
         def embed(images: Tensor) -> Embedding:
             pixels = functional.interpolate(
@@ -93,11 +93,11 @@ class TorchvisionInception(Features):
         return Space(name, f"{name} {found.sha256}", embed, device=device)
 
 
-def _network(found: Weights, as_in_fid: bool) -> InceptionV3:
-    """Return the network with these weights. Raises UserError if they are those of another one."""
+def _network(found: Weights, use: str, as_in_fid: bool) -> InceptionV3:
+    """Return the network of the features `use`. Raises UserError if the weights are those of another one."""
     try:
         network = InceptionV3(found.state, as_in_fid).eval()
         network(torch.zeros(1, 3, 75, 75))  # the least size; it finds what is missing, or of another shape
     except (AttributeError, KeyError, RuntimeError) as error:
-        raise UserError(f"features 'inception': the weights are of another network: {error}") from None
+        raise UserError(f"features {use!r}: the weights are of another network: {error}") from None
     return network
