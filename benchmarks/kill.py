@@ -46,6 +46,7 @@ from torch import Tensor
 
 from hookdiff import UserError, cli
 from hookdiff.data import digits
+from hookdiff.history import EVENTS
 from hookdiff.log import MACHINE
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
 from hookdiff_checkpoint.folder import MANIFEST
@@ -284,6 +285,8 @@ def differences(one: Path, other: Path) -> Iterator[str]:
         {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
         for root in (one, other)
     )
+    for files in (left, right):
+        del files[EVENTS]  # which has those of each process
     yield from (f"{name} is missing" for name in left.keys() - right.keys())
     yield from (f"{name} is left over" for name in right.keys() - left.keys())
     for name in sorted(left.keys() & right.keys()):
@@ -293,11 +296,12 @@ def differences(one: Path, other: Path) -> Iterator[str]:
 
 def content(path: Path) -> Any:
     """Return the contents of a file without the time, the machine and the revision of the code."""
-    if path.name == "metrics.jsonl":
+    if path.suffix == ".jsonl":
         return [lasting(json.loads(line)) for line in path.read_text().splitlines()]
     if path.name == MANIFEST:
         manifest = json.loads(path.read_text())
-        manifest["parts"]["plugins/metrics"]["values"].pop("bytes")  # of lines with times in them
+        for name in ("metrics", "texts", "distributions"):
+            manifest["parts"][f"plugins/{name}"]["values"].pop("bytes")  # of lines with times in them
         manifest["metrics"] = lasting(manifest["metrics"])
         return {key: value for key, value in manifest.items() if key not in ("sha256", "git")}
     return path.read_bytes()

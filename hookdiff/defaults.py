@@ -36,8 +36,9 @@ class Defaults:
     def wrap_net(self, net: nn.Module) -> nn.Module:
         return net
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def on_ready(self, loop: Loop) -> None:
+        loop.log.open()
         if loop.run_dir and loop.is_main and loop.plugins.keys().isdisjoint(("run_dir", "metrics")):
             log.warning(
                 "%s: no plugin of this run writes config.toml, metrics.jsonl and outcome.json; to have them: "
@@ -150,6 +151,8 @@ def _wanted(loop: Loop, request: SampleRequest) -> dict[str, Any]:
         wanted["labels"] = torch.tensor(labels)
     elif request.labels:
         raise UserError("labels were given, but the network was trained without")
+    if request.noise is not None:
+        wanted["noise"] = request.noise
     if request.images is not None:
         wanted |= {"images": request.images, "strength": request.strength}
     if request.mask is not None:

@@ -16,7 +16,10 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hookdiff import PASS, Batch, Loop, LossOutput, NonFinite, Reason, Samples, Verdict, hookimpl
+from hookdiff import PASS, Batch, Finding, Loop, LossOutput, NonFinite, Reason, Samples, Verdict, hookimpl
+from hookdiff.distribution import Distribution
+from hookdiff.events import Event
+from hookdiff.pictures import Picture
 from hookdiff.ranks import first_rank_says
 
 
@@ -241,13 +244,41 @@ class Latest:
 
 
 class ImageArrays:
-    """Keeps the newest images as .npy files, for a notebook."""
+    """Keeps the newest pictures as .npy files, for a notebook."""
 
     @hookimpl
-    def on_images(self, loop: Loop, step: int, images: Mapping[str, Tensor]) -> None:
+    def on_images(self, loop: Loop, images: Mapping[str, Picture]) -> None:
         if loop.is_main and loop.run_dir:
-            for name, values in images.items():
-                numpy.save(loop.run_dir / f"{name.replace('/', '-')}.npy", values.numpy())
+            for name, picture in images.items():
+                numpy.save(loop.run_dir / f"{name.replace('/', '-')}.npy", picture.pixels)
+
+
+class PrintTexts:
+    """Prints logged texts, such as the prompts of samples."""
+
+    @hookimpl
+    def on_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            print(f"step {step}: {name}: {text}")
+
+
+class WideWeights:
+    """Warns when logged weights spread over more than 100."""
+
+    @hookimpl
+    def on_distributions(self, loop: Loop, step: int, distributions: Mapping[str, Distribution]) -> None:
+        for name, found in distributions.items():
+            if found.high - found.low > 100:
+                loop.log.report(Finding("warning", f"{name} has values from {found.low:g} to {found.high:g}"), step)
+
+
+class StopAtFinding:
+    """Ends the run at the first finding that is an error."""
+
+    @hookimpl
+    def on_event(self, loop: Loop, event: Event) -> None:
+        if (event.kind, event.severity) == ("finding", "error"):
+            loop.stop("plugin", event.text)
 
 
 @define(eq=False)

@@ -1,17 +1,12 @@
 """Findings about a training run: their form, the wording of those that several plugins share, and alarms."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from attrs import define, evolve, field
 
-from hookdiff.ranks import rank
-
 Severity = Literal["ok", "info", "warning", "error"]
-
-log = logging.getLogger("hookdiff")
 
 
 @define(frozen=True)
@@ -50,12 +45,6 @@ def judge(numbers: str, *rules: Rule) -> Finding:
     return finding if finding.why or finding.severity == "ok" else evolve(finding, why=numbers)
 
 
-def report(step: int, finding: Finding | None) -> None:
-    """Log `finding`, if any, on the main rank; an error is logged as a warning, because the run goes on."""
-    if finding and rank() == 0:
-        log.log(logging.INFO if finding.severity == "info" else logging.WARNING, "step %d: %s", step, finding)
-
-
 Raised = dict[str, tuple[Severity, int, float]]  # the state of `Alarms`
 
 
@@ -63,19 +52,14 @@ Raised = dict[str, tuple[Severity, int, float]]  # the state of `Alarms`
 class Alarms:
     """Remembers the findings that were reported, by keys that the plugin chooses, so that each is reported once.
 
-    A finding is news when it appears, when its severity changes, and when it comes back after it was over.
+    A finding is news when it appears, when its severity changes, and when it comes back after it was over:
+    `loop.log.report(alarms.news(step, key, finding))`.
     """
 
     _raised: dict[str, tuple[Severity, int, float]] = field(factory=dict, init=False)  # severity, last step, size
 
     def __contains__(self, key: object) -> bool:
         return key in self._raised
-
-    def check(
-        self, step: int, key: str, finding: Finding | None, *, over: bool | None = None, quiet: float = math.inf
-    ) -> None:
-        """Report the finding of `step`, if it is news; see `news`."""
-        report(step, self.news(step, key, finding, over=over, quiet=quiet))
 
     def news(
         self,

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hookdiff.data.batch import Batch
+    from hookdiff.distribution import Distribution
+    from hookdiff.events import Event
     from hookdiff.loop import Loop
     from hookdiff.nonfinite import NonFinite
     from hookdiff.objective import LossOutput
-    from hookdiff.progress import Reason, Verdict
+    from hookdiff.pictures import Picture
+    from hookdiff.progress import Reason, Step, Verdict
     from hookdiff.sampling import SampleRequest, Samples
 
 HOOKS_VERSION = 1  # of the contract: greater once a hook is removed, renamed, or means something else
@@ -201,8 +204,10 @@ class Hooks(Protocol):
         """
 
     @hookspec
-    def between_steps(self, loop: Loop) -> None:
+    def between_steps(self, loop: Loop, step: Step | None) -> None:
         """Moment: after each batch, also a void or skipped one, and after each `on_epoch_end`.
+
+        `step` is the outcome of the batch; None after `on_epoch_end`.
 
         All plugins and the script have seen the step, and the log is flushed: the whole run can be saved here, and
         resumes exactly.
@@ -237,15 +242,38 @@ class Hooks(Protocol):
         """
 
     @hookspec
-    def on_images(self, loop: Loop, step: int, images: Mapping[str, Tensor]) -> None:
-        """Moment: the pictures given to `loop.log.images`: n c h w, uint8, on the CPU.
+    def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
+        """Moment: the pictures given to `loop.log.images`: finished, as uint8 on the host, with what is known of each.
 
         May change: files; no state.
         """
 
     @hookspec
-    def on_checkpoint(self, loop: Loop, path: Path) -> None:
-        """Moment: the checkpoint in the folder `path` is complete on disk; on the rank that writes.
+    def on_texts(self, loop: Loop, step: int, texts: Mapping[str, str]) -> None:
+        """Moment: the texts given to `loop.log.texts`.
+
+        May change: files; no state.
+        """
+
+    @hookspec
+    def on_distributions(self, loop: Loop, step: int, distributions: Mapping[str, Distribution]) -> None:
+        """Moment: the distributions given to `loop.log.distributions`, as histograms on the host.
+
+        May change: files; no state.
+        """
+
+    @hookspec
+    def on_event(self, loop: Loop, step: int, event: Event) -> None:
+        """Moment: the events given to `loop.log.event`, and the findings given to `loop.log.report`.
+
+        Such as a start, resume or stop, a step without an update, a checkpoint. What happens before the first step is
+        reported when the run is ready.
+        May change: files; no state.
+        """
+
+    @hookspec
+    def on_checkpoint(self, loop: Loop, path: Path, step: int) -> None:
+        """Moment: the checkpoint of `step`, in the folder `path`, is complete on disk; on the rank that writes.
 
         It is written during training, so `loop` may be steps further: the hook is called at the latest before the next
         save or at the end of the run, once for each save that succeeds, also if the run fails meanwhile. It is not

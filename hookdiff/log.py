@@ -1,14 +1,22 @@
 """The log of a run: collects values without waiting for the device, and sends them to the sinks as numbers."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookdiff.disk.images import to_uint8
+from hookdiff.distribution import Distribution
+from hookdiff.events import Event
+from hookdiff.findings import Finding
+from hookdiff.pictures import Picture, grid
 from hookdiff.progress import Progress
+from hookdiff.ranks import rank
+
+logger = logging.getLogger("hookdiff")
 
 Value = float | Tensor  # a tensor is a scalar on any device
 Mean = tuple[Value, Value]  # a sum and a count
@@ -19,7 +27,10 @@ MACHINE = ("memory/", "time/")  # prefixes of values that depend on the machine,
 class Log:
     """Collects values: `loop.log({...})` logs values of this step, which the sinks get when the step is over.
 
-    every: steps between two logs. call: calls the hook "on_log" or "on_images" with `step` and `values` or `images`.
+    All else is sent at once, but what is logged before the first step waits until every plugin is ready for it.
+
+    every: steps between two logs. call: calls the hook "on_log", "on_event", "on_images", "on_texts" or
+    "on_distributions" with `step` and what is logged.
     """
 
     def __init__(self, progress: Progress, every: int, call: Callable[..., object]) -> None:
@@ -30,6 +41,7 @@ class Log:
         self._window: dict[str, list[Value]] = {}  # values of `average` that may still be on the device
         self._sums: dict[str, tuple[float, int]] = {}  # sum and count of the earlier values of `average`
         self._closed = 0  # the step of the last means, which a void step after it must not log again
+        self._early: list[Callable[[], object]] | None = []  # calls that wait until the run is ready; None: it is
         self.details: set[str] = set()  # names of the values that lines for people leave out
 
     @property
@@ -65,10 +77,52 @@ class Log:
         for name, value in values.items():
             self._window.setdefault(name, []).append(value)
 
-    def images(self, images: Mapping[str, Tensor]) -> None:
-        """Send pictures, n c h w in [-1, 1], to the sinks at once."""
-        ready = {name: to_uint8(values) for name, values in images.items()}
-        self._call("on_images", step=self._progress.step, images=ready)
+    def images(self, images: Mapping[str, Tensor | Picture]) -> None:
+        """Log pictures by name, such as "samples": finished ones, or images (n c h w in [-1, 1]), which become a grid.
+
+        The name is that of a folder in the run directory, where the PNG file of each step is kept. Raises ValueError
+        for a name that is no relative path of plain names.
+        """
+        for name in images:
+            _check_name(name)
+        ready = {name: image if isinstance(image, Picture) else grid(image) for name, image in images.items()}
+        self._send("on_images", self._progress.step, images=ready)
+
+    def texts(self, texts: Mapping[str, str]) -> None:
+        """Log texts by name, such as the prompts of samples."""
+        self._send("on_texts", self._progress.step, texts=dict(texts))
+
+    def distributions(self, tensors: Mapping[str, Tensor | Distribution]) -> None:
+        """Log the distribution of the values of each tensor, of any shape, by name. It waits for the device."""
+        ready = {n: one if isinstance(one, Distribution) else Distribution.of(one) for n, one in tensors.items()}
+        self._send("on_distributions", self._progress.step, distributions=ready)
+
+    def event(self, event: Event, step: int | None = None) -> None:
+        """Log an event of this step, or of another one."""
+        self._send("on_event", self._progress.step if step is None else step, event=event)
+
+    def report(self, finding: Finding | None, step: int | None = None) -> None:
+        """Log `finding`, if any, as an event, and for people: an error as a warning too, because the run goes on."""
+        if finding is None:
+            return
+        step = self._progress.step if step is None else step
+        if rank() == 0:
+            level = logging.INFO if finding.severity == "info" else logging.WARNING
+            logger.log(level, "step %d: %s", step, finding)
+        self.event(Event.of(finding), step)
+
+    def open(self) -> None:
+        """Send what has waited, and from now on all at once."""
+        waiting, self._early = self._early, None
+        for call in waiting or ():
+            call()
+
+    def _send(self, hook: str, step: int, **what: object) -> None:
+        call = partial(self._call, hook, step=step, **what)
+        if self._early is None:
+            call()
+        else:
+            self._early.append(call)
 
     def flush(self) -> None:
         """Send the logged values to the sinks."""
@@ -83,9 +137,9 @@ class Log:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Drop all values that are logged during the `with`."""
+        """Drop all that is logged during the `with`."""
         kept = dict(vars(self))
-        vars(self).update(_records={}, _window={}, _sums={}, details=set())
+        vars(self).update(_records={}, _window={}, _sums={}, details=set(), _call=_drop)
         try:
             yield
         finally:
@@ -115,6 +169,16 @@ class Log:
                 total += next(numbers)
             self._sums[name] = total, count + len(values)
         self._window = {}
+
+
+def _drop(hook: str, **what: object) -> None:
+    """Take the place of the hooks while the log is muted."""
+
+
+def _check_name(name: str) -> None:
+    parts = name.split("/")
+    if not all(part and part[0] != "." and part.isprintable() and not set(part) & set('\\:*?"<>|') for part in parts):
+        raise ValueError(f"pictures are kept in a folder of their name, and this is no name of one: {name!r}")
 
 
 def _parts(value: Value | Mean) -> Mean | tuple[Value]:

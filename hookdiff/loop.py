@@ -159,14 +159,14 @@ class Loop(ReadOnly):
         if self.end.reason:  # a plugin has stopped the run
             return
         for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
-            yield self.run_step(batch)
-            self.hook.between_steps(loop=self)
+            yield (step := self.run_step(batch))
+            self.hook.between_steps(loop=self, step=step)
             if self.end.is_reached(self.config, self.progress):
                 break
         if self.feed.exhausted(self.progress.samples):
             self.progress.end_epoch()
             self.hook.on_epoch_end(loop=self)
-            self.hook.between_steps(loop=self)
+            self.hook.between_steps(loop=self, step=None)
 
     def run_step(self, batch: Batch) -> Step:
         """Train on `batch` and return the outcome; a run that is stopped already trains nothing."""

@@ -27,6 +27,7 @@ class SampleRequest:
     stream: str = "sample"  # "evaluate" for images that metrics are computed on; they differ from those to look at
     weights: str | None = None  # "model", or the name of an average; None: an average if there is one
     labels: tuple[int, ...] | None = None  # one per image, -1 is no class; None: see `default_labels`
+    noise: Tensor | None = field(default=None, eq=False)  # n c h w, standard normal: to start from, in place of its own
     images: Tensor | None = field(default=None, eq=False)  # n c h w in [-1, 1]: to start from, in place of pure noise
     mask: Tensor | None = field(default=None, eq=False)  # n 1 h w, bool: the region of `images` to make anew
     strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
@@ -77,6 +78,7 @@ class Sampler(Protocol):
         /,
         *,
         labels: Tensor | None = None,
+        noise: Tensor | None = None,
         images: Tensor | None = None,
         mask: Tensor | None = None,
         strength: float = 0.8,
@@ -84,6 +86,6 @@ class Sampler(Protocol):
     ) -> Tensor:
         """Return one image of `shape` (c h w) for each generator; `net` was trained with `objective`.
 
-        `labels` (n, int64), `images`, `mask`, `strength` and `conditions` (n rows each) are given only if the
+        `labels` (n, int64), `noise`, `images`, `mask`, `strength` and `conditions` (n rows each) are given only if the
         `SampleRequest` has them.
         """

@@ -1,4 +1,4 @@
-"""The base of all sinks. A sink sends logged values and pictures to a tracker."""
+"""The base of all sinks. A sink sends what a run logs to a tracker."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from queue import Empty, Full, Queue
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 from attrs.validators import gt
 
-from hookdiff.disk.images import as_pictures
+from hookdiff.distribution import Distribution
+from hookdiff.events import Event
 from hookdiff.hookspecs import hookimpl
 from hookdiff.options import about
+from hookdiff.pictures import Picture
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from hookdiff.loop import Loop
 
 log = logging.getLogger("hookdiff")
@@ -37,7 +37,7 @@ class TrackedRun:
     run_dir: Path | None
     hparams: Mapping[str, Any]  # the whole config
     is_branch: bool  # resumed from another run's directory
-    step: int
+    step: int  # updates so far; above 0 in a resumed run
 
 
 @define(eq=False)
@@ -48,8 +48,11 @@ class Sink:
     but no hooks. They are called on the main rank only. `check` is called by the training. The others are called in
     their order on a thread that belongs to the sink, and training waits only for `open`, for `close`, and while 64
     calls are queued. They get copies and never the loop. A call that raises a transient error is repeated three times,
-    after growing pauses. When `open`, `scalars`, `images` or `close` fails, or takes longer than `timeout`, the sink is
-    switched off with one warning and the run continues. KeyboardInterrupt and SystemExit end the run.
+    after growing pauses. When one of them fails, or takes longer than `timeout`, the sink is switched off with one
+    warning and the run continues. KeyboardInterrupt and SystemExit end the run.
+
+    The tracker is a mirror: all that a sink gets stands in the run directory too, and `hookdiff mirror RUN --to NAME`
+    makes these calls again from its files. `time` is when something was logged, in seconds since 1970.
     """
 
     timeout: float = field(
@@ -69,11 +72,20 @@ class Sink:
     def open(self, run: TrackedRun) -> None:
         """Open the tracker: before the first step, when the state of a resumed run has been loaded."""
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """Write the `values` logged at `step`; they may be nan or infinite."""
 
-    def images(self, step: int, images: Mapping[str, Tensor]) -> None:
-        """Write pictures: n c h w, uint8, on the CPU, with c 1 or 3."""
+    def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
+        """Write pictures: finished ones, uint8."""
+
+    def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
+        """Write texts."""
+
+    def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
+        """Write histograms."""
+
+    def event(self, step: int, time: float, event: Event) -> None:
+        """Write an event, such as a finding."""
 
     def close(self) -> None:
         """Flush and close, at the end of every run; also after a call that raised, `open` included.
@@ -96,13 +108,27 @@ class Sink:
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        if worker := self._open(loop):
-            worker.send("scalars", step, dict(values))
+        self._send(loop, "scalars", step, dict(values))
 
     @hookimpl
-    def on_images(self, loop: Loop, step: int, images: Mapping[str, Tensor]) -> None:
+    def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
+        self._send(loop, "images", step, dict(images))
+
+    @hookimpl
+    def on_texts(self, loop: Loop, step: int, texts: Mapping[str, str]) -> None:
+        self._send(loop, "texts", step, dict(texts))
+
+    @hookimpl
+    def on_distributions(self, loop: Loop, step: int, distributions: Mapping[str, Distribution]) -> None:
+        self._send(loop, "distributions", step, dict(distributions))
+
+    @hookimpl
+    def on_event(self, loop: Loop, step: int, event: Event) -> None:
+        self._send(loop, "event", step, event)
+
+    def _send(self, loop: Loop, name: str, step: int, what: object) -> None:
         if worker := self._open(loop):
-            worker.send("images", step, {name: as_pictures(values).clone() for name, values in images.items()})
+            worker.send(name, step, time(), what)
 
     def _open(self, loop: Loop) -> _Worker | None:
         if loop.is_main and self._worker is None:

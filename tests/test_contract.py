@@ -81,7 +81,8 @@ def test_every_hook_is_called_as_its_spec_says() -> None:
             assert not call.args, f"{where}: hooks take keywords only"
             assert sorted(str(keyword.arg) for keyword in call.keywords) == sorted(specs[hook]), where
             called.add(hook)
-    assert called | {"on_log", "on_images"} == set(HOOK_NAMES)  # every hook is called; Log calls these two by name
+    by_name = {"on_log", "on_images", "on_texts", "on_distributions", "on_event"}
+    assert called | by_name == set(HOOK_NAMES)  # every hook is called; Log calls these by name
 
 
 def test_the_core_knows_no_plugin() -> None:
@@ -93,13 +94,15 @@ def test_the_core_knows_no_plugin() -> None:
 
 # Names of plugins that the core also uses for something else, such as a logged value, with the files that use them.
 OWN_USES = {
+    "checkpoint": {"hookdiff/builtin/events.py"},  # kinds of events
+    "nan": {"hookdiff/builtin/events.py"},
     "loss": {"hookdiff/cli/summary.py", "hookdiff/diffusion/losses.py", "hookdiff/loop.py"},
     "lr": {
         "hookdiff/experiment/optimizers.py",
         "hookdiff/models/optimizer_state.py",
     },  # the learning rate of a group of weights
     "memory": {"hookdiff/data/store.py"},
-    "progress": {"hookdiff/state.py"},
+    "progress": {"hookdiff/builtin/events.py", "hookdiff/state.py"},
 }
 
 
@@ -171,6 +174,7 @@ PUBLIC = {
     *("hookdiff.adopted", "hookdiff.evaluation", "hookdiff.gradients", "hookdiff.rehearsal", "hookdiff.structure"),
     *("hookdiff.data.arrays", "hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors"),
     *("hookdiff.experiment.optimizers", "hookdiff.features", "hookdiff.fitting", "hookdiff.generation"),
+    *("hookdiff.distribution", "hookdiff.events", "hookdiff.history", "hookdiff.pictures"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory", "hookdiff.progress"),
     *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
 }
@@ -191,9 +195,9 @@ def test_a_plugin_imports_only_public_names_and_its_own_package(path: Path) -> N
 
 # The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
 ROOMS = [
-    *("errors", "fitting", "readonly", "ranks", "versions", "findings"),
+    *("errors", "fitting", "readonly", "ranks", "versions", "findings", "events", "distribution"),
     *("randomness", "options", "imports", "choices", "progress", "structure", "dispatch"),
-    *("disk", "data", "features", "objective", "sampling", "weights", "models", "diffusion"),
+    *("disk", "pictures", "history", "data", "features", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
     *("rehearsal", "generation", "sinks", "periodic", "evaluation", "testing"),

@@ -302,7 +302,7 @@ def test_values_of_the_same_step_share_a_row_and_an_earlier_step_replaces_later_
     sink = Csv(path=str(tmp_path / "other.csv"))
     sink.open(TrackedRun(run_dir=None, hparams={}, is_branch=False, step=0))
     for step, value in ((1, 0.5), (2, math.nan), (3, math.inf), (2, 4.0), (3, 5.0)):  # as after a rollback to step 1
-        sink.scalars(step, {"loss": value})
+        sink.scalars(step, 0.0, {"loss": value})
     assert (tmp_path / "other.csv").read_text() == "step,loss\n1,0.5\n2,4.0\n3,5.0\n"
 
 

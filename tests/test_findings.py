@@ -1,7 +1,6 @@
 """Findings: their text, the order of the rules, and the reports; each finding is reported once."""
 
 import json
-import logging
 import math
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from hookdiff.findings import (
     not_finite,
     percent,
     rate_too_high,
-    report,
     warning,
 )
 
@@ -52,11 +50,10 @@ def test_the_first_rule_that_holds_decides():
     assert found(20) == FINE
 
 
-def test_a_finding_is_reported_once_and_again_after_it_was_over(caplog):
-    alarms = Alarms()
-    for step, finding in enumerate([None, HOT, HOT, FINE, HOT, None, HOT], 1):
-        alarms.check(step, "heat", finding)
-    assert [text.partition(":")[0] for text in caplog.messages] == ["step 2", "step 5", "step 7"]
+def test_a_finding_is_reported_once_and_again_after_it_was_over():
+    alarms, found = Alarms(), [None, HOT, HOT, FINE, HOT, None, HOT]
+    news = [step for step, finding in enumerate(found, 1) if alarms.news(step, "heat", finding)]
+    assert news == [2, 5, 7]
 
 
 def test_keys_are_independent_and_a_change_of_severity_is_reported():
@@ -104,23 +101,15 @@ def test_a_resumed_run_reports_what_the_whole_run_would(events, cut):
     assert parts.state_dict() == whole.state_dict()
 
 
-@pytest.mark.parametrize(("finding", "level"), [(Finding("info", ""), "INFO"), (HOT, "WARNING"), (BURNS, "WARNING")])
-def test_a_report_is_logged_at_info_or_warning(finding, level, caplog):
-    caplog.set_level(logging.INFO)
-    report(3, finding)
-    report(4, None)
-    (record,) = caplog.records
-    assert (record.name, record.levelname, record.getMessage()) == ("hookdiff", level, f"step 3: {finding}")
-
-
 RANK = """
 import sys
 from torch import distributed
-from hookdiff import Alarms, Finding
+from hookdiff import Finding
 distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
-alarms = Alarms()
-alarms.check(1, "heat", Finding("warning", "hot"))
-assert "heat" in alarms
+from hookdiff.testing import toy_loop
+with toy_loop(steps=1) as loop:
+    next(loop.steps())
+    loop.log.report(Finding("warning", "hot"))
 distributed.destroy_process_group()
 """
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookdiff import (
     Batch,
+    Finding,
     InMemory,
     Loop,
     LossOutput,
@@ -29,8 +30,10 @@ from hookdiff import (
 )
 from hookdiff.cli.hooks import contract, example, imports
 from hookdiff.hookspecs import HOOK_NAMES
+from hookdiff.pictures import Picture
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
+from tests.conftest import check_facts, warnings
 
 LABELS = torch.arange(4).repeat(10)
 BY_HOOK = {
@@ -362,8 +365,32 @@ def test_on_log(tmp_path: Path) -> None:
 
 def test_on_images(tmp_path: Path) -> None:
     with toy_loop({"arrays": examples.ImageArrays()}, run_dir=tmp_path) as loop:
-        loop.log.images({"samples/ema": torch.ones(2, 1, 4, 4)})
-    assert numpy.load(tmp_path / "samples-ema.npy").tolist() == torch.full((2, 1, 4, 4), 255).tolist()
+        next(loop.steps())
+        loop.log.images({"samples/ema": Picture(numpy.full((4, 6), 9, numpy.uint8))})
+    assert (numpy.load(tmp_path / "samples-ema.npy") == numpy.full((4, 6), 9)).all()
+
+
+def test_on_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    with toy_loop({"print": examples.PrintTexts()}) as loop:
+        next(loop.steps())
+        loop.log.texts({"prompt": "a red cat"})
+    check_facts(capsys.readouterr().out, "step 1", "prompt", "a red cat")
+
+
+def test_on_distributions(caplog: pytest.LogCaptureFixture) -> None:
+    with toy_loop({"wide": examples.WideWeights()}) as loop:
+        next(loop.steps())
+        loop.log.distributions({"narrow": torch.arange(50.0), "wide": torch.arange(200.0)})
+    (warning,) = warnings(caplog)
+    check_facts(warning, "step 1", "wide", 199)
+
+
+def test_on_event() -> None:
+    loop = toy_loop({"stop": examples.StopAtFinding()})
+    with loop:
+        for step in loop.steps():
+            loop.log.report(Finding("error" if step.step == 3 else "warning", "too hot"))
+    assert (loop.progress.step, loop.end.message) == (3, "too hot")
 
 
 def test_on_checkpoint(tmp_path: Path) -> None:

@@ -1,18 +1,23 @@
 import json
+import logging
 import math
 import struct
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hookdiff import PASS, Loop, SampleRequest, hookimpl
+from hookdiff import PASS, Finding, Loop, hookimpl
+from hookdiff.events import Event
+from hookdiff.findings import Severity
+from hookdiff.pictures import Picture, places
 from hookdiff.testing import toy_loop
-from tests.conftest import Logged
+from tests.conftest import Logged, refused
 
 
 class Sink(Logged):
@@ -20,10 +25,10 @@ class Sink(Logged):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pictures = dict[int, Mapping[str, Tensor]]()
+        self.pictures = dict[int, Mapping[str, Picture]]()
 
     @hookimpl
-    def on_images(self, step: int, images: Mapping[str, Tensor]) -> None:
+    def on_images(self, step: int, images: Mapping[str, Picture]) -> None:
         self.pictures[step] = images
 
 
@@ -215,10 +220,74 @@ def test_pictures_arrive_at_once_as_bytes() -> None:
     loop = toy_loop({"sink": (sink := Sink())})
     with loop:
         next(loop.steps())
-        loop.log.images({"a": torch.tensor([-1.0, 0.0, 1.0, 9.0]).reshape(4, 1, 1, 1), "b": torch.zeros(1, 3, 2, 2)})
-        loop.sample(SampleRequest(1))
-        assert sink.pictures[1]["a"].flatten().tolist() == [0, 128, 255, 255]
-        assert {images.dtype for images in sink.pictures[1].values()} == {torch.uint8}
+        own = Picture(numpy.arange(6, dtype=numpy.uint8).reshape(2, 3))
+        loop.log.images({"a": torch.tensor([-1.0, 0.0, 1.0, 9.0]).reshape(1, 1, 2, 2), "b/c": own})
+        (place,) = places(sink.pictures[1]["a"].info)
+        left, top, right, bottom = place.box(0)
+        pixels = sink.pictures[1]["a"].pixels[top:bottom, left:right]
+        assert (pixels.dtype, pixels[0, 0], pixels[-1, -1]) == (numpy.uint8, 0, 255)
+        assert sink.pictures[1]["b/c"] is own
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a//b", "/root", ".hidden", "a/.b", "a\\b", "a\nb"])
+def test_the_name_of_a_picture_is_that_of_a_folder(name: str) -> None:
+    with refused(ValueError, "name"):
+        toy_loop().log.images({name: torch.zeros(1, 1, 2, 2)})
+
+
+def test_what_is_logged_before_the_first_step_arrives_when_the_run_is_ready() -> None:
+    order: list[str] = []
+
+    class Early:
+        @hookimpl
+        def on_start(self, loop: Loop) -> None:
+            loop.log.event(Event("mine", "early"))
+            loop.log.texts({"a": "b"})
+
+        @hookimpl(trylast=True)
+        def on_ready(self) -> None:
+            order.append("ready")
+
+        @hookimpl
+        def on_event(self, step: int, event: Event) -> None:
+            order.append(f"{event.kind} {step}")
+
+        @hookimpl
+        def on_texts(self, texts: Mapping[str, str]) -> None:
+            order.append(str(texts))
+
+    with toy_loop({"early": Early()}) as loop:
+        assert order == []
+        next(loop.steps())
+        assert order == ["ready", "mine 0", "{'a': 'b'}"]
+        loop.log.event(Event("mine", "at once"))
+        assert order[-1] == "mine 1"
+        with loop.log.muted():
+            loop.log.event(Event("mine", "never"))
+            loop.log.images({"a": torch.zeros(1, 1, 2, 2)})
+        assert order[-1] == "mine 1"
+
+
+@pytest.mark.parametrize(("severity", "level"), [("info", "INFO"), ("warning", "WARNING"), ("error", "WARNING")])
+def test_a_finding_is_logged_for_people_and_as_an_event(
+    severity: Severity, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    finding, events = Finding(severity, "hot", "70 degrees"), []
+
+    class Hears:
+        @hookimpl
+        def on_event(self, step: int, event: Event) -> None:
+            events.append((step, event))
+
+    with toy_loop({"hears": Hears()}) as loop:
+        next(loop.steps())
+        loop.log.report(None)
+        loop.log.report(finding)
+        loop.log.report(finding, step=9)
+    assert events == [(step, Event("finding", str(finding), severity)) for step in (1, 9)]
+    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert found == [(level, f"step {step}: {finding}") for step in (1, 9)]
 
 
 @pytest.mark.parametrize("cut", [False, True])

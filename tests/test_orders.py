@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hookdiff import Loop, hookimpl
+from hookdiff.builtin import Images
 from hookdiff.disk import flatten
 from hookdiff.testing import assert_same, toy_loop
 from tests.first_party import KINDS, LOOP, OPTIONS, net
@@ -52,7 +53,7 @@ def build(names: Iterable[str], run_dir: Path, listener: Listener) -> Loop:
     """Return a loop of 12 steps, with 4 batches in an epoch and the plugins in the order of `names`."""
     plugins = {name: listener if name == "listener" else KINDS[name](**OPTIONS.get(name, {})) for name in names}
     run_dir.mkdir(exist_ok=True)
-    return toy_loop(plugins, model=net(), run_dir=run_dir, **LOOP)
+    return toy_loop({**plugins, "images": Images()}, model=net(), run_dir=run_dir, **LOOP)
 
 
 def outcome(loop: Loop) -> tuple[dict[str, Tensor], str]:

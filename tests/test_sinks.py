@@ -14,7 +14,7 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff import Loop, Reason, TrackedRun, UserError, hookimpl
-from hookdiff.disk import as_pictures
+from hookdiff.pictures import as_pictures
 from hookdiff.sinks import Sink
 from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import Restores, StopAt, check_facts, refused, saved, wait_until, warnings

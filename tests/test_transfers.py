@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hookdiff import Feed, Loop, LoopConfig
-from hookdiff.builtin.metrics import Metrics
+from hookdiff.builtin import Metrics
 from hookdiff.data import digits
 from hookdiff.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class

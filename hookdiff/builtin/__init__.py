@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hookdiff.builtin.changes import Changes
-from hookdiff.builtin.metrics import Metrics
+from hookdiff.builtin.events import Events
+from hookdiff.builtin.images import Images
+from hookdiff.builtin.lines import Distributions, Metrics, Texts
 from hookdiff.builtin.run_dir import RunDir
 from hookdiff.builtin.signals import Signals
 from hookdiff.builtin.skip import SkipBatches
@@ -39,7 +41,8 @@ def builtin_plugins(
         from hookdiff.builtin.micro_batch import FitMicroBatch
 
         plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes the size that it finds
-    plugins |= {"run_dir": RunDir(overwrite), "metrics": Metrics()}
+    plugins |= {"run_dir": RunDir(overwrite), "metrics": Metrics(), "texts": Texts(), "distributions": Distributions()}
+    plugins |= {"images": Images(), "events": Events()}
     if defaults is not None:
         plugins["changes"] = Changes(defaults)
     if start_from:

@@ -11,7 +11,7 @@ from typing import Any
 import tomli_w
 from attrs import asdict, define, field
 
-from hookdiff.disk.files import cannot_write, make_folder, new_file, write_file, writing
+from hookdiff.disk.files import cannot_write, discard, make_folder, new_file, write_file, writing
 from hookdiff.disk.lock import LOCK, check_place, lock_run_dir
 from hookdiff.disk.paths import CONFIG, OUTCOME, check_run_dir
 from hookdiff.errors import StorageError, UserError, shown
@@ -70,6 +70,7 @@ class RunDir:
             lock_run_dir(path, loop.resources)
             if not self._existed and (path / CONFIG).exists():
                 check_run_dir(path)
+            discard(path / OUTCOME)  # it is that of an earlier process
             with new_file(path / CONFIG) as partial:
                 write_file(partial, config)
         self._is_ready = True

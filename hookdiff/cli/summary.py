@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Container
 from pathlib import Path
 
-from hookdiff.builtin.metrics import METRICS, read_metrics
 from hookdiff.disk.paths import CONFIG, OUTCOME
 from hookdiff.errors import shown
+from hookdiff.history import METRICS, read_metrics
 from hookdiff.loop import Loop
 
 _VISIBLE = "[!.]*"  # files that are not hidden; there are none if the run stopped before it made its directory

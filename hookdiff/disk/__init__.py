@@ -1,48 +1,8 @@
-"""Files, images, locks and paths of a run directory."""
+"""Files, locks and paths of a run directory.
 
-from hookdiff.disk.files import (
-    cannot_write,
-    check_tensors,
-    discard,
-    make_folder,
-    new_file,
-    new_folder,
-    write_file,
-    write_tensors,
-    writing,
-)
-from hookdiff.disk.images import as_pictures, check_writable, save_grid, save_image, to_uint8
-from hookdiff.disk.lock import check_place, lock_run_dir
-from hookdiff.disk.paths import CONFIG, run_of
-from hookdiff.disk.reading import check_kind, open_file, open_tensors, read_file
-from hookdiff.disk.stamp import is_intact, stamped
-from hookdiff.disk.tree import flatten, unflatten
+The names are imported on first use, so that commands that only read a run directory do not wait for torch.
+"""
 
-__all__ = [
-    "CONFIG",
-    "as_pictures",
-    "cannot_write",
-    "check_kind",
-    "check_place",
-    "check_tensors",
-    "check_writable",
-    "discard",
-    "flatten",
-    "is_intact",
-    "lock_run_dir",
-    "make_folder",
-    "new_file",
-    "new_folder",
-    "open_file",
-    "open_tensors",
-    "read_file",
-    "run_of",
-    "save_grid",
-    "save_image",
-    "stamped",
-    "to_uint8",
-    "unflatten",
-    "write_file",
-    "write_tensors",
-    "writing",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

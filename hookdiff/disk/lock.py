@@ -11,6 +11,7 @@ from pathlib import Path
 
 from attrs import define
 
+from hookdiff.disk.reading import check_kind
 from hookdiff.errors import StorageError, UserError
 
 LOCK = ".lock"  # in the run directory
@@ -89,6 +90,25 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
     resources.callback(_release, path, file)
     file.truncate(0)
     file.write(f"{socket.gethostname()} {os.getpid()}\n".encode())
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a process, this one or another, holds the lock of `run_dir`."""
+    if run_dir.resolve() in _held:
+        return True  # and the file is not opened: to close it would release the lock
+    try:
+        check_kind(run_dir / LOCK)
+        with (run_dir / LOCK).open("rb", buffering=0) as file:
+            if not _owner(file):
+                return False
+            if os.name != "nt":
+                import fcntl
+
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+            return True
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
 
 
 def _release(path: Path, file: FileIO) -> None:

@@ -1,5 +1,6 @@
 """Paths of a run directory: its files, its checks, and the run that a path belongs to."""
 
+import os
 from pathlib import Path
 
 from hookdiff.disk.lock import LOCK
@@ -46,3 +47,10 @@ def no_such_folder(path: Path) -> UserError:
     """Return the error for a missing folder; its message suggests the most similar name beside it."""
     near = nearest(path.name, [other.name for other in path.parent.iterdir()]) if path.parent.is_dir() else ""
     return UserError(f"{path}: no such folder{near}")
+
+
+def check_writable(path: Path) -> None:
+    """Raise UserError if no file can be written at `path`; the check writes nothing."""
+    parent = next((folder for folder in path.absolute().parents if folder.exists()), path)
+    if path.is_dir() or not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise UserError(f"{path}: cannot be written; expected a file in a directory with write permission")

@@ -15,13 +15,13 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor, nn
 
-from hookdiff.builtin.metrics import METRICS, read_metrics
 from hookdiff.data import Facts, Remembered
 from hookdiff.disk.paths import CONFIG, run_of
 from hookdiff.errors import ConfigError, NoCheckpoint, UserError, nearest
 from hookdiff.experiment.build import build_loop, build_sampling, pick_device
 from hookdiff.experiment.config import Config, load_config, read_toml
 from hookdiff.generation import Images
+from hookdiff.history import METRICS, read_metrics
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.load import load_into

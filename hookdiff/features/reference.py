@@ -15,10 +15,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hookdiff.data import Feed
-from hookdiff.disk import cannot_write, new_file, open_tensors, to_uint8, write_tensors
+from hookdiff.disk import cannot_write, new_file, open_tensors, write_tensors
 from hookdiff.features.collected import ROWS, Collected
 from hookdiff.features.pace import paced
 from hookdiff.features.space import Space
+from hookdiff.pictures import to_uint8
 from hookdiff.ranks import first_rank_says, gathered_or_raised, num_ranks, rank
 
 logger = logging.getLogger("hookdiff")

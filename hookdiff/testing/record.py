@@ -15,7 +15,6 @@ import numpy as np
 import safetensors.torch
 import torch
 from attrs import define, field
-from torch import Tensor
 
 from hookdiff.disk.files import write_tensors
 from hookdiff.disk.tree import State, flatten, unflatten
@@ -23,6 +22,7 @@ from hookdiff.dispatch import PASS, Watch
 from hookdiff.hookspecs import hookimpl
 from hookdiff.log import MACHINE
 from hookdiff.loop import Loop
+from hookdiff.pictures import Picture
 from hookdiff.testing.compare import differences, leaves, weights
 from hookdiff.testing.toy import toy_loop
 
@@ -55,8 +55,8 @@ class Record:
         self._note(step, {f"the logged {k}": v for k, v in values.items() if not k.startswith(MACHINE)})
 
     @hookimpl
-    def on_images(self, step: int, images: Mapping[str, Tensor]) -> None:
-        self._note(step, {f"the logged pictures {k}": v for k, v in images.items()})
+    def on_images(self, step: int, images: Mapping[str, Picture]) -> None:
+        self._note(step, {f"the logged picture {k}": torch.from_numpy(v.pixels) for k, v in images.items()})
 
     @hookimpl(trylast=True)
     def between_steps(self, loop: Loop) -> None:

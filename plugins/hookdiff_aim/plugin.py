@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from attrs import define, field
 from attrs.validators import matches_re, optional
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.options import about
+from hookdiff.pictures import Picture
 
 log = logging.getLogger("hookdiff")
 
@@ -64,17 +64,13 @@ class Aim(Sink):
         if run.hparams:
             self._run["hparams"] = dict(run.hparams)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         self._run.track(dict(values), step=step)
 
-    def images(self, step: int, images: Mapping[str, Tensor]) -> None:
-        from PIL import Image
-
+    def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
         aim = _aim()
-        # Aim takes tensors too, but eight times slower and without a clamp.
-        for name, pictures in images.items():
-            arrays = [picture.squeeze(-1).numpy() for picture in pictures.permute(0, 2, 3, 1)]
-            self._run.track([aim.Image(Image.fromarray(array)) for array in arrays], name=name, step=step)
+        for name, picture in images.items():
+            self._run.track(aim.Image(picture.as_pillow()), name=name, step=step)
 
     def close(self) -> None:
         run, self._run = self._run, None

@@ -48,6 +48,11 @@ _FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeEr
 Parts = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]]  # tensors and other values of a state, by part
 
 
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint, from the name that a run gives its folder."""
+    return int(path.name.removeprefix("step-"))
+
+
 class NewerFormat(UserError):
     """A checkpoint of a later hookdiff. Resuming from an older checkpoint would undo the work of that version."""
 

@@ -21,6 +21,7 @@ from hookdiff_checkpoint.folder import (
     NewerFormat,
     find_checkpoints,
     read_checkpoint,
+    step_of,
 )
 from hookdiff_checkpoint.keep import Logged, choose, settle
 from hookdiff_checkpoint.revision import revision
@@ -193,7 +194,7 @@ class Checkpoint:
                 except NotFinite as error:
                     log.warning("%s", self._discarded(error, self._writer))
                 else:
-                    loop.hook.on_checkpoint(loop=loop, path=path)
+                    loop.hook.on_checkpoint(loop=loop, path=path, step=step_of(path))
         elif reason == "done" and not self._is_open and self._goes_on(loop):
             self.on_ready(loop)  # no step was left, but a killed process may not have completed its last save
             if self._writer:
@@ -206,7 +207,8 @@ class Checkpoint:
                     raise StorageError(
                         f"the end of the run is not saved: {self._problem}\n  {self._writer.last_good()}"
                     )
-                self._alarms.check(loop.progress.step, "best", self._logged.problem(is_over=True), over=False)
+                problem = self._logged.problem(is_over=True)
+                loop.log.report(self._alarms.news(loop.progress.step, "best", problem, over=False))
 
     def _kept(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         return choose(found, self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
@@ -228,7 +230,8 @@ class Checkpoint:
         if self._writer:
             metrics = self._logged.at(step)
             if len(self._writer.known) >= self.keep_last:  # this save removes a checkpoint, perhaps the best
-                self._alarms.check(step, "best", self._logged.problem(is_over=False), over=False)
+                problem = self._logged.problem(is_over=False)
+                loop.log.report(self._alarms.news(step, "best", problem, over=False))
             facts = {"versions": versions, "git": self._revision, "number": self._number, "scheduled": scheduled}
             facts["metrics"] = metrics
             self._writer.start(f"step-{step:08d}", parts, facts)
@@ -255,7 +258,7 @@ class Checkpoint:
         if self._problem:
             log.info("%s can be written again", path.parent)
         self._problem = None
-        loop.hook.on_checkpoint(loop=loop, path=path)
+        loop.hook.on_checkpoint(loop=loop, path=path, step=step_of(path))
         return True
 
     def _discarded(self, error: NotFinite, writer: Writer) -> str:

@@ -29,8 +29,9 @@ def command(
     picture shows the first batch as the model sees it, augmentation included.
     """
     from hookdiff import load_config
-    from hookdiff.disk import save_grid, writing
+    from hookdiff.disk import writing
     from hookdiff.experiment import build_feed, pick_device
+    from hookdiff.pictures import save_grid
     from hookdiff_data.report import report
 
     checked = load_config(config, plugins, settings)

@@ -15,7 +15,8 @@ from attrs import define, evolve
 from torch import Generator, Tensor
 
 from hookdiff import Batch, Config, Finding, Loop, SampleRequest, build_loop, evaluating
-from hookdiff.disk import run_of, save_grid
+from hookdiff.disk import run_of
+from hookdiff.pictures import save_grid
 from hookdiff_debug import checks, measure
 from hookdiff_debug.measure import LEVELS, SETTLED, Level, Outputs
 from hookdiff_debug.trial import Trial, train

@@ -84,7 +84,7 @@ class Debug:
             findings["gradients"] = check_gradients(layers, silent, outputs)
         findings |= {"output": check_outputs(outputs, settled), "response": check_response(outputs, settled)}
         for name, finding in findings.items():
-            self._alarms.check(step + 1, name, finding)
+            loop.log.report(self._alarms.news(step + 1, name, finding), step + 1)
             if finding.severity == "error":
                 break  # the others follow from it, or can wait
         numbers = {"silent_layers": float(sum(not layer.norm for layer in layers.values()))}

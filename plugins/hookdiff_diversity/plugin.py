@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,19 +13,17 @@ from torch import Tensor
 
 from hookdiff import Alarms, Every, Finding, Loop, Periodic, UserError, hookimpl, parse_every
 from hookdiff.choices import chosen
-from hookdiff.disk import save_grid
 from hookdiff.features import ROWS, Collected, Features, Space, data_features
-from hookdiff.findings import Raised, report
+from hookdiff.findings import Raised
 from hookdiff.generation import Generated
 from hookdiff.options import about
+from hookdiff.pictures import grid
 from hookdiff.ranks import gathered_or_raised
 from hookdiff.structure import COUNT
 from hookdiff_diversity.copies import Copies, copies
 from hookdiff_diversity.diagnosis import KINDS, Diagnosis, diagnose
 from hookdiff_diversity.modes import modes
 from hookdiff_diversity.spread import spread
-
-logger = logging.getLogger("hookdiff")
 
 _MODES = 20  # of data without classes
 _MOST_MODES = 100
@@ -124,16 +121,17 @@ class Diversity(Periodic):
         values, self.diagnosis, near = found
         place = f"diversity/{self.space.name}"
         loop.log({f"{place}/{name}": value for name, value in values.items()}, detail=True)
-        self._report(loop.progress.step, self.diagnosis, time.monotonic() - start)
+        self._report(loop, self.diagnosis, time.monotonic() - start)
         self._draw(loop, near)
         return values
 
-    def _report(self, step: int, found: Diagnosis, seconds: float) -> None:
+    def _report(self, loop: Loop, found: Diagnosis, seconds: float) -> None:
         what = f"diversity: the samples are {found.kind}"
         finding = Finding("warning", what, found.why, found.remedy) if found.remedy else None
+        step = loop.progress.step
         alarms = [self._alarms.news(step, kind, finding if kind == found.kind else None) for kind in KINDS]
         news = next(filter(None, alarms), None)
-        report(step, news or Finding("info", f"{what}: {found.why} ({seconds:.1f} s)"))
+        loop.log.report(news or Finding("info", f"{what}: {found.why} ({seconds:.1f} s)"))
 
     def _compare(self, loop: Loop, samples: Tensor) -> tuple[dict[str, float], Diagnosis, Copies]:
         assert self._training is not None
@@ -169,14 +167,8 @@ class Diversity(Periodic):
             return
         (batch,) = loop.feed.unaugmented(originals, len(originals))
         pairs = torch.stack((torch.cat(samples), batch.inputs.float().cpu()), dim=1).flatten(0, 1)
-        loop.log.images({"diversity/closest": pairs})
-        if loop.run_dir is not None:
-            path = loop.run_dir / "diversity" / f"step-{loop.progress.step:08d}.png"
-            labels = [("sample", f"data, {distance:.2g}") for distance in near.distances[chosen].tolist()]
-            try:
-                save_grid(pairs, path, columns=_PAIRS, names=[text for pair in labels for text in pair])
-            except OSError as error:
-                logger.warning("diversity: %s cannot be written: %s", path, error.strerror or error)
+        labels = [("sample", f"data, {distance:.2g}") for distance in near.distances[chosen].tolist()]
+        loop.log.images({"diversity": grid(pairs, _PAIRS, captions=[text for pair in labels for text in pair])})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step of the newest measurement, and what was reported."""

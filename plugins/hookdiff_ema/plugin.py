@@ -164,7 +164,8 @@ class EMA:
         lost = self._weights.replaced()
         what = f"ema: parameters were replaced, and the average follows the old ones: {listed(lost, 3)}"
         remedy = "to change them in place (copy_), or in the hook prepare_model"
-        self._alarms.check(step, "replaced", Finding("warning", what, "", remedy) if lost else None)
+        found = Finding("warning", what, "", remedy) if lost else None
+        loop.log.report(self._alarms.news(step, "replaced", found), step)
         for average in self._averages:
             distance = values[f"{average.prefix}/distance"]
             is_lost, over = distance > self.max_distance, distance < BACK * self.max_distance
@@ -172,14 +173,15 @@ class EMA:
             far = judge(
                 f"distance {distance:.2g}", warning(is_lost, what, "a shorter average or a warmup, if the loss is fine")
             )
-            self._alarms.check(step, f"{average.prefix}/distance", far, over=over)
+            loop.log.report(self._alarms.news(step, f"{average.prefix}/distance", far, over=over), step)
             # `still` of one average costs a transfer, which is made only if one has not moved.
             is_still = values[STILL] >= MANY and float(average.still) >= MANY
             what = f"ema: the average {average.label} has not moved for {values[STILL]:.0f} updates"
             why, remedy = "neither have the weights", "a learning rate above 0"
             if distance:
                 why, remedy = "the weights have moved: its decay is too close to 1", "a lower decay"
-            self._alarms.check(step, f"{average.prefix}/still", judge(why, warning(is_still, what, remedy)))
+            still = judge(why, warning(is_still, what, remedy))
+            loop.log.report(self._alarms.news(step, f"{average.prefix}/still", still), step)
 
     @hookimpl
     def offer_weights(self) -> dict[str, Callable[[], Mapping[str, Tensor]]]:

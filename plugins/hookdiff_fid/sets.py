@@ -15,10 +15,11 @@ from hookdiff import Feed, SampleRequest, UserError, load_config, load_run
 from hookdiff.data import Folder, Transforms
 from hookdiff.data.arrays import names_in, open_array
 from hookdiff.data.source import with_images
-from hookdiff.disk import CONFIG, run_of, to_uint8
+from hookdiff.disk import CONFIG, run_of
 from hookdiff.errors import why_missing
 from hookdiff.experiment import build_feed
 from hookdiff.features import Collected, Gaussian, Space, data_features, paced
+from hookdiff.pictures import to_uint8
 from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 
 _BATCH = 64  # images of one shape that are given together

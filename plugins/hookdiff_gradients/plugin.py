@@ -227,7 +227,8 @@ class GradientMonitor(Limits):
             if cause == "dead":
                 place, key = f": {listed(names, NAMED_DEAD)}", " ".join([cause, *names[:NAMED_DEAD]])
             self.findings[cause] = finding = evolve(finding, why=finding.why + place)
-            self._alarms.check(step, key, finding, quiet=max(self.window, loop.config.log_every))
+            quiet = max(self.window, loop.config.log_every)
+            loop.log.report(self._alarms.news(step, key, finding, quiet=quiet))
 
     def _tensors(self, cause: Cause) -> list[str]:
         """Return the names of the tensors that show the `cause` most, and all dead ones; reads the device."""

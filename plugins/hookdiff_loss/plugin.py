@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hookdiff import Alarms, Batch, Evaluation, Every, Loop, hookimpl, parse_every
 from hookdiff.evaluation import EvaluationState
-from hookdiff.findings import Raised, little_learned, report
+from hookdiff.findings import Raised, little_learned
 from hookdiff.options import about
 from hookdiff.structure import COUNT, numbers
 from hookdiff_loss.diagnosis import Findings, LossTrends, TrendsState
@@ -143,7 +143,7 @@ class LossMonitor(Evaluation):
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         if "val/loss_trained" in values:
-            report(step, self._overfitting.observe(step, values["val/loss"], values["val/loss_trained"]))
+            loop.log.report(self._overfitting.observe(step, values["val/loss"], values["val/loss_trained"]), step)
         self._unexplained = values.get("loss/unexplained", self._unexplained)
         if values.get("loss/unlearned", self._unlearned) != self._unlearned:
             unlearned = self._levels.unlearned()  # a second transfer
@@ -153,14 +153,14 @@ class LossMonitor(Evaluation):
             )
             finding = little_learned(self._levels.ranges(unlearned), why)
             if [k for k in unlearned if self._alarms.news(step, f"level {k}", finding)]:
-                report(step, finding)
+                loop.log.report(finding, step)
 
     def _report(self, loop: Loop, findings: Findings) -> None:
         for kind, finding in findings.items():
             why = f"{finding.why}; learning rate {float(loop.optimizers[0].param_groups[0]['lr']):.3g}"
             if kind == "divergence" and self._unexplained > WORSE:
                 why += "; the error is larger than that of a constant prediction"
-            report(loop.progress.step, evolve(finding, why=why))
+            loop.log.report(evolve(finding, why=why))
 
     @property
     def _parts(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Memory:
             peak = values.get("peak", 0)
             if total is not None and peak >= self.warn_above * total:
                 short = memory_short(peak, total, f"the peak on {loop.device}")
-                self._alarms.check(loop.progress.step, "memory", short)
+                loop.log.report(self._alarms.news(loop.progress.step, "memory", short))
         if self._due.after_step(loop.progress.step):
             free_memory(loop.device)
 

@@ -31,7 +31,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option(
     "--strength", type=_SHARE, metavar="X", help="With --images: share of steps.  [default: 0.8, 1 for masks]"
 )
-@click.option("--columns", type=click.IntRange(1), metavar="N", help="Columns of the grid.  [default: one per class]")
+@click.option("--columns", type=click.IntRange(1), metavar="N", help="Columns of the grid.  [default: nearly square]")
 @click.option("--seed", default=0, metavar="N", help="Seed of the noise.")
 @click.option("--weights", metavar="NAME|FILE", help="An average, model, or a safetensors file.  [default: average]")
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Images at a time.  [default: as many as fit]")
@@ -69,8 +69,10 @@ def command(
     --images, a higher --strength leaves less of the picture; with --mask, the black part stays as it is.
     """
     from hookdiff import load_run
-    from hookdiff.disk import run_of, to_uint8
+    from hookdiff.disk import run_of
     from hookdiff.errors import UnknownWeights
+    from hookdiff.pictures import to_uint8
+    from hookdiff_samples.chain import about
     from hookdiff_samples.pictures import Output, free_name, picture_files, read_mask, read_pictures
 
     if mask is not None and not images:
@@ -96,6 +98,8 @@ def command(
                         shown.update(len(part))
         except UnknownWeights as error:
             raise UserError(f"--weights: {error}, or a file that ends in .safetensors") from None
-        paths = output.finish(numbers, opened.classes, columns)
+        used = {key: options[key] for key in ("sampler", "steps", "guidance_scale") if options[key] is not None}
+        info = {"step": opened.step, "weights": name, "seed": seed, **about(opened.loop.sampler, opened.loop.objective)}
+        paths = output.finish(numbers, opened.classes, columns, {**info, **used})
         origin = f"weights in {name}" if name.endswith(".safetensors") else f"{name} weights of step {opened.step}"
     click.echo(f"{', '.join(map(str, paths))}: {num} images from the {origin}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from torch import Tensor
 from hookdiff import UserError
 from hookdiff.data import Transforms, to_unit_range
 from hookdiff.data.source import reason
-from hookdiff.disk import check_writable, new_file, save_grid, save_image, writing
+from hookdiff.disk import check_writable, new_file, writing
+from hookdiff.pictures import Panel, by_class, save_image, sheet
 
-_MOST_COLUMNS = 16  # that a grid gets for its classes without being asked
 _WHITE = 128  # the least value of a pixel that is painted
 
 
@@ -116,18 +116,21 @@ class Output:
                     save_image(image, path)
             self._written += len(pixels)
 
-    def finish(self, labels: Sequence[int] | None, names: Sequence[str], columns: int | None) -> list[Path]:
-        """Write `out`; return it and the folder of single pictures. `labels` are of all images, `names` of classes."""
+    def finish(
+        self, labels: Sequence[int] | None, names: Sequence[str], columns: int | None, info: Mapping[str, Any]
+    ) -> list[Path]:
+        """Write `out`; return it and the folder of single pictures.
+
+        `labels` are those of all images, `names` those of the classes; `info` goes into the PNG file of the grid.
+        """
         if self.out:
             pixels = torch.cat(self._pixels)
             with writing(self.out):
                 if self.is_archive:
                     _write_archive(self.out, pixels, labels)
                 else:
-                    classes = len(dict.fromkeys(labels or ()))
-                    columns = columns or (classes if 1 < classes <= min(_MOST_COLUMNS, self.num) else None)
-                    captions = [names[label] if label >= 0 else "-" for label in labels or ()]
-                    save_grid(pixels, self.out, columns, names=captions)
+                    panel = by_class(pixels, labels, names, columns) if labels else Panel(pixels, columns)
+                    sheet([panel], info=info).save(self.out)
         return [path for path in (self.out, self.each) if path]
 
 

@@ -1,66 +1,236 @@
 """The plugin `samples`."""
 
+from __future__ import annotations
+
 import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
-from attrs import define, field
-from attrs.validators import ge, le, optional
+from attrs import converters, define, evolve, field
+from attrs.validators import ge, in_, le, optional
+from torch import Tensor
 
-from hookdiff import Every, Loop, Periodic, SampleRequest, hookimpl, parse_every
-from hookdiff.disk import save_grid
-from hookdiff.options import about
+from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, nearest, parse_every
+from hookdiff.choices import chosen
+from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
+from hookdiff.generation import Images
+from hookdiff.history import find_pictures
+from hookdiff.options import about, between
+from hookdiff.pictures import FORMATS, Panel, Picture, by_class, grid, save_animation, sheet
+from hookdiff_samples.between import noise_between
+from hookdiff_samples.chain import Recorded, about as about_sampler
+from hookdiff_samples.film import filmstrip, growing_up
 
 log = logging.getLogger("hookdiff")
+
+NAME = "samples"  # of the sheets, and of their folder
+_SHOWN = 4  # images in a strip
+_ANIMATED, _FRAMES = 16, 32  # images and frames of the animated denoising
+_MOST_CLASSES = 10  # in rows, unless the config names them
 
 
 @define(eq=False)
 class SampleGrid(Periodic):
     """Generates images from the same noise at regular intervals, so that one can see the model learn.
 
-    A grid of them is saved as `samples/step-00001000.png` in the run directory, if there is one, and sent to the sinks.
-    When the run is done, there is a last grid, of its final step.
+    A sheet shows them side by side with an average of the weights and with the weights themselves, and with each
+    guidance scale; a model with classes gets a row for each. The run directory keeps the sheets as
+    `samples/step-00001000.png`, beside the denoising of some images (`samples/denoising`) and images between two noises
+    (`samples/interpolation`). From the sheets it makes `samples/filmstrip.png`, where each row follows one noise over
+    the whole training, and at the end of the run an animation, `samples/training.webp`.
     """
 
     every: Every = field(
         default=Every(1000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
     )
-    num: int = field(default=64, validator=[ge(1), le(1_000_000)], metadata=about("number of images"))
+    num: int = field(default=36, validator=[ge(1), le(1_000_000)], metadata=about("images of a panel"))
+    classes: tuple[str | int, ...] = field(
+        default=(),
+        converter=tuple,
+        metadata=about(f"classes by name or number, a row each; without it the first {_MOST_CLASSES}"),
+    )
+    weights: tuple[str, ...] = field(
+        default=(),
+        converter=tuple,
+        metadata=about('weights side by side, such as ["ema", "model"]; without it an average, if any, and "model"'),
+    )
+    guidance_scales: tuple[float, ...] = field(
+        default=(),
+        converter=tuple,
+        validator=between(0, math.inf),
+        metadata=about("a panel for each scale of classifier-free guidance; without it that of [sampling]"),
+    )
+    sampler: Solver | None = field(
+        default=None,
+        converter=converters.optional(chosen[Solver]),
+        metadata=about("sampler; without it that of [sampling]"),
+    )
+    steps: int | None = field(
+        default=None,
+        validator=optional([ge(1), le(1_000_000)]),
+        metadata=about("steps of the sampler; without it those of [sampling]"),
+    )
     seed: int = field(default=0, validator=ge(0), metadata=about("seed of the noise"))
     columns: int | None = field(
-        default=None, validator=optional(ge(1)), metadata=about("images in a row; without it a nearly square grid")
+        default=None, validator=optional(ge(1)), metadata=about("images in a row; without it a nearly square panel")
     )
     scale: int | None = field(
         default=None,
         validator=optional([ge(1), le(1000)]),
         metadata=about("factor of enlargement; without it, to about 64 pixels"),
     )
-    weights: str | None = field(
-        default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
+    denoising: tuple[float, ...] = field(
+        default=(0.0, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0),
+        converter=tuple,
+        validator=between(0, 1),
+        metadata=about("shares of the sampler's steps after which the denoising is shown; []: it is not"),
     )
+    interpolation: int = field(
+        default=0, validator=[ge(0), le(1000)], metadata=about("images from one noise to another, in a row; 0: none")
+    )
+    animation: str = field(
+        default="webp",
+        validator=in_((*FORMATS, "none")),
+        metadata=about('format of the animations of denoising and training: "webp", "gif" or "none"'),
+    )
+    _labels: tuple[int, ...] = field(init=False, default=())  # of the images of a panel
+    _names: tuple[str, ...] = field(init=False, default=())  # of the classes
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        loop.sample(SampleRequest(0, weights=self.weights))  # refuses unknown weights before the run starts
+        """Refuse what this run cannot sample, before it starts."""
+        for name in self.weights or (None,):
+            loop.sample(SampleRequest(0, weights=name))
+        if (self.sampler or self.steps or self.guidance_scales) and not isinstance(loop.sampler, Sampling):
+            raise UserError("plugins.samples: sampler, steps and guidance_scales are for hookdiff's own Sampling")
+        self._labels, self._names = (), ()
+        if getattr(loop.objective, "conditional", False):
+            num = int(getattr(loop.model, "num_classes", 0))
+            self._names = tuple(loop.feed.classes or map(str, range(num)))
+            numbers = [self._number(name) for name in self.classes] or list(range(min(num, _MOST_CLASSES)))
+            self._labels = tuple(numbers * max(1, self.num // len(numbers)))
+        elif self.classes:
+            raise UserError("plugins.samples.classes: the network was made without classes (model.num_classes)")
+        for _, sampler in self._samplers(loop):
+            if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
+                try:
+                    sampler.points(loop.objective)
+                except ValueError as error:
+                    raise UserError(f"plugins.samples: {error}") from None
+
+    def _number(self, name: str | int) -> int:
+        number = self._names.index(name) if isinstance(name, str) and name in self._names else name
+        if not isinstance(number, int) or not -1 <= number < len(self._names):
+            near = nearest(str(name), self._names) or f"; expected a name, or a number below {len(self._names)}"
+            raise UserError(f"plugins.samples.classes: there is no class {name!r}{near}")
+        return number
+
+    def _samplers(self, loop: Loop) -> Iterator[tuple[str, Any]]:
+        """Yield the sampler of each guidance scale, and what it adds to a title."""
+        sampler = loop.sampler
+        if not isinstance(sampler, Sampling):
+            yield "", sampler
+            return
+        sampler = evolve(sampler, sampler=self.sampler or sampler.sampler, steps=self.steps or sampler.steps)
+        if not self.guidance_scales:
+            yield "", sampler
+        guidance = sampler.guidance if isinstance(sampler.guidance, ClassifierFree) else ClassifierFree()
+        for scale in self.guidance_scales:
+            yield f", guidance {scale:g}", evolve(sampler, guidance=evolve(guidance, scale=scale))
 
     def act(self, loop: Loop) -> None:
         """Make the images, on the main rank."""
         if not loop.is_main:
             return
-        step = loop.progress.step
-        # A part of this size fits into memory, as it does in training; the images do not depend on the size.
-        size = loop.config.micro_batch or loop.config.batch_size
-        requests = [
-            SampleRequest(min(size, self.num - start), self.seed, start, weights=self.weights)
-            for start in range(0, self.num, size)
-        ]
-        images = torch.cat([loop.sample(request).images.cpu() for request in requests])
+        names = self.weights or tuple(dict.fromkeys((loop.sample(SampleRequest(0)).weights, "model")))
+        samplers = list(self._samplers(loop))
+        (_, first), *_ = samplers
+        recorded = self._recorded(loop, first)
+        panels: list[Panel] = []
+        for name in names:
+            for text, sampler in samplers:
+                used = evolve(sampler, sampler=recorded) if recorded and not panels else sampler
+                title = f"{name}{text}" if len(names) * len(samplers) > 1 else ""
+                panels.append(self._panel(self._made(loop, used, name), title))
+        info = {"weights": list(names), "seed": self.seed, **about_sampler(first, loop.objective)}
+        abreast = len(samplers) if len(samplers) > 1 else 2
+        pictures = {NAME: sheet(panels, scale=self.scale, abreast=min(abreast, len(panels)), info=info)}
+        if recorded and recorded.is_complete and self.denoising:
+            strip = recorded.strip(self.denoising, _SHOWN)
+            pictures[f"{NAME}/denoising"] = sheet([strip], scale=self.scale, info=info)
+        if self.interpolation:
+            pictures[f"{NAME}/interpolation"] = self._between(loop, first, names[0]).with_info(**info)
+        loop.log.images(pictures)
+        self._film(loop, recorded)
+
+    def _recorded(self, loop: Loop, sampler: object) -> Recorded | None:
+        if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
+            solver = sampler.fit(loop.objective).sampler
+            return Recorded(solver, _ANIMATED) if solver else None
+        return None
+
+    def _made(
+        self, loop: Loop, sampler: Any, weights: str, noise: Tensor | None = None, labels: tuple[int, ...] = ()
+    ) -> Tensor:
+        """Return the images of a panel, or one for each of `noise` with its label: n c h w, on the CPU."""
+        labels = labels or self._labels
+        num = len(noise) if noise is not None else len(labels) or self.num
+
+        def request(part: range) -> SampleRequest:
+            rows = slice(part.start, part.stop)
+            begin = None if noise is None else noise[rows]
+            return SampleRequest(
+                len(part), self.seed, part.start, weights=weights, labels=labels[rows] or None, noise=begin
+            )
+
+        with loop.using(sampler=sampler):
+            images = torch.cat(list(Images(loop).make(range(num), request)))
         if broken := int((~images.isfinite()).flatten(1).any(1).sum()):
-            log.warning("samples at step %d: %d of %d images are not finite (NaN is black)", step, broken, self.num)
-            images = images.nan_to_num(nan=-1.0, posinf=1.0, neginf=-1.0)
-        loop.log.images({"samples": images})
-        if loop.run_dir is not None:
-            path = loop.run_dir / "samples" / f"step-{step:08d}.png"
-            try:
-                save_grid(images, path, self.columns, self.scale)
-            except OSError as error:
-                log.warning("samples: %s cannot be written: %s", path, error.strerror or error)
+            step = loop.progress.step
+            log.warning("samples at step %d: %d of %d images are not finite (NaN is black)", step, broken, len(images))
+        return images
+
+    def _panel(self, images: Tensor, title: str) -> Panel:
+        if not self._labels:
+            return Panel(images, self.columns, title)
+        return evolve(by_class(images, self._labels, self._names, self.columns), title=title)
+
+    def _between(self, loop: Loop, sampler: Any, weights: str) -> Picture:
+        """Return a row of images between each of some pairs of noises."""
+        noise = noise_between(loop.feed.shape, self.seed, _SHOWN, self.interpolation)
+        chosen = [self._labels[row % len(self._labels)] for row in range(_SHOWN)] if self._labels else []
+        labels = tuple(label for label in chosen for _ in range(self.interpolation))
+        if isinstance(sampler, Sampling):
+            # The usual sampler of each process adds no noise, which would hide how the images change.
+            sampler = evolve(sampler, sampler=None)
+        return grid(self._made(loop, sampler, weights, noise, labels), self.interpolation, self.scale)
+
+    def _film(self, loop: Loop, recorded: Recorded | None) -> None:
+        """Write the filmstrip and the animated denoising."""
+        if loop.run_dir is None:
+            return
+        if film := filmstrip(find_pictures(loop.run_dir).get(NAME, {}), _SHOWN):
+            _write(loop.run_dir / NAME / "filmstrip.png", film.save)
+        if recorded and recorded.is_complete and self.animation != "none":
+            frames = [grid(frame, scale=self.scale).as_pillow() for frame in recorded.some_frames(_FRAMES)]
+            path = loop.run_dir / NAME / f"denoising.{self.animation}"
+            _write(path, lambda path: save_animation(frames, path, frame=80))
+
+    @hookimpl(trylast=True)
+    def on_stop(self, loop: Loop) -> None:
+        """Animate the training."""
+        if loop.run_dir is None or not loop.is_main or self.animation == "none":
+            return
+        frames = growing_up(find_pictures(loop.run_dir).get(NAME, {}))
+        if len(frames) > 1:
+            _write(loop.run_dir / NAME / f"training.{self.animation}", lambda path: save_animation(frames, path))
+
+
+def _write(path: Path, save: Callable[[Path], object]) -> None:
+    try:
+        save(path)
+    except OSError as error:
+        log.warning("samples: %s cannot be written: %s", path, error.strerror or error)

@@ -2,19 +2,21 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import define
 
+from hookdiff.history import DISTRIBUTIONS, TEXTS
 from hookdiff.log import MACHINE
 from hookdiff_selftest.texts import number_difference
 
 FILE, STATE = "the file ", " in the state"  # start and end of the names of items
 DIGEST = "tensor "  # start of a text that stands for a tensor
-# Parts of a state that are not compared: the proof changes the config, and the metrics file has times in it.
-_DIFFERENT = ("config/", "plugins/metrics/")
+# Parts of a state that are not compared: the proof changes the config, and lines of JSON have times in them.
+_DIFFERENT = ("config/", "plugins/metrics/", "plugins/texts/", "plugins/distributions/")
 _WIDTH = 100  # characters of a value that are shown
 _BEFORE = 20  # of them, before the first difference
 _SHORT = 64  # values are shown beside a name if they have fewer characters than this
@@ -104,6 +106,8 @@ def files(folder: Path, skipped: Collection[str], owner: Owner) -> dict[str, Ite
         if not path.is_file() or inner.parts[0] in skipped or any(part.startswith(".") for part in inner.parts):
             continue
         data, name = path.read_bytes(), inner.as_posix()
+        if name in (TEXTS, DISTRIBUTIONS):
+            data = re.sub(rb'"time": [\d.]+, ', b"", data)  # when it was logged
         try:
             is_text = bool(data.decode())
         except UnicodeDecodeError:

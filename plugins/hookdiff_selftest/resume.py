@@ -27,6 +27,7 @@ from hookdiff import Config, Every, Feed, UserError
 from hookdiff.disk import CONFIG
 from hookdiff.experiment import Part, build_feed
 from hookdiff.findings import listed
+from hookdiff.history import EVENTS, METRICS
 from hookdiff_selftest.compare import (
     DIGEST,
     FILE,
@@ -42,7 +43,6 @@ from hookdiff_selftest.compare import (
 )
 from hookdiff_selftest.witness import END, RESUMED, SAVED, Witness
 
-METRICS = "metrics.jsonl"
 _TAIL = 30  # lines of a run that failed
 _MOST = 5  # names in a list
 _NETWORK = ("accumulate", "micro_step", "backward")  # the hooks in which the network is called
@@ -319,7 +319,7 @@ class Comparison:
         """Compare the ends of both runs; `names` are texts in the state that differ between any two runs."""
         evidence = Evidence.of(whole, cut)
         # The last checkpoint may be complete after the witness has had its turn, so those of either run count.
-        skipped = {*evidence.whole["checkpoints"], *evidence.cut["checkpoints"], CONFIG, METRICS}
+        skipped = {*evidence.whole["checkpoints"], *evidence.cut["checkpoints"], CONFIG, METRICS, EVENTS}
         logged = [numbers(run.run_dir / METRICS, evidence.owner) for run in (whole, cut)]
         states = [state(note["state"]) for note in (evidence.whole, evidence.cut)]
         written = [files(run.run_dir, skipped, evidence.owner) for run in (whole, cut)]

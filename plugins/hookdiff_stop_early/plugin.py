@@ -8,7 +8,7 @@ from attrs import define, field
 from attrs.validators import ge
 
 from hookdiff import Finding, Loop, hookimpl, nearest
-from hookdiff.findings import listed, report
+from hookdiff.findings import listed
 from hookdiff.options import about
 from hookdiff.ranks import first_rank_says
 from hookdiff.structure import COUNT, numbers
@@ -94,9 +94,8 @@ class StopEarly:
         near = nearest(self.metric, self._names)
         what = f"stop_early: {self.metric!r} was never logged, so it could not end the run{near}"
         why = f"logged are: {listed(sorted(self._names), 8) or 'no values'}"
-        report(
-            loop.progress.step, Finding("warning", what, why, "the plugin loss with data.held_out, which logs val/loss")
-        )
+        remedy = "the plugin loss with data.held_out, which logs val/loss"
+        loop.log.report(Finding("warning", what, why, remedy))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best measurement, the number of those since, and the value that they belong to."""

@@ -9,7 +9,7 @@ import pytest
 
 from hookdiff import PASS, Loop, SampleRequest, hookimpl
 from hookdiff.builtin import Metrics
-from hookdiff.builtin.metrics import read_metrics
+from hookdiff.history import read_metrics
 from hookdiff.testing import toy_loop
 from tests.conftest import Restores, StopAt, check_facts, fill, free, records, saved, warnings
 

@@ -21,10 +21,10 @@ from attrs import define, evolve
 from hypothesis import event, given, strategies as st
 
 from hookdiff import ConfigError, Loop, LossOutput, StorageError, UserError, builtin_plugins, hookimpl
-from hookdiff.builtin.metrics import read_metrics
 from hookdiff.cli.summary import summary
 from hookdiff.disk import new_file, write_file, writing
 from hookdiff.experiment.config import read_toml
+from hookdiff.history import read_metrics
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
 from hookdiff_ema import EMA

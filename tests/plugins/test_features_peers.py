@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookdiff.disk import save_image
 from hookdiff.features import Collected, Space
+from hookdiff.pictures import save_image
 from hookdiff_features import Inception
 from hookdiff_features.inception import InceptionV3
 from hookdiff_fid import frechet_distance, inception_score, kernel_distance, neighbourhoods

@@ -14,8 +14,8 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, SampleRequest, UserError
 from hookdiff.data import digits
-from hookdiff.disk import to_uint8
 from hookdiff.features import Collected, Gaussian, Moments
+from hookdiff.pictures import to_uint8
 from hookdiff_ema import EMA
 from hookdiff_features import Digits
 from hookdiff_fid import FID, frechet_distance

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hookdiff.data import digits
-from hookdiff.disk import save_image
 from hookdiff.features import Collected
+from hookdiff.pictures import save_image
 from hookdiff_features import Digits
 from hookdiff_fid import frechet_distance
 from tests.conftest import SMALL, check_facts

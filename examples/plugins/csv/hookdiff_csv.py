@@ -31,7 +31,7 @@ class Csv(Sink):
         self.file = (run.run_dir or Path()) / self.path
         self.write(self.rows(run.step))  # of a new run none, of a resumed run those that it does not train again
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         row: dict[str, str | float] = {"step": step, **values}
         if step > self.newest and row.keys() <= set(self.columns):
             self.newest = step  # before the write: if it fails, its repetition writes the whole file

@@ -8,10 +8,7 @@ from hypothesis import given, strategies as st
 from PIL import Image
 from torch import Tensor
 
-from hookdiff import UserError
-from hookdiff.disk import as_pictures, check_writable, save_grid
-from hookdiff.disk.images import to_uint8
-from tests.conftest import refused
+from hookdiff.pictures import Panel, Picture, as_pictures, by_class, places, save_grid, sheet, to_uint8
 
 PADDING = 4  # white pixels around each picture
 
@@ -119,18 +116,73 @@ def test_folders_are_made_and_an_old_file_is_replaced(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["grid.png"]
 
 
-def test_names_stand_below_columns_or_below_each_image(tmp_path: Path) -> None:
+def test_a_caption_stands_below_each_image(tmp_path: Path) -> None:
     images = noise(5, 3, 20, 20)
     plain = saved(images, tmp_path / "plain.png", columns=3, scale=1)
-    columns = saved(images, tmp_path / "c.png", columns=3, scale=1, names=["a", "a long name", "c", "a", "a long name"])
-    each = saved(images, tmp_path / "each.png", columns=3, scale=1, names=["a", "b", "c", "d", "e"])
-    assert torch.equal(columns[: len(plain)], plain)
-    assert each.shape[0] - plain.shape[0] == 2 * (columns.shape[0] - plain.shape[0]) > 0
-    below = columns[len(plain) :]
+    each = saved(images, tmp_path / "each.png", columns=3, scale=1, captions=["a", "a long name", "c", "d", "e"])
+    line = (each.shape[0] - plain.shape[0]) // 2
+    assert line > 8
+    assert torch.equal(cell(each, 0, 1, 20, 20), images[1])
+    below = each[PADDING + 20 : PADDING + 20 + line]
     for left in (PADDING, 2 * PADDING + 20, 3 * PADDING + 40):
         assert (below[:, left : left + 20] < 128).any()
         assert (below[:, left - PADDING : left] == 255).all()  # a long name stays in its column
-    assert torch.equal(cell(each, 0, 1, 20, 20), images[1])
+
+
+def pixels(picture: Picture) -> Tensor:
+    """Return the pixels of a picture as n rows of RGB."""
+    return torch.from_numpy(numpy.array(picture.as_pillow().convert("RGB")))
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 7), st.integers(1, 5)), min_size=1, max_size=4),
+    abreast=st.none() | st.integers(1, 3),
+    named=st.booleans(),
+)
+def test_the_info_says_where_each_image_is(sizes: list[tuple[int, int]], abreast: int | None, named: bool) -> None:
+    images = [noise(num, 1, 8, 9) for num, _ in sizes]
+    names = ["row", "a much longer name than others"] if named else []
+    panels = [
+        Panel(found, columns, title=f"panel {k}" * named, row_names=names, column_names=names)
+        for k, (found, (_, columns)) in enumerate(zip(images, sizes, strict=True))
+    ]
+    picture = sheet(panels, scale=1, abreast=abreast, info={"seed": 7})
+    assert picture.info["seed"] == 7
+    shown = pixels(picture)
+    found_places = list(places(picture.info))
+    assert [place.title for place in found_places] == [panel.title for panel in panels]
+    for place, panel_images in zip(found_places, images, strict=True):
+        for number, image in enumerate(panel_images):
+            left, top, right, bottom = place.box(number)
+            assert torch.equal(shown[top:bottom, left:right, 0], image[0])
+        left, top, right, bottom = place.whole
+        assert 0 <= left < right <= shown.shape[1]
+        assert 0 <= top < bottom <= shown.shape[0]
+
+
+def test_a_title_and_the_names_of_rows_and_columns_are_drawn_outside_of_the_images() -> None:
+    images = noise(4, 3, 16, 16)
+    plain = sheet([Panel(images, 2)], scale=1)
+    for name in ("title", "row_names", "column_names"):
+        named = sheet([Panel(images, 2, **{name: "cat" if name == "title" else ["cat", "dog"]})], scale=1)
+        (before,), (after,) = places(plain.info), places(named.info)
+        left, top = after.left - before.left, after.top - before.top
+        assert (left > 0, top > 0) == (name == "row_names", name != "row_names")
+        shown = pixels(named)
+        margin = shown[:, : after.left] if left else shown[: after.top]
+        assert (margin < 128).any()
+
+
+def test_images_of_a_class_stand_in_rows_beside_its_name() -> None:
+    labels = [0, 2, 0, 2, 0, -1]
+    images = noise(6, 1, 8, 8)
+    panel = by_class(images, labels, ["cat", "dog", "cow"], columns=2)
+    assert (list(panel.row_names), panel.columns) == (["-", "cat", "", "cow"], 2)
+    assert [int(row) for row in range(8) if (panel.images[row] == 255).all()] == [1, 5]  # rows are filled up with white
+    for row, number in enumerate([5, None, 0, 2, 4, None, 1, 3]):
+        assert number is None or torch.equal(panel.images[row], images[number])
+    square = by_class(noise(64, 1, 8, 8), [k % 4 for k in range(64)], list("abcd"))
+    assert (len(square.images), square.columns) == (64, 8)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
@@ -140,13 +192,3 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
         save_grid(torch.zeros(4, 1, 8), path)
     with Image.open(path) as picture:
         assert torch.equal(torch.from_numpy(numpy.array(picture.convert("RGB"))), before)
-
-
-def test_an_unwritable_path_is_refused_without_writing(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    check_writable(tmp_path / "new" / "folder" / "x.png")
-    check_writable(tmp_path / "file")
-    for path in (tmp_path, tmp_path / "file" / "x.png", tmp_path / "file" / "new" / "x.png"):
-        with refused(UserError, path, "directory"):
-            check_writable(path)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]

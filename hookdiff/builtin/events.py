@@ -1,0 +1,113 @@
+"""The plugin that keeps the events of a run in `events.jsonl`, and reports those that the loop itself has."""
+
+import os
+import platform
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from hookdiff.builtin.lines import Lines
+from hookdiff.errors import StorageError
+from hookdiff.events import Event
+from hookdiff.findings import Severity
+from hookdiff.history import EVENTS
+from hookdiff.hookspecs import hookimpl
+from hookdiff.loop import Loop
+from hookdiff.nonfinite import NonFinite
+from hookdiff.progress import Reason, Step, Verdict
+from hookdiff.versions import versions
+
+_WHY = {"void": "the loss scale was too high", "skipped": "it was left out"}
+_SEVERITY: Mapping[Reason, Severity] = {"on_nan": "error", "error": "error", "time": "warning", "signal": "warning"}
+
+
+@define(eq=False)
+class Events:
+    """Appends each event to `events.jsonl` in the run directory, which a resumed run never cuts.
+
+    It reports the start, resume and end of the run, steps without an update, checkpoints, steps that are not finite and
+    rollbacks. Other plugins report theirs by `loop.log.event` and `loop.log.report`.
+    """
+
+    _lines: Lines = field(init=False, factory=lambda: Lines(EVENTS, is_cut=False))
+    _is_ready: bool = field(init=False, default=False)
+    _error: str = field(init=False, default="")
+
+    @hookimpl
+    def on_start(self) -> None:
+        self._is_ready, self._error = False, ""
+
+    @hookimpl(trylast=True)
+    def on_ready(self, loop: Loop, resumed: bool) -> None:
+        if resumed:
+            self._lines.resume(loop)
+        self._is_ready = True
+        text = f"resumed at step {loop.progress.step}" if resumed else "started"
+        loop.log.event(Event("resume" if resumed else "start", text, details=environment(loop)))
+
+    @hookimpl
+    def on_event(self, loop: Loop, step: int, event: Event) -> None:
+        """Append one line."""
+        details = {"details": dict(event.details)} if event.details else {}
+        self._lines.append(loop, step, {"kind": event.kind, "severity": event.severity, "text": event.text, **details})
+
+    @hookimpl
+    def between_steps(self, loop: Loop, step: Step | None) -> None:
+        if step and step.outcome in _WHY:
+            batch = loop.progress.position - 1
+            text = f"batch {batch} changed no weight: {_WHY[step.outcome]}"
+            loop.log.event(Event(step.outcome, text, "warning", {"position": batch}))
+
+    @hookimpl
+    def on_checkpoint(self, loop: Loop, path: Path, step: int) -> None:
+        loop.log.event(Event("checkpoint", f"saved {path.name}", details={"name": path.name}), step)
+
+    @hookimpl(wrapper=True, tryfirst=True)  # outside of all others, which add their notes to the report
+    def on_nan(self, loop: Loop, report: NonFinite) -> Generator[None, list[Verdict], list[Verdict]]:
+        verdicts = yield
+        loop.log.event(Event("nan", str(report), "error", {"position": report.position}))
+        return verdicts
+
+    @hookimpl(wrapper=True)
+    def restore(self, loop: Loop) -> Generator[None, Mapping[str, Any], Mapping[str, Any]]:
+        state = yield
+        if self._is_ready and state:
+            to = state["progress"]["step"]
+            loop.log.event(Event("rollback", f"back to step {to}, that of a checkpoint", "warning", {"to": to}))
+        return state
+
+    @hookimpl(tryfirst=True)
+    def on_exception(self, error: BaseException) -> None:
+        self._error = f"{type(error).__name__}: {error}"
+
+    @hookimpl(wrapper=True, tryfirst=True)
+    def on_stop(self, loop: Loop, reason: Reason) -> Generator[None, Any, Any]:
+        """Report the end after all other plugins, such as one that saves the last checkpoint."""
+        try:
+            return (yield)
+        finally:
+            self._stopped(loop, loop.end.reason or reason)  # a plugin may have changed it
+
+    def _stopped(self, loop: Loop, reason: Reason) -> None:
+        text = ": ".join(filter(None, (reason, loop.end.message or self._error)))
+        try:
+            loop.log.event(Event("stop", text, _SEVERITY.get(reason, "info"), {"reason": reason}))
+        except StorageError:  # the directory is gone
+            if reason != "error":
+                raise
+
+
+def environment(loop: Loop) -> dict[str, Any]:
+    """Return the versions of the software, and the machine."""
+    device = torch.cuda.get_device_name(loop.device) if loop.device.type == "cuda" else platform.processor()
+    return {
+        "versions": versions(loop.plugins),
+        "system": platform.platform(),
+        "device": f"{loop.device} ({device})" if device else str(loop.device),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "ranks": loop.num_ranks,
+    }

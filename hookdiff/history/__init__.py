@@ -1,0 +1,33 @@
+"""What the files of a run directory say about a run, also while another process writes them. It imports no torch."""
+
+from hookdiff.history.history import History, find_runs
+from hookdiff.history.lines import (
+    DISTRIBUTIONS,
+    EVENTS,
+    METRICS,
+    TEXTS,
+    LoggedEvent,
+    Tail,
+    read_distributions,
+    read_events,
+    read_metrics,
+    read_texts,
+)
+from hookdiff.history.pictures import find_pictures, picture_path
+
+__all__ = [
+    "DISTRIBUTIONS",
+    "EVENTS",
+    "METRICS",
+    "TEXTS",
+    "History",
+    "LoggedEvent",
+    "Tail",
+    "find_pictures",
+    "find_runs",
+    "picture_path",
+    "read_distributions",
+    "read_events",
+    "read_metrics",
+    "read_texts",
+]

@@ -1,0 +1,142 @@
+"""A run, as the files of its run directory show it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli
+from attrs import define
+
+from hookdiff.disk.lock import is_locked
+from hookdiff.disk.paths import CONFIG, OUTCOME, run_of
+from hookdiff.disk.reading import read_file
+from hookdiff.distribution import Distribution
+from hookdiff.errors import UserError
+from hookdiff.history.lines import (
+    DISTRIBUTIONS,
+    EVENTS,
+    METRICS,
+    TEXTS,
+    Logged,
+    LoggedEvent,
+    read_distributions,
+    read_events,
+    read_metrics,
+    read_texts,
+)
+from hookdiff.history.pictures import find_pictures
+
+State = Literal["running", "done", "stopped", "crashed"]
+Series = tuple[list[int], list[float]]  # steps in order, and the value of each
+
+
+@define(eq=False, slots=False)
+class History:
+    """A run directory, to read: nothing is written, and the run may be under way.
+
+    Each property reads its file when it is first asked for. Files that are missing are empty.
+    """
+
+    run_dir: Path
+
+    @classmethod
+    def of(cls, path: str | Path) -> History:
+        """Return the history of a run directory, or of the run that a checkpoint is in; raises UserError."""
+        return cls(run_of(Path(path)))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The whole config, as in config.toml. Raises UserError if it cannot be read."""
+        path = self.run_dir / CONFIG
+        try:
+            return tomli.loads(read_file(path).decode())
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{path}: cannot be read: {error}") from None
+
+    @property
+    def name(self) -> str:
+        """The name of the run directory."""
+        return self.run_dir.resolve().name
+
+    @property
+    def state(self) -> State:
+        """Whether the run is under way, done, was stopped before its end, or crashed or was killed."""
+        if is_locked(self.run_dir):
+            return "running"
+        reason = self.outcome.get("reason", "error")
+        return "done" if reason == "done" else "crashed" if reason == "error" else "stopped"
+
+    @property
+    def outcome(self) -> Mapping[str, Any]:
+        """The content of outcome.json: reason, message, step and epoch; empty while there is no outcome."""
+        try:
+            found = json.loads(read_file(self.run_dir / OUTCOME))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def metrics(self) -> list[dict[str, float]]:
+        """The lines of metrics.jsonl, with step and time; NaN stands for all that is not finite."""
+        path = self.run_dir / METRICS
+        return read_metrics(path) if path.exists() else []
+
+    @cached_property
+    def series(self) -> dict[str, Series]:
+        """The logged values by name; of several values of a step the last one counts."""
+        found: dict[str, dict[int, float]] = {}
+        for line in self.metrics:
+            step = int(line["step"])
+            for name, value in line.items():
+                if name != "step":
+                    found.setdefault(name, {})[step] = value
+        return {name: (list(values), list(values.values())) for name, values in found.items()}
+
+    def last(self, name: str) -> float:
+        """Return the newest value of a logged name, or NaN."""
+        return self.series[name][1][-1] if name in self.series else math.nan
+
+    @property
+    def step(self) -> int:
+        """The last step that is known."""
+        logged = int(self.metrics[-1]["step"]) if self.metrics else 0
+        ended = self.outcome.get("step")
+        return max(logged, ended if isinstance(ended, int) else 0)
+
+    @cached_property
+    def events(self) -> list[LoggedEvent]:
+        """The lines of events.jsonl, oldest first; after a resume the steps go back."""
+        path = self.run_dir / EVENTS
+        return read_events(path) if path.exists() else []
+
+    @cached_property
+    def texts(self) -> list[Logged[str]]:
+        """The lines of texts.jsonl."""
+        path = self.run_dir / TEXTS
+        return read_texts(path) if path.exists() else []
+
+    @cached_property
+    def distributions(self) -> list[Logged[Distribution]]:
+        """The lines of distributions.jsonl."""
+        path = self.run_dir / DISTRIBUTIONS
+        return read_distributions(path) if path.exists() else []
+
+    @cached_property
+    def pictures(self) -> dict[str, dict[int, Path]]:
+        """The PNG files of logged pictures, by name and step."""
+        return find_pictures(self.run_dir)
+
+
+def find_runs(folder: Path, depth: int = 3) -> list[History]:
+    """Return the runs in `folder` and at most `depth` folders below it, by path; links are not followed."""
+    if (folder / CONFIG).is_file():
+        return [History(folder)]
+    if not depth or not folder.is_dir():
+        return []
+    inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return [run for path in inside if path.name[0] != "." for run in find_runs(path, depth - 1)]

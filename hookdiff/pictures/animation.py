@@ -1,0 +1,33 @@
+"""Animated pictures: WebP and GIF."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("webp", "gif")
+
+
+def save_animation(frames: Sequence[Image], path: Path, *, frame: int = 120, last: int = 1500) -> None:
+    """Write `frames` of one size to a WebP or GIF file, by the end of its name, that repeats for ever.
+
+    frame, last: milliseconds that each frame, and the last one, is shown.
+    """
+    from hookdiff.disk.files import new_file
+
+    times = [frame] * (len(frames) - 1) + [last]
+    options = {"quality": 80, "method": 2} if path.suffix == ".webp" else {"disposal": 1}
+    with new_file(path) as partial:
+        frames[0].save(
+            partial,
+            path.suffix[1:].upper(),
+            save_all=True,
+            append_images=list(frames[1:]),
+            duration=times,
+            loop=0,
+            **options,
+        )

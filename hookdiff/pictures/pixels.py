@@ -1,0 +1,38 @@
+"""Pixels of images: uint8, with one or three channels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hookdiff.disk.files import new_file
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """Return images (n c h w in [-1, 1]) as rounded uint8 on the CPU; others clipped to that range, NaN as black."""
+    shifted = images.detach().float().add(1).mul(127.5).round()
+    return shifted.nan_to_num(nan=0.0).clamp(0, 255).to("cpu", torch.uint8)
+
+
+def as_pictures(images: Tensor) -> Tensor:
+    """Return images (n c h w) that can be shown: with 1 or 3 channels unchanged, otherwise a grey image per channel."""
+    return images if images.shape[1] in (1, 3) else images.flatten(0, 1).unsqueeze(1)
+
+
+def as_pillow(image: Tensor) -> Image:
+    """Return one image (c h w, uint8, c 1 or 3) as one of Pillow."""
+    from PIL import Image
+
+    return Image.fromarray(image.permute(1, 2, 0).squeeze(-1).contiguous().numpy())
+
+
+def save_image(image: Tensor, path: Path) -> None:
+    """Write one image (c h w, uint8, c 1 or 3) to a PNG file, which appears whole or not at all."""
+    with new_file(path) as partial:
+        as_pillow(image).save(partial, "PNG")

@@ -1,0 +1,51 @@
+"""The place of each image in a picture of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from attrs import asdict, define
+
+Box = tuple[int, int, int, int]  # left, top, right and bottom, in pixels; right and bottom are outside
+
+
+@define(frozen=True)
+class Place:
+    """The place of the images of a panel in its picture, in pixels."""
+
+    title: str
+    left: int  # of the first image
+    top: int
+    width: int  # of each image
+    height: int
+    right: int  # from one image to the next in its row
+    down: int  # from one row to the next
+    columns: int
+    num: int  # images
+
+    def box(self, number: int) -> Box:
+        """Return the place of image `number`."""
+        row, column = divmod(number, self.columns)
+        left, top = self.left + column * self.right, self.top + row * self.down
+        return left, top, left + self.width, top + self.height
+
+    @property
+    def whole(self) -> Box:
+        """The place of all images."""
+        boxes = [self.box(0), self.box(self.columns - 1), self.box(self.num - 1)]
+        return boxes[0][0], boxes[0][1], max(box[2] for box in boxes), max(box[3] for box in boxes)
+
+    def to_info(self) -> dict[str, Any]:
+        """Return the place as values of JSON, for the info of a `Picture`."""
+        return asdict(self)
+
+
+def places(info: Mapping[str, Any]) -> Iterator[Place]:
+    """Yield the places of the panels in the info of a picture that `sheet` has made; none for any other."""
+    panels = info.get("panels")
+    for panel in panels if isinstance(panels, list) else ():
+        try:
+            yield Place(**panel)
+        except TypeError:  # another version has written it
+            continue

@@ -1,0 +1,73 @@
+"""What the sampler of a picture was, and the denoising of some images, recorded while they are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from hookdiff.diffusion import Chain, ClassifierFree, Diffusion, Point, Sampling, Solver
+from hookdiff.pictures import Panel, to_uint8
+
+
+def about(sampler: object, objective: object) -> dict[str, Any]:
+    """Return what a picture says about its sampler; nothing of one that is not hookdiff's."""
+    if not (isinstance(sampler, Sampling) and isinstance(objective, Diffusion)):
+        return {}
+    fitted = sampler.fit(objective)
+    parts = {"sampler": fitted.sampler, "spacing": fitted.spacing, "clipping": fitted.clipping}
+    used = {name: part.use for name, part in parts.items() if part}
+    scale = {"guidance_scale": fitted.guidance.scale} if isinstance(fitted.guidance, ClassifierFree) else {}
+    return {**used, "steps": fitted.steps, **scale}
+
+
+@define(eq=False)
+class Recorded(Solver):
+    """Makes the steps of `solver`, and keeps x_t of the first `num` images of the first chain that comes to its end."""
+
+    solver: Solver
+    num: int
+    points: list[Point] = field(init=False, factory=list)  # from noise to image
+    frames: list[Tensor] = field(init=False, factory=list)  # uint8, num c h w, one for each point
+    _chain: Chain | None = field(init=False, default=None)
+
+    def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
+        after = self.solver.step(chain, x, start, end)
+        if not self.is_complete:
+            if chain is not self._chain:  # also when an earlier chain did not fit in memory
+                self._chain, self.points, self.frames = chain, [], []
+                self._keep(chain, x, start)
+            self._keep(chain, after, end)
+        return after
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a chain has come to its end."""
+        return bool(self.points) and not self.points[-1].sigma
+
+    def _keep(self, chain: Chain, x: Tensor, at: Point) -> None:
+        # A process that adds noise to a full image has larger values than one that mixes them.
+        shown = x[: self.num] / max(1.0, math.hypot(at.alpha, at.sigma))
+        self.points.append(at)
+        self.frames.append(to_uint8(chain.diffusion.denormalize(shown)))
+
+    def strip(self, shares: Sequence[float], num: int) -> Panel:
+        """Return a row for each of `num` images; its columns show x_t after these shares of the steps, 0 to 1."""
+        chosen = [round(share * (len(self.frames) - 1)) for share in shares]
+        images = torch.stack([self.frames[k][:num] for k in chosen], dim=1).flatten(0, 1)
+        return Panel(images, len(chosen), column_names=[_name(self.points[k]) for k in chosen])
+
+    def some_frames(self, most: int) -> list[Tensor]:
+        """Return at most `most` frames at equal distances, the first and the last among them."""
+        last = len(self.frames) - 1
+        return [self.frames[k] for k in dict.fromkeys(round(n * last / (most - 1)) for n in range(most))]
+
+
+def _name(at: Point) -> str:
+    if not at.sigma:
+        return "image"
+    return f"t {at.time}" if isinstance(at.time, int) else f"sigma {at.sigma:.2g}"

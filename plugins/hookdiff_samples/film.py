@@ -1,0 +1,91 @@
+"""Pictures of a whole training, made of the sheets that the run directory has: a filmstrip and an animation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import define
+
+from hookdiff.pictures import Place, places, read_info
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_COLUMNS = 10  # of the filmstrip
+_FRAMES = 60  # of the animation
+_LINE = 18  # height of the text above a frame
+
+
+@define(frozen=True, eq=False)
+class Frame:
+    """The sheet of one step."""
+
+    step: int
+    picture: Image
+    place: Place  # of its first panel
+
+
+def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
+    """Return at most `most` of the sheets, by step: the first, the last, and others at equal distances.
+
+    Sheets of another layout than the last one, as another config makes them, are left out.
+    """
+    from PIL import Image
+
+    opened = []
+    for step, path in sorted(_some(sheets, most).items()):
+        with Image.open(path) as picture:
+            if first := next(places(read_info(picture)), None):
+                picture.load()
+                opened.append(Frame(step, picture, first))
+    last = opened[-1].place if opened else None
+    return [one for one in opened if last and (one.place.whole, one.place.columns) == (last.whole, last.columns)]
+
+
+def _some(sheets: Mapping[int, Path], most: int) -> dict[int, Path]:
+    steps = sorted(sheets)
+    if len(steps) > most:
+        steps = [steps[round(k * (len(steps) - 1) / (most - 1))] for k in range(most)]
+    return {step: sheets[step] for step in steps}
+
+
+def filmstrip(sheets: Mapping[int, Path], rows: int) -> Image | None:
+    """Return a picture with a row for each of the first images of the sheets, and a column for each step."""
+    from PIL import Image
+
+    found = frames(sheets, _COLUMNS)
+    if len(found) < 2:
+        return None
+    place, gap = found[-1].place, 4
+    rows = min(rows, place.num)
+    size = gap + len(found) * (place.width + gap), _LINE + rows * (place.height + gap)
+    film = Image.new(found[-1].picture.mode, size, "white")
+    for column, frame in enumerate(found):
+        left = gap + column * (place.width + gap)
+        _write(film, f"{frame.step:,}", left + place.width // 2)
+        for row in range(rows):
+            film.paste(frame.picture.crop(place.box(row)), (left, _LINE + row * (place.height + gap)))
+    return film
+
+
+def growing_up(sheets: Mapping[int, Path]) -> Sequence[Image]:
+    """Return the frames of an animation: the first panel of the sheets, with the step above it."""
+    from PIL import Image
+
+    animated = []
+    for frame in frames(sheets, _FRAMES):
+        shown = frame.picture.crop(frame.place.whole)
+        canvas = Image.new(shown.mode, (shown.width, shown.height + _LINE), "white")
+        canvas.paste(shown, (0, _LINE))
+        _write(canvas, f"step {frame.step:,}", canvas.width // 2)
+        animated.append(canvas)
+    return animated
+
+
+def _write(picture: Image, text: str, middle: int) -> None:
+    from PIL import ImageDraw, ImageFont
+
+    font = ImageFont.load_default(12)
+    ImageDraw.Draw(picture).text((middle, _LINE // 2), text, fill=0, font=font, anchor="mm")

@@ -1,0 +1,173 @@
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hookdiff import Finding, Loop, NonFinite, Verdict, hookimpl
+from hookdiff.builtin import builtin_plugins
+from hookdiff.events import Event
+from hookdiff.history import History, read_events
+from hookdiff.testing import toy_loop
+from hookdiff_checkpoint import Checkpoint
+from tests.conftest import Restores, StopAt, check_facts
+
+
+def train(run_dir: Path | None, plugins: Mapping[str, object], **options: Any) -> Loop:
+    loop = toy_loop({**builtin_plugins(), **plugins}, run_dir=run_dir, **{"steps": 6, "log_every": 1, **options})
+    loop.run()
+    return loop
+
+
+def kinds(run_dir: Path) -> list[tuple[str, int]]:
+    return [(one.event.kind, one.step) for one in read_events(run_dir / "events.jsonl")]
+
+
+def test_start_checkpoints_and_the_end_of_a_run_are_events(tmp_path: Path) -> None:
+    train(tmp_path, {"checkpoint": Checkpoint(every=4)})
+    assert kinds(tmp_path) == [("start", 0), ("checkpoint", 4), ("checkpoint", 6), ("stop", 6)]
+    start, saved, _, stop = (one.event for one in read_events(tmp_path / "events.jsonl"))
+    assert {"python", "torch", "hookdiff"} <= set(start.details["versions"])
+    assert start.details["device"].startswith("cpu")
+    check_facts(saved.text, "step-00000004")
+    assert (stop.severity, stop.details) == ("info", {"reason": "done"})
+
+
+def test_a_resumed_run_keeps_the_events_before_it(tmp_path: Path) -> None:
+    train(tmp_path, {"checkpoint": Checkpoint(every=2), "stop": StopAt(3)})
+    before = (tmp_path / "events.jsonl").read_text()
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
+    train(tmp_path, {"checkpoint": Checkpoint(every=2)}, resume=True)
+    assert (tmp_path / "events.jsonl").read_text().startswith(before)
+    again = [("resume", 2), ("checkpoint", 4), ("checkpoint", 6), ("stop", 6)]
+    assert kinds(tmp_path) == [("start", 0), ("checkpoint", 2), ("checkpoint", 3), ("stop", 3), *again]
+    assert History(tmp_path).events[3].event.details["reason"] == "plugin"
+
+
+def test_a_branch_begins_with_the_events_of_its_trunk(tmp_path: Path) -> None:
+    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
+    train(trunk, {"checkpoint": Checkpoint(every=6)})
+    train(branch, {"checkpoint": Checkpoint(every=8)}, steps=8, resume=trunk)
+    assert (branch / "events.jsonl").read_text().startswith((trunk / "events.jsonl").read_text())
+    assert kinds(branch)[-3:] == [("resume", 6), ("checkpoint", 8), ("stop", 8)]
+
+
+class Trouble:
+    """Makes the step after update 2 void, skips the batch after update 3, and reports a finding after update 4."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    @hookimpl(wrapper=True)
+    def unscale(self, loop: Loop) -> Any:
+        result = yield
+        if loop.progress.step == 2 and not self.is_over:
+            self.is_over = True
+            return False
+        return result
+
+    @hookimpl(wrapper=True)
+    def make_batch(self, loop: Loop) -> Any:
+        batch = yield
+        return batch[:0] if loop.progress.position == 4 else batch
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == 4:
+            loop.log.report(Finding("warning", "hot", "70 degrees", "a fan"))
+            loop.log.event(Event("mine", "a\nb", details={"number": 1}))
+
+
+def test_steps_without_an_update_and_findings_are_events(tmp_path: Path) -> None:
+    train(tmp_path, {"trouble": Trouble()})
+    found = read_events(tmp_path / "events.jsonl")[1:-1]
+    assert [(one.event.kind, one.step) for one in found] == [("void", 2), ("skipped", 3), ("finding", 4), ("mine", 4)]
+    assert [one.event.details.get("position") for one in found[:2]] == [2, 4]
+    assert found[2].event == Event("finding", "hot\n  70 degrees\n  try a fan", "warning")
+    assert found[3].event == Event("mine", "a\nb", "info", {"number": 1})
+
+
+class Explodes:
+    """Makes the loss of the batch at `position` NaN, and gives a verdict."""
+
+    def __init__(self, position: int, verdict: Verdict) -> None:
+        self.position, self.verdict = position, verdict
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop: Loop) -> Any:
+        output = yield
+        if loop.progress.position == self.position:
+            output.loss.data.fill_(float("nan"))
+        return output
+
+    @hookimpl
+    def on_nan(self, report: NonFinite) -> Verdict:
+        report.notes["cause"] = "a test"
+        return self.verdict
+
+
+@pytest.mark.parametrize(
+    ("verdict", "after"),
+    [("skip", [("skipped", 3)]), ("rollback", [("rollback", 3), ("skipped", 2)]), ("stop", [("stop", 3)])],
+)
+def test_a_step_that_is_not_finite_is_an_event(tmp_path: Path, verdict: Verdict, after: list[Any]) -> None:
+    plugins = {"keeper": (keeper := Restores(at=2)), "explodes": Explodes(3, verdict)}
+    train(tmp_path, plugins)
+    assert keeper.state is not None
+    found = read_events(tmp_path / "events.jsonl")
+    at = [one.event.kind for one in found].index("nan")
+    check_facts(found[at].event.text, "step 4", "nan", "a test")  # with the notes of the other plugins
+    assert (found[at].event.severity, found[at].event.details) == ("error", {"position": 3})
+    assert [(one.event.kind, one.step) for one in found[at + 1 :]][: len(after)] == after
+
+
+def test_an_error_is_named_in_the_last_event(tmp_path: Path) -> None:
+    class Fails:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            if loop.progress.step == 2:
+                raise ZeroDivisionError("by nothing")
+
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path, {"fails": Fails()})
+    last = read_events(tmp_path / "events.jsonl")[-1]
+    assert (last.step, last.event.kind, last.event.severity) == (2, "stop", "error")
+    check_facts(last.event.text, "ZeroDivisionError", "by nothing")
+
+
+def test_texts_and_distributions_are_cut_on_resume_and_the_network_is_the_first_text(tmp_path: Path) -> None:
+    class Notes:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            loop.log.texts({"note": f"at {loop.progress.step}"})
+            loop.log.distributions({"weights": loop.gradients.norms})
+
+    first = {"notes": Notes(), "checkpoint": Checkpoint(every=2)}
+    train(tmp_path, {**first, "stop": StopAt(3)})
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
+    train(tmp_path, {"notes": Notes(), "checkpoint": Checkpoint(every=2)}, resume=True)
+    history = History(tmp_path)
+    notes = [(one.step, one.values["note"]) for one in history.texts if "note" in one.values]
+    assert notes == [(step, f"at {step}") for step in range(1, 7)]
+    assert "Linear" in history.texts[0].values["model"]
+    assert [one.step for one in history.distributions] == list(range(1, 7))
+    assert sum(history.distributions[0].values["weights"].counts) == 4
+
+
+def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(None, {"trouble": Trouble()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_ranks_write_nothing(second_rank: None, tmp_path: Path) -> None:
+    train(tmp_path, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_line_is_strict_json(tmp_path: Path) -> None:
+    train(tmp_path, {"trouble": Trouble()})
+    for line in (tmp_path / "events.jsonl").read_text().splitlines():
+        assert list(json.loads(line, parse_constant=pytest.fail))[:2] == ["step", "time"]

@@ -1,0 +1,54 @@
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+from PIL import Image
+
+from hookdiff.pictures import FORMATS, Picture, places, read_info, save_animation
+
+GREY = numpy.arange(12, dtype=numpy.uint8).reshape(3, 4)
+
+
+@pytest.mark.parametrize("pixels", [GREY, numpy.stack([GREY] * 3, axis=-1)])
+def test_a_file_has_the_pixels_and_the_info(tmp_path: Path, pixels: numpy.ndarray) -> None:
+    path = tmp_path / "new" / "x.png"
+    info = {"seed": 1, "names": ["caf\u00e9", "\u732b"], "scale": 2.5}
+    Picture(pixels, {"seed": 0}).with_info(**info).save(path)
+    with Image.open(path) as image:
+        assert read_info(image) == info
+        assert (numpy.array(image) == pixels).all()
+    assert [file.name for file in path.parent.iterdir()] == ["x.png"]
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[1]", "{" * 5000, None])
+def test_a_file_of_another_program_has_no_info(tmp_path: Path, text: str | None) -> None:
+    from PIL.PngImagePlugin import PngInfo
+
+    chunks = PngInfo()
+    if text is not None:
+        chunks.add_itxt("hookdiff", text)
+    Image.fromarray(GREY).save(tmp_path / "x.png", pnginfo=chunks)
+    with Image.open(tmp_path / "x.png") as image:
+        assert read_info(image) == {}
+
+
+@pytest.mark.parametrize("panels", [None, 3, [1], [{"title": "x"}], [{}], "abc"])
+def test_places_of_another_program_are_left_out(panels: object) -> None:
+    assert list(places({"panels": panels})) == []
+    assert json.dumps(list(places({}))) == "[]"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_animation_repeats_its_frames_and_shows_the_last_one_longer(tmp_path: Path, kind: str) -> None:
+    frames = [Image.fromarray(numpy.full((8, 8), 60 * k, numpy.uint8)) for k in range(4)]
+    path = tmp_path / f"x.{kind}"
+    save_animation(frames, path, frame=100, last=900)
+    with Image.open(path) as image:
+        shown = []
+        for number in range(image.n_frames):
+            image.seek(number)
+            shown.append((int(numpy.array(image.convert("L"))[4, 4]), image.info["duration"]))
+        assert image.info["loop"] == 0
+    assert [duration for _, duration in shown] == [100, 100, 100, 900]
+    assert [grey for grey, _ in shown] == pytest.approx([0, 60, 120, 180], abs=4)
