@@ -124,8 +124,9 @@ class SampleGrid(Periodic):
     def _number(self, name: str | int) -> int:
         number = self._names.index(name) if isinstance(name, str) and name in self._names else name
         if not isinstance(number, int) or not -1 <= number < len(self._names):
-            near = nearest(str(name), self._names) or f"; expected a name, or a number below {len(self._names)}"
-            raise UserError(f"plugins.samples.classes: there is no class {name!r}{near}")
+            near = nearest(name, self._names) if isinstance(name, str) else ""
+            known = f"expected a name, or a number from 0 to {len(self._names) - 1}, or -1 for no class"
+            raise UserError(f"plugins.samples.classes: there is no class {name!r}{near}; {known}")
         return number
 
     def _samplers(self, loop: Loop) -> Iterator[tuple[str, Any]]:

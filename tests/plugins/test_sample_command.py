@@ -6,6 +6,7 @@ import tomli
 from PIL import Image
 
 from hookdiff import build_loop, load_config
+from hookdiff.pictures import read_info
 from tests.conftest import check_facts, write_small
 
 NEWEST = "run/checkpoints/step-00000002"
@@ -42,11 +43,18 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
     def sample(*words):
         code, out, _ = hookdiff("sample", "run", "--num", 3, "--out", "x.png", "--overwrite", *words)
         assert code == 0
-        return (folder / "x.png").read_bytes(), out
+        return pixels(folder / "x.png"), out
+
+    def pixels(path):
+        with Image.open(path) as image:
+            assert image.format == "PNG"
+            return image.tobytes()
 
     averaged, out = sample()
     check_facts(out, "x.png", 3, "ema", 2)
-    assert averaged.startswith(b"\x89PNG")
+    with Image.open(folder / "x.png") as image:
+        info = read_info(image)
+    assert {"weights": "ema", "step": 2, "seed": 0, "sampler": "ddim", "steps": 2}.items() <= info.items()
     assert sample()[0] == averaged
     assert sample("--weights", "ema")[0] == averaged
     own, out = sample("--weights", "model")
@@ -66,7 +74,7 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
     code, out, _ = hookdiff("sample", NEWEST, "--num", 3)
     assert code == 0
     check_facts(out, "run/samples/seed-0.png", 3, "ema", 2)
-    assert (run / "samples" / "seed-0.png").read_bytes() == averaged
+    assert pixels(run / "samples" / "seed-0.png") == averaged
     check_facts(hookdiff("sample", "run", "--num", 1, "--seed", 7)[1], "run/samples/seed-7.png", 1)
 
 

@@ -3,16 +3,33 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from PIL import Image
 from torch import Generator, Tensor, nn
 
-from hookdiff import PASS, Batch, Every, Loop, LoopConfig, Objective, hookimpl
+from hookdiff import (
+    Batch,
+    Every,
+    Loop,
+    LoopConfig,
+    Objective,
+    SampleRequest,
+    UserError,
+    build_loop,
+    hookimpl,
+    load_config,
+)
+from hookdiff.builtin import Images
 from hookdiff.data import digits
+from hookdiff.history import find_pictures, picture_path
+from hookdiff.pictures import Picture, grid, places, read_info
 from hookdiff.structure import Problems, arguments
 from hookdiff_samples import SampleGrid
-from tests.conftest import check_facts, refused, warnings
+from hookdiff_samples.between import noise_between
+from hookdiff_samples.film import frames, growing_up
+from tests.conftest import SMALL, check_facts, refused, warnings
 
 
 class Brightness(nn.Module):
@@ -31,6 +48,7 @@ class Brightness(nn.Module):
 class TinySampler:
     def __init__(self, channels: int | None = None) -> None:
         self.channels, self.sizes = channels, list[int]()
+        self.batch_size = 256
 
     def sample(
         self,
@@ -47,14 +65,26 @@ class TinySampler:
 
 
 class Gallery:
-    """A sink that keeps the images."""
+    """A sink that keeps the sheets, and the images on their first panel: n h w, uint8."""
 
     def __init__(self) -> None:
         self.seen: dict[int, Tensor] = {}
+        self.pictures: dict[str, Picture] = {}
 
     @hookimpl
-    def on_images(self, step: int, images: Mapping[str, Tensor]) -> None:
-        self.seen[step] = images["samples"]
+    def on_images(self, step: int, images: Mapping[str, Picture]) -> None:
+        self.seen[step] = panels(images["samples"])[0][1]
+        self.pictures |= images
+
+
+def panels(picture: Picture) -> list[tuple[str, Tensor]]:
+    """Return the title and the images of each panel, n h w (3), uint8."""
+    found = []
+    for place in places(picture.info):
+        boxes = [place.box(number) for number in range(place.num)]
+        tiles = [picture.pixels[top:bottom, left:right] for left, top, right, bottom in boxes]
+        found.append((place.title, torch.from_numpy(numpy.stack(tiles))))
+    return found
 
 
 def loss(net: nn.Module, batch: Batch) -> Tensor:
@@ -65,24 +95,25 @@ def loss(net: nn.Module, batch: Batch) -> Tensor:
 def make_loop(plugin: SampleGrid | None, run_dir: Path | None = None, **options: Any) -> tuple[Loop, Gallery]:
     torch.manual_seed(0)
     gallery, sampler = Gallery(), options.pop("sampler", TinySampler())
-    plugins = {"gallery": gallery} | ({"samples": plugin} if plugin else {}) | options.pop("plugins", {})
+    plugins: dict[str, object] = (
+        {"gallery": gallery, "images": Images()} | ({"samples": plugin} if plugin else {}) | options.pop("plugins", {})
+    )
     config = LoopConfig(**{"steps": 5, "batch_size": 128, **options})
     model = Brightness()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     return Loop(model, optimizer, loss, digits(), config, plugins, sampler=sampler, run_dir=run_dir), gallery
 
 
-def test_writes_grids_when_due_and_when_done(tmp_path: Path) -> None:
+def test_sheets_are_made_when_due_and_when_done(tmp_path: Path) -> None:
     loop, gallery = make_loop(SampleGrid(every=Every(2), num=10), tmp_path)
     loop.run()
     names = ["step-00000002.png", "step-00000004.png", "step-00000005.png"]
-    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == names  # and nothing half-written
+    assert [path.name for path in find_pictures(tmp_path)["samples"].values()] == names
     assert list(gallery.seen) == [2, 4, 5]
     for images in gallery.seen.values():
-        assert (images.shape, images.dtype, images.device.type) == ((10, 1, 8, 8), torch.uint8, "cpu")
-    with Image.open(tmp_path / "samples" / names[0]) as picture:
-        width, height = picture.size
-    assert width > height >= 3 * 64  # 4 columns, 3 rows, every image enlarged
+        assert (images.shape, images.dtype) == ((10, 64, 64), torch.uint8)  # each is enlarged
+    others = ["filmstrip.png", "training.webp"]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == sorted([*others, *names])
 
 
 def test_columns_and_scale(tmp_path: Path) -> None:
@@ -123,9 +154,9 @@ def test_the_noise_is_always_the_same() -> None:
     loop.run()
     assert torch.equal(gallery.seen[1], gallery.seen[2])
     assert len({image.numpy().tobytes() for image in gallery.seen[1]}) == 6
-    other, other_gallery = make_loop(SampleGrid(every=Every(1), num=6, seed=1), steps=2, **still)
+    other, others = make_loop(SampleGrid(every=Every(1), num=6, seed=1), steps=2, **still)
     other.run()
-    assert not torch.equal(gallery.seen[1], other_gallery.seen[1])
+    assert not torch.equal(gallery.seen[1], others.seen[1])
 
 
 class Frozen:
@@ -136,8 +167,9 @@ class Frozen:
 
 def test_images_do_not_depend_on_how_they_are_divided() -> None:
     sampler = TinySampler()
+    sampler.batch_size = 4
     whole = make_loop(SampleGrid(num=10), steps=1, plugins={"still": Frozen()})
-    parts = make_loop(SampleGrid(num=10), steps=1, plugins={"still": Frozen()}, sampler=sampler, micro_batch=4)
+    parts = make_loop(SampleGrid(num=10), steps=1, plugins={"still": Frozen()}, sampler=sampler)
     for loop, _ in (whole, parts):
         loop.run()
     assert sampler.sizes == [4, 4, 2]
@@ -165,7 +197,7 @@ def test_other_ranks_make_no_images(second_rank: None, tmp_path: Path) -> None:
 def test_latents_are_shown_channel_by_channel(tmp_path: Path) -> None:
     loop, gallery = make_loop(SampleGrid(num=2, scale=1), tmp_path, sampler=TinySampler(channels=4))
     loop.run()
-    assert gallery.seen[5].shape == (2, 4, 8, 8)
+    assert gallery.seen[5].shape == (8, 8, 8)
     with Image.open(tmp_path / "samples" / "step-00000005.png") as picture:
         assert picture.width > 3 * 8 > picture.width - 3 * 8  # 8 pictures in 3 columns
 
@@ -182,28 +214,174 @@ def break_images(rows: Sequence[int], value: float) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, 0), (math.inf, 255), (-math.inf, 0)])
 def test_images_that_are_not_finite_are_warned_of(value: float, shown: int, caplog: pytest.LogCaptureFixture) -> None:
-    loop, gallery = make_loop(SampleGrid(num=5), sampler=break_images([1, 3], value)())
+    loop, gallery = make_loop(SampleGrid(num=5, scale=1), sampler=break_images([1, 3], value)())
     loop.run()
     (warning,) = warnings(caplog)
     check_facts(warning, "samples", "step 5", "2 of 5")
-    assert gallery.seen[5][[1, 3], 0, 0, 0].tolist() == [shown, shown]
+    assert gallery.seen[5][[1, 3], 0, 0].tolist() == [shown, shown]
     assert gallery.seen[5][0].float().mean() > 1
 
 
-def test_it_samples_with_the_configured_weights() -> None:
-    asked = []
+class Averages:
+    """Offers weights that make black images."""
 
-    class Listener:
-        @hookimpl
-        def sample(self, request: Any) -> Any:
-            asked.append((request.weights, request.num, request.start, request.stream))
-            return PASS
-
-    make_loop(SampleGrid(num=200, weights="model"), steps=1, plugins={"listener": Listener()})[0].run()
-    assert asked == [("model", 0, 0, "sample"), ("model", 128, 0, "sample"), ("model", 72, 128, "sample")]
+    @hookimpl
+    def offer_weights(self) -> dict[str, Callable[[], dict[str, Tensor]]]:
+        return {"black": lambda: {"level": torch.tensor(-2.0)}}
 
 
-@pytest.mark.parametrize(("key", "value"), [("num", 0), ("seed", -1), ("columns", 0), ("scale", 0), ("every", "soon")])
+@pytest.mark.parametrize(("weights", "titles"), [((), ["black", "model"]), (("model",), [""]), (("model", "black"), 2)])
+def test_weights_stand_side_by_side_with_the_same_noise(weights: tuple[str, ...], titles: Any) -> None:
+    loop, gallery = make_loop(SampleGrid(num=4, weights=weights), steps=1, plugins={"average": Averages()})
+    loop.run()
+    found = panels(gallery.pictures["samples"])
+    assert [title for title, _ in found] == (titles if titles != 2 else ["model", "black"])
+    assert gallery.pictures["samples"].info["weights"] == list(weights or titles)
+    for title, images in found:
+        assert (images.float().mean() < 20) == (title == "black")
+
+
+def test_unknown_weights_are_refused_before_the_first_step() -> None:
+    loop, _ = make_loop(SampleGrid(weights=("blakc",)), plugins={"average": Averages()})
+    with refused(UserError, "'blakc'", "'black'"):
+        loop.run()
+    assert loop.progress.step == 0
+
+
+def trained(write: Callable[..., Path], folder: Path, options: dict[str, Any], **tables: Any) -> dict[str, Picture]:
+    """Train a small diffusion model with the plugin; return the newest pictures by name."""
+    gallery = Gallery()
+    config = write(run={"steps": 2, "plugins": ["samples"]}, plugins={"samples": options}, **tables)
+    build_loop(load_config(config), folder, plugins={"gallery": gallery}).run()
+    return gallery.pictures
+
+
+CLASSES: dict[str, Any] = {"model": {**SMALL["model"], "num_classes": 10}, "optimizer": {"lr": 0.1}}
+
+
+def test_each_class_has_rows_beside_its_name(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    made = trained(write_config, tmp_path / "all", {"num": 20, "scale": 1}, **CLASSES)
+    (place,) = places(made["samples"].info)
+    assert (place.columns, place.num) == (2, 20)
+    assert place.left > 8  # the names stand there
+    some = trained(write_config, tmp_path / "some", {"num": 20, "scale": 1, "classes": [3, "7"]}, **CLASSES)
+    (place,) = places(some["samples"].info)
+    assert (place.columns, place.num) == (5, 20)
+    # With the same noise: the second image of the first sheet was of class 1, that of the second is of class 7.
+    assert not torch.equal(panels(made["samples"])[0][1][2], panels(some["samples"])[0][1][10])
+
+
+@pytest.mark.parametrize("wrong", ["cat", 10, -2])
+def test_an_unknown_class_is_refused(write_config: Callable[..., Path], tmp_path: Path, wrong: Any) -> None:
+    with refused(UserError, "plugins.samples.classes", repr(wrong), "0 to 9"):
+        trained(write_config, tmp_path / "run", {"classes": [wrong]}, **CLASSES)
+    with refused(UserError, "plugins.samples.classes", "model.num_classes"):
+        trained(write_config, tmp_path / "run", {"classes": [wrong]})
+
+
+def test_a_panel_for_each_guidance_scale(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    options = {"num": 4, "classes": [1], "guidance_scales": [1.0, 4.0], "scale": 1}
+    made = trained(write_config, tmp_path / "run", options, **CLASSES)
+    (one, weak), (other, strong) = panels(made["samples"])
+    assert (one, other) == ("model, guidance 1", "model, guidance 4")
+    assert not torch.equal(weak, strong)
+    with refused(UserError, "plugins.samples", "guidance"):
+        trained(write_config, tmp_path / "no", {"guidance_scales": [4.0]})
+
+
+def test_sampler_and_steps_of_the_sheet_are_in_its_file(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    trained(write_config, tmp_path / "run", {"num": 4, "sampler": "euler", "steps": 3, "seed": 5})
+    with Image.open(tmp_path / "run" / "samples" / "step-00000002.png") as picture:
+        info = read_info(picture)
+    known = {"name": "samples", "step": 2, "sampler": "euler", "steps": 3, "seed": 5, "weights": ["model"]}
+    assert known.items() <= info.items()
+    with refused(UserError, "plugins.samples", "steps", 21, 20):
+        trained(write_config, tmp_path / "long", {"steps": 21})
+
+
+@pytest.mark.parametrize("process", ["vp", "flow", "edm"])
+def test_the_denoising_leads_from_noise_to_the_image(
+    write_config: Callable[..., Path], tmp_path: Path, process: str
+) -> None:
+    options = {"num": 5, "scale": 1, "steps": 4, "denoising": [0.0, 0.5, 1.0]}
+    table = {"use": process, **({"schedule": "cosine", "timesteps": 20} if process == "vp" else {})}
+    made = trained(write_config, tmp_path / "run", options, diffusion={"process": table})
+    ((_, sheet),), ((_, strip),) = (panels(made[name]) for name in ("samples", "samples/denoising"))
+    assert len(strip) == 3 * 4
+    for row in range(4):
+        assert torch.equal(strip[3 * row + 2], sheet[row])
+        noise = torch.randn(1, 8, 8, generator=SampleRequest(5).generators()[row])
+        start = strip[3 * row].flatten().float()
+        assert torch.corrcoef(torch.stack([start, noise.clamp(-1, 1).flatten()]))[0, 1] > 0.9
+    with Image.open(tmp_path / "run" / "samples" / "denoising.webp") as animation:
+        assert 1 < animation.n_frames <= 5  # equal frames are one
+    assert "samples/denoising" not in trained(write_config, tmp_path / "none", {"num": 1, "denoising": []})
+
+
+def test_images_between_two_noises_begin_and_end_with_the_images_of_both(
+    write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = {"num": 8, "scale": 1, "interpolation": 5, "sampler": "ddim", "weights": ["model"]}
+    made = trained(write_config, tmp_path / "run", options)
+    ((_, sheet),), ((_, rows),) = (panels(made[name]) for name in ("samples", "samples/interpolation"))
+    assert len(rows) == 4 * 5
+    for row in range(4):
+        assert (rows[5 * row].int() - sheet[2 * row].int()).abs().max() <= 1
+        assert (rows[5 * row + 4].int() - sheet[2 * row + 1].int()).abs().max() <= 1
+        assert not torch.equal(rows[5 * row + 1], rows[5 * row])
+
+
+def test_noise_between_two_noises_has_their_variance() -> None:
+    noise = noise_between((3, 64, 64), seed=1, rows=2, num=7)
+    assert noise.shape == (14, 3, 64, 64)
+    assert (noise.flatten(1).var(1) - 1).abs().max() < 0.05
+    first, second = (torch.randn(3, 64, 64, generator=one) for one in SampleRequest(2, 1).generators())
+    assert torch.equal(noise[0], first)
+    torch.testing.assert_close(noise[6], second, atol=1e-6, rtol=0)
+
+
+def test_the_filmstrip_has_a_column_for_each_sheet_and_the_animation_a_frame(tmp_path: Path) -> None:
+    loop, gallery = make_loop(SampleGrid(every=Every(1), num=6, scale=8), tmp_path, plugins={"average": Averages()})
+    loop.run()
+    with Image.open(tmp_path / "samples" / "filmstrip.png") as film:
+        pixels = torch.from_numpy(numpy.array(film))
+    columns = [left for left in range(pixels.shape[1]) if left % 68 == 4]
+    assert len(columns) == 5
+    model = dict(panels(gallery.pictures["samples"]))["black"]
+    for row in range(4):
+        top = 18 + 68 * row
+        assert torch.equal(pixels[top : top + 64, columns[-1] : columns[-1] + 64], model[row])
+    with Image.open(tmp_path / "samples" / "training.webp") as animation:
+        assert animation.n_frames >= 1
+
+
+def test_many_sheets_become_few_columns_and_frames_with_the_first_and_the_last(tmp_path: Path) -> None:
+    for step in range(1, 201):
+        grid(torch.full((4, 1, 64, 64), step / 100 - 1)).with_info(name="samples", step=step).save(
+            picture_path(tmp_path, "samples", step)
+        )
+    sheets = find_pictures(tmp_path)["samples"]
+    chosen = [frame.step for frame in frames(sheets, 10)]
+    assert (len(chosen), chosen[0], chosen[-1]) == (10, 1, 200)
+    assert len(growing_up(sheets)) == 60
+    grid(torch.zeros(9, 1, 64, 64)).with_info(name="samples", step=201).save(picture_path(tmp_path, "samples", 201))
+    assert [frame.step for frame in frames(find_pictures(tmp_path)["samples"], 10)] == [201]  # of another layout
+
+
+def test_a_gif_or_no_animation(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    for animation in ("gif", "none"):
+        trained(write_config, tmp_path / animation, {"num": 1, "every": 1, "animation": animation})
+    assert {path.suffix for path in (tmp_path / "gif" / "samples").iterdir()} == {".png", ".gif", ""}
+    assert {path.suffix for path in (tmp_path / "none" / "samples").iterdir()} == {".png", ""}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("num", 0), ("seed", -1), ("columns", 0), ("scale", 0), ("every", "soon"), ("steps", 0)),
+        *(("denoising", (1.5,)), ("guidance_scales", (-1.0,)), ("interpolation", -1), ("animation", "mp4")),
+    ],
+)
 def test_a_bad_value_is_refused(key: str, value: Any) -> None:
     with refused(ValueError, key if key != "every" else "soon"):
         SampleGrid(**{key: value})
@@ -211,6 +389,7 @@ def test_a_bad_value_is_refused(key: str, value: Any) -> None:
 
 def test_it_is_configured_by_a_table() -> None:
     problems = Problems()
-    table = {"every": "2 epochs", "num": 9, "weights": "ema"}
-    assert arguments(SampleGrid, table, "plugins.samples", problems) == {**table, "every": Every(2, "epochs")}
+    table = {"every": "2 epochs", "num": 9, "weights": ["ema"], "classes": ["cat", 3]}
+    read = {**table, "every": Every(2, "epochs"), "weights": ("ema",), "classes": ("cat", 3)}
+    assert arguments(SampleGrid, table, "plugins.samples", problems) == read
     assert not problems.found
