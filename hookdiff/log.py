@@ -103,7 +103,7 @@ class Log:
 
     def report(self, finding: Finding | None, step: int | None = None) -> None:
         """Log `finding`, if any, as an event, and for people: an error as a warning too, because the run goes on."""
-        if finding is None:
+        if finding is None or self._call is _drop:
             return
         step = self._progress.step if step is None else step
         if rank() == 0:

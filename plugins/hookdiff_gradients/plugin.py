@@ -15,6 +15,7 @@ from attrs.validators import ge, le, lt
 from torch import Tensor
 
 from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookimpl
+from hookdiff.distribution import Distribution
 from hookdiff.findings import Raised, listed
 from hookdiff.options import about
 from hookdiff.structure import COUNT, numbers, shaped
@@ -64,6 +65,11 @@ class GradientMonitor(Limits):
     noise_decay: float = field(
         default=0.9, validator=[ge(0), lt(1)], metadata=about("decay of the average noise scale, per logged step")
     )
+    histograms: int = field(
+        default=0,
+        validator=ge(0),
+        metadata=about("interval between histograms of all gradients and weights; 0: none", "steps"),
+    )
     findings: dict[Cause, Finding] = field(factory=dict, init=False)  # of the last logged step; none: healthy
     _names: list[str] = field(init=False)  # of the trained parameters
     _weights: list[Tensor] = field(init=False)
@@ -71,6 +77,7 @@ class GradientMonitor(Limits):
     _count: int = field(default=0, init=False)  # rows written
     _columns: tuple[list[str], Tensor] = field(init=False)  # columns of the norms, when some tensors have no gradient
     _sizes: dict[str, Tensor] = field(factory=dict, init=False)  # of entries, in the current step
+    _histograms: dict[str, Distribution] = field(factory=dict, init=False)  # of the gradients of the current step
     _before: list[Tensor] = field(factory=list, init=False)  # weights before the current update, if it will be logged
     _changes: Tensor = field(init=False)  # (tensors,): |change| of the last update that was measured
     _size: Tensor = field(init=False)  # |weights| when the step was last a multiple of the window
@@ -123,7 +130,9 @@ class GradientMonitor(Limits):
             size = self._norm(self._weights)
             self._growth = torch.maximum(self._growth, size / self._size)
             self._size = size
-        self._before = []
+        self._before, self._histograms = [], {}
+        if self.histograms and (loop.progress.step + 1) % self.histograms == 0:
+            self._histograms = {f"gradients/{n}": Distribution.of(g) for n, g in loop.gradients.named().items()}
         if loop.log.next_due:
             self._before = [weight.clone() for weight in self._weights]
             self._sizes = entry_sizes(loop.gradients.tensors())
@@ -145,6 +154,9 @@ class GradientMonitor(Limits):
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
+        if self._histograms:
+            trained = zip(self._names, self._weights, strict=True)
+            loop.log.distributions({**self._histograms, **{f"weights/{name}": weight for name, weight in trained}})
         if not loop.log.due or not self._before:
             return
         values = {**self._sizes, **self._over_window(), **self._update()}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LossOutput, NonFinite, build_loop, hookimpl, load_config
 from hookdiff.builtin import Metrics
+from hookdiff.distribution import Distribution
 from hookdiff.testing import CountTransfers, toy_loop, toy_model
 from hookdiff_clip import Clip, Norm
 from hookdiff_debug import Debug
@@ -220,6 +221,27 @@ class TestNumbers:
         assert monitor.history()["grad_norm"].dtype == (np.float64 if dtype == torch.float64 else np.float32)
         np.testing.assert_allclose(monitor.history()["grad_norm"], look.norms(), rtol=1e-5)
         assert all(math.isfinite(value) for value in look.values[5].values())
+
+    def test_histograms_are_those_of_unclipped_gradients_and_new_weights(self) -> None:
+        logged: list[tuple[int, Mapping[str, Distribution]]] = []
+
+        class Hears:
+            @hookimpl
+            def on_distributions(self, step: int, distributions: Mapping[str, Distribution]) -> None:
+                logged.append((step, distributions))
+                weights.append({name: p.detach().clone() for name, p in loop.model.named_parameters()})
+
+        weights: list[dict[str, Tensor]] = []
+        plugins = {"gradients": GradientMonitor(histograms=2), "clip": Clip(Norm(1e-3)), "hears": Hears()}
+        loop = toy_loop({**plugins, "look": (look := Look())}, steps=5)
+        loop.run()
+        assert [step for step, _ in logged] == [2, 4]
+        for (step, found), values in zip(logged, weights, strict=True):
+            gradients = look.gradients[step - 1]
+            expected = {f"gradients/{n}": g for n, g in gradients.items()} | {
+                f"weights/{n}": w for n, w in values.items()
+            }
+            assert found == {name: Distribution.of(tensor) for name, tensor in expected.items()}
 
     def test_it_adds_no_transfer(self) -> None:
         counts = []
