@@ -33,18 +33,18 @@ class Events:
     """
 
     _lines: Lines = field(init=False, factory=lambda: Lines(EVENTS, is_cut=False))
-    _is_ready: bool = field(init=False, default=False)
+    _step: int = field(init=False, default=0)  # updates at the end of the newest step
     _error: str = field(init=False, default="")
 
     @hookimpl
     def on_start(self) -> None:
-        self._is_ready, self._error = False, ""
+        self._error = ""
 
     @hookimpl(trylast=True)
     def on_ready(self, loop: Loop, resumed: bool) -> None:
         if resumed:
             self._lines.resume(loop)
-        self._is_ready = True
+        self._step = loop.progress.step
         text = f"resumed at step {loop.progress.step}" if resumed else "started"
         loop.log.event(Event("resume" if resumed else "start", text, details=environment(loop)))
 
@@ -56,6 +56,9 @@ class Events:
 
     @hookimpl
     def between_steps(self, loop: Loop, step: Step | None) -> None:
+        now, before, self._step = loop.progress.step, self._step, loop.progress.step
+        if now < before:
+            loop.log.event(Event("rollback", f"from step {before} back to step {now}", "warning", {"from": before}))
         if step and step.outcome in _WHY:
             batch = loop.progress.position - 1
             text = f"batch {batch} changed no weight: {_WHY[step.outcome]}"
@@ -70,14 +73,6 @@ class Events:
         verdicts = yield
         loop.log.event(Event("nan", str(report), "error", {"position": report.position}))
         return verdicts
-
-    @hookimpl(wrapper=True)
-    def restore(self, loop: Loop) -> Generator[None, Mapping[str, Any], Mapping[str, Any]]:
-        state = yield
-        if self._is_ready and state:
-            to = state["progress"]["step"]
-            loop.log.event(Event("rollback", f"back to step {to}, that of a checkpoint", "warning", {"to": to}))
-        return state
 
     @hookimpl(tryfirst=True)
     def on_exception(self, error: BaseException) -> None:

@@ -110,7 +110,7 @@ class Explodes:
 
 @pytest.mark.parametrize(
     ("verdict", "after"),
-    [("skip", [("skipped", 3)]), ("rollback", [("rollback", 3), ("skipped", 2)]), ("stop", [("stop", 3)])],
+    [("skip", [("skipped", 3)]), ("rollback", [("rollback", 2), ("skipped", 2)]), ("stop", [("stop", 3)])],
 )
 def test_a_step_that_is_not_finite_is_an_event(tmp_path: Path, verdict: Verdict, after: list[Any]) -> None:
     plugins = {"keeper": (keeper := Restores(at=2)), "explodes": Explodes(3, verdict)}

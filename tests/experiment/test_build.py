@@ -81,7 +81,7 @@ def config(user_module, load_small):
 
 def test_a_loop_is_built_from_the_config(config, tmp_path):
     loop = build_loop(config("optimizer.lr=0.5", "run.seed=4", plugins=["ema"]), tmp_path / "run")
-    assert list(loop.plugins) == ["run_dir", "metrics", "ema"]
+    assert list(loop.plugins) == ["run_dir", "metrics", "texts", "distributions", "images", "events", "ema"]
     assert (loop.config.seed, loop.feed.shape) == (4, (1, 8, 8))
     assert (loop.objective.process.timesteps, loop.sampler.steps) == (20, 2)
     assert not (tmp_path / "run").exists()  # only a run that starts makes it
@@ -257,7 +257,8 @@ def test_a_run_that_starts_replaces_the_earlier_one(config, tmp_path):
     earlier_run(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
     build_loop(config(), tmp_path / "run", overwrite=True).run()
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", CONFIG, "metrics.jsonl", "outcome.json"}
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert written == {".lock", CONFIG, "metrics.jsonl", "outcome.json", "events.jsonl", "texts.jsonl"}
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
