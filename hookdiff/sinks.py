@@ -20,6 +20,7 @@ from hookdiff.events import Event
 from hookdiff.hookspecs import hookimpl
 from hookdiff.options import about
 from hookdiff.pictures import Picture
+from hookdiff.structure import as_toml
 
 if TYPE_CHECKING:
     from hookdiff.loop import Loop
@@ -35,7 +36,7 @@ class TrackedRun:
     """Facts about a run that are copied from its loop when a sink opens."""
 
     run_dir: Path | None
-    hparams: Mapping[str, Any]  # the whole config
+    hparams: Mapping[str, Any]  # the whole config, as in config.toml
     is_branch: bool  # resumed from another run's directory
     step: int  # updates so far; above 0 in a resumed run
 
@@ -63,14 +64,25 @@ class Sink:
     )
     _worker: _Worker | None = field(init=False, default=None)  # None unless the sink is open
 
+    @property
+    def where(self) -> str:
+        """Where the tracker keeps the run, for people, such as "the folder runs/x/tensorboard"; known once it is open."""
+        return type(self).__name__
+
     def check(self, loop: Loop) -> None:
         """Raise UserError for a mistake of the user, such as a missing package; the run then ends before it starts.
 
         The states of plugins are not loaded yet. Copy from `loop` what the other methods need and do not get.
         """
 
+    def clear(self, run: TrackedRun) -> None:
+        """Remove what the tracker has of this run; only `hookdiff mirror` calls it, before `open`."""
+
     def open(self, run: TrackedRun) -> None:
-        """Open the tracker: before the first step, when the state of a resumed run has been loaded."""
+        """Open the tracker: before the first step, when the state of a resumed run has been loaded.
+
+        If the tracker has nothing of a resumed run, `hookdiff.mirroring.fill` gives it the earlier steps.
+        """
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """Write the `values` logged at `step`; they may be nan or infinite."""
@@ -108,7 +120,8 @@ class Sink:
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        self._send(loop, "scalars", step, dict(values))
+        if values:
+            self._send(loop, "scalars", step, dict(values))
 
     @hookimpl
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
@@ -135,7 +148,8 @@ class Sink:
             self._worker = _Worker(self)
             # Not in on_stop: other plugins may still log there.
             loop.resources.callback(self._close, self._worker)
-            run = TrackedRun(loop.run_dir, deepcopy(loop.hparams), loop.is_branch, loop.progress.step)
+            hparams = deepcopy({"run": as_toml(loop.config), **loop.hparams})
+            run = TrackedRun(loop.run_dir, hparams, loop.is_branch, loop.progress.step)
             self._worker.send("open", run, wait=True)
         return self._worker
 

@@ -174,7 +174,8 @@ PUBLIC = {
     *("hookdiff.adopted", "hookdiff.evaluation", "hookdiff.gradients", "hookdiff.rehearsal", "hookdiff.structure"),
     *("hookdiff.data.arrays", "hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors"),
     *("hookdiff.experiment.optimizers", "hookdiff.features", "hookdiff.fitting", "hookdiff.generation"),
-    *("hookdiff.distribution", "hookdiff.events", "hookdiff.history", "hookdiff.pictures"),
+    *("hookdiff.distribution", "hookdiff.events", "hookdiff.history", "hookdiff.mirroring"),
+    "hookdiff.pictures",
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory", "hookdiff.progress"),
     *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
 }
@@ -200,7 +201,7 @@ ROOMS = [
     *("disk", "pictures", "history", "data", "features", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("rehearsal", "generation", "sinks", "periodic", "evaluation", "testing"),
+    *("rehearsal", "generation", "sinks", "mirroring", "periodic", "evaluation", "testing"),
     *("builtin", "experiment", "cli", "__init__", "examples", "__main__"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # the other three import `Loop` for type checkers

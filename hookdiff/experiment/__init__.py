@@ -1,7 +1,7 @@
 """Turns a TOML file into a Loop: reads and checks the config, builds its parts, finds problems that building shows."""
 
 from hookdiff.experiment.build import build_feed, build_loop, make_model, pick_device
-from hookdiff.experiment.config import Config, load_config
+from hookdiff.experiment.config import Config, load_config, make_plugin
 from hookdiff.experiment.load import Run, load_run, run_config
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.probe import try_config, try_optimizers
@@ -15,6 +15,7 @@ __all__ = [
     "load_config",
     "load_run",
     "make_model",
+    "make_plugin",
     "pick_device",
     "run_config",
     "try_config",

@@ -203,6 +203,25 @@ def load_config(
     return evolve(config, own_code=tuple(imports.own))
 
 
+def make_plugin(given: str, config: Mapping[str, Any], settings: Iterable[str] = ()) -> object:
+    """Return the plugin `given`, an installed name or `module:Class`, with its options from the `config` of a run.
+
+    `settings` are further options, as "key=value". Only `given` itself is imported, which is the user's choice; what
+    the options name must be installed. Raises PluginError and ConfigError.
+    """
+    name, problems = plugin_name(given), Problems()
+    where, kind = f"plugins.{name}", plugin_class(given)
+    tables = config.get("plugins", {})
+    known = tables.get(name, {}) if isinstance(tables, dict) else {}
+    table = {name: dict(known) if isinstance(known, dict) else {}}
+    for setting in settings:
+        _set(table, f"{name}.{setting}", problems)
+    with importing(only_installed=True):
+        part = Part(where, given, kind, arguments(kind, table[name], where, problems))
+    problems.refuse(Path(where))
+    return part.build()
+
+
 def _make_importable(table: dict[str, Any], path: Path, is_of_run: bool) -> None:
     """Let `module:Name` find modules beside the config, and record their folder, so that config.toml finds them too."""
     run = table.get("run")

@@ -13,6 +13,8 @@ from attrs.validators import matches_re, optional
 from filelock import FileLock, Timeout
 
 from hookdiff import Loop, Sink, TrackedRun, UserError
+from hookdiff.distribution import Distribution
+from hookdiff.events import Event
 from hookdiff.options import about
 from hookdiff.pictures import Picture
 
@@ -28,7 +30,7 @@ class AimState:
 
 @define(eq=False)
 class Aim(Sink):
-    """Tracks metrics, pictures and the config in an Aim repository; look at them with `aim up --repo DIR`.
+    """Tracks metrics, pictures, histograms, texts, events and the config in Aim; look at them with `aim up --repo DIR`.
 
     A resumed run goes on in the same Aim run, where the values of repeated steps replace the old ones. A run that is
     resumed into another directory gets an Aim run of its own.
@@ -42,6 +44,8 @@ class Aim(Sink):
     )
     experiment: str | None = field(default=None, metadata=about('experiment in Aim; without it "default"'))
     name: str | None = field(default=None, metadata=about("name of the run in Aim; without it the run directory's"))
+    system_stats: bool = field(default=False, metadata=about("also record the load of the machine, on a thread"))
+    console: bool = field(default=False, metadata=about("also record what is printed, on a thread"))
     _run: Any = field(init=False, default=None)
     _hash: str | None = field(init=False, default=None)  # Aim's identifier of the run
 
@@ -53,16 +57,41 @@ class Aim(Sink):
             raise UserError(f"the plugin 'aim' needs the package aim: {way_out}; {error}") from error
 
     def open(self, run: TrackedRun) -> None:
-        folder = self.repo or str(run.run_dir.parent if run.run_dir else ".")
+        folder = self._folder(run)
         if "://" not in folder:
             _create(folder)
         if self._run is None:  # otherwise this is the repetition of a call that failed further down
-            self._run = _open(folder, None if run.is_branch else self._hash, self.experiment)
+            self._run = _open(folder, None if run.is_branch else self._hash, self._options())
             self._hash = self._run.hash
         if name := self.name or (run.run_dir and run.run_dir.name):
             self._run.name = name
         if run.hparams:
             self._run["hparams"] = dict(run.hparams)
+        if run.run_dir:
+            self._run["run_dir"] = str(run.run_dir.resolve())  # by which `clear` finds it
+
+    def clear(self, run: TrackedRun) -> None:
+        folder = self._folder(run)
+        if "://" not in folder:
+            _create(folder)
+        repo = _aim().Repo.from_path(folder)
+        mine = [
+            one.hash for one in repo.iter_runs() if run.run_dir and one.get("run_dir") == str(run.run_dir.resolve())
+        ]
+        if mine:
+            repo.delete_runs(mine)
+
+    def _folder(self, run: TrackedRun) -> str:
+        return self.repo or str(run.run_dir.parent if run.run_dir else ".")
+
+    def _options(self) -> dict[str, Any]:
+        # Aim's own defaults patch stdout and start a thread that watches the machine.
+        interval = 10 if self.system_stats else None
+        return {
+            "experiment": self.experiment,
+            "system_tracking_interval": interval,
+            "capture_terminal_logs": self.console,
+        }
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         self._run.track(dict(values), step=step)
@@ -71,6 +100,20 @@ class Aim(Sink):
         aim = _aim()
         for name, picture in images.items():
             self._run.track(aim.Image(picture.as_pillow()), name=name, step=step)
+
+    def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
+        aim = _aim()
+        for name, text in texts.items():
+            self._run.track(aim.Text(text), name=name, step=step)
+
+    def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
+        aim = _aim()
+        for name, found in distributions.items():
+            histogram = aim.Distribution(hist=list(found.counts), bin_range=(found.low, found.high))
+            self._run.track(histogram, name=name, step=step)
+
+    def event(self, step: int, time: float, event: Event) -> None:
+        self._run.track(_aim().Text(event.text), name="events", step=step, context={"kind": event.kind})
 
     def close(self) -> None:
         run, self._run = self._run, None
@@ -115,10 +158,8 @@ def _create(folder: str) -> None:
                 repo.from_path(folder, init=True)
 
 
-def _open(folder: str, run_hash: str | None, experiment: str | None) -> Any:
+def _open(folder: str, run_hash: str | None, options: Mapping[str, Any]) -> Any:
     aim = _aim()
-    # Otherwise Aim patches stdout and starts a thread that watches the machine.
-    options = {"experiment": experiment, "system_tracking_interval": None, "capture_terminal_logs": False}
     if run_hash is not None:
         # Aim caches its list of runs for half a second, so a run that was just made may be missing.
         aim.Repo._all_run_hashes.cache_clear()

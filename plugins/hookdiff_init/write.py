@@ -8,7 +8,7 @@ from attrs import define
 
 from hookdiff_init.look import Pictures
 
-_COLUMNS = 10  # the most classes of which each has a column of the grid
+_ROWS = 10  # classes that a panel shows
 
 
 @define(frozen=True, kw_only=True)
@@ -78,11 +78,7 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
     yield "", ""
     yield "[plugins.samples]", ""
     yield f"every = {max(1, plan.steps // 5)}", f"steps; the grids are in runs/{name}/samples"
-    if 1 < len(pictures.classes) <= _COLUMNS:
-        yield f"columns = {len(pictures.classes)}", "one for each class"
-        yield f"num = {len(pictures.classes) * 4}", ""
-    else:
-        yield "num = 16", ""
+    yield f"num = {min(len(pictures.classes), _ROWS) * 4 or 16}", "in each panel; classes have rows of their own"
 
 
 def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:

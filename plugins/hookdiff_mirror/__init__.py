@@ -1,0 +1,1 @@
+"""Rebuilds what a tracker has of a run: `hookdiff mirror`."""

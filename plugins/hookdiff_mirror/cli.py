@@ -1,0 +1,33 @@
+"""`hookdiff mirror`: rebuild a run in Aim, TensorBoard or W&B from its run directory."""
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--to", "name", required=True, metavar="NAME", help="aim, tensorboard, wandb, or another sink.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Option of the sink; may be repeated.")
+def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
+    """Send RUN, a run directory, to a tracker. Only the files of the run directory are read.
+
+    The options are those of [plugins.NAME] in the config of the run, if it has them. A mirror that was made before is
+    replaced; only W&B keeps its older run, which can be deleted on its page. The run may be under way.
+    """
+    from hookdiff import Sink, UserError
+    from hookdiff.experiment import make_plugin
+    from hookdiff.history import History
+    from hookdiff.mirroring import mirror
+
+    history = History.of(run)
+    sink = make_plugin(name, history.config, settings)
+    if not isinstance(sink, Sink):
+        raise UserError(f"--to {name}: this plugin is no sink; aim, tensorboard and wandb are")
+    try:
+        sent = mirror(history, sink)
+    except UserError:
+        raise
+    except Exception as error:  # trackers raise errors of any type
+        raise UserError(f"--to {name}: the tracker failed: {type(error).__name__}: {error}") from error
+    click.echo(f"{run} is in {name}: {sent.steps:,} steps up to {sent.last:,}, {sent.pictures:,} pictures")

@@ -1,0 +1,5 @@
+"""Writes a run for TensorBoard."""
+
+from hookdiff_tensorboard.plugin import TensorBoard
+
+__all__ = ["TensorBoard"]

@@ -1,0 +1,5 @@
+"""Writes a run to Weights & Biases."""
+
+from hookdiff_wandb.plugin import WandB
+
+__all__ = ["WandB"]
