@@ -1,1 +1,5 @@
-"""Rebuilds what a tracker has of a run: `hookdiff mirror`."""
+"""Rebuilds what a tracker shows of a run, from the run directory."""
+
+from hookdiff_mirror.rebuild import find_sink, rebuild
+
+__all__ = ["find_sink", "rebuild"]

@@ -52,7 +52,10 @@ def _some(sheets: Mapping[int, Path], most: int) -> dict[int, Path]:
 
 
 def filmstrip(sheets: Mapping[int, Path], rows: int) -> Image | None:
-    """Return a picture with a row for each of the first images of the sheets, and a column for each step."""
+    """Return a picture with a row for each of some images of the sheets, and a column for each step.
+
+    The images are at equal distances in the first panel, so those of a panel with classes are of different classes.
+    """
     from PIL import Image
 
     found = frames(sheets, _COLUMNS)
@@ -66,7 +69,8 @@ def filmstrip(sheets: Mapping[int, Path], rows: int) -> Image | None:
         left = gap + column * (place.width + gap)
         _write(film, f"{frame.step:,}", left + place.width // 2)
         for row in range(rows):
-            film.paste(frame.picture.crop(place.box(row)), (left, _LINE + row * (place.height + gap)))
+            box = place.box(row * place.num // rows)
+            film.paste(frame.picture.crop(box), (left, _LINE + row * (place.height + gap)))
     return film
 
 

@@ -27,7 +27,7 @@ from hookdiff_samples.film import filmstrip, growing_up
 log = logging.getLogger("hookdiff")
 
 NAME = "samples"  # of the sheets, and of their folder
-_SHOWN = 4  # images in a strip
+_SHOWN, _FILMED = 4, 5  # images in a strip, and in the filmstrip
 _ANIMATED, _FRAMES = 16, 32  # images and frames of the animated denoising
 _MOST_CLASSES = 10  # in rows, unless the config names them
 
@@ -213,7 +213,7 @@ class SampleGrid(Periodic):
         """Write the filmstrip and the animated denoising."""
         if loop.run_dir is None:
             return
-        if film := filmstrip(find_pictures(loop.run_dir).get(NAME, {}), _SHOWN):
+        if film := filmstrip(find_pictures(loop.run_dir).get(NAME, {}), _FILMED):
             _write(loop.run_dir / NAME / "filmstrip.png", film.save)
         if recorded and recorded.is_complete and self.animation != "none":
             frames = [grid(frame, scale=self.scale).as_pillow() for frame in recorded.some_frames(_FRAMES)]

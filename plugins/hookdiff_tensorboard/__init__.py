@@ -1,4 +1,4 @@
-"""Writes a run for TensorBoard."""
+"""Tracks runs in TensorBoard."""
 
 from hookdiff_tensorboard.plugin import TensorBoard
 

@@ -1,101 +1,162 @@
-"""The plugin `tensorboard`. It copies what stands in the run directory, so its files can be deleted."""
+"""The plugin `tensorboard`. It copies what is in the run directory, so its folder can be deleted."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+import importlib
+import os
+import socket
+from collections.abc import Mapping
+from io import BytesIO, FileIO
 from pathlib import Path
+from time import time as now, time_ns
 from typing import Any, ClassVar
 
 from attrs import define, field
 
-from hookdiff import Loop, Sink, TrackedRun, UserError
+from hookdiff import Sink, TrackedRun
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
+from hookdiff.mirroring import fill
 from hookdiff.options import about
 from hookdiff.pictures import Picture
 
-_FLUSH = 10  # seconds between two writes to the disk
+_PREFIX = "events.out.tfevents."  # by which TensorBoard finds its files
 
 
 @define(eq=False)
 class TensorBoard(Sink):
-    """Writes metrics, pictures, histograms, texts, events and the config for TensorBoard: `tensorboard --logdir runs`.
+    """Tracks metrics, pictures, texts, histograms and the config for TensorBoard: `tensorboard --logdir runs`.
 
-    A resumed run goes on in the same folder; TensorBoard drops the values of the steps that are repeated.
+    A resumed run writes another file beside the earlier ones; TensorBoard shows no step twice.
     """
 
     needs: ClassVar[Mapping[str, str]] = {"tensorboard": "hookdiff[tensorboard]"}
 
-    dir: str | None = field(
-        default=None, metadata=about("folder of the event files; without it tensorboard/ in the run directory")
-    )
-    _writer: Any = field(init=False, default=None)
+    dir: str | None = field(default=None, metadata=about("folder; without it `tensorboard` in the run directory"))
+    _file: FileIO | None = field(init=False, default=None)
+    _end: int = field(init=False, default=0)  # bytes of the file that are whole
+    _folder: Path = field(init=False, default=Path("tensorboard"))
 
-    def check(self, loop: Loop) -> None:
-        if self.dir is None and loop.run_dir is None:
-            raise UserError("plugins.tensorboard.dir: a Loop without a run directory has no folder for the event files")
-
-    def open(self, run: TrackedRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
-
-        purge = run.step + 1 if run.step and not run.is_branch else None
-        self._writer = SummaryWriter(str(self._folder(run)), purge_step=purge, flush_secs=_FLUSH)
-        if run.hparams:
-            # Not add_hparams, which writes them as a second run.
-            for summary in hparams(dict(_flat(run.hparams)), {}):
-                self._writer.file_writer.add_summary(summary)
+    @property
+    def where(self) -> str:
+        """The folder."""
+        return f"{self._folder} (tensorboard --logdir {self._folder})"
 
     def clear(self, run: TrackedRun) -> None:
-        for path in self._folder(run).glob("events.out.tfevents.*"):
+        """Remove the files of TensorBoard in the folder."""
+        for path in self._place(run).glob(f"{_PREFIX}*"):
             path.unlink()
 
+    def open(self, run: TrackedRun) -> None:
+        self._folder = self._place(run)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(self._folder.glob(f"{_PREFIX}*"))
+        # TensorBoard reads the files in the order of their names; two in one second must not change places.
+        name = f"{_PREFIX}{time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}.{time_ns()}"
+        self._file, self._end = (self._folder / name).open("xb", buffering=0), 0
+        self._write(0, now(), file_version="brain.Event:2")
+        self._go_back(run.step, now())
+        if run.hparams:
+            summary = _module("tensorboard.plugins.hparams.summary_v2").hparams_pb(dict(_flat(run.hparams)))
+            self._write(run.step, now(), summary=summary)
+        if is_empty:
+            fill(run, self)
+
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step, walltime=time)
+        self._write_all(step, time, {name: {"simple_value": value} for name, value in values.items()})
 
     def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
-        for name, picture in images.items():
-            form = "HW" if picture.pixels.ndim == 2 else "HWC"
-            self._writer.add_image(name, picture.pixels, step, walltime=time, dataformats=form)
+        self._write_all(step, time, {name: {"image": _image(picture)} for name, picture in images.items()})
 
     def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
-        for name, text in texts.items():
-            self._writer.add_text(name, _as_code(text), step, walltime=time)
+        self._write_all(step, time, {name: _text(text) for name, text in texts.items()})
 
     def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
-        for name, found in distributions.items():
-            edges, counts, num = found.edges, found.counts, sum(found.counts)
-            middles = [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
-            total = sum(middle * count for middle, count in zip(middles, counts, strict=True))
-            squares = sum(middle**2 * count for middle, count in zip(middles, counts, strict=True))
-            self._writer.add_histogram_raw(
-                name, found.low, found.high, num, total, squares, edges[1:], list(counts), step, walltime=time
-            )
+        self._write_all(step, time, {name: {"histo": _histogram(one)} for name, one in distributions.items()})
 
     def event(self, step: int, time: float, event: Event) -> None:
-        self._writer.add_text(f"events/{event.kind}", _as_code(event.text), step, walltime=time)
+        if event.kind == "rollback":
+            self._go_back(step, time)
+        self._write_all(step, time, {f"events/{event.kind}": _text(event.text)})
 
     def close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
-    def _folder(self, run: TrackedRun) -> Path:
-        if self.dir is not None:
-            return Path(self.dir)
-        assert run.run_dir
-        return run.run_dir / "tensorboard"
+    def _place(self, run: TrackedRun) -> Path:
+        return Path(self.dir or Path(run.run_dir or ".", "tensorboard"))
+
+    def _go_back(self, step: int, time: float) -> None:
+        """Let TensorBoard forget what earlier files, or earlier parts of this one, have after `step`."""
+        session = _events().SessionLog
+        self._write(step + 1, time, session_log=session(status=session.START))
+
+    def _write_all(self, step: int, time: float, values: Mapping[str, Mapping[str, Any]]) -> None:
+        summaries = _module("tensorboard.compat.proto.summary_pb2")
+        parts = [summaries.Summary.Value(tag=name, **value) for name, value in values.items()]
+        self._write(step, time, summary=summaries.Summary(value=parts))
+
+    def _write(self, step: int, time: float, **content: Any) -> None:
+        """Append a record; after a call that failed, as on a full disk, its repetition replaces the broken record."""
+        assert self._file is not None
+        record = BytesIO()
+        event = _events().Event(step=step, wall_time=time, **content)
+        _module("tensorboard.summary.writer.record_writer").RecordWriter(record).write(event.SerializeToString())
+        data = record.getvalue()
+        self._file.seek(self._end)
+        self._file.truncate()
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._end += len(data)
 
 
-def _as_code(text: str) -> str:
-    """Return text for TensorBoard, which reads it as Markdown: four spaces before a line keep it as it is."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+def _module(name: str) -> Any:
+    # TensorBoard's own modules, which need no TensorFlow; they have no types.
+    return importlib.import_module(name)
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
-    for key, value in table.items():
+def _events() -> Any:
+    return _module("tensorboard.compat.proto.event_pb2")
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Any:
+    """Yield the values of nested tables by their dotted names, each as TensorBoard's HParams can hold it."""
+    for name, value in table.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{key}", value if isinstance(value, bool | int | float | str) else str(value)
+            yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _image(picture: Picture) -> Any:
+    height, width, *channels = picture.pixels.shape
+    png = BytesIO()
+    picture.as_pillow().save(png, "PNG")
+    kind = _module("tensorboard.compat.proto.summary_pb2").Summary.Image
+    return kind(height=height, width=width, colorspace=3 if channels else 1, encoded_image_string=png.getvalue())
+
+
+def _text(text: str) -> dict[str, Any]:
+    # TensorBoard reads Markdown, in which indented lines are shown as they are.
+    shown = "\n".join(f"    {line}" for line in text.splitlines())
+    tensor = _module("tensorboard.compat.proto.tensor_pb2").TensorProto
+    shape = _module("tensorboard.compat.proto.tensor_shape_pb2").TensorShapeProto
+    text_type = _module("tensorboard.compat.proto.types_pb2").DT_STRING
+    metadata = _module("tensorboard.plugins.text.metadata").create_summary_metadata(display_name="", description="")
+    held = tensor(dtype=text_type, string_val=[shown.encode()], tensor_shape=shape(dim=[shape.Dim(size=1)]))
+    return {"tensor": held, "metadata": metadata}
+
+
+def _histogram(one: Distribution) -> Any:
+    # The sums, which nothing shows, are those of the middles of the bins.
+    middles = [(low + high) / 2 for low, high in zip(one.edges, one.edges[1:], strict=False)]
+    weighted = list(zip(middles, one.counts, strict=True))
+    return _module("tensorboard.compat.proto.summary_pb2").HistogramProto(
+        min=one.low,
+        max=one.high,
+        num=sum(one.counts),
+        sum=sum(middle * count for middle, count in weighted),
+        sum_squares=sum(middle * middle * count for middle, count in weighted),
+        bucket_limit=one.edges[1:],
+        bucket=one.counts,
+    )

@@ -1,4 +1,4 @@
-"""Writes a run to Weights & Biases."""
+"""Tracks runs in Weights & Biases."""
 
 from hookdiff_wandb.plugin import WandB
 

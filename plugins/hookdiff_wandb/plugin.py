@@ -1,128 +1,158 @@
-"""The plugin `wandb`. It copies what stands in the run directory, so its runs can be deleted."""
-
-from __future__ import annotations
+"""The plugin `wandb`. It copies what is in the run directory."""
 
 import html
 import importlib
+import logging
 import os
 from collections.abc import Mapping
-from netrc import NetrcParseError, netrc
+from pathlib import Path
 from typing import Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from attrs import define, field
-from attrs.validators import in_, optional
 
-from hookdiff import Sink, TrackedRun
+from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
-from hookdiff.history import History
-from hookdiff.mirroring import replay
+from hookdiff.mirroring import fill
 from hookdiff.options import about
 from hookdiff.pictures import Picture
 
-_COLUMNS = ("step", "time", "kind", "severity", "text")  # of the table of events
+log = logging.getLogger("hookdiff")
 
 
 @define(eq=False)
 class WandB(Sink):
-    """Writes metrics, pictures, histograms, texts, events and the config to Weights & Biases, also without a network.
+    """Tracks metrics, pictures, texts, histograms and the config in Weights & Biases.
 
-    W&B drops a value when its step goes back. So a resumed run gets a W&B run of its own, which begins with what the
-    run directory has of the steps before. The table of the events is written when the run ends.
+    W&B takes no values of an earlier step. So a run that is resumed or rolled back goes on in a new W&B run, which is
+    first filled from the run directory.
     """
 
     needs: ClassVar[Mapping[str, str]] = {"wandb": "hookdiff[wandb]"}
 
-    project: str | None = field(default=None, metadata=about("project; without it that of the environment"))
-    entity: str | None = field(default=None, metadata=about("user or team; without it that of the account"))
+    project: str | None = field(default=None, metadata=about('project; without it W&B\'s own default, "uncategorized"'))
+    entity: str | None = field(default=None, metadata=about("user or team; without it that of the key"))
     name: str | None = field(default=None, metadata=about("name of the run; without it the run directory's"))
-    group: str | None = field(
-        default=None, metadata=about("group of runs; without it the run directory's name, which resumed runs share")
-    )
-    tags: tuple[str, ...] = field(default=(), converter=tuple, metadata=about("tags of the run"))
+    group: str | None = field(default=None, metadata=about("group of the run"))
+    tags: tuple[str, ...] = field(default=(), metadata=about("tags of the run"))
     mode: Literal["online", "offline"] | None = field(
         default=None,
-        validator=optional(in_(("online", "offline"))),
-        metadata=about('"online" or "offline"; without it offline unless this machine has a key of W&B'),
+        metadata=about("where the run is kept; without it W&B's own default, but offline if there is no key"),
     )
-    system_stats: bool = field(default=False, metadata=about("also record the load of the machine"))
-    console: bool = field(default=False, metadata=about("also record what is printed"))
+    dir: str | None = field(
+        default=None, metadata=about("folder in which W&B makes its folder `wandb`; without it the run directory")
+    )
+    _tracked: TrackedRun = field(init=False)
     _run: Any = field(init=False, default=None)
-    _events: list[tuple[Any, ...]] = field(init=False, factory=list)  # rows of the table
-    _step: int = field(init=False, default=0)  # the newest
+    _step: int = field(init=False, default=0)  # of the newest values
+    _lines: dict[tuple[int, str], list[str]] = field(init=False, factory=dict)  # of events, by step and kind
+    _exit_code: int = field(init=False, default=0)
+    _where: str = field(init=False, default="")
+
+    @property
+    def where(self) -> str:
+        """The new W&B run, with its address or its folder."""
+        return self._where
+
+    def check(self, loop: Loop) -> None:
+        self._find_mode()
 
     def open(self, run: TrackedRun) -> None:
-        wandb, name = _wandb(), run.run_dir.name if run.run_dir else None
+        self._tracked, self._exit_code = run, 0
+        self._begin(run.step)
+
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        self._log(step, time, values)
+
+    def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
+        make = _wandb().Image
+        self._log(step, time, {name: make(picture.as_pillow(), file_type="png") for name, picture in images.items()})
+
+    def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
+        self._log(step, time, {name: _page(text) for name, text in texts.items()})
+
+    def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
+        make = _wandb().Histogram
+        ready = {name: make(np_histogram=(one.counts, one.edges)) for name, one in distributions.items()}
+        self._log(step, time, ready)
+
+    def event(self, step: int, time: float, event: Event) -> None:
+        if event.kind == "rollback" and step < self._step:
+            self._end()
+            self._begin(step)
+        if event.kind == "stop":
+            self._exit_code = int(event.severity == "error")
+        # W&B keeps one value of a name and step.
+        lines = self._lines.setdefault((step, event.kind), [])
+        if event.text not in lines:
+            lines.append(event.text)
+        self._log(step, time, {f"events/{event.kind}": _page("\n".join(lines))})
+
+    def close(self) -> None:
+        self._end()
+
+    def _begin(self, step: int) -> None:
+        """Begin a W&B run, with what the run directory has up to `step`."""
+        wandb, run = _wandb(), self._tracked
+        folder = Path(self.dir or run.run_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(
-            console="auto" if self.console else "off",
-            finish_timeout=self.timeout,  # also for the end of the process, which waits for unsent values
-            init_timeout=self.timeout,
             silent=True,
-            x_disable_stats=not self.system_stats,
+            console="off",  # otherwise it patches stdout and stderr
+            disable_git=True,  # a mirror that is made later would show another commit
+            disable_code=True,
+            reinit="create_new",  # leaves alone a W&B run of the user's own script
+            init_timeout=self.timeout * 0.8,
+            finish_timeout=self.timeout * 0.8,  # also at the end of the process
         )
-        self._events, self._step = [], run.step
         self._run = wandb.init(
             project=self.project,
             entity=self.entity,
-            name=self.name or name,
-            group=self.group or name,
+            name=self.name or (run.run_dir and run.run_dir.resolve().name),
+            group=self.group,
             tags=self.tags or None,
-            mode=self.mode or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline"),
-            dir=str(run.run_dir) if run.run_dir else None,
+            mode=self._find_mode(),
+            dir=str(folder),
             config=dict(run.hparams),
             settings=settings,
-            reinit="create_new",
         )
-        if run.step and run.run_dir:
-            replay(History(run.run_dir), self, run.step)
+        self._step, self._lines = 0, {}
+        place = self._run.settings.sync_dir
+        is_offline = self._run.offline
+        self._where = f"the new W&B run {place} (wandb sync {place})" if is_offline else f"the new {self._run.url}"
+        if is_offline and self.mode is None:
+            log.info("W&B: offline; to upload the run: wandb sync %s", place)
+        fill(run, self, until=step)
 
-    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        self._log(step, dict(values))
-
-    def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
-        self._log(step, {name: _wandb().Image(picture.as_pillow()) for name, picture in images.items()})
-
-    def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
-        pages = {name: f"<pre>{html.escape(text)}</pre>" for name, text in texts.items()}
-        self._log(step, {name: _wandb().Html(page, inject=False) for name, page in pages.items()})
-
-    def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
-        wandb = _wandb()
-        histograms = {name: (list(one.counts), one.edges) for name, one in distributions.items()}
-        self._log(step, {name: wandb.Histogram(np_histogram=found) for name, found in histograms.items()})
-
-    def event(self, step: int, time: float, event: Event) -> None:
-        self._events.append((step, time, event.kind, event.severity, event.text))
-
-    def close(self) -> None:
+    def _end(self) -> None:
         run, self._run = self._run, None
-        if run is None:
-            return
-        if self._events:
-            rows = [list(row) for row in self._events]
-            run.log({"events": _wandb().Table(columns=list(_COLUMNS), data=rows)}, step=self._step)
-        run.finish()
+        if run is not None:
+            run.finish(exit_code=self._exit_code)
 
-    def is_transient(self, error: Exception) -> bool:
-        """Return False: W&B repeats its own calls."""
-        return False
-
-    def _log(self, step: int, values: dict[str, Any]) -> None:
+    def _log(self, step: int, time: float, values: Mapping[str, Any]) -> None:
+        # A late finding can be of an earlier step.
         self._step = max(step, self._step)
-        self._run.log(values, step=step)
+        self._run.log({**values, "_timestamp": time}, step=self._step)
+
+    def _find_mode(self) -> str | None:
+        """Return the mode for W&B; raises UserError for "online" without a key, for which W&B would ask."""
+        wanted = self.mode or os.environ.get("WANDB_MODE")
+        if wanted not in (None, "online") or _wandb().login(prompt=False):
+            return wanted
+        if wanted:
+            raise UserError(
+                'plugins.wandb.mode: "online" needs a key: run `wandb login`, or set WANDB_API_KEY; "offline" needs none'
+            )
+        return "offline"
 
 
 def _wandb() -> Any:
-    return importlib.import_module("wandb")
+    # Its reports on its own errors would go over the network, also from an offline run.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    wandb = importlib.import_module("wandb")
+    wandb.setup(wandb.Settings(silent=True))
+    return wandb
 
 
-def _has_key() -> bool:
-    """Return whether this machine is logged in to W&B, which otherwise asks for a key on the terminal."""
-    settings = _wandb().setup().settings
-    if settings.api_key or settings.identity_token_file:
-        return True
-    try:
-        return netrc(os.environ.get("NETRC")).authenticators(urlsplit(settings.base_url).hostname or "") is not None
-    except (OSError, NetrcParseError):
-        return False
+def _page(text: str) -> Any:
+    return _wandb().Html(f"<pre>{html.escape(text)}</pre>", inject=False)
