@@ -2,10 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint types clean
+.PHONY: demo aim test test-all lint types clean
 
 demo: .venv/ready
 	$(BIN)/hookdiff run examples/basic.toml --plugins ema,amp,fid --overwrite
+
+# The page of all runs that had the plugin aim, at http://127.0.0.1:43800.
+aim: .venv/ready-dev
+	$(BIN)/aim up --repo runs
 
 # loadscope: the tests of a file run in one process, which makes their shared fixtures once.
 test: .venv/ready-dev

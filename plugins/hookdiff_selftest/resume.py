@@ -23,7 +23,7 @@ from typing import Any
 import tomli_w
 from attrs import Factory, define, field
 
-from hookdiff import Config, Every, Feed, UserError
+from hookdiff import Config, Every, Feed, Sink, UserError
 from hookdiff.disk import CONFIG
 from hookdiff.experiment import Part, build_feed
 from hookdiff.findings import listed
@@ -320,6 +320,10 @@ class Comparison:
         evidence = Evidence.of(whole, cut)
         # The last checkpoint may be complete after the witness has had its turn, so those of either run count.
         skipped = {*evidence.whole["checkpoints"], *evidence.cut["checkpoints"], CONFIG, METRICS, EVENTS}
+        kinds = {name: part.target for name, part in whole.config.plugins.items()}
+        skipped |= {
+            name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Sink)
+        }  # folders
         logged = [numbers(run.run_dir / METRICS, evidence.owner) for run in (whole, cut)]
         states = [state(note["state"]) for note in (evidence.whole, evidence.cut)]
         written = [files(run.run_dir, skipped, evidence.owner) for run in (whole, cut)]
