@@ -45,10 +45,18 @@ def replay(history: History, sink: Sink, until: int | None = None) -> Mirrored:
     return Mirrored(len(set(steps)), len(pictures), max(steps, default=0))
 
 
+def fill(run: TrackedRun, sink: Sink, until: int | None = None) -> None:
+    """Send what a resumed run has logged before to `sink`, whose tracker begins anew; `until` is the last step."""
+    until = run.step if until is None else until
+    if run.run_dir and until:
+        replay(History(run.run_dir), sink, until)
+
+
 def _calls(history: History, sink: Sink) -> Iterator[tuple[int, Callable[[], None]]]:
     for line in history.metrics:
         values = {name: value for name, value in line.items() if name not in ("step", "time")}
-        yield int(line["step"]), partial(sink.scalars, int(line["step"]), line.get("time", 0.0), values)
+        if values:
+            yield int(line["step"]), partial(sink.scalars, int(line["step"]), line.get("time", 0.0), values)
     for texts in history.texts:
         yield texts.step, partial(sink.texts, texts.step, texts.time, texts.values)
     for found in history.distributions:

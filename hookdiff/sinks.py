@@ -66,7 +66,7 @@ class Sink:
 
     @property
     def where(self) -> str:
-        """Where the tracker keeps the run, for people, such as "the folder runs/x/tensorboard"; known once it is open."""
+        """Where the tracker keeps the run, for people, such as "the folder runs/x/tensorboard"; known once open."""
         return type(self).__name__
 
     def check(self, loop: Loop) -> None:

@@ -6,18 +6,20 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 from attrs import define, field
-from torch import Tensor
 
 from hookdiff import Loop, Reason, TrackedRun, UserError, hookimpl
-from hookdiff.pictures import as_pictures
+from hookdiff.distribution import Distribution
+from hookdiff.events import Event
+from hookdiff.pictures import Picture, as_pictures
 from hookdiff.sinks import Sink
 from hookdiff.testing import assert_same, toy_loop, weights
-from tests.conftest import Restores, StopAt, check_facts, refused, saved, wait_until, warnings
+from tests.conftest import PATIENCE, Restores, StopAt, check_facts, refused, saved, wait_until, warnings
 
 
 def make_loop(plugins: Mapping[str, object], steps: int = 4) -> Loop:
@@ -32,15 +34,30 @@ class Recorder(Sink):
     fail: Callable[[], object] = lambda: 1 / 0
     calls: list[tuple[Any, ...]] = field(init=False, factory=list)
     threads: set[int] = field(init=False, factory=set)
+    times: list[float] = field(init=False, factory=list)
 
     def open(self, run: TrackedRun) -> None:
         self.note("open", run.step)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         self.note("scalars", step, dict(values))
+        self.times.append(time)
 
-    def images(self, step: int, images: Mapping[str, Tensor]) -> None:
-        self.note("images", step, {name: tuple(pictures.shape) for name, pictures in images.items()})
+    def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
+        self.note("images", step, {name: picture.pixels.shape for name, picture in images.items()})
+        self.times.append(time)
+
+    def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
+        self.note("texts", step, dict(texts))
+        self.times.append(time)
+
+    def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
+        self.note("distributions", step, {name: sum(one.counts) for name, one in distributions.items()})
+        self.times.append(time)
+
+    def event(self, step: int, time: float, event: Event) -> None:
+        self.note("event", step, event.kind)
+        self.times.append(time)
 
     def close(self) -> None:
         self.note("close")
@@ -56,28 +73,43 @@ class Recorder(Sink):
         return [call[0] for call in self.calls]
 
 
-class Pictures:
-    """Logs pictures after the second step and values as the run stops."""
+class Everything:
+    """Logs something of each kind after the second step, and values and pictures as the run stops."""
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.progress.step == 2:
-            loop.log.images({"seen": torch.zeros(3, 2, 4, 4)})
+            loop.log.images({"seen": torch.zeros(3, 1, 4, 6)})
+            loop.log.texts({"prompt": "a cat"})
+            loop.log.distributions({"weights": torch.zeros(7)})
+            loop.log.event(Event("restart", "the server was restarted"))
 
     @hookimpl
     def on_stop(self, loop: Loop, reason: Reason) -> None:
         loop.log({"end/score": 1.5})
-        loop.log.images({"last": torch.zeros(2, 3, 4, 4)})
+        loop.log.images({"last": torch.zeros(1, 3, 4, 4)})
+
+
+WRITES = ("scalars", "images", "texts", "distributions", "event")
 
 
 def test_a_sink_gets_everything_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    sink = Recorder()
-    make_loop({"sink": sink, "pictures": Pictures()}).run()
-    assert sink.names == ["open", "scalars", "images", "scalars", "scalars", "scalars", "images", "scalars", "close"]
+    sink, before = Recorder(), time.time()
+    make_loop({"sink": sink, "everything": Everything()}).run()
+    assert sink.names == ["open", "scalars", *WRITES[1:], "scalars", "scalars", "scalars", "images", "scalars", "close"]
     assert sink.calls[0] == ("open", 0)
     assert set(sink.calls[1][2]) == {"loss", "grad_norm"}
-    assert sink.calls[2] == ("images", 2, {"seen": (6, 1, 4, 4)})
-    assert sink.calls[-3:] == [("images", 4, {"last": (2, 3, 4, 4)}), ("scalars", 4, {"end/score": 1.5}), ("close",)]
+    kind, step, shapes = sink.calls[2]
+    assert (kind, step, list(shapes), len(shapes["seen"])) == ("images", 2, ["seen"], 2)  # grey
+    assert sink.calls[3:6] == [
+        ("texts", 2, {"prompt": "a cat"}),
+        ("distributions", 2, {"weights": 7}),
+        ("event", 2, "restart"),
+    ]
+    assert sink.calls[-3][2]["last"][2] == 3
+    assert sink.calls[-2:] == [("scalars", 4, {"end/score": 1.5}), ("close",)]
+    assert sink.times == sorted(sink.times)
+    assert before <= sink.times[0] <= sink.times[-1] <= time.time()
     assert not warnings(caplog)
 
 
@@ -89,25 +121,50 @@ def test_a_sink_is_called_on_one_thread_of_its_own() -> None:
     wait_until(lambda: not any(thread.name == "Recorder" for thread in threading.enumerate()))
 
 
-@pytest.mark.parametrize("failing", ["open", "scalars", "images", "close"])
-def test_golden_warning_of_a_sink_that_is_switched_off(failing: str, caplog: pytest.LogCaptureFixture) -> None:
-    without = make_loop({"pictures": Pictures()})
-    without.run()
+@pytest.fixture(scope="module")
+def without() -> Mapping[str, Any]:
+    """The weights of a run that has no sink."""
+    loop = make_loop({"everything": Everything()})
+    loop.run()
+    return weights(loop)
+
+
+@pytest.mark.parametrize("failing", ["open", *WRITES, "close"])
+def test_golden_warning_of_a_sink_that_is_switched_off(
+    failing: str, without: Mapping[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     sink, other = Recorder(failing=failing), Recorder()
-    loop = make_loop({"sink": sink, "other": other, "pictures": Pictures()})
+    loop = make_loop({"sink": sink, "other": other, "everything": Everything()})
     assert loop.run() == "done"
     assert warnings(caplog) == [
         f"Recorder is switched off, the run goes on: {failing}: ZeroDivisionError: division by zero"
     ]
     assert sink.names.count(failing) == 1
     assert sink.names[sink.names.index(failing) + 1 :] in ([], ["close"])  # after a failure a sink is only closed
-    assert len(other.calls) == 9
-    assert_same(weights(loop), weights(without))
+    assert len(other.calls) == 12
+    assert_same(weights(loop), without)
+
+
+@pytest.mark.parametrize("failing", ["open", *WRITES, "close"])
+def test_a_run_goes_on_without_a_sink_that_hangs(
+    failing: str, without: Mapping[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+    sink = Recorder(failing=failing, fail=lambda: released.wait(PATIENCE), timeout=0.5)
+    loop = make_loop({"sink": sink, "everything": Everything()})
+    began = time.monotonic()
+    assert loop.run() == "done"
+    assert time.monotonic() - began < PATIENCE / 2  # it did not wait for the sink
+    (warning,) = warnings(caplog)
+    check_facts(warning, "Recorder", failing, "TimeoutError", "0.5 s")
+    assert sink.names[-1] == failing
+    assert_same(weights(loop), without)
+    released.set()
 
 
 def test_a_sink_that_fails_twice_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Recorder):
-        def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
             raise OSError("disk full")
 
         def close(self) -> None:
@@ -118,18 +175,7 @@ def test_a_sink_that_fails_twice_warns_once(caplog: pytest.LogCaptureFixture) ->
     check_facts(warning, "Broken", "scalars", "OSError: disk full")
 
 
-@pytest.mark.parametrize("failing", ["open", "scalars", "close"])
-def test_a_run_goes_on_without_a_sink_that_hangs(failing: str, caplog: pytest.LogCaptureFixture) -> None:
-    released = threading.Event()
-    sink = Recorder(failing=failing, fail=released.wait, timeout=0.5)
-    assert make_loop({"sink": sink}).run() == "done"
-    (warning,) = warnings(caplog)
-    check_facts(warning, "Recorder", failing, "TimeoutError", "0.5 s")
-    assert sink.names[-1] == failing
-    released.set()
-
-
-@pytest.mark.parametrize("failing", ["open", "scalars", "images", "close"])
+@pytest.mark.parametrize("failing", ["open", "scalars", "event", "close"])
 def test_a_transient_error_is_repeated_after_growing_pauses(failing: str, caplog: pytest.LogCaptureFixture) -> None:
     times = []
 
@@ -139,7 +185,7 @@ def test_a_transient_error_is_repeated_after_growing_pauses(failing: str, caplog
             raise ConnectionError("restarts")
 
     sink, whole = Recorder(failing=failing, fail=fail), Recorder()
-    make_loop({"sink": sink, "whole": whole, "pictures": Pictures()}).run()
+    make_loop({"sink": sink, "whole": whole, "everything": Everything()}).run()
     assert not warnings(caplog)
     at = sink.names.index(failing)
     assert sink.names[at : at + 4] == [failing] * 4
@@ -177,8 +223,8 @@ class Waits(Recorder):
 
     goes_on: threading.Event = field(factory=threading.Event)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        Recorder.scalars(self, step, values)
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        Recorder.scalars(self, step, time, values)
         assert self.goes_on.wait(300)
 
 
@@ -191,9 +237,9 @@ class Releases:
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.progress.step == 2:
-            pictures = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
-            loop.hook.on_images(loop=loop, step=2, images={"mine": pictures})
-            pictures.fill_(9)
+            images = torch.full((1, 1, 2, 2), -1.0)
+            loop.log.images({"mine": images})
+            images.fill_(1.0)
         if loop.progress.step == 3:
             self.sink.goes_on.set()
 
@@ -202,8 +248,8 @@ def test_training_does_not_wait_for_a_sink(caplog: pytest.LogCaptureFixture) -> 
     seen = []
 
     class Sees(Waits):
-        def images(self, step: int, images: Mapping[str, Tensor]) -> None:
-            seen.append(images["mine"].max().item())
+        def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
+            seen.append(images["mine"].pixels.max())
 
     sink = Sees(timeout=300)
     make_loop({"sink": sink, "releases": Releases(sink)}).run()
@@ -214,9 +260,9 @@ def test_training_does_not_wait_for_a_sink(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_sink_that_is_slow_gets_everything() -> None:
     class Slow(Recorder):
-        def scalars(self, step: int, values: Mapping[str, float]) -> None:
-            time.sleep(0.002)
-            Recorder.scalars(self, step, values)
+        def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+            sleep(0.002)
+            Recorder.scalars(self, step, time, values)
 
     sink = Slow()
     make_loop({"sink": sink}, steps=200).run()
@@ -270,6 +316,18 @@ def test_the_loop_is_checked_by_the_training_and_copied_for_the_sink(tmp_path: P
     assert seen[1].hparams["run"] is not loop.hparams["run"]
 
 
+def test_the_hparams_have_the_options_of_a_loop_in_a_script() -> None:
+    class Sees(Recorder):
+        def open(self, run: TrackedRun) -> None:
+            self.calls.append((run.hparams,))
+
+    sink = Sees()
+    toy_loop({"sink": sink}, steps=4, hparams={"model": {"width": 8}}).run()
+    hparams = sink.calls[0][0]
+    assert hparams["model"] == {"width": 8}
+    assert (hparams["run"]["steps"], hparams["run"]["batch_size"]) == (4, 8)
+
+
 def test_a_timeout_error_of_the_sink_is_no_hang(caplog: pytest.LogCaptureFixture) -> None:
     def give_up() -> None:
         raise TimeoutError("server")
@@ -307,7 +365,7 @@ def test_an_error_in_check_ends_the_run() -> None:
 
 def test_other_ranks_write_nothing(second_rank: None) -> None:
     sink = Recorder()
-    make_loop({"sink": sink, "pictures": Pictures()}).run()
+    make_loop({"sink": sink, "everything": Everything()}).run()
     assert sink.calls == []
 
 

@@ -1,4 +1,4 @@
-"""The plugin `aim`. It copies metrics.jsonl and samples/, so its repository can be deleted."""
+"""The plugin `aim`. It copies what is in the run directory, so its repository can be deleted."""
 
 import atexit
 import importlib
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from attrs import define, field
-from attrs.validators import matches_re, optional
+from attrs.validators import ge, matches_re, optional
 from filelock import FileLock, Timeout
 
 from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
+from hookdiff.mirroring import fill
 from hookdiff.options import about
 from hookdiff.pictures import Picture
 
@@ -33,7 +34,8 @@ class Aim(Sink):
     """Tracks metrics, pictures, histograms, texts, events and the config in Aim; look at them with `aim up --repo DIR`.
 
     A resumed run goes on in the same Aim run, where the values of repeated steps replace the old ones. A run that is
-    resumed into another directory gets an Aim run of its own.
+    resumed into another directory gets an Aim run of its own. A new Aim run of a resumed run begins with the earlier
+    steps, from the run directory.
     """
 
     state_class: ClassVar[type] = AimState
@@ -44,9 +46,18 @@ class Aim(Sink):
     )
     experiment: str | None = field(default=None, metadata=about('experiment in Aim; without it "default"'))
     name: str | None = field(default=None, metadata=about("name of the run in Aim; without it the run directory's"))
-    system_stats: bool = field(default=False, metadata=about("also record the load of the machine, on a thread"))
-    console: bool = field(default=False, metadata=about("also record what is printed, on a thread"))
+    system_tracking_interval: float | None = field(
+        default=None,
+        validator=optional(ge(0)),
+        metadata=about("time between two records of CPU, GPU and memory; without it, or 0, none", "seconds"),
+    )
+    capture_terminal_logs: bool = field(
+        default=False, metadata=about("record what the process prints, for which Aim patches stdout and stderr")
+    )
     _run: Any = field(init=False, default=None)
+    _is_to_fill: bool = field(init=False, default=False)  # the Aim run is new
+    _lines: dict[tuple[int, str], list[str]] = field(init=False, factory=dict)  # of events, by step and kind
+    _where: str = field(init=False, default="")
     _hash: str | None = field(init=False, default=None)  # Aim's identifier of the run
 
     def check(self, loop: Loop) -> None:
@@ -56,69 +67,94 @@ class Aim(Sink):
             way_out = "pip install 'hookdiff[aim]' (Aim has packages for Python up to 3.12)"
             raise UserError(f"the plugin 'aim' needs the package aim: {way_out}; {error}") from error
 
+    @property
+    def where(self) -> str:
+        """The Aim run and its repository."""
+        return self._where
+
+    def clear(self, run: TrackedRun) -> None:
+        """Delete the Aim runs that mirror the run directory."""
+        folder = self._folder(run)
+        if "://" in folder or _aim().Repo.exists(folder):
+            repo = _aim().Repo.from_path(folder)
+            for run_hash in _mirrors(repo, run.run_dir):
+                if not repo.delete_run(run_hash):
+                    raise RuntimeError(f"the Aim run {run_hash} in {folder} cannot be deleted")
+
     def open(self, run: TrackedRun) -> None:
         folder = self._folder(run)
         if "://" not in folder:
             _create(folder)
         if self._run is None:  # otherwise this is the repetition of a call that failed further down
-            self._run = _open(folder, None if run.is_branch else self._hash, self._options())
-            self._hash = self._run.hash
-        if name := self.name or (run.run_dir and run.run_dir.name):
+            self._run = self._open_run(folder, None if run.is_branch else self._hash, run.run_dir)
+            self._is_to_fill = self._run.hash != self._hash
+            self._hash, self._lines = self._run.hash, {}
+            self._where = f"the Aim run {self._hash} in {folder} (aim up --repo {folder})"
+        if name := self.name or (run.run_dir and run.run_dir.resolve().name):
             self._run.name = name
-        if run.hparams:
-            self._run["hparams"] = dict(run.hparams)
         if run.run_dir:
-            self._run["run_dir"] = str(run.run_dir.resolve())  # by which `clear` finds it
-
-    def clear(self, run: TrackedRun) -> None:
-        folder = self._folder(run)
-        if "://" not in folder:
-            _create(folder)
-        repo = _aim().Repo.from_path(folder)
-        mine = [
-            one.hash for one in repo.iter_runs() if run.run_dir and one.get("run_dir") == str(run.run_dir.resolve())
-        ]
-        if mine:
-            repo.delete_runs(mine)
-
-    def _folder(self, run: TrackedRun) -> str:
-        return self.repo or str(run.run_dir.parent if run.run_dir else ".")
-
-    def _options(self) -> dict[str, Any]:
-        # Aim's own defaults patch stdout and start a thread that watches the machine.
-        interval = 10 if self.system_stats else None
-        return {
-            "experiment": self.experiment,
-            "system_tracking_interval": interval,
-            "capture_terminal_logs": self.console,
-        }
+            self._run["run_dir"] = str(run.run_dir.resolve())
+        self._run["hparams"] = dict(run.hparams)
+        if self._is_to_fill:
+            fill(run, self)
+        self._is_to_fill = False
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         self._run.track(dict(values), step=step)
 
     def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
-        aim = _aim()
+        make = _aim().Image
         for name, picture in images.items():
-            self._run.track(aim.Image(picture.as_pillow()), name=name, step=step)
+            self._run.track(make(picture.as_pillow()), name=name, step=step)
 
     def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
-        aim = _aim()
+        make = _aim().Text
         for name, text in texts.items():
-            self._run.track(aim.Text(text), name=name, step=step)
+            self._run.track(make(text), name=name, step=step)
 
     def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
-        aim = _aim()
-        for name, found in distributions.items():
-            histogram = aim.Distribution(hist=list(found.counts), bin_range=(found.low, found.high))
-            self._run.track(histogram, name=name, step=step)
+        make = _aim().Distribution
+        for name, one in distributions.items():
+            self._run.track(make(hist=one.counts, bin_range=(one.low, one.high)), name=name, step=step)
 
     def event(self, step: int, time: float, event: Event) -> None:
-        self._run.track(_aim().Text(event.text), name="events", step=step, context={"kind": event.kind})
+        # Aim keeps one value of a name, context and step.
+        lines = self._lines.setdefault((step, event.kind), [])
+        if event.text not in lines:
+            lines.append(event.text)
+        self._run.track(_aim().Text("\n".join(lines)), name="events", step=step, context={"kind": event.kind})
 
     def close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.close()
+
+    def _folder(self, run: TrackedRun) -> str:
+        return self.repo or str(run.run_dir.parent if run.run_dir else ".")
+
+    def _open_run(self, folder: str, run_hash: str | None, run_dir: Path | None) -> Any:
+        aim = _aim()
+        options = {
+            "repo": folder,
+            "experiment": self.experiment,
+            "system_tracking_interval": self.system_tracking_interval or None,
+            "capture_terminal_logs": self.capture_terminal_logs,
+        }
+        if run_hash is not None:
+            # Aim caches its list of runs for half a second, so a run that was just made may be missing.
+            aim.Repo._all_run_hashes.cache_clear()
+        try:
+            return aim.Run(run_hash, **options)
+        except aim.sdk.errors.MissingRunError:
+            found = _mirrors(aim.Repo.from_path(folder), run_dir)  # such as one that `hookdiff mirror` has made
+            if found:
+                self._hash = found[-1]
+                return aim.Run(self._hash, **options)
+            log.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
+            return aim.Run(**options)
+        except Timeout:
+            # A process that was killed on another machine has left its lock; the checkpoint shows that the run is ours.
+            return aim.Run(run_hash, force_resume=True, **options)
 
     def is_transient(self, error: Exception) -> bool:
         """Return whether a call is repeated; "OperationalError" is SQLite's for a database that is locked."""
@@ -158,16 +194,9 @@ def _create(folder: str) -> None:
                 repo.from_path(folder, init=True)
 
 
-def _open(folder: str, run_hash: str | None, options: Mapping[str, Any]) -> Any:
-    aim = _aim()
-    if run_hash is not None:
-        # Aim caches its list of runs for half a second, so a run that was just made may be missing.
-        aim.Repo._all_run_hashes.cache_clear()
-    try:
-        return aim.Run(run_hash, repo=folder, **options)
-    except aim.sdk.errors.MissingRunError:
-        log.warning("Aim has lost the run %s in %s; a new one begins with this step", run_hash, folder)
-        return aim.Run(repo=folder, **options)
-    except Timeout:
-        # A process that was killed on another machine has left its lock; the checkpoint shows that the run is ours.
-        return aim.Run(run_hash, repo=folder, force_resume=True, **options)
+def _mirrors(repo: Any, run_dir: Path | None) -> list[str]:
+    """Return the hashes of the Aim runs that mirror this run directory."""
+    aim, place = _aim(), run_dir and str(run_dir.resolve())
+    aim.Repo._all_run_hashes.cache_clear()
+    runs = (aim.Run(run_hash, repo=repo, read_only=True) for run_hash in sorted(repo.list_all_runs()))
+    return [run.hash for run in runs if place and run.get("run_dir", None) == place]

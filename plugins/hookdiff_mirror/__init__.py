@@ -1,5 +1,1 @@
-"""Rebuilds what a tracker shows of a run, from the run directory."""
-
-from hookdiff_mirror.rebuild import find_sink, rebuild
-
-__all__ = ["find_sink", "rebuild"]
+"""Rebuilds what a tracker has of a run: `hookdiff mirror`."""

@@ -30,4 +30,4 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
         raise
     except Exception as error:  # trackers raise errors of any type
         raise UserError(f"--to {name}: the tracker failed: {type(error).__name__}: {error}") from error
-    click.echo(f"{run} is in {name}: {sent.steps:,} steps up to {sent.last:,}, {sent.pictures:,} pictures")
+    click.echo(f"{run}: {sent.steps:,} steps up to {sent.last:,}, {sent.pictures:,} pictures -> {sink.where}")

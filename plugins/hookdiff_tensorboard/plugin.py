@@ -50,7 +50,8 @@ class TensorBoard(Sink):
         self._folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(self._folder.glob(f"{_PREFIX}*"))
         # TensorBoard reads the files in the order of their names; two in one second must not change places.
-        name = f"{_PREFIX}{time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}.{time_ns()}"
+        seconds, rest = divmod(time_ns(), 10**9)
+        name = f"{_PREFIX}{seconds}.{rest:09}.{socket.gethostname()}.{os.getpid()}"
         self._file, self._end = (self._folder / name).open("xb", buffering=0), 0
         self._write(0, now(), file_version="brain.Event:2")
         self._go_back(run.step, now())

@@ -5,10 +5,13 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from attrs import define, field
+from attrs.validators import ge, optional
 
 from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.distribution import Distribution
@@ -33,7 +36,9 @@ class WandB(Sink):
     project: str | None = field(default=None, metadata=about('project; without it W&B\'s own default, "uncategorized"'))
     entity: str | None = field(default=None, metadata=about("user or team; without it that of the key"))
     name: str | None = field(default=None, metadata=about("name of the run; without it the run directory's"))
-    group: str | None = field(default=None, metadata=about("group of the run"))
+    group: str | None = field(
+        default=None, metadata=about("group of the run; without it the run directory's name, which resumed runs share")
+    )
     tags: tuple[str, ...] = field(default=(), metadata=about("tags of the run"))
     mode: Literal["online", "offline"] | None = field(
         default=None,
@@ -41,6 +46,11 @@ class WandB(Sink):
     )
     dir: str | None = field(
         default=None, metadata=about("folder in which W&B makes its folder `wandb`; without it the run directory")
+    )
+    system_tracking_interval: float | None = field(
+        default=None,
+        validator=optional(ge(0)),
+        metadata=about("time between two records of CPU, GPU and memory; without it, or 0, none", "seconds"),
     )
     _tracked: TrackedRun = field(init=False)
     _run: Any = field(init=False, default=None)
@@ -55,7 +65,13 @@ class WandB(Sink):
         return self._where
 
     def check(self, loop: Loop) -> None:
-        self._find_mode()
+        if (self.mode or os.environ.get("WANDB_MODE")) == "online":
+            try:
+                self._find_mode()
+            except UserError:
+                raise
+            except Exception as error:  # of W&B itself: `open` will warn of it
+                log.debug("W&B cannot be asked for its key:", exc_info=error)
 
     def open(self, run: TrackedRun) -> None:
         self._tracked, self._exit_code = run, 0
@@ -94,13 +110,15 @@ class WandB(Sink):
     def _begin(self, step: int) -> None:
         """Begin a W&B run, with what the run directory has up to `step`."""
         wandb, run = _wandb(), self._tracked
+        directory = run.run_dir.resolve().name if run.run_dir else None
         folder = Path(self.dir or run.run_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(
-            silent=True,
             console="off",  # otherwise it patches stdout and stderr
             disable_git=True,  # a mirror that is made later would show another commit
             disable_code=True,
+            x_disable_stats=not self.system_tracking_interval,
+            x_stats_sampling_interval=self.system_tracking_interval or 15,
             reinit="create_new",  # leaves alone a W&B run of the user's own script
             init_timeout=self.timeout * 0.8,
             finish_timeout=self.timeout * 0.8,  # also at the end of the process
@@ -108,8 +126,8 @@ class WandB(Sink):
         self._run = wandb.init(
             project=self.project,
             entity=self.entity,
-            name=self.name or (run.run_dir and run.run_dir.resolve().name),
-            group=self.group,
+            name=self.name or directory,
+            group=self.group or directory,
             tags=self.tags or None,
             mode=self._find_mode(),
             dir=str(folder),
@@ -137,21 +155,32 @@ class WandB(Sink):
     def _find_mode(self) -> str | None:
         """Return the mode for W&B; raises UserError for "online" without a key, for which W&B would ask."""
         wanted = self.mode or os.environ.get("WANDB_MODE")
-        if wanted not in (None, "online") or _wandb().login(prompt=False):
+        if wanted not in (None, "online") or _has_key():
             return wanted
         if wanted:
             raise UserError(
-                'plugins.wandb.mode: "online" needs a key: run `wandb login`, or set WANDB_API_KEY; "offline" needs none'
+                'plugins.wandb.mode: "online" needs a key: run `wandb login` or set WANDB_API_KEY; "offline" needs none'
             )
         return "offline"
 
 
 def _wandb() -> Any:
-    # Its reports on its own errors would go over the network, also from an offline run.
+    # W&B reads these when it is imported. Its reports on its own errors go over the network, also of an offline run.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    wandb = importlib.import_module("wandb")
-    wandb.setup(wandb.Settings(silent=True))
-    return wandb
+    os.environ.setdefault("WANDB_SILENT", "true")
+    return importlib.import_module("wandb")
+
+
+def _has_key() -> bool:
+    """Return whether W&B has a key for its server; unlike `wandb.login`, this does not ask the server."""
+    settings = _wandb().setup().settings
+    if settings.api_key or settings.identity_token_file:
+        return True
+    try:
+        place = os.environ.get("NETRC") or Path.home() / (".netrc" if os.name != "nt" else "_netrc")
+        return netrc(place).authenticators(urlsplit(settings.base_url).netloc) is not None
+    except (OSError, NetrcParseError):
+        return False
 
 
 def _page(text: str) -> Any:

@@ -119,7 +119,7 @@ def test_the_config_fits_the_folder(
     table = tomli.loads(text)
     assert table["data"] == {"source": "folder", "path": "mine", "flip": False, **data}
     assert table["diffusion"].get("conditional", False) == bool(num_classes)
-    assert table["plugins"]["samples"]["num"] == (4 * num_classes or 16)
+    assert table["plugins"]["samples"]["num"] == (4 * (num_classes or 0) or 16)
     code, _, err = hookdiff("check", "mine.toml")
     assert (code, err) == (0, "")
     config = load_config(Path("mine.toml"))
