@@ -16,7 +16,7 @@ from hookdiff.disk import flatten
 from hookdiff.testing import assert_same, toy_loop
 from tests.first_party import KINDS, LOOP, OPTIONS, net
 
-DEAR = {"aim", "compile", "wandb"}  # a run with one of these takes seconds
+DEAR = {"aim", "compile", "report", "wandb"}  # a run with one of these takes seconds
 LOCAL = [name for name in KINDS if name not in DEAR]
 
 

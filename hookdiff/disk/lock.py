@@ -98,17 +98,21 @@ def is_locked(run_dir: Path) -> bool:
         return True  # and the file is not opened: to close it would release the lock
     try:
         check_kind(run_dir / LOCK)
-        with (run_dir / LOCK).open("rb", buffering=0) as file:
-            if not _owner(file):
-                return False
-            if os.name != "nt":
-                import fcntl
+        file = FileIO(run_dir / LOCK)
+    except OSError:  # there is none, or it cannot be read
+        return False
+    with file:
+        if not _owner(file):
+            return False
+        if os.name != "nt":
+            import fcntl
 
+            try:
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False
-            return True
-    except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
+            except OSError as error:
+                return error.errno in (errno.EACCES, errno.EAGAIN)
+            return False
+        return True
 
 
 def _release(path: Path, file: FileIO) -> None:

@@ -8,12 +8,15 @@ from hookdiff.history.lines import (
     TEXTS,
     LoggedEvent,
     Tail,
+    parse_event,
+    parse_metrics,
     read_distributions,
     read_events,
     read_metrics,
     read_texts,
 )
-from hookdiff.history.pictures import find_pictures, picture_path
+from hookdiff.history.pictures import find_pictures, newest_picture, picture_path
+from hookdiff.history.skim import Skim
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -22,9 +25,13 @@ __all__ = [
     "TEXTS",
     "History",
     "LoggedEvent",
+    "Skim",
     "Tail",
     "find_pictures",
     "find_runs",
+    "newest_picture",
+    "parse_event",
+    "parse_metrics",
     "picture_path",
     "read_distributions",
     "read_events",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,7 @@ from hookdiff.history.lines import (
 from hookdiff.history.pictures import find_pictures
 
 State = Literal["running", "done", "stopped", "crashed"]
+_MARKS = {CONFIG, METRICS}  # one of these files makes a folder a run directory
 Series = tuple[list[int], list[float]]  # steps in order, and the value of each
 
 
@@ -55,7 +57,9 @@ class History:
         path = self.run_dir / CONFIG
         try:
             return tomli.loads(read_file(path).decode())
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: cannot be read: {error}") from None
 
     @property
@@ -88,14 +92,15 @@ class History:
 
     @cached_property
     def series(self) -> dict[str, Series]:
-        """The logged values by name; of several values of a step the last one counts."""
+        """The logged values by name, in the order of their steps; of several values of a step the last one counts."""
         found: dict[str, dict[int, float]] = {}
         for line in self.metrics:
             step = int(line["step"])
             for name, value in line.items():
                 if name != "step":
                     found.setdefault(name, {})[step] = value
-        return {name: (list(values), list(values.values())) for name, values in found.items()}
+        ordered = {name: dict(sorted(values.items())) for name, values in found.items()}
+        return {name: (list(values), list(values.values())) for name, values in ordered.items()}
 
     def last(self, name: str) -> float:
         """Return the newest value of a logged name, or NaN."""
@@ -133,10 +138,18 @@ class History:
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[History]:
-    """Return the runs in `folder` and at most `depth` folders below it, by path; links are not followed."""
-    if (folder / CONFIG).is_file():
-        return [History(folder)]
-    if not depth or not folder.is_dir():
+    """Return the runs in `folder` and at most `depth` folders below it, by path; links are not followed.
+
+    A run that has lost its config is among them, and so is a folder that cannot be read.
+    """
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder))
+        if not _MARKS.isdisjoint(names):
+            return [History(folder)]
+        inside = [folder / name for name in names if name[0] != "."] if depth else []
+        folders = [path for path in inside if path.is_dir() and not path.is_symlink()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    return [run for path in inside if path.name[0] != "." for run in find_runs(path, depth - 1)]
+    except OSError:
+        return [History(folder)]
+    return [run for path in folders for run in find_runs(path, depth - 1)]

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,8 @@ class Logged(Generic[Line]):
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the lines of the metrics file at `path`; null, which stands for NaN and infinities, becomes NaN.
 
-    Lines that a failing disk or an editor has damaged are skipped with a warning. Raises OSError if it cannot be read.
+    Lines that a failing disk or an editor has damaged are skipped with a warning, and the last line without one while
+    it is not written to its end. Raises OSError if the file cannot be read.
     """
     return _read(path, parse_metrics)
 
@@ -81,6 +83,15 @@ def parse_event(line: dict[str, Any]) -> LoggedEvent:
     return LoggedEvent(int(_number(line["step"])), _number(line["time"]), Event(kind, text, severity, details))
 
 
+def parsed(line: bytes, parse: Parse[Line]) -> Line | None:
+    """Return what is in a line, or None if it is damaged."""
+    try:
+        values = json.loads(line)
+        return parse(values) if isinstance(values, dict) else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
 def _parse_texts(line: dict[str, Any]) -> Logged[str]:
     texts = {name: text for name, text in line["texts"].items() if isinstance(text, str)}
     return Logged(int(_number(line["step"])), _number(line["time"]), texts)
@@ -101,19 +112,14 @@ def _number(value: object) -> float:
 
 
 def _read(path: Path, parse: Parse[Line]) -> list[Line]:
-    records = [_parsed(line, parse) for line in read_file(path).splitlines()]
+    data = read_file(path)
+    records = [parsed(line, parse) for line in data.splitlines()]
+    if records and records[-1] is None and not data.endswith(b"\n"):
+        records.pop()
     if damaged := [number for number, record in enumerate(records, 1) if record is None]:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         log.warning("%s: skipped line %d%s, which cannot be read", path, damaged[0], more)
     return [record for record in records if record is not None]
-
-
-def _parsed(line: bytes, parse: Parse[Line]) -> Line | None:
-    try:
-        values = json.loads(line)
-        return parse(values) if isinstance(values, dict) else None
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return None
 
 
 @define(eq=False)
@@ -124,23 +130,29 @@ class Tail(Generic[Line]):
     parse: Parse[Line]
     _place: int = field(default=0, init=False)
     _inode: int = field(default=0, init=False)
+    _last: bytes = field(default=b"", init=False)  # the line before the place
 
     def read(self) -> tuple[bool, list[Line]]:
         """Return whether the file begins anew, and its new whole lines; damaged ones are left out.
 
-        It begins anew at the first call, and when the file was replaced or cut, as by a run that was resumed.
+        It begins anew at the first call, and when the file was replaced, cut or removed, as by a run that was resumed.
         """
         try:
             with open_file(self.path) as file:
-                found, size = self.path.stat(), file.seek(0, 2)
-                anew = found.st_ino != self._inode or size < self._place
-                self._place, self._inode = 0 if anew else self._place, found.st_ino
-                file.seek(self._place)
+                inode, start = os.fstat(file.fileno()).st_ino, self._place - len(self._last)
+                file.seek(start)
                 data = file.readall()
+                # A file that was cut may have grown beyond the place, and a new one may get the number of the old one.
+                anew = inode != self._inode or not data.startswith(self._last)
+                if anew and start:
+                    file.seek(0)
+                    data = file.readall()
         except OSError:
-            anew, self._place, self._inode = self._inode != 0, 0, 0
+            anew, self._place, self._inode, self._last = self._inode != 0, 0, 0, b""
             return anew, []
-        whole = data[: data.rfind(b"\n") + 1]
+        self._place, self._inode = 0 if anew else self._place, inode
+        whole = data[0 if anew else len(self._last) : data.rfind(b"\n") + 1]
         self._place += len(whole)
-        lines = [_parsed(line, self.parse) for line in whole.splitlines()]
+        self._last = whole[whole.rfind(b"\n", 0, -1) + 1 :] or (b"" if anew else self._last)
+        lines = [parsed(line, self.parse) for line in whole.splitlines()]
         return anew, [line for line in lines if line is not None]

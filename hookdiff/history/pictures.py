@@ -24,6 +24,16 @@ def find_pictures(run_dir: Path) -> dict[str, dict[int, Path]]:
     return {name: dict(sorted(pictures.items())) for name, pictures in found.items()}
 
 
+def newest_picture(run_dir: Path, name: str) -> Path | None:
+    """Return the file of the newest picture called `name` that a run has logged, or None.
+
+    Only that file is opened, and those after it that are damaged or are no logged pictures.
+    """
+    files = picture_path(run_dir, name, 0).parent.glob("step-*.png")
+    found = {int(match[1]): path for path in files if (match := _FILE.fullmatch(path.name))}
+    return next((path for _, path in sorted(found.items(), reverse=True) if _is_logged(path)), None)
+
+
 def _is_logged(path: Path) -> bool:
     """Return whether the file says that it is a picture of a run; a user may keep others beside them."""
     from PIL import Image
@@ -32,5 +42,5 @@ def _is_logged(path: Path) -> bool:
         check_kind(path)
         with Image.open(path) as image:
             return "name" in read_info(image)
-    except (OSError, ValueError, SyntaxError):  # Pillow's errors for damaged files
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # Pillow's errors for damaged files
         return False

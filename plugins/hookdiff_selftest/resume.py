@@ -43,6 +43,7 @@ from hookdiff_selftest.compare import (
 )
 from hookdiff_selftest.witness import END, RESUMED, SAVED, Witness
 
+_REPORT = "report.html"  # it shows when events happened
 _TAIL = 30  # lines of a run that failed
 _MOST = 5  # names in a list
 _NETWORK = ("accumulate", "micro_step", "backward")  # the hooks in which the network is called
@@ -319,7 +320,7 @@ class Comparison:
         """Compare the ends of both runs; `names` are texts in the state that differ between any two runs."""
         evidence = Evidence.of(whole, cut)
         # The last checkpoint may be complete after the witness has had its turn, so those of either run count.
-        skipped = {*evidence.whole["checkpoints"], *evidence.cut["checkpoints"], CONFIG, METRICS, EVENTS}
+        skipped = {*evidence.whole["checkpoints"], *evidence.cut["checkpoints"], CONFIG, METRICS, EVENTS, _REPORT}
         kinds = {name: part.target for name, part in whole.config.plugins.items()}
         skipped |= {
             name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Sink)

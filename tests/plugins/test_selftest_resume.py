@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "samples": {"every": 4, "num": 4, "scale": 1},
 }
 KINDS = [n for n, (entry, *_) in installed().items() if entry.dist is not None and entry.dist.name == "hookdiff"]
-DEAR = {"aim", "compile", "wandb"}  # plugins that cost seconds in each run
+DEAR = {"aim", "compile", "report", "wandb"}  # plugins that cost seconds in each run
 ALL = [name for name in KINDS if name not in DEAR]
 
 # Data that augments by all three generators, a model with dropout and batch norm, and plugins that do not resume.

@@ -1,0 +1,1 @@
+from .plugin import Report as Report

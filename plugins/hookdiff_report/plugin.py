@@ -1,0 +1,121 @@
+"""The plugin `report`."""
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import IO, ClassVar
+
+from attrs import define, field
+from attrs.validators import gt
+
+from hookdiff import Every, Loop, Periodic, UserError, hookimpl, parse_every
+from hookdiff.options import about
+
+log = logging.getLogger("hookdiff")
+
+
+@define(eq=False)
+class Report(Periodic):
+    """Writes `report.html` in the run directory at regular intervals and at every end of the run.
+
+    It is what `hookdiff report RUN` writes, by a process of its own with low priority. So a report that is slow or
+    fails does not hurt the run: there is one warning, and the run goes on. If a report takes longer than an interval,
+    the next one is left out.
+    """
+
+    needs: ClassVar[Mapping[str, str]] = {"bokeh": "hookdiff[report]"}
+
+    every: Every = field(
+        default=Every(600, "seconds"),
+        converter=parse_every,
+        kw_only=True,
+        metadata=about("how often; 0: only when the run ends"),
+    )
+    timeout: float = field(
+        default=120.0, validator=gt(0), metadata=about("time that the end of the run waits for the last one", "seconds")
+    )
+    _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
+    _output: IO[bytes] | None = field(init=False, default=None)
+    _has_warned: bool = field(init=False, default=False)
+
+    @hookimpl
+    def on_start(self) -> None:
+        """Refuse a missing package before the run starts."""
+        self._process, self._has_warned = None, False
+        if importlib.util.find_spec("bokeh") is None:
+            raise UserError("the plugin 'report' needs the package bokeh: pip install 'hookdiff[report]'")
+
+    @hookimpl
+    def on_ready(self, loop: Loop) -> None:
+        # Closed after all plugins have heard on_stop, so that the last report has the end of the run.
+        if loop.is_main and loop.run_dir:
+            loop.resources.callback(self._finish, loop)
+
+    def act(self, loop: Loop) -> None:
+        """Begin a report, unless the last one is not finished."""
+        if loop.is_main and loop.run_dir and not loop.end.reason and self._is_free():
+            self._begin(loop)
+
+    def _is_free(self) -> bool:
+        if self._process is not None and self._process.poll() is None:
+            return False
+        self._check()
+        return True
+
+    def _begin(self, loop: Loop) -> None:
+        # -P: the process finds the same modules as this one, and none in the current folder.
+        words = [sys.executable, "-P", "-m", "hookdiff", "report", "--", os.fspath(loop.run_dir or "")]
+        try:
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115 it stays open while the process writes
+            # A session of its own: Ctrl-C in the terminal is for the training.
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, start_new_session=True
+            )
+        except OSError as error:
+            self._warn(str(error))
+            return
+        if hasattr(os, "setpriority"):
+            with suppress(OSError):  # it has ended already
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
+
+    def _finish(self, loop: Loop) -> None:
+        """Write the last report, in place of one that is under way."""
+        self._end()
+        self._begin(loop)
+        try:
+            if self._process is not None:
+                self._process.wait(self.timeout)
+                self._check()
+        except subprocess.TimeoutExpired:
+            self._warn(f"it takes longer than plugins.report.timeout = {self.timeout:g} s")
+        finally:
+            self._end()
+
+    def _check(self) -> None:
+        """Warn if the last process has failed."""
+        process, output, self._process, self._output = self._process, self._output, None, None
+        if process is None or output is None:
+            return
+        with output:
+            if process.returncode:
+                output.seek(0)
+                lines = output.read()[-2000:].decode(errors="replace").strip().splitlines()
+                self._warn(lines[-1] if lines else f"exit code {process.returncode}")
+
+    def _end(self) -> None:
+        process, output, self._process, self._output = self._process, self._output, None, None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if output is not None:
+            output.close()
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("report: report.html cannot be written, the run goes on: %s", why)

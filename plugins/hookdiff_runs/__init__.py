@@ -1,0 +1,1 @@
+"""Lists the runs below a folder: `hookdiff runs`."""

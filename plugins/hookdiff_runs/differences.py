@@ -1,0 +1,86 @@
+"""The keys in which the configs of several runs differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Key = tuple[str, ...]  # of the tables, and of the value in them
+_OWN = {("run", "name"), ("run", "import_from")}  # these differ between runs that train the same
+_PLUGINS = ("run", "plugins")
+_MISSING = "(not set)"
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the values of the keys, as "table.key", that are not the same in all configs: a dict for each config.
+
+    A key that only some configs have is a difference if the others have its table too, with the same part in it. So a
+    plugin that is not in all runs differs in run.plugins alone, and another network in model.use and in shared keys.
+    """
+    flat = [dict(_flat(config)) for config in configs]
+    found: list[dict[str, Any]] = [{} for _ in configs]
+    for key in dict.fromkeys(key for one in flat for key in one):
+        if key in _OWN:
+            continue
+        kinds = [_kind(config, key) for config in configs]
+        present = {kind for kind, one in zip(kinds, flat, strict=True) if key in one}
+        compared = [n for n, kind in enumerate(kinds) if key in flat[n] or kind in present]
+        if len({as_text(flat[n].get(key, _MISSING)) for n in compared}) > 1:
+            for n in compared:
+                found[n][".".join(key)] = flat[n].get(key)
+    return found
+
+
+def texts(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return differences as "key=value"; those of run.plugins as "with a,b", the plugins that not all runs have."""
+    key = ".".join(_PLUGINS)
+    lists = [one[key] for one in found if isinstance(one.get(key), list)]
+    common = set.intersection(*(set(map(as_text, plugins)) for plugins in lists)) if lists else set()
+
+    def text(name: str, value: Any) -> str:
+        if name != key or not isinstance(value, list):
+            return f"{name}={_MISSING if value is None else as_text(value)}"
+        own = [as_text(plugin) for plugin in value if as_text(plugin) not in common]
+        return f"with {','.join(own)}" if own else ""
+
+    return [list(filter(None, (text(name, value) for name, value in one.items()))) for one in found]
+
+
+def as_text(value: object) -> str:
+    """Return a value of TOML as text."""
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):  # an integer with thousands of digits
+        return "..."
+
+
+def as_json(value: object) -> object:
+    """Return a value of TOML as one of JSON, which has no NaN, no infinity and no dates."""
+    if isinstance(value, list):
+        return [as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key: as_json(item) for key, item in value.items()}
+    if value is None or isinstance(value, bool | str):
+        return value
+    return value if isinstance(value, int | float) and abs(value) < 1e300 else as_text(value)
+
+
+def _flat(table: Mapping[str, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def _kind(config: Mapping[str, Any], key: Key) -> Key | None:
+    """Return the parts that are used in the tables around `key`; None if there is no such table."""
+    table: Any = config
+    uses = []
+    for name in key[:-1]:
+        table = table.get(name)
+        if not isinstance(table, dict):
+            return None
+        uses.append(as_text(table.get("use", "")))
+    return tuple(uses)

@@ -1,0 +1,1 @@
+"""Shows on a terminal a run that another process makes: `hookdiff watch`."""

@@ -1,0 +1,157 @@
+"""A run that is followed: what its files say now. Only the lines that were appended since are read again."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from hookdiff import UserError
+from hookdiff.history import (
+    EVENTS,
+    METRICS,
+    History,
+    LoggedEvent,
+    Tail,
+    newest_picture,
+    parse_event,
+    parse_metrics,
+)
+
+_NAMES = ("loss", "loss/smooth", "grad_norm", "lr")
+_DISTANCES, _ABOUT = ("fd/", "fid/"), ("/num", "/floor")  # FID values, and values about them
+_BEGINS = ("start", "resume", "rollback")
+_ROUTINE = ("checkpoint", "void", "skipped", "held")  # of these the newest one is shown, with their number
+_WINDOW, _FEWEST = 60.0, 10  # seconds and lines of which the speed is the mean, whichever is longer
+_LARGEST = 1e18  # number of steps or samples
+_WAITING = ("running", "not started", "missing")
+
+
+@define(eq=False)
+class Followed:
+    """A run directory that may grow, be cut, replaced or removed at any time."""
+
+    run_dir: Path
+    state: str = field(init=False, default="not started")  # that of History, "not started" or "missing"
+    message: str = field(init=False, default="")  # why the run has ended, or why its config cannot be read
+    series: dict[str, dict[int, float]] = field(init=False, factory=dict)  # values by name and step
+    notes: list[tuple[LoggedEvent, int]] = field(init=False, factory=list)  # events, each with its number
+    picture: Path | None = field(init=False, default=None)  # the newest samples
+    step: int = field(init=False, default=0)  # of the newest line
+    _run: Mapping[str, Any] = field(init=False, factory=dict)  # the table of the config
+    _points: list[tuple[float, int]] = field(init=False, factory=list)  # time and step of each line
+    _began: tuple[float, int] | None = field(init=False, default=None)  # time and step
+    _metrics: Tail[dict[str, float]] = field(init=False)
+    _events: Tail[LoggedEvent] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._metrics = Tail(self.run_dir / METRICS, parse_metrics)
+        self._events = Tail(self.run_dir / EVENTS, parse_event)
+
+    def read(self) -> None:
+        """Read what is new; no damaged file raises an error."""
+        history = History(self.run_dir)
+        state, outcome = history.state, history.outcome  # before the files: the last lines come before the end
+        try:
+            found, self.message = history.config.get("run"), str(outcome.get("message") or "")
+        except UserError as error:
+            found, self.message = None, str(error).removeprefix(f"{self.run_dir}{os.sep}")
+        self._run = found if isinstance(found, dict) else {}
+        self._read_metrics()
+        self._read_events()
+        has_begun = self.series or self.step or self.notes or outcome
+        if not self.run_dir.is_dir():
+            self.state = "missing"
+        else:
+            self.state = state if has_begun or state == "running" else "not started"
+        self.picture = newest_picture(self.run_dir, "samples")
+
+    def _read_metrics(self) -> None:
+        anew, lines = self._metrics.read()
+        if anew:
+            self.series, self.step, self._points = {}, 0, []
+        for line in lines:
+            step, moment = int(line["step"]), line.get("time", math.nan)
+            if not 0 <= step < _LARGEST:
+                continue
+            self.step = step
+            if not math.isnan(moment):
+                self._points.append((moment, step))
+            for name, value in line.items():
+                if name in _NAMES or (name.startswith(_DISTANCES) and not name.endswith(_ABOUT)):
+                    self.series.setdefault(name, {})[step] = value
+
+    def _read_events(self) -> None:
+        anew, lines = self._events.read()
+        if anew:
+            self.notes, self._began = [], None
+        for logged in lines:
+            kind, number = logged.event.kind, 1
+            if kind in _BEGINS:
+                self._began = logged.time, logged.step
+            if kind in _ROUTINE:
+                for k in range(len(self.notes) - 1, -1, -1):
+                    if self.notes[k][0].event.kind not in _ROUTINE:
+                        break
+                    if self.notes[k][0].event.kind == kind:
+                        number += self.notes.pop(k)[1]
+                        break
+            self.notes.append((logged, number))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the values, those of the training first."""
+        known = [name for name in _NAMES if name in self.series]
+        return known + sorted(name for name in self.series if name not in _NAMES)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended: done, stopped or crashed."""
+        return self.state not in _WAITING
+
+    @property
+    def total(self) -> int | None:
+        """The number of steps that the config asks for."""
+        return self._count("steps")
+
+    @property
+    def batch_size(self) -> int | None:
+        """The samples of a step."""
+        return self._count("batch_size")
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the newest line was written."""
+        return max(0.0, time.time() - self._points[-1][0]) if self._points else None
+
+    @property
+    def speed(self) -> float | None:
+        """Steps per second, with the evaluations between them: the mean over the last lines of this process."""
+        recent: list[tuple[float, int]] = []
+        for point in reversed(self._points):
+            if self._began and point[0] < self._began[0]:
+                break
+            recent.append(point)
+            if len(recent) > _FEWEST and recent[0][0] - point[0] >= _WINDOW:
+                break
+        if len(recent) == 1 and self._began:
+            recent.append(self._began)
+        seconds, steps = (recent[0][k] - recent[-1][k] for k in (0, 1)) if recent else (0, 0)
+        return steps / seconds if steps > 0 and 0 < seconds < math.inf else None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the last step at this speed."""
+        if self.total is None or self.speed is None or self.age is None:
+            return None
+        return max(0.0, (self.total - self.step) / self.speed - self.age)
+
+    def _count(self, key: str) -> int | None:
+        value = self._run.get(key)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LARGEST
+        return value if is_count else None

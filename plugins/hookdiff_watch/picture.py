@@ -1,0 +1,101 @@
+"""Samples in half-block characters: each has an upper and a lower pixel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hookdiff.disk import check_kind
+from hookdiff.errors import shown
+from hookdiff.pictures import places, read_info
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from rich.text import Text
+
+_SMALL, _LARGE = 14, 20  # least width of a sample in pixels, in a narrow and in a wide place
+_WIDE = 60  # columns
+_MOST_PIXELS = 50_000_000
+
+
+def half_blocks(path: Path, width: int, height: int) -> list[Text]:
+    """Return a title and at most `height` - 1 lines of `width` columns with the first samples in a picture.
+
+    If the file says where its samples are, as many are shown as are large enough to see, else the whole picture. Text
+    says if it cannot be read.
+    """
+    from PIL import Image
+    from rich.text import Text
+
+    try:
+        check_kind(path)
+        with Image.open(path) as image:
+            if math.prod(image.size) > _MOST_PIXELS:
+                raise ValueError("it is too large")
+            info = read_info(image)
+            picture, title = _scaled(image, info, width, 2 * (height - 1))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, for damaged files
+        return [Text(shown(f"samples: {path.name} cannot be read: {error}"), "dim", no_wrap=True, overflow="ellipsis")]
+    step = info.get("step")
+    parts = ["samples", f"step {step:,}" if isinstance(step, int) else path.stem, title]
+    heading = Text(shown(", ".join(filter(None, parts))), "bold", no_wrap=True, overflow="ellipsis")
+    return [heading, *_lines(picture)]
+
+
+def _scaled(image: Image, info: dict[str, Any], width: int, height: int) -> tuple[Image, str]:
+    """Return a picture of at most `width` x `height` pixels, transparent where there is none, and its title."""
+    from PIL import Image
+
+    place = next((place for place in places(info) if _is_inside(place, image.size)), None)
+    if place is None:
+        image = image.convert("RGBA")
+        image.thumbnail((width, height))
+        return image, ""
+    across = (width + 1) // max(1, min(place.columns, width // (_LARGE if width >= _WIDE else _SMALL))) - 1
+    down = max(1, round(across * place.height / place.width))
+    rows = max(1, min(-(-place.num // place.columns), round((height + 1) / (down + 1))))
+    down = min(down, (height + 1) // rows - 1)
+    across = max(1, min(across, round(down * place.width / place.height)))
+    columns = max(1, min(place.columns, (width + 1) // (across + 1)))
+    picture = Image.new("RGBA", (columns * (across + 1) - 1, rows * (down + 1) - 1))
+    for row in range(rows):
+        for column in range(columns):
+            number = row * place.columns + column
+            if number < place.num:
+                one = image.crop(place.box(number)).convert("RGBA").resize((across, down), Image.Resampling.BOX)
+                picture.paste(one, (column * (across + 1), row * (down + 1)))
+    return picture, place.title
+
+
+def _is_inside(place: Any, size: Sequence[int]) -> bool:
+    """Return whether the place, which the file says, is one in a picture of this size."""
+    numbers = (place.left, place.top, place.width, place.height, place.right, place.down, place.columns, place.num)
+    if not (isinstance(place.title, str) and all(isinstance(number, int) and number >= 0 for number in numbers)):
+        return False
+    if not (place.width and place.height and place.columns and place.num):
+        return False
+    _, _, right, bottom = place.whole
+    return bool(right <= size[0] and bottom <= size[1])
+
+
+def _lines(picture: Image) -> list[Text]:
+    from rich.color import Color
+    from rich.style import Style
+    from rich.text import Text
+
+    width, height = picture.size
+    pixels: Any = picture.load()
+    lines = []
+    for top in range(0, height, 2):
+        line = Text()
+        for x in range(width):
+            upper, lower = pixels[x, top], pixels[x, top + 1] if top + 1 < height else (0, 0, 0, 0)
+            above, below = (Color.from_rgb(*one[:3]) if one[3] > 127 else None for one in (upper, lower))
+            if above:
+                line.append("\u2580", Style(color=above, bgcolor=below))
+            else:
+                line.append("\u2584" if below else " ", Style(color=below))
+        lines.append(line)
+    return lines

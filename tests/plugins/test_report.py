@@ -1,0 +1,486 @@
+"""`hookdiff report` and the plugin `report`: numbers, pictures and events of a run in one file that loads nothing."""
+
+import base64
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tomli_w
+import torch
+from attrs import define, field
+from hypothesis import given, strategies as st
+from PIL import Image
+
+from hookdiff import UserError
+from hookdiff.history import picture_path
+from hookdiff.pictures import Panel, Picture, sheet
+from hookdiff.testing import toy_loop
+from tests.conftest import check_facts, finish, refused, wait_for, warnings, write_small
+
+pytest.importorskip("bokeh", reason="the report needs the extra package bokeh")
+
+from hookdiff_report import Report
+from hookdiff_report.curves import thin
+from hookdiff_report.gallery import evenly
+
+Command = Callable[..., tuple[int, str, str]]
+TIME = 1_700_000_000.0  # 2023-11-14 22:13 UTC
+ATTACK = "</script ><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
+
+
+@define
+class Page(HTMLParser):
+    """A page, taken apart."""
+
+    text: str = ""  # that is shown
+    scripts: list[str] = field(factory=list)
+    tags: list[tuple[str, dict[str, str | None]]] = field(factory=list)
+    _inside: list[str] = field(factory=list)
+
+    @classmethod
+    def of(cls, path: Path) -> "Page":
+        page = cls()
+        HTMLParser.__init__(page)
+        page.feed(path.read_text("utf-8"))
+        page.close()
+        return page
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self._inside.append(tag)
+            self.scripts += [""] if tag == "script" else []
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._inside and self._inside[-1] == tag:
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self._inside:
+            self.text += f"{data}\n"
+        elif self._inside[-1] == "script":
+            self.scripts[-1] += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [found for name, found in self.tags if name == tag]
+
+    @property
+    def strips(self) -> list[dict[str, Any]]:
+        found = [one for one in self.all("figure") if "data-panels" in one]
+        return [{name: json.loads(one[f"data-{name}"] or "") for name in ("panels", "steps")} for one in found]
+
+    def frame(self, strip: int, panel: int, place: int) -> Image.Image:
+        source = json.loads(self.scripts[1])[strip][panel][place]
+        return Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
+
+    def curves(self) -> dict[str, numpy.ndarray]:
+        """Return the values of all curves, by label."""
+        found = {}
+        for item in json.loads(self.scripts[0]):
+            for one in walk(item):
+                if one.get("name") == "GlyphRenderer":
+                    attributes = one["attributes"]
+                    data: Any = dict(attributes["data_source"].get("attributes", {}).get("data", {}).get("entries", []))
+                    if isinstance(data.get("y"), dict):
+                        data = base64.b64decode(data["y"]["array"]["data"])
+                        # Earlier versions of Bokeh do not compress.
+                        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+                        found[attributes["name"]] = numpy.frombuffer(data)
+        return found
+
+
+def walk(value: object) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from walk(inner)
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def logged(step: int, kind: str, text: str, severity: str = "info", **details: Any) -> dict[str, Any]:
+    more = {"details": details} if details else {}
+    return {"step": step, "time": TIME + step, "kind": kind, "severity": severity, "text": text, **more}
+
+
+def make_run(folder: Path, lr: float = 0.001, steps: int = 40) -> Path:
+    """Write a run directory as a run does: 8 steps, of 10 samples each, a second."""
+    folder.mkdir(parents=True)
+    config = {"run": {"steps": 50, "batch_size": 10}, "optimizer": {"use": "adamw", "lr": lr}}
+    (folder / "config.toml").write_text(tomli_w.dumps(config))
+    lines = []
+    for step in range(1, steps + 1):
+        line = {"step": step, "time": TIME + step / 8, "loss": 1 / step, "loss/smooth": 2 / step, "lr": lr}
+        line |= {"grad_norm": 3.0 + step, "clip/threshold": 5.0, "time/of_a_plugin": 1.0}
+        line |= {"loss/snr-00:-inf..-1.0": 0.5, "loss/snr-01:-1.0..+1.0": 0.25, "loss/snr-02:+1.0..+inf": 0.125}
+        line |= {"loss/floor-00:-inf..-1.0": 0.75, "loss/floor-01:-1.0..+1.0": 0.75, "loss/floor-02:+1.0..+inf": 0.75}
+        if step % 20 == 0:
+            line |= {"fd/digits": 100 / step, "fd/digits/num": 512.0, "fd/digits/floor": 1.5}
+        lines.append(line)
+    write_lines(folder / "metrics.jsonl", lines)
+    events = [logged(0, "start", "started", versions={"torch": "2.11.0"}, device="cpu")]
+    events += [logged(step, "checkpoint", f"saved step-{step:08d}") for step in (10, 20, 30)]
+    events += [
+        logged(31, "finding", "the loss spikes at step 31\n  9 times its median\n  try the plugin clip", "warning")
+    ]
+    write_lines(folder / "events.jsonl", [*events, logged(40, "stop", "time: out of time", "warning")])
+    outcome = {"reason": "time", "message": "out of time", "step": steps, "epoch": 1}
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    return folder
+
+
+def add_samples(run: Path, steps: list[int], side: int = 16) -> None:
+    """Write sheets with a black panel "ema" and a white panel "model"."""
+    for step in steps:
+        black = torch.full((4, 1, side, side), -1.0)
+        panels = [Panel(black, title="ema"), Panel(-black, title="model")]
+        picture = sheet(panels, info={"sampler": "ddim", "steps": 7, "seed": 3})
+        picture.with_info(name="samples", step=step).save(picture_path(run, "samples", step))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "runs" / "first")
+
+
+def test_what_a_report_says(run: Path, hookdiff: Command) -> None:
+    code, out, err = hookdiff("report", run)
+    assert code == 0, err
+    path = run / "report.html"
+    assert out == f"{path}: {path.stat().st_size / 1e6:.1f} MB\n"
+    page = Page.of(path)
+    check_facts(page.text, "first", "stopped", "step 40 of 50", "out of time")
+    check_facts(page.text, "0.05", "lowest 0.05 at step 40")  # the smoothed loss
+    check_facts(page.text, "Fréchet distance (digits), n = 512", "2.5", "at step 40, n = 512")
+    check_facts(page.text, "80", "samples per second")
+    check_facts(page.text, "the loss spikes at step 31", "9 times its median", "Try the plugin clip.")
+    check_facts(page.text, "10 to 30", "3 checkpoints", "2023-11-14 22:13", "lr = 0.001", "torch", "2.11.0")
+    curves = page.curves()
+    assert curves["smoothed"].tolist() == [2 / step for step in range(1, 41)]
+    assert curves["clip threshold"].tolist() == [5.0] * 40
+    assert curves["up to step 40"].tolist() == [0.5, 0.25, 0.125]
+    assert curves["floor"].tolist() in ([0.75] * 3, [1.5] * 2)
+    assert "mean 80" in curves
+    assert not page.strips
+    assert "Memory" not in page.text  # it has no values
+
+
+def test_equal_runs_give_equal_files_without_torch(run: Path, tmp_path: Path) -> None:
+    add_samples(run, [10, 20])
+    code = "import sys; from hookdiff_report.cli import command; command(standalone_mode=False); print(*sys.modules)"
+    for name, seed in (("a", "1"), ("b", "2")):
+        words = [sys.executable, "-c", code, str(run), "--out", str(tmp_path / f"{name}.html")]
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        assert "torch" not in done.stdout.split()
+        assert not done.stderr
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_samples_by_step_and_weights(run: Path, hookdiff: Command) -> None:
+    add_samples(run, [10, 20, 30])
+    Picture(numpy.zeros((8, 8), numpy.uint8), {"name": "extra/one", "step": 5}).save(picture_path(run, "extra/one", 5))
+    assert hookdiff("report", run)[0] == 0
+    page = Page.of(run / "report.html")
+    assert page.strips == [
+        {"panels": ["ema", "model"], "steps": [10, 20, 30]},
+        {"panels": [""], "steps": [5]},
+    ]
+    for place in range(3):
+        black, white = (numpy.array(page.frame(0, panel, place).convert("L")) for panel in (0, 1))
+        assert black.min() < 9  # WebP is lossy
+        assert white.min() > 246
+        assert numpy.median(black) < 9
+    assert [one["max"] for one in page.all("input") if one["type"] == "range"] == ["2"]
+    assert [one["value"] for one in page.all("input") if one["type"] == "radio"] == ["ema", "model"]
+    check_facts(page.text, "sampler ddim, 7 steps, seed 3")
+
+
+def test_animations_and_the_filmstrip(run: Path, hookdiff: Command) -> None:
+    folder = run / "samples"
+    folder.mkdir()
+    frames = [Image.new("L", (8, 8), shade) for shade in (0, 99, 255)]
+    frames[0].save(folder / "training.webp", save_all=True, append_images=frames[1:])
+    frames[0].save(folder / "filmstrip.png")
+    (folder / "denoising.gif").write_bytes(b"GIF89a, but damaged")
+    assert hookdiff("report", run)[0] == 0
+    sources = [str(one["src"]) for one in Page.of(run / "report.html").all("img")]
+    assert len(sources) == 2
+    animation = next(
+        one for one in sources if base64.b64encode((folder / "training.webp").read_bytes()).decode() in one
+    )
+    assert animation.startswith("data:image/webp;base64,")
+
+
+def test_pictures_stay_within_their_budget(run: Path, hookdiff: Command) -> None:
+    noise = numpy.random.default_rng(0)
+    for step in range(1, 61):
+        pixels = noise.integers(0, 256, (700, 700, 3), dtype=numpy.uint8)
+        Picture(pixels, {"name": "noise", "step": step}).save(picture_path(run, "noise", step))
+    assert hookdiff("report", run)[0] == 0
+    assert 4e6 < (run / "report.html").stat().st_size < 15e6
+    (strip,) = Page.of(run / "report.html").strips
+    assert (strip["steps"][0], strip["steps"][-1]) == (1, 60)
+    assert len(strip["steps"]) >= 10
+    check_facts(Page.of(run / "report.html").text, f"{len(strip['steps'])} of 60 steps")
+
+
+def test_several_runs_are_compared(
+    run: Path, tmp_path: Path, hookdiff: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_run(tmp_path / "runs" / "second", lr=0.01, steps=20)
+    add_samples(run, [10, 20])
+    add_samples(other, [10])
+    monkeypatch.chdir(tmp_path)
+    assert hookdiff("report", run, other, run)[0] == 0  # the same run twice is one
+    page = Page.of(tmp_path / "report.html")
+    check_facts(page.text, "2 runs compared", "first", "second", "optimizer.lr", "0.001", "0.01")
+    assert "run.batch_size" not in page.text  # it does not differ
+    assert page.strips == [{"panels": ["ema", "model"], "steps": [20]}, {"panels": ["ema", "model"], "steps": [10]}]
+    labels = [label for label in page.curves() if label in ("first", "second")]
+    assert sorted(labels) == ["first", "second"]
+
+
+def test_runs_of_one_name_are_told_apart(run: Path, tmp_path: Path, hookdiff: Command) -> None:
+    other = make_run(tmp_path / "other" / "first")
+    assert hookdiff("report", run, other, "--out", tmp_path / "both.html")[0] == 0
+    check_facts(Page.of(tmp_path / "both.html").text, run, other)
+
+
+def test_nothing_in_a_run_becomes_markup(tmp_path: Path, hookdiff: Command) -> None:
+    run = make_run(tmp_path / "<b>&amp;")
+    config = {"run": {"name": ATTACK, "steps": 50}, "model": {ATTACK: [ATTACK]}}
+    (run / "config.toml").write_text(tomli_w.dumps(config))
+    write_lines(
+        run / "metrics.jsonl", [{"step": k, "time": TIME + k, f"fd/{ATTACK}": 1.0, f"lr/{ATTACK}": k} for k in (1, 2)]
+    )
+    events = [logged(1, kind, ATTACK, "error") for kind in ("finding", ATTACK)]
+    write_lines(run / "events.jsonl", [*events, logged(0, "start", ATTACK, versions={ATTACK: ATTACK})])
+    write_lines(run / "texts.jsonl", [{"step": 0, "time": TIME, "texts": {"model": ATTACK}}])
+    (run / "outcome.json").write_text(json.dumps({"reason": ATTACK, "message": ATTACK, "step": 2}))
+    panels = [Panel(torch.zeros(1, 1, 8, 8), title=title) for title in (ATTACK, '" onload="alert(3)')]
+    sheet(panels, info={"sampler": ATTACK}).with_info(name="samples").save(picture_path(run, "samples", 1))
+    for runs in ([run], [run, make_run(tmp_path / "other")]):
+        out = tmp_path / "out.html"
+        assert hookdiff("report", *runs, "--out", out)[0] == 0
+        page = Page.of(out)
+        assert len(page.scripts) == 4
+        assert "<" not in page.scripts[0] + page.scripts[1]
+        assert {one.get("type") for one in page.all("script")} == {"application/json", None}
+        assert page.strips[0]["panels"] == [ATTACK[:60] + "...", '" onload="alert(3)']
+        assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+        assert page.text.count(ATTACK) >= 5
+        policy = next(one["content"] for one in page.all("meta") if one.get("http-equiv") == "Content-Security-Policy")
+        check_facts(policy, "default-src 'none'", "img-src data:")
+        assert "unsafe-eval" not in str(policy)
+        assert "script-src 'unsafe-inline'" not in str(policy)
+
+
+def test_damaged_and_missing_files(tmp_path: Path, hookdiff: Command) -> None:
+    run = tmp_path / "bare"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    assert hookdiff("report", run)[0] == 0
+    check_facts(Page.of(run / "report.html").text, "bare", "crashed", "step 0")
+    assert len(Page.of(run / "report.html").scripts) == 3  # without plots there is no Bokeh
+
+    (run / "config.toml").write_text("[run\n")
+    values = [1e308, -1e308, None, 0.0, 5e-324]
+    lines = [{"step": k, "time": 1e300 * k, "loss": value, "lr": None} for k, value in enumerate(values)]
+    lines += [{"step": 10**300, "time": TIME, "loss": 1.0}, {"step": 2, "time": TIME, "loss/snr-zero..one": 1.0}]
+    write_lines(run / "metrics.jsonl", lines)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": "x"}\nnot JSON\n')
+    write_lines(
+        run / "events.jsonl",
+        [
+            logged(10**300, "finding", ""),
+            {"step": 1, "time": -1e300, "kind": "void", "severity": "ok", "text": "\ud800"},
+        ],
+    )
+    (run / "outcome.json").write_text("[]")
+    bad = {
+        "title": "x",
+        "left": "?",
+        "top": None,
+        "width": 10**9,
+        "height": -1,
+        "right": 1,
+        "down": 1,
+        "columns": 0,
+        "num": 3,
+    }
+    huge = {**bad, "left": 0, "top": 0, "height": 10**9, "columns": 3}
+    for step, panels in enumerate(([bad, huge], [[]], 5, None)):
+        picture = Picture(numpy.zeros((4, 4), numpy.uint8), {"panels": panels, "seed": 10**400, "name": "samples"})
+        picture.save(picture_path(run, "samples", step))
+    damaged = picture_path(run, "samples", 9)
+    damaged.write_bytes(picture_path(run, "samples", 0).read_bytes()[:-30])
+    assert hookdiff("report", run)[0] == 0
+    page = Page.of(run / "report.html")
+    check_facts(page.text, "config.toml")
+    (strip,) = page.strips
+    assert strip["steps"] == [0, 1, 2, 3]
+    assert numpy.isnan(page.curves()["as logged"]).sum() == 1
+
+
+def test_thousands_of_events_and_steps(run: Path, hookdiff: Command) -> None:
+    steps = range(1, 10_001)
+    losses = {5000: 77.0, 7001: 1e-9}
+    write_lines(run / "metrics.jsonl", [{"step": k, "time": TIME + k, "loss": losses.get(k, 1.0)} for k in steps])
+    events = [logged(k, ("checkpoint", "void")[k % 2], f"event {k}") for k in steps]
+    events += [logged(k, "finding", f"norm {k} too large", "warning") for k in range(1, 501)]
+    write_lines(run / "events.jsonl", events)
+    assert hookdiff("report", run)[0] == 0
+    page = Page.of(run / "report.html")
+    check_facts(page.text, "5,000 checkpoints", "5,000 void", "norm 500 too large", "reported 500 times")
+    assert len(page.all("tr")) < 300
+    values = page.curves()["as logged"]
+    assert len(values) <= 2000
+    assert (values.min(), values.max()) == (1e-9, 77.0)
+    assert (run / "report.html").stat().st_size < 3e6
+
+
+def test_the_pace_leaves_out_the_time_between_processes(run: Path, hookdiff: Command) -> None:
+    lines = [{"step": k, "time": TIME + k + 86400 * (k > 50), "loss": 1.0} for k in range(1, 101)]
+    write_lines(run / "metrics.jsonl", lines)
+    resumed = {**logged(50, "resume", "resumed at step 50"), "time": TIME + 86400 + 50}
+    write_lines(run / "events.jsonl", [logged(0, "start", "started"), resumed])
+    assert hookdiff("report", run)[0] == 0
+    page = Page.of(run / "report.html")
+    check_facts(page.text, "10", "samples per second", "1 min 40 s")
+    assert page.curves()["mean 10"] == pytest.approx(numpy.full(98, 10.0))
+
+
+def test_what_is_refused(run: Path, tmp_path: Path, hookdiff: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, facts in (
+        ([tmp_path / "runs" / "frist"], ["frist", "did you mean 'first'?"]),
+        ([tmp_path / "runs"], ["runs", "config.toml"]),
+        ([run, "--out", tmp_path / "a.pdf"], ["--out", "a.pdf", ".html"]),
+        ([run, "--out", run / "config.toml" / "a.html"], ["a.html"]),
+    ):
+        code, _, err = hookdiff("report", *words)
+        assert code == 2
+        check_facts(err, *facts)
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    code, _, err = hookdiff("report", run)
+    assert code == 2
+    check_facts(err, "metrics.jsonl")
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    code, _, err = hookdiff("report", run)
+    assert code == 2
+    check_facts(err, "bokeh", "pip install 'hookdiff[report]'")
+    with refused(UserError, "'report'", "bokeh", "pip install 'hookdiff[report]'"):
+        toy_loop({"report": Report()}).run()
+
+
+CURVE = st.lists(st.floats(width=32), min_size=1, max_size=200)
+
+
+@given(CURVE, st.integers(4, 50))
+def test_thinning_keeps_the_lowest_the_highest_and_both_ends(values: list[float], most: int) -> None:
+    y = numpy.array(values)
+    steps, kept = thin(numpy.arange(len(y), dtype=float), y, most)
+    assert len(steps) <= max(most, 4)
+    assert (numpy.diff(steps) > 0).all()
+    numpy.testing.assert_array_equal(y[steps.astype(int)], kept)
+    assert (steps[0], steps[-1]) == (0, len(y) - 1)
+    finite = y[numpy.isfinite(y)]
+    if len(finite):
+        assert (finite.min(), finite.max()) == (kept[numpy.isfinite(kept)].min(), kept[numpy.isfinite(kept)].max())
+
+
+@given(st.integers(1, 300), st.integers(1, 100))
+def test_chosen_steps_are_even(num: int, most: int) -> None:
+    chosen = evenly(range(num), most)
+    assert chosen[-1] == num - 1
+    assert len(chosen) == len(set(chosen)) == min(num, most)
+    if len(chosen) > 1:
+        assert chosen[0] == 0
+        gaps = numpy.diff(chosen)
+        assert gaps.max() - gaps.min() <= 1
+
+
+# The plugin
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_small(tmp_path / "small.toml", run={"log_every": 1})
+
+
+def test_a_run_ends_with_its_report(small: Path, tmp_path: Path, hookdiff: Command) -> None:
+    run = tmp_path / "run"
+    code, out, err = hookdiff("run", small, "--plugins", "report", "--out", run)
+    assert code == 0, err
+    page = Page.of(run / "report.html")
+    check_facts(page.text, "done", "step 6 of 6", "started", "stop")
+    check_facts(out, "report.html")
+
+
+FAILING = """
+from hookdiff import hookimpl
+
+class Failing:
+    @hookimpl
+    def before_step(self, loop):
+        if loop.progress.step == 3:
+            raise ArithmeticError("out of numbers")
+
+class InTheWay:
+    @hookimpl
+    def on_ready(self, loop):
+        (loop.run_dir / "report.html").mkdir()
+"""
+
+
+def test_a_run_that_fails_has_a_report_too(small: Path, tmp_path: Path, start: Any) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    run = tmp_path / "run"
+    process = start(tmp_path, "run", small, "--plugins", "report,failing:Failing", "--out", run)
+    assert finish(process)[0] == 1
+    check_facts(Page.of(run / "report.html").text, "crashed", "step 3 of 6", "ArithmeticError: out of numbers")
+
+
+def test_a_report_during_the_run_and_after_a_signal(small: Path, tmp_path: Path, start: Any) -> None:
+    run = tmp_path / "run"
+    settings = ("--set", "run.steps=100000", "--set", "plugins.report.every=5")
+    process = start(tmp_path, "run", small, "--plugins", "report", *settings, "--out", run)
+    wait_for(run / "report.html", process)
+    check_facts(Page.of(run / "report.html").text, "running", "100,000")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 143
+    check_facts(Page.of(run / "report.html").text, "stopped")
+
+
+def test_a_report_that_fails_or_is_late_is_one_warning(
+    small: Path, tmp_path: Path, hookdiff: Command, user_module: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    user_module("failing", FAILING)
+    words = ("--plugins", "report,failing:InTheWay", "--set", "plugins.report.every=1")
+    assert hookdiff("run", small, *words, "--out", tmp_path / "run")[0] == 0
+    (warning,) = [text for text in warnings(caplog) if "report" in text]
+    check_facts(warning, tmp_path / "run" / "report.html")
+    caplog.clear()
+    words = ("--plugins", "report", "--set", "plugins.report.timeout=0.001")
+    assert hookdiff("run", small, *words, "--out", tmp_path / "late")[0] == 0
+    (warning,) = [text for text in warnings(caplog) if "report" in text]
+    check_facts(warning, "report.html", "plugins.report.timeout = 0.001 s")

@@ -1,0 +1,155 @@
+"""A report in a browser without a window: it is used by mouse and keyboard, and nothing leaves the page."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import define, field
+
+from hookdiff_report.cli import command
+from tests.plugins.test_report import ATTACK, add_samples, logged, make_run, write_lines
+
+pytest.importorskip("bokeh", reason="the report needs the extra package bokeh")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@define
+class Opened:
+    """A report in the browser, and what it has done."""
+
+    page: Any
+    errors: list[str] = field(factory=list)
+    requests: list[str] = field(factory=list)
+
+    @classmethod
+    def of(cls, browser: Any, path: Path, **options: Any) -> "Opened":
+        opened = cls(browser.new_page(**options))
+        page = opened.page
+        page.on("console", lambda message: opened.errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: opened.errors.append(str(error)))
+        page.on("dialog", lambda dialog: opened.errors.append(dialog.message))
+        page.on("request", lambda request: opened.requests.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready=yes]", state="attached")
+        return opened
+
+    @property
+    def left(self) -> list[str]:
+        """The requests for anything but the file itself."""
+        return [url for url in self.requests[1:] if not url.startswith("data:")]
+
+    def picture(self) -> tuple[str, int]:
+        """Return the text of the first picture and its shade in the middle, 0 to 255."""
+        shade = self.page.evaluate("""() => {
+            const image = document.querySelector(".strip img"), canvas = new OffscreenCanvas(image.naturalWidth, 1);
+            const context = canvas.getContext("2d");
+            context.drawImage(image, 0, -8);
+            return context.getImageData(8, 0, 1, 1).data[0];
+        }""")
+        return self.page.locator(".strip img").first.get_attribute("alt"), shade
+
+
+def report(*runs: Path, out: Path) -> Path:
+    command([*map(str, runs), "--out", str(out)], standalone_mode=False)
+    return out
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    run = make_run(tmp_path / "first")
+    add_samples(run, [10, 20, 30], side=64)
+    return report(run, out=tmp_path / "report.html")
+
+
+def test_slider_and_switch_by_keyboard(browser: Any, path: Path) -> None:
+    opened = Opened.of(browser, path)
+    page = opened.page
+    text, shade = opened.picture()
+    assert text == "samples, step 30, ema"
+    assert shade < 20
+    slider = page.get_by_role("slider", name="step of samples")
+    slider.focus()
+    for key, step in (("ArrowLeft", 20), ("Home", 10), ("ArrowRight", 20), ("End", 30)):
+        page.keyboard.press(key)
+        assert opened.picture()[0] == f"samples, step {step}, ema"
+        assert page.locator("output").first.inner_text() == f"step {step}"
+        assert slider.get_attribute("aria-valuetext") == f"step {step}"
+    page.get_by_role("radio", name="ema").focus()
+    page.keyboard.press("ArrowDown")
+    text, shade = opened.picture()
+    assert text == "samples, step 30, model"
+    assert shade > 235
+    assert not opened.errors
+    assert not opened.left
+
+
+def test_the_first_key_leads_to_the_content(browser: Any, path: Path) -> None:
+    page = Opened.of(browser, path).page
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+
+
+def test_every_plot_is_drawn(browser: Any, path: Path) -> None:
+    opened = Opened.of(browser, path, color_scheme="dark")
+    plots = opened.page.get_by_role("img").filter(has=opened.page.locator("canvas"))
+    labels = [plots.nth(k).get_attribute("aria-label") for k in range(plots.count())]
+    starts = ["Loss by step", "Loss by noise level", "Fréchet distance", "Learning rate", "Gradient norm", "Throughput"]
+    assert [label.startswith(start) for label, start in zip(labels, starts, strict=True)] == [True] * 6
+    assert "smoothed: last 0.05" in labels[0]
+    background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert max(map(int, background[4:-1].split(","))) < 60
+    box = plots.nth(0).bounding_box()
+    value = opened.page.get_by_text("smoothed").nth(1)  # at the pointer; the first is in the legend
+    for y in range(int(box["y"]), int(box["y"] + box["height"]), 4):
+        opened.page.mouse.move(box["x"] + box["width"] / 2, y)
+        opened.page.wait_for_timeout(50)
+        if value.is_visible():
+            break
+    value.wait_for()
+    plots.nth(0).hover(position={"x": 200, "y": 20})  # the buttons appear
+    with opened.page.expect_download() as download:
+        plots.nth(0).get_by_title("Save").click()
+    assert download.value.suggested_filename == "loss.png"
+    assert not opened.errors
+    assert not opened.left
+
+
+def test_a_phone_shows_one_column(browser: Any, path: Path) -> None:
+    phone = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
+    opened = Opened.of(browser, path, **phone)
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
+    lefts = {round(one.bounding_box()["x"]) for one in opened.page.locator(".plots > figure").all()}
+    assert len(lefts) == 1
+
+
+def test_hostile_names_stay_text(browser: Any, tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "<img src=x onerror=alert(1)>"), make_run(tmp_path / "other", steps=20)
+    lines = [{"step": k, "time": 1.0 + k, "loss": 1.0, f"fd/{ATTACK}": 1.0, f"lr/{ATTACK}@x": 1.0} for k in (1, 2)]
+    write_lines(run / "metrics.jsonl", lines)
+    write_lines(run / "events.jsonl", [logged(1, kind, ATTACK, "error") for kind in ("finding", ATTACK)])
+    add_samples(run, [1])
+    for runs in ([run], [run, other]):
+        opened = Opened.of(browser, report(*runs, out=tmp_path / "out.html"))
+        for plot in opened.page.locator(".plot").all():  # the values at the pointer have the names of the curves
+            plot.scroll_into_view_if_needed()
+            box = plot.bounding_box()
+            for share in (0.2, 0.5, 0.9):
+                opened.page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] / 2)
+        assert opened.page.locator("img[onerror]").count() == 0
+        assert not opened.errors
+        assert not opened.left

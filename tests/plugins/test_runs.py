@@ -1,0 +1,303 @@
+"""The command `hookdiff runs`."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from hookdiff.disk import lock_run_dir
+from tests.conftest import check_facts, finish, write_small
+
+Command = Callable[..., tuple[int, str, str]]
+CONFIG: dict[str, Any] = {"run": {"steps": 100, "plugins": ["lr"]}, "optimizer": {"use": "adamw", "lr": 0.5}}
+HOSTILE = "\x1b[2J\x1b]0;title\x07\u202e\x9b31m\r\n"
+posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX")
+
+
+def make(path: Path, *lines: dict[str, Any], reason: str = "", **tables: Any) -> Path:
+    """Make a run directory; its lines have no times, so that its age is not known. Tables are added to the config."""
+    path.mkdir(parents=True)
+    names = {*CONFIG, *tables}
+    (path / "config.toml").write_text(tomli_w.dumps({n: {**CONFIG.get(n, {}), **tables.get(n, {})} for n in names}))
+    if lines:
+        (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    if reason:
+        (path / "outcome.json").write_text(json.dumps({"reason": reason, "step": 100}))
+    return path
+
+
+def rows(hookdiff: Command, folder: Path, *options: object) -> dict[str, dict[str, Any]]:
+    """Return the rows of the JSON output by name, in their order."""
+    code, out, err = hookdiff("runs", folder, "--json", *options)
+    assert (code, err) == (0, "")
+    found: list[dict[str, Any]] = json.loads(out, parse_constant=pytest.fail)  # JSON has no NaN
+    return {row.pop("name"): row for row in found}
+
+
+GOLDEN = """\
+run     state    step     loss    fd/digits  age  differs
+b       done     100/100  0.25    2.5 @60    -    optimizer.lr=0.5
+c       stopped  100/100  nan     -          -    optimizer.lr=0.125
+deep/a  crashed  30/100   0.3333  -          -    with ema  optimizer.lr=0.5
+torn    damaged  0        -       -          -    runs/torn/config.toml: cannot be read: No such file or directory
+"""
+
+
+def test_the_table_in_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Command) -> None:
+    runs = tmp_path / "runs"
+    make(runs / "deep" / "a", {"step": 30, "loss": 1 / 3}, run={"name": "a", "plugins": ["lr", "ema"]})
+    distances = (
+        {"step": step, "fd/digits": value, "fd/digits/num": 1} for step, value in ((30, 3.5), (60, 2.5), (90, 4))
+    )
+    make(runs / "b", *distances, {"step": 100, "loss": 9, "loss/smooth": 0.25}, reason="done", run={"name": "b"})
+    make(runs / "c", {"step": 90, "loss": None}, reason="signal", optimizer={"lr": 0.125}, run={"import_from": "/x"})
+    (runs / "torn").mkdir()
+    (runs / "torn" / "metrics.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    assert hookdiff("runs") == (0, GOLDEN, "")
+
+
+def test_json_has_all_that_is_known(tmp_path: Path, hookdiff: Command) -> None:
+    distances = {"fd/a": 7.0, "fid/b/c": 3.0, "fd/a/floor": 0.1, "fid/b/c/num": 2}
+    lines = [{"step": 5, **distances}, {"step": 6, "fd/a": None, "fid/b/c": 3.0}, {"step": 7, "time": 99.5, "loss": 2}]
+    make(tmp_path / "x", *lines, reason="done", optimizer={"betas": [0.5, 0.9]})
+    make(tmp_path / "y", optimizer={"betas": [0.5, 0.8]})
+    found = rows(hookdiff, tmp_path)
+    best = {"fd/a": {"value": 7.0, "step": 5}, "fid/b/c": {"value": 3.0, "step": 5}}
+    known = {"state": "done", "problem": None, "step": 100, "steps": 100, "loss": 2, "loss_name": "loss"}
+    differs: dict[str, Any] = {"optimizer.betas": [0.5, 0.9]}
+    assert found["x"] == {**known, "best": best, "time": 99.5, "differs": differs}
+    unknown = dict.fromkeys(("problem", "loss", "loss_name", "time"))
+    differs = {"optimizer.betas": [0.5, 0.8]}
+    assert found["y"] == {**unknown, "state": "crashed", "step": 0, "steps": 100, "best": {}, "differs": differs}
+
+
+def test_the_age_is_that_of_the_newest_line_or_event(tmp_path: Path, hookdiff: Command) -> None:
+    now = time.time()
+    for number, (age, event_age) in enumerate([(7300, 8000), (8000, 86400 * 3.5), (-900, 5e5), (4000, 150)]):
+        path = make(tmp_path / str(number), {"step": 1, "time": now - age})
+        event = {"step": 1, "time": now - event_age, "kind": "stop", "severity": "info", "text": "done"}
+        (path / "events.jsonl").write_text(f"{json.dumps(event)}\n")
+    out = hookdiff("runs", tmp_path)[1]
+    assert [line.split()[4:6] for line in out.splitlines()[1:]] == [["2", "h"], ["2", "h"], ["0", "s"], ["2", "min"]]
+
+
+@posix
+def test_a_run_that_is_under_way(tmp_path: Path, hookdiff: Command, start: Callable[..., Any]) -> None:
+    make(tmp_path / "crashed", {"step": 1})
+    path = make(tmp_path / "live", {"step": 1}, reason="done")
+    with ExitStack() as resources:
+        lock_run_dir(path, resources)
+        code, out, _ = finish(start(tmp_path, "runs", tmp_path, "--state", "running", "--json"))  # another process
+        assert (code, [row["name"] for row in json.loads(out)]) == (0, ["live"])
+        assert rows(hookdiff, tmp_path)["live"]["state"] == "running"  # this process, which holds the lock
+        assert list(rows(hookdiff, tmp_path, "--state", "crashed")) == ["crashed"]
+    assert rows(hookdiff, tmp_path)["live"]["state"] == "done"
+
+
+def test_only_keys_that_can_be_compared_differ(tmp_path: Path, hookdiff: Command) -> None:
+    lists = {"unet": ["lr"], "wide": ["lr", "ema"], "dit": ["lr", "ema", "nan"], "ema": ["ema"]}
+    models = {"unet": {"channels": 32}, "wide": {"channels": 64, "start_from": "x"}, "dit": {"depth": 4}}
+    plugins: dict[str, Any] = {
+        "wide": {"ema": {"decay": 0.9, "warmup": {"use": "ratio"}}},
+        "dit": {"ema": {"decay": 0.99, "warmup": {"use": "power", "power": 2}}, "nan": {"policy": "stop"}},
+        "ema": {"ema": {"decay": 0.9, "warmup": {"use": "ratio"}}},
+    }
+    for name, used in lists.items():
+        kind = {"use": "dit" if name == "dit" else "unet", "size": 8, **models.get(name, {"channels": 32})}
+        make(tmp_path / name, run={"name": name, "plugins": used}, model=kind, plugins=plugins.get(name, {}))
+    found = {name: row["differs"] for name, row in rows(hookdiff, tmp_path).items()}
+    net = ("model.use", "model.channels", "model.start_from")
+    average = ("plugins.ema.decay", "plugins.ema.warmup.use")
+    assert found["unet"] == {"run.plugins": ["lr"], **dict(zip(net, ("unet", 32, None), strict=True))}
+    assert found["wide"] == {
+        "run.plugins": ["lr", "ema"],
+        **dict(zip(net, ("unet", 64, "x"), strict=True)),
+        **dict(zip(average, (0.9, "ratio"), strict=True)),
+    }
+    assert found["dit"] == {
+        "run.plugins": ["lr", "ema", "nan"],
+        "model.use": "dit",
+        **dict(zip(average, (0.99, "power"), strict=True)),
+    }
+    out = hookdiff("runs", tmp_path)[1]
+    by_name = {line.split()[0]: line for line in out.splitlines()}
+    check_facts(by_name["dit"], "with lr,ema,nan", "model.use=dit")
+    check_facts(by_name["unet"], "with lr", "model.start_from=(not set)")
+
+
+def test_many_differences_are_cut_in_the_table_alone(tmp_path: Path, hookdiff: Command) -> None:
+    for value in (1, 2):
+        make(tmp_path / str(value), x={f"key{k}": value for k in range(50)}, y={"text": str(value) * 500})
+    out = hookdiff("runs", tmp_path)[1]
+    check_facts(out, "x.key0=1", "and 39 more")
+    assert max(map(len, out.splitlines())) < 1000
+    assert len(rows(hookdiff, tmp_path)["1"]["differs"]) == 51
+
+
+def test_sorting(tmp_path: Path, hookdiff: Command) -> None:
+    make(tmp_path / "a", {"step": 9, "time": 1, "loss": 2, "fd/x": 5.0}, optimizer={"lr": 0.1})
+    make(tmp_path / "b", {"step": 10, "time": 3, "loss": 1, "fd/x": 6.0}, reason="done", optimizer={"lr": 0.02})
+    make(tmp_path / "c", {"step": 3, "time": 2, "loss": None, "fd/x": None}, optimizer={"lr": "auto"})
+    orders = {"name": "abc", "step": "cab", "loss": "bac", "age": "bca", "state": "acb", "fd/x": "abc"}
+    for key, order in {**orders, "optimizer.lr": "bac"}.items():
+        assert "".join(rows(hookdiff, tmp_path, "--sort", key)) == order, key
+    code, out, err = hookdiff("runs", tmp_path, "--sort", "optimiser.lr")
+    assert (code, out) == (2, "")
+    check_facts(err, "optimiser.lr", "optimizer.lr", "fd/x", "age")
+    assert hookdiff("runs", tmp_path, "--state", "runing")[0] == 2
+
+
+DAMAGED = {
+    "torn": "[run",
+    "empty": "",
+    "binary": "\x00\x01",
+    "deep": "a." * 50_000 + "b = 1",
+    "nested": f"a = {'[' * 50_000}",
+    "digits": f"a = {'9' * 9999}",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_config_is_shown_as_such(tmp_path: Path, hookdiff: Command, name: str) -> None:
+    make(tmp_path / "good", {"step": 3, "loss": 1})
+    bad = make(tmp_path / name, {"step": 3, "loss": 1})
+    (bad / "config.toml").write_text(DAMAGED[name])
+    code, out, err = hookdiff("runs", tmp_path)
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 3
+    check_facts(out, "config.toml", "good")
+    row = rows(hookdiff, tmp_path)[name]
+    assert (row["state"], row["step"], row["loss"]) == ("damaged", 3, 1)
+
+
+ODD = {
+    "types": "run = 3\noptimizer = [1]\nmodel = {use = [1]}\nplugins = 'x'",
+    "plugins": "[run]\nplugins = [[1], {a = 2}, 3]\nsteps = -1",
+    "huge": f"[run]\nsteps = 0x{'f' * 5000}\nlimit = [inf, nan]",
+    "dates": "[run]\nsteps = 2026-01-01\nstart = 10:00:00",
+    "nan": "[run]\nsteps = nan\nplugins = 'abc'",
+}
+
+
+def test_configs_with_other_types_are_compared(tmp_path: Path, hookdiff: Command) -> None:
+    make(tmp_path / "good")
+    for name, config in ODD.items():
+        (make(tmp_path / name) / "config.toml").write_text(config)
+    found = rows(hookdiff, tmp_path)
+    assert {name: row["steps"] for name, row in found.items()} == {**dict.fromkeys(ODD), "good": 100}
+    assert len(hookdiff("runs", tmp_path)[1].splitlines()) == 2 + len(ODD)
+
+
+@posix
+def test_damaged_files_end_no_command(tmp_path: Path, hookdiff: Command) -> None:
+    kinds = {"pipe": os.mkfifo, "folder": os.mkdir, "loop": lambda path: os.symlink(path, path)}
+    for file in ("config.toml", "metrics.jsonl", "events.jsonl", "outcome.json", ".lock"):
+        for kind, damage in kinds.items():
+            path = make(tmp_path / f"{kind}-{file}", {"step": 3, "loss": 1}) / file
+            path.unlink(missing_ok=True)
+            damage(path)
+    lines = make(tmp_path / "lines")
+    (lines / "metrics.jsonl").write_bytes(b'\xff\n[]\n{"step": 3, "loss": 1}\n{"loss": 3}\n{"step": 4, "lo')
+    (lines / "outcome.json").write_text('{"step": 1e400, "reason": []}')
+    found = rows(hookdiff, tmp_path)
+    assert len(found) == 5 * len(kinds) + 1
+    assert (found["lines"]["step"], found["lines"]["loss"]) == (3, 1)
+    assert found["pipe-config.toml"]["state"] == "damaged"
+    check_facts(found["folder-metrics.jsonl"]["problem"], tmp_path / "folder-metrics.jsonl" / "metrics.jsonl")
+    assert found["pipe-outcome.json"]["state"] == "crashed"
+
+
+@posix
+def test_what_runs_say_is_escaped(tmp_path: Path, hookdiff: Command) -> None:
+    from tests.terminal import Terminal
+
+    make(
+        tmp_path / f"a{HOSTILE}",
+        {"step": 1, f"fd/{HOSTILE}": 1.0},
+        optimizer={"lr": HOSTILE},
+        run={"plugins": [HOSTILE]},
+    )
+    make(tmp_path / "b", {"step": 1}, **{HOSTILE: {HOSTILE: 1}})
+    make(tmp_path / "c", {"step": 1}, **{HOSTILE: {HOSTILE: 2}})
+    (make(tmp_path / os.fsdecode(b"d\xff"), {"step": 1}) / "config.toml").write_text(f"x = {HOSTILE!r}")
+    hostile = r"[^\n\x20-\uffff]|[\x7f-\x9f\u202e\ud800-\udfff]"
+    for options in ([], ["--json"], ["--sort", HOSTILE], ["--sort", f"fd/{HOSTILE}"]):
+        _, out, err = hookdiff("runs", tmp_path, *options)
+        assert not re.search(hostile, out + err)
+        assert "x1b" in out + err or "u001b" in out
+    with Terminal(tmp_path, "runs", tmp_path, columns=200) as terminal:
+        assert terminal.finish()[0] == 0
+    assert not re.search(hostile, re.sub(r"\x1b\[[\d;]*m", "", terminal.written.replace("\r\n", "\n")))
+    check_facts(terminal.written, "x1b")
+
+
+@posix
+@pytest.mark.parametrize("columns", [40, 60, 80, 120, 200])
+def test_the_table_fits_on_a_terminal(tmp_path: Path, columns: int) -> None:
+    from tests.terminal import Terminal
+
+    long = "a-run-with-a-very-long-name-" * 4
+    lines = [{"step": 100_000, "loss": 1.234, "fd/inception": 12.5, "fd/digits": 3.25}]
+    make(tmp_path / long, *lines, reason="done", optimizer={"lr": 0.25})
+    make(tmp_path / "b", *lines, optimizer={"lr": 0.125})
+    with Terminal(tmp_path, "runs", tmp_path, columns=columns) as terminal:
+        code, left = terminal.finish()
+    assert code == 0
+    assert max(map(len, left.splitlines())) <= columns
+    check_facts(left, "done", "crashed", "100000/100", "optimizer.lr=0.25", "optimizer.lr=0.125")
+    assert long in "".join(line.split("  ")[0].strip() for line in left.splitlines())  # no letter is lost
+    if columns >= 80:
+        check_facts(left, "12.5 @100000", "3.25 @100000", "1.234")
+
+
+def test_a_folder_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Command) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = hookdiff("runs")
+    assert (code, out) == (2, "")
+    check_facts(err, "runs", tmp_path)
+    (tmp_path / "rums").mkdir()
+    check_facts(hookdiff("runs")[2], "'rums'")
+    assert hookdiff("runs", "rums")[0] == 0
+    assert rows(hookdiff, tmp_path / "rums") == {}
+    (tmp_path / "file").touch()
+    code, _, err = hookdiff("runs", "file")
+    assert code == 2
+    check_facts(err, "file")
+
+
+def test_a_run_directory_is_a_table_of_one(tmp_path: Path, hookdiff: Command) -> None:
+    assert list(rows(hookdiff, make(tmp_path / "x"))) == ["x"]
+
+
+def test_a_real_run_and_torch_is_not_imported(tmp_path: Path, start: Callable[..., Any]) -> None:
+    config = write_small(tmp_path / "small.toml", run={"steps": 4, "log_every": 2, "plugins": ["loss"]})
+    assert finish(start(tmp_path, "run", config, "--out", "runs/x"))[0] == 0
+    code = """
+import sys
+from hookdiff.cli import main
+try:
+    main()
+except SystemExit as end:
+    print(end.code, "torch" in sys.modules, file=sys.stderr)
+"""
+    words = [sys.executable, "-c", code, "runs", "--json"]
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=paths)
+    assert done.stderr == "0 False\n"
+    (row,) = json.loads(done.stdout)
+    lines = map(json.loads, (tmp_path / "runs" / "x" / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss/smooth"] for line in lines if "loss/smooth" in line]
+    assert (row["name"], row["state"], row["step"], row["steps"]) == ("x", "done", 4, 4)
+    assert row["loss"] == losses[-1]
+    assert math.isclose(row["time"], time.time(), abs_tol=3600)
