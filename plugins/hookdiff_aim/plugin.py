@@ -196,7 +196,13 @@ def _create(folder: str) -> None:
 
 def _mirrors(repo: Any, run_dir: Path | None) -> list[str]:
     """Return the hashes of the Aim runs that mirror this run directory."""
-    aim, place = _aim(), run_dir and str(run_dir.resolve())
-    aim.Repo._all_run_hashes.cache_clear()
-    runs = (aim.Run(run_hash, repo=repo, read_only=True) for run_hash in sorted(repo.list_all_runs()))
-    return [run.hash for run in runs if place and run.get("run_dir", None) == place]
+    if run_dir is None:
+        return []
+    _aim().Repo._all_run_hashes.cache_clear()
+    found = []
+    for run_hash in sorted(repo.list_all_runs()):
+        # Not through aim.Run, which sees nothing of a run that Aim has not indexed yet.
+        tree = repo.request_tree("meta", run_hash, read_only=True).subtree("meta").subtree("chunks").subtree(run_hash)
+        if tree.subtree("attrs").get("run_dir", None) == str(run_dir.resolve()):
+            found.append(run_hash)
+    return found

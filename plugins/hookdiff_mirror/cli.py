@@ -22,6 +22,9 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
 
     history = History.of(run)
     sink = make_plugin(name, history.config, settings)
+    plugins = history.config.get("run", {}).get("plugins", ())
+    if history.state == "running" and name in plugins and not settings:
+        raise UserError(f"{run} is under way and writes to {name} itself; wait for its end, or --set another place")
     if not isinstance(sink, Sink):
         raise UserError(f"--to {name}: this plugin is no sink; aim, tensorboard and wandb are")
     try:

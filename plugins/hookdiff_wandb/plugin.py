@@ -1,5 +1,6 @@
 """The plugin `wandb`. It copies what is in the run directory."""
 
+import atexit
 import html
 import importlib
 import logging
@@ -53,6 +54,7 @@ class WandB(Sink):
         metadata=about("time between two records of CPU, GPU and memory; without it, or 0, none", "seconds"),
     )
     _tracked: TrackedRun = field(init=False)
+    _library: Any = field(init=False, default=None)
     _run: Any = field(init=False, default=None)
     _step: int = field(init=False, default=0)  # of the newest values
     _lines: dict[tuple[int, str], list[str]] = field(init=False, factory=dict)  # of events, by step and kind
@@ -113,6 +115,8 @@ class WandB(Sink):
         directory = run.run_dir.resolve().name if run.run_dir else None
         folder = Path(self.dir or run.run_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
+        self._library = wandb.setup()
+        atexit.register(self._abandon)
         settings = wandb.Settings(
             console="off",  # otherwise it patches stdout and stderr
             disable_git=True,  # a mirror that is made later would show another commit
@@ -146,6 +150,13 @@ class WandB(Sink):
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=self._exit_code)
+            atexit.unregister(self._abandon)
+
+    def _abandon(self) -> None:
+        """At the end of the process, when W&B has failed or hangs: keep W&B from waiting for its own process."""
+        connection = self._library._connection
+        if connection and connection._cleanup:
+            connection._cleanup()  # removes the hook in which it waits, without a limit
 
     def _log(self, step: int, time: float, values: Mapping[str, Any]) -> None:
         # A late finding can be of an earlier step.

@@ -1,6 +1,10 @@
+import contextlib
 import importlib.util
 import math
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,10 +20,12 @@ import torch
 
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff.builtin import Metrics
+from hookdiff.distribution import Distribution
+from hookdiff.events import Event
 from hookdiff.structure import Problems, arguments
 from hookdiff.testing import toy_loop
 from hookdiff_aim import Aim
-from tests.conftest import Restores, check_facts, refused, saved, warnings
+from tests.conftest import PATIENCE, Restores, check_facts, refused, saved, wait_until, warnings
 
 HAS_AIM = sys.version_info < (3, 13) and importlib.util.find_spec("aim") is not None
 needs_aim = pytest.mark.skipif(not HAS_AIM, reason="aim is not installed; it has packages for Python up to 3.12")
@@ -35,6 +41,10 @@ class Extras:
         if step % 2 == 0:
             grey = torch.full((2, 1, 4, 6), step / 10)
             loop.log.images({"samples": grey, "colour": torch.tensor([1.0, -1.0, 0.0]).reshape(1, 3, 1, 1)})
+            loop.log.texts({"prompt": f"cat {step}"})
+            loop.log.distributions({"weights": torch.tensor([0.0, 0.0, 0.5, 1.0])})
+            loop.log.event(Event("finding", f"found at {step}", "warning"))
+            loop.log.event(Event("finding", "another"))
 
 
 def make_loop(plugins: Mapping[str, object], run_dir: Path | None, steps: int = 4, **options: Any) -> Loop:
@@ -69,12 +79,23 @@ def read(folder: Path) -> dict[str, Any]:
         images = {}
         for name, context, _ in run.iter_sequence_info_by_type("list(aim.image)"):
             sequence = run.get_image_sequence(name, context)
-            images[name] = {
-                step: [numpy.asarray(image.to_pil_image()) for image in value]
-                for step, (value, *_) in sequence.data.items()
-            }
+            images[name] = {step: numpy.asarray(image.to_pil_image()) for step, (image, *_) in sequence.data.items()}
+        texts: dict[str, dict[int, str]] = {}
+        events: dict[str, dict[int, str]] = {}
+        for name, context, _ in run.iter_sequence_info_by_type("aim.text"):
+            sequence = run.get_text_sequence(name, context)
+            found = {step: value.data for step, (value, *_) in sequence.data.items()}
+            (events if name == "events" else texts)[context.to_dict().get("kind", name)] = found
+        distributions = {}
+        for name, context, _ in run.iter_sequence_info_by_type("aim.distribution"):
+            sequence = run.get_distribution_sequence(name, context)
+            distributions[name] = {step: value.to_np_histogram() for step, (value, *_) in sequence.data.items()}
         runs[run_hash] = {
             "metrics": metrics,
+            "texts": texts,
+            "events": events,
+            "distributions": distributions,
+            "run_dir": run.get("run_dir", None),
             "images": images,
             "hparams": run["hparams"],
             "name": run.name,
@@ -108,12 +129,17 @@ def test_a_run_can_be_read_back(runs_dir: Path, caplog: pytest.LogCaptureFixture
     assert math.isnan(distances.pop(2))
     assert distances == pytest.approx({1: 1.0, 3: 1 / 3, 4: 1 / 4})
     assert list(run["images"]["samples"]) == [2, 4]
-    for step, (first, second) in run["images"]["samples"].items():
-        assert first.shape == (4, 6)
-        assert (first == round((step / 10 + 1) * 127.5)).all()
-        assert (second == first).all()
-    (colour,) = run["images"]["colour"][4]
-    assert colour.reshape(-1).tolist() == [255, 0, 128]
+    for step, picture in run["images"]["samples"].items():
+        assert picture.ndim == 2
+        assert (picture[: picture.shape[0] // 2] == round((step / 10 + 1) * 127.5)).any()
+    assert [255, 0, 128] in run["images"]["colour"][4].reshape(-1, 3).tolist()
+    assert run["texts"] == {"prompt": {2: "cat 2", 4: "cat 4"}}
+    assert run["events"] == {"finding": {2: "found at 2\nanother", 4: "found at 4\nanother"}}
+    expected = Distribution.of(torch.tensor([0.0, 0.0, 0.5, 1.0]))
+    counts, edges = run["distributions"]["weights"][2]
+    assert counts.tolist() == list(expected.counts)
+    assert edges.tolist() == pytest.approx(expected.edges)
+    assert run["run_dir"] == str((runs_dir / "first").resolve())
     assert not locks(runs_dir)
 
 
@@ -135,7 +161,8 @@ def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     plugins = {"aim": fresh, "extras": Extras(), "saved": Restores(state)}
     make_loop(plugins, runs_dir / "resumed", steps=3, fresh=["aim"]).run()
     assert fresh.state_dict() != sink.state_dict()
-    assert list(read(runs_dir)[fresh.state_dict()["run"]]["metrics"]["loss"]) == [3]
+    # A new Aim run begins with the earlier steps, from the run directory.
+    assert list(read(runs_dir)[fresh.state_dict()["run"]]["metrics"]["loss"]) == [1, 2, 3]
 
 
 @needs_aim
@@ -148,7 +175,7 @@ def test_a_branch_has_an_aim_run_of_its_own(runs_dir: Path) -> None:
     runs = read(runs_dir)
     first, second = (runs[one.state_dict()["run"]] for one in (sink, branch))
     assert (first["name"], list(first["metrics"]["loss"])) == ("trunk", [1, 2])
-    assert (second["name"], list(second["metrics"]["loss"])) == ("branch", [3])
+    assert (second["name"], list(second["metrics"]["loss"])) == ("branch", [1, 2, 3])
 
 
 @needs_aim
@@ -268,7 +295,76 @@ def test_a_repository_that_cannot_be_made_costs_only_the_sink(tmp_path: Path, ca
 
 def test_settings() -> None:
     names = [field.name for field in attrs.fields(Aim) if field.init]
-    assert sorted(names) == ["experiment", "name", "repo", "timeout"]
+    assert sorted(names) == [
+        *("capture_terminal_logs", "experiment", "name", "repo", "system_tracking_interval", "timeout")
+    ]
     problems = Problems()
     assert arguments(Aim, {"repo": "here", "timeout": 5}, "plugins.aim", problems) == {"repo": "here", "timeout": 5.0}
     assert not problems.found
+
+
+@needs_aim
+def test_the_load_of_the_machine_and_the_terminal_are_recorded_if_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    plain, asked = Aim(), Aim(system_tracking_interval=0.1, capture_terminal_logs=True)
+
+    class Prints:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            print("seen on the terminal")
+            time.sleep(0.3)
+
+    for name, sink in (("plain", plain), ("asked", asked)):
+        make_loop({"aim": sink, "prints": Prints()}, folder / name, steps=6).run()
+    found = read(folder)
+    assert set(found[plain.state_dict()["run"]]["metrics"]) == {"loss", "grad_norm"}
+    assert any(name.startswith("__system__") for name in found[asked.state_dict()["run"]]["metrics"])
+    printed = {}
+    for sink in (plain, asked):
+        run = the_sdk().Run(sink.state_dict()["run"], repo=str(folder), read_only=True)
+        lines = run.get_terminal_logs()
+        printed[sink] = "" if lines is None else "".join(line.data for _, (line, *_) in lines.data.items())
+    assert printed[plain] == ""
+    assert "seen on the terminal" in printed[asked]
+
+
+@pytest.mark.slow
+@needs_aim
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of playwright
+def test_the_page_shows_metrics_and_images(tmp_path: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium")
+    sink = Aim(timeout=300)
+    make_loop({"aim": sink, "extras": Extras()}, tmp_path / "runs" / "shown", steps=6).run()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ("up", "--repo", str(tmp_path / "runs"), "--host", "127.0.0.1", "--port", str(port))
+    with (tmp_path / "server.log").open("w") as log:
+        command = [str(Path(sys.executable).parent / "aim"), *words]
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_until(lambda: server.poll() is not None or answers(port))
+        with playwright.sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+            page = browser.new_page()
+            page.set_default_timeout(1000 * PATIENCE)
+            address = f"http://127.0.0.1:{port}/runs/{sink.state_dict()['run']}"
+            page.goto(f"{address}/metrics")
+            page.get_by_text("grad_norm", exact=True).first.wait_for()
+            page.get_by_text("loss", exact=True).first.wait_for()
+            page.goto(f"{address}/images")
+            page.get_by_text("samples", exact=True).first.wait_for()
+            page.wait_for_function("[...document.images].some(one => one.src.startsWith('data:') && one.naturalWidth)")
+            browser.close()
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(PATIENCE)
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False

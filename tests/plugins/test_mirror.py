@@ -1,0 +1,226 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hookdiff import Loop, builtin_plugins, hookimpl
+from hookdiff.testing import toy_loop
+from tests.conftest import check_facts, warnings
+from tests.plugins import test_aim, test_tensorboard, test_wandb
+
+no_account = test_wandb.no_account
+RECORDER = """
+import json
+from attrs import define, field
+from hookdiff import Sink
+
+@define(eq=False)
+class Recorder(Sink):
+    path: str = "calls.txt"
+    failing: str = ""
+
+    @property
+    def where(self):
+        return f"the file {self.path}"
+
+    def note(self, method, *what):
+        if method == self.failing:
+            raise ConnectionError("the tracker is gone")
+        with open(self.path, "a") as file:
+            print(json.dumps([method, *what]), file=file)
+
+    def clear(self, run): open(self.path, "w").close()
+    def open(self, run): self.note("open", run.hparams["run"]["steps"], run.step)
+    def scalars(self, step, time, values): self.note("scalars", step, sorted(values))
+    def images(self, step, time, images): self.note("images", step, {n: p.pixels.shape for n, p in images.items()})
+    def texts(self, step, time, texts): self.note("texts", step, sorted(texts))
+    def distributions(self, step, time, found): self.note("distributions", step, sorted(found))
+    def event(self, step, time, event): self.note("event", step, event.kind)
+    def close(self): self.note("close")
+"""
+
+
+class Extras:
+    """Logs something of each kind at even steps."""
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        step = loop.progress.step
+        if step % 2 == 0:
+            loop.log.images({"samples": torch.full((1, 1, 4, 6), step / 10), "samples/colour": torch.ones(1, 3, 2, 2)})
+            loop.log.texts({"prompt": f"cat {step}"})
+            loop.log.distributions({"weights": torch.tensor([0.0, 0.0, 0.5, 1.0])})
+
+
+def make_loop(run_dir: Path, steps: int = 4, **tables: Any) -> Loop:
+    hparams = {"run": {"steps": steps}, **tables}
+    plugins = {**builtin_plugins(signals=False), "extras": Extras()}
+    return toy_loop(plugins, run_dir=run_dir, steps=steps, log_every=1, hparams=hparams)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run directory, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    make_loop(Path("runs/x")).run()
+    return Path("runs/x")
+
+
+def test_golden_message_for_tensorboard(run: Path, hookdiff: Callable[..., tuple[int, str, str]]) -> None:
+    place = run.resolve() / "tensorboard"
+    for _ in range(2):  # the second one replaces the first
+        assert hookdiff("mirror", run, "--to", "tensorboard") == (
+            0,
+            f"runs/x: 5 steps up to 4, 4 pictures -> {place} (tensorboard --logdir {place})\n",
+            "",
+        )
+    assert len(list(place.iterdir())) == 1
+    found = test_tensorboard.read(place)
+    assert list(test_tensorboard.values(found, "loss")) == [1, 2, 3, 4]
+    assert [image.step for image in found.Images("samples/colour")] == [2, 4]
+    assert test_tensorboard.texts(found, "prompt") == {2: "    cat 2", 4: "    cat 4"}
+    assert [one.histogram_value.num for one in found.Histograms("weights")] == [4, 4]
+    assert list(test_tensorboard.texts(found, "events/stop")) == [4]
+
+
+def test_wandb_gets_a_new_run(run: Path, hookdiff: Callable[..., tuple[int, str, str]]) -> None:
+    for _ in range(2):
+        code, out, _ = hookdiff("mirror", run, "--to", "wandb", "--set", "project=tests", "--set", "timeout=300")
+        assert code == 0
+        check_facts(out, "runs/x", "5 steps", "4 pictures", "the new W&B run", "wandb sync")
+    _, second = test_wandb.runs(run)
+    assert (second["name"], second["project"], second["config"]["run"]) == ("x", "tests", {"steps": 4})
+    assert [step for step, row in second["history"].items() if "loss" in row] == [1, 2, 3, 4]
+    assert [step for step, row in second["history"].items() if "samples/colour" in row or "samples" in row] == [2, 4]
+    assert "events/stop" in second["history"][4]
+
+
+@test_aim.needs_aim
+def test_the_aim_run_is_replaced(run: Path, hookdiff: Callable[..., tuple[int, str, str]]) -> None:
+    make_loop(Path("runs/other")).run()
+    for name in (run, run, "runs/other"):
+        code, out, _ = hookdiff("mirror", name, "--to", "aim", "--set", "experiment=rebuilt")
+        assert code == 0
+        check_facts(out, name, "5 steps", "4 pictures", "aim up --repo")
+    found = test_aim.read(Path("runs"))
+    assert sorted(one["name"] for one in found.values()) == ["other", "x"]
+    (one,) = (one for one in found.values() if one["name"] == "x")
+    assert one["run_dir"] == str(run.resolve())
+    assert one["experiment"] == "rebuilt"
+    assert one["hparams"] == {"run": {"steps": 4}}
+    assert list(one["metrics"]["loss"]) == [1, 2, 3, 4]
+    assert list(one["images"]["samples"]) == [2, 4]
+    assert one["texts"]["prompt"] == {2: "cat 2", 4: "cat 4"}
+    assert one["events"]["stop"] == {4: "done"}
+    assert one["closed"]
+
+
+def calls(path: Path) -> list[list[Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_sink_of_another_package_gets_all_in_order(
+    run: Path, hookdiff: Callable[..., tuple[int, str, str]], install: Callable[..., None]
+) -> None:
+    install("hookdiff-recorder", {"recorder": "recorder:Recorder"}, recorder=RECORDER)
+    code, out, _ = hookdiff("mirror", run, "--to", "recorder", "--set", "path=mine.txt")
+    assert (code, out) == (0, "runs/x: 5 steps up to 4, 4 pictures -> the file mine.txt\n")
+    made = calls(Path("mine.txt"))
+    assert made[0] == ["open", 4, 0]
+    assert made[-1] == ["close"]
+    steps = [call[1] for call in made[1:-1]]
+    assert steps == sorted(steps)
+    assert {call[0] for call in made if call[1:2] == [2]} == {"scalars", "images", "texts", "distributions"}
+    shapes = {name: len(shape) for call in made if call[0] == "images" for name, shape in call[2].items()}
+    assert shapes == {"samples": 2, "samples/colour": 3}  # grey stays grey
+    assert [call[2] for call in made if call[0] == "event"] == ["start", "stop"]
+
+
+def test_options_come_from_the_config_of_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hookdiff: Callable[..., tuple[int, str, str]],
+    install: Callable[..., None],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    install("hookdiff-recorder", {"recorder": "recorder:Recorder"}, recorder=RECORDER)
+    make_loop(Path("run"), plugins={"recorder": {"path": "configured.txt"}}).run()
+    assert hookdiff("mirror", "run", "--to", "recorder")[0] == 0
+    assert calls(Path("configured.txt"))
+    assert hookdiff("mirror", "run", "--to", "recorder", "--set", "path=other.txt")[0] == 0
+    assert calls(Path("other.txt")) == calls(Path("configured.txt"))
+
+
+def test_a_run_under_way_and_a_damaged_line(
+    run: Path,
+    hookdiff: Callable[..., tuple[int, str, str]],
+    install: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    install("hookdiff-recorder", {"recorder": "recorder:Recorder"}, recorder=RECORDER)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "ti\n')
+    (run / "samples" / "step-00000004.png").write_bytes(b"\x89PNG broken")
+    assert hookdiff("mirror", run, "--to", "recorder")[0] == 0
+    (warning,) = warnings(caplog)
+    check_facts(warning, "metrics.jsonl", "line 5")
+    assert [call[1] for call in calls(Path("calls.txt")) if call[0] == "scalars"] == [1, 2, 3, 4]
+
+    loop = make_loop(Path("runs/live"), steps=3)
+    with loop:
+        for step in loop.steps():
+            if step.step == 2:
+                assert hookdiff("mirror", "runs/live", "--to", "recorder")[0] == 0
+    assert [call[1] for call in calls(Path("calls.txt")) if call[0] == "scalars"] == [
+        1
+    ]  # the log of step 2 is not over
+
+
+def test_a_run_that_writes_to_the_tracker_itself_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop = make_loop(Path("live"), steps=3)
+    loop.hparams["run"]["plugins"] = ["tensorboard"]
+    with loop:
+        for _ in loop.steps():
+            pass
+        code, _, err = hookdiff("mirror", "live", "--to", "tensorboard")
+        assert code == 2
+        check_facts(err, "live", "under way", "tensorboard")
+        assert hookdiff("mirror", "live", "--to", "tensorboard", "--set", "dir=elsewhere")[0] == 0
+    assert hookdiff("mirror", "live", "--to", "tensorboard")[0] == 0
+
+
+@pytest.mark.parametrize("failing", ["open", "event", "close"])
+def test_a_tracker_that_fails_gives_one_message(
+    failing: str, run: Path, hookdiff: Callable[..., tuple[int, str, str]], install: Callable[..., None]
+) -> None:
+    install("hookdiff-recorder", {"recorder": "recorder:Recorder"}, recorder=RECORDER)
+    code, out, err = hookdiff("mirror", run, "--to", "recorder", "--set", f"failing={failing}")
+    assert (code, out) == (2, "")
+    check_facts(err, "recorder", "ConnectionError", "the tracker is gone")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (("runs/x", "--to", "tensorbord"), ("tensorbord", "did you mean 'tensorboard'")),
+        (("runs/x", "--to", "ema"), ("ema", "aim", "tensorboard", "wandb")),
+        (("runs/x", "--to", "tensorboard", "--set", "folder=x"), ("plugins.tensorboard.folder", "dir")),
+        (("runs/x", "--to", "tensorboard", "--set", "timeout=soon"), ("plugins.tensorboard.timeout", "soon")),
+        (("runs/y", "--to", "tensorboard"), ("runs/y", "no such folder")),
+        (("runs/x", "--to", "tensorboard", "--set", "dir=file/inner"), ("tensorboard", "NotADirectoryError")),
+    ],
+)
+def test_wrong_input(
+    words: tuple[str, ...], facts: tuple[str, ...], run: Path, hookdiff: Callable[..., tuple[int, str, str]]
+) -> None:
+    Path("file").write_text("")
+    code, out, err = hookdiff("mirror", *words)
+    assert (code, out) == (2, "")
+    check_facts(err, *facts)

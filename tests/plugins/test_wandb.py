@@ -1,0 +1,265 @@
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from hookdiff import Loop, UserError, builtin_plugins, hookimpl
+from hookdiff.events import Event
+from hookdiff.testing import toy_loop
+from hookdiff_wandb import WandB
+from tests.conftest import PATIENCE, Restores, check_facts, finish, refused, wait_for, wait_until, warnings
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:google")
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let W&B find neither a key nor settings, so that it reaches no network."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+
+
+class Extras:
+    """Logs something of each kind at even steps, in several calls."""
+
+    @hookimpl
+    def after_optimizer_step(self, loop: Loop) -> None:
+        step = loop.progress.step
+        if step % 2 == 0:
+            loop.log({"fd/digits": 1.0 / step})
+            loop.log.images({"samples": torch.full((1, 1, 4, 6), step / 10)})
+            loop.log.texts({"prompt": f"<b>{step}</b>"})
+            loop.log.distributions({"weights": torch.tensor([0.0, 0.0, 0.5, 1.0])})
+
+
+def make_loop(plugins: Mapping[str, object], run_dir: Path, steps: int = 4, **options: Any) -> Loop:
+    hparams = {"run": {"steps": steps}, "optimizer": {"lr": 0.1}}
+    everything = {**builtin_plugins(signals=False), **plugins, "extras": Extras()}
+    return toy_loop(everything, run_dir=run_dir, steps=steps, log_every=1, hparams=hparams, **options)
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Yield the records of an offline file: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:  # the rest of a block is too short for a header
+            place += 32768 - place % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        if place + 7 + length > len(data):  # it is being written
+            return
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return what an offline run holds: its facts, and the rows of its history by step."""
+    found: dict[str, Any] = {"history": {}, "exit": None, "folder": file.parent / "files"}
+    for record in records(file):
+        kind = record.WhichOneof("record_type")
+        if kind == "run" and "name" not in found:
+            found |= {"name": record.run.display_name, "group": record.run.run_group, "project": record.run.project}
+            found |= {"tags": list(record.run.tags), "config": {}}
+            for update in record.run.config.update:
+                found["config"][update.key] = json.loads(update.value_json)
+        elif kind == "history":
+            row: dict[str, Any] = {}
+            for item in record.history.item:
+                *outer, last = item.nested_key or [item.key]
+                inner = row
+                for part in outer:
+                    inner = inner.setdefault(part, {})
+                inner[last] = json.loads(item.value_json)
+            step = record.history.step.num
+            assert step not in found["history"]  # no step twice
+            found["history"][step] = row
+        elif kind == "exit":
+            found["exit"] = record.exit.exit_code
+    return found
+
+
+def runs(folder: Path) -> list[dict[str, Any]]:
+    """Read the offline runs in a folder, oldest first."""
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_ctime)
+    for file in files:  # W&B's own process writes the end a little later
+        wait_until(lambda file=file: any(record.WhichOneof("record_type") == "exit" for record in records(file)))
+    return [read(file) for file in files]
+
+
+def test_a_run_can_be_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+    sink = WandB(project="tests", name="by hand", group="all", tags=("a", "b"), timeout=300)
+    make_loop({"wandb": sink}, tmp_path / "run").run()
+    assert not warnings(caplog)
+    assert capfd.readouterr() == ("", "")
+    (found,) = runs(tmp_path / "run")
+    assert [found[key] for key in ("name", "project", "group", "tags")] == ["by hand", "tests", "all", ["a", "b"]]
+    assert found["config"]["run"]["steps"] == 4
+    assert found["config"]["optimizer"] == {"lr": 0.1}
+    assert found["exit"] == 0
+    history = found["history"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {step: row["loss"] for step, row in history.items() if "loss" in row} == {
+        line["step"]: pytest.approx(line["loss"]) for line in lines
+    }
+    assert history[2]["fd/digits"] == 0.5
+    assert history[1]["_timestamp"] == pytest.approx(lines[0]["time"], abs=0.1)
+    assert history[2]["samples"]["format"] == "png"
+    with Image.open(found["folder"] / history[2]["samples"]["path"]) as image:
+        kept = numpy.asarray(Image.open(tmp_path / "run" / "samples" / "step-00000002.png"))
+        assert numpy.array_equal(numpy.asarray(image), kept)
+    assert sum(history[4]["weights"]["values"]) == 4
+    assert history[4]["weights"]["bins"][-1] == 1.0
+    assert (found["folder"] / history[2]["prompt"]["path"]).read_text() == "<pre>&lt;b&gt;2&lt;/b&gt;</pre>"
+    assert (found["folder"] / history[4]["events/stop"]["path"]).read_text() == "<pre>done</pre>"
+
+
+def test_a_resumed_run_goes_on_in_a_new_run_that_has_the_earlier_steps(tmp_path: Path) -> None:
+    state = Restores(at=2)
+    make_loop({"wandb": WandB(timeout=300), "state": state}, tmp_path / "run", steps=4).run()
+    plugins = {"wandb": WandB(timeout=300), "state": Restores(state.state)}
+    make_loop(plugins, tmp_path / "run", steps=5, resume=True).run()
+    first, second = runs(tmp_path / "run")
+    assert first["name"] == second["name"] == first["group"] == second["group"] == "run"
+    assert [step for step, row in first["history"].items() if "loss" in row] == [1, 2, 3, 4]
+    assert [step for step, row in second["history"].items() if "loss" in row] == [1, 2, 3, 4, 5]
+    assert [step for step, row in second["history"].items() if "samples" in row] == [2, 4]
+    assert [second["history"][step]["loss"] for step in (1, 2)] == [first["history"][step]["loss"] for step in (1, 2)]
+
+
+class Loses:
+    """Logs after step 3 that the run went back to step 1, as the loop does."""
+
+    @hookimpl(trylast=True)
+    def after_optimizer_step(self, loop: Loop) -> None:
+        if loop.progress.step == 3:
+            loop.log.event(Event("rollback", "from step 3 back to step 1", "warning", {"from": 3}), step=1)
+
+
+def test_a_rollback_begins_a_new_run(tmp_path: Path) -> None:
+    make_loop({"wandb": WandB(timeout=300), "loses": Loses()}, tmp_path / "run", steps=4).run()
+    first, second = runs(tmp_path / "run")
+    assert [step for step, row in first["history"].items() if "loss" in row] == [1, 2]
+    assert [step for step, row in second["history"].items() if "loss" in row] == [1, 3, 4]
+    assert "events/rollback" in second["history"][1]
+
+
+def test_two_events_of_a_step_are_both_kept(tmp_path: Path) -> None:
+    class Finds:
+        @hookimpl
+        def on_start(self, loop: Loop) -> None:
+            loop.log.event(Event("finding", "one"))
+            loop.log.event(Event("finding", "two"))
+
+    make_loop({"wandb": WandB(timeout=300), "finds": Finds()}, tmp_path / "run", steps=1).run()
+    (found,) = runs(tmp_path / "run")
+    assert (found["folder"] / found["history"][0]["events/finding"]["path"]).read_text() == "<pre>one\ntwo</pre>"
+
+
+def test_online_without_a_key_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop({"wandb": WandB(mode="online")}, tmp_path / "run")
+    with refused(UserError, "plugins.wandb.mode", "wandb login", "WANDB_API_KEY", "offline"):
+        loop.run()
+    assert loop.progress.step == 0
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with refused(UserError, "plugins.wandb.mode"):
+        make_loop({"wandb": WandB()}, tmp_path / "run").run()
+    make_loop({"wandb": WandB(mode="offline", timeout=300)}, tmp_path / "run", steps=1).run()
+    assert len(runs(tmp_path / "run")) == 1
+
+
+def test_the_folder_may_be_elsewhere(tmp_path: Path) -> None:
+    make_loop({"wandb": WandB(dir=str(tmp_path / "elsewhere"), timeout=300)}, tmp_path / "run", steps=1).run()
+    assert len(runs(tmp_path / "elsewhere")) == 1
+    assert not (tmp_path / "run" / "wandb").exists()
+
+
+ONE_RUN = """
+import sys, signal
+from pathlib import Path
+from hookdiff import builtin_plugins, hookimpl
+from hookdiff.events import Event
+from hookdiff.testing import toy_loop
+from hookdiff_wandb import WandB
+
+class Waits:
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        if loop.progress.step == 3:
+            Path("three").touch()
+
+run = toy_loop({**builtin_plugins(), "wandb": WandB(**eval(sys.argv[1])), "waits": Waits()}, steps=int(sys.argv[2]),
+    run_dir=Path("run"), log_every=1)
+print(run.run(), run.progress.step, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def process(folder: Path, options: Mapping[str, Any], steps: int, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", ONE_RUN, repr(options), str(steps)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "", **environment},
+        text=True,
+        stdin=subprocess.PIPE,  # no terminal
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def test_ctrl_c_ends_the_run_after_its_step(tmp_path: Path) -> None:
+    running = process(tmp_path, {"timeout": 300}, 10**9)
+    wait_for(tmp_path / "three", running)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: also to W&B's own process, which has another group
+    code, out, err = finish(running)
+    assert (code, out.split()[0], out.split()[2]) == (0, "signal", "True"), err
+    assert "Traceback" not in err
+    (found,) = runs(tmp_path / "run")
+    assert max(found["history"]) == int(out.split()[1])
+
+
+def test_a_frozen_process_of_wandb_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
+    running = process(tmp_path, {"timeout": 3}, 10**9)
+    wait_for(tmp_path / "three", running)
+    children = Path(f"/proc/{running.pid}/task").glob("*/children")
+    (frozen,) = {int(number) for file in children for number in file.read_text().split()}
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        os.kill(running.pid, signal.SIGINT)
+        running.wait(PATIENCE)
+    finally:
+        os.kill(frozen, signal.SIGKILL)  # it has inherited the pipes, which would not end
+        running.kill()
+    code, out, err = finish(running)
+    assert (code, out.split()[0]) == (0, "signal"), err
+    check_facts(err, "WandB", "is switched off", "3 s")
+    assert "Traceback" not in err
+
+
+def test_a_server_that_does_not_answer_costs_only_the_sink(tmp_path: Path) -> None:
+    began = time.monotonic()
+    address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40}
+    code, out, err = finish(process(tmp_path, {"timeout": 5, "mode": "online"}, 5, **address))
+    assert (code, out.split()[:2]) == (0, ["done", "5"]), err
+    check_facts(err, "WandB", "is switched off", "open")
+    assert "Traceback" not in err
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
+    assert time.monotonic() - began < 200
