@@ -133,7 +133,8 @@ class Log:
             _to_host(part for values in records.values() for value in values.values() for part in _parts(value))
         )
         for step, values in records.items():
-            self._call("on_log", step=step, values=dict(_ratios(values, numbers)))
+            if ready := dict(_ratios(values, numbers)):  # pairs without a count are left out
+                self._call("on_log", step=step, values=ready)
 
     @contextmanager
     def muted(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -282,8 +283,10 @@ def test_a_damaged_picture_raises_no_error(tmp_path: Path) -> None:
 def test_a_picture_that_would_fill_the_memory_is_left_out(tmp_path: Path) -> None:
     path = save(run_dir(tmp_path / "run"), "samples", 1)
     whole = path.read_bytes()
-    path.write_bytes(whole[:16] + (200_000).to_bytes(4, "big") * 2 + whole[24:])  # width and height in its header
+    header = b"IHDR" + (200_000).to_bytes(4, "big") * 2 + whole[24:29]  # with width and height
+    path.write_bytes(whole[:12] + header + zlib.crc32(header).to_bytes(4, "big") + whole[33:])
     assert find_pictures(path.parents[1]) == {}
+    assert newest_picture(path.parents[1], "samples") is None
 
 
 def test_skim_parses_the_lines_that_are_asked_for(tmp_path: Path) -> None:

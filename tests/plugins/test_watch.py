@@ -130,6 +130,7 @@ def test_a_run_is_followed_to_its_end(run: Path) -> None:
             terminal.wait_for("running", "step 0/100")
             happen(run, 0, "start", "started", age=20)
             log(run, 10, age=15, loss=0.75)
+            terminal.wait_for("step 10/100", "2 steps/s", "16 images/s")
             log(run, 20, age=5, loss=0.5)
             terminal.wait_for("step 20/100", "loss 0.5", "started", "1 steps/s", "8 images/s", "ETA 1:1")
             happen(run, 30, "nan", "step 30 is not finite", "error")
@@ -160,6 +161,22 @@ def test_an_interrupted_watch_restores_the_terminal(run: Path, how: str) -> None
     assert "Traceback" not in left
     assert terminal.written.rindex("\x1b[?25h") > terminal.written.rindex("\x1b[?25l")
     assert terminal.written.rindex("\x1b[?1049l") > terminal.written.rindex("\x1b[?1049h")
+
+
+def test_the_speed_is_that_of_the_last_process(run: Path, hookdiff: Callable[..., Any]) -> None:
+    for step in range(41):
+        log(run, step, age=1000 - step / 100)
+    happen(run, 30, "resume", "resumed", age=200)
+    for step in range(41, 71):
+        log(run, step, age=180 - 2 * (step - 40))
+    with locked(run):
+        out = hookdiff("watch", run)[1]
+    check_facts(out, "running", "step 70/100", "0.5 steps/s", "4 images/s", "2:00 ago")
+    (run / "config.toml").write_text("[run]\nsteps = 1000\n")
+    with locked(run):
+        out = hookdiff("watch", run)[1]
+    assert "images/s" not in out
+    check_facts(out, "step 70/1,000", "ETA 29:00")  # 930 steps at this speed, from 120 s ago
 
 
 def test_a_run_that_is_cut_and_replaced(run: Path) -> None:
