@@ -1,4 +1,4 @@
-"""`hookdiff watch`: show a run that is under way on the terminal, with curves and samples."""
+"""`hookdiff watch`: show a run on the terminal while it trains."""
 
 from __future__ import annotations
 
