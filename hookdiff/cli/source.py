@@ -24,6 +24,8 @@ def file_of(module: str) -> Path | None:
 def class_at(path: str) -> ast.ClassDef | None:
     """Return the class `module:Name` as its source defines it, also if the module imports it from another.
 
+    The stub of a package (`__init__.pyi`), which lazy_loader reads, counts as its source.
+
     None if it is not found in this way, such as for a name that is assigned. Raises SyntaxError for a broken file.
     """
     module, _, name = path.partition(":")
@@ -31,19 +33,21 @@ def class_at(path: str) -> ast.ClassDef | None:
         file = file_of(module)
         if file is None or file.suffix != ".py":
             return None
-        body = ast.parse(file.read_bytes()).body
+        stub = file.with_suffix(".pyi")
+        body = ast.parse((stub if stub.is_file() else file).read_bytes()).body
         for node in body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return node
-        origin = next((found for node in body if (found := _imported(node, name))), None)
+        origin = next((found for node in body if (found := _imported(node, name, module))), None)
         if origin is None:
             return None
         module, name = origin
     return None
 
 
-def _imported(node: ast.stmt, name: str) -> tuple[str, str] | None:
-    """Return module and name from which an absolute import takes `name`."""
-    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        return next(((node.module, each.name) for each in node.names if name == (each.asname or each.name)), None)
+def _imported(node: ast.stmt, name: str, package: str) -> tuple[str, str] | None:
+    """Return module and name from which an import, absolute or from a module of the `package` itself, takes `name`."""
+    if isinstance(node, ast.ImportFrom) and node.module and node.level <= 1:
+        module = f"{package}.{node.module}" if node.level else node.module
+        return next(((module, each.name) for each in node.names if name == (each.asname or each.name)), None)
     return None

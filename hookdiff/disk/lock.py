@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
@@ -74,9 +75,7 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
     file = lock.open("a+b", buffering=0)
     try:
         if os.name != "nt":  # Windows has no such lock
-            import fcntl
-
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked workers would inherit its lock
+            _lock(file)
     except OSError as error:
         host, process = [*_owner(file), "?", "?"][:2]
         file.close()
@@ -90,6 +89,17 @@ def lock_run_dir(run_dir: Path, resources: ExitStack) -> None:
     resources.callback(_release, path, file)
     file.truncate(0)
     file.write(f"{socket.gethostname()} {os.getpid()}\n".encode())
+
+
+def _lock(file: FileIO) -> None:
+    """Lock the file for this process; raises OSError if another one holds it."""
+    import fcntl
+
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked workers would inherit its lock
+    except OSError:
+        time.sleep(0.1)  # `is_locked` of another process may hold it for an instant
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_locked(run_dir: Path) -> bool:
