@@ -1,9 +1,12 @@
-"""Does work on as many images at a time as fit in memory."""
+"""Does work on as many images at a time as fit in memory, and measures the memory in use."""
 
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -13,6 +16,8 @@ from hookdiff.errors import UserError
 
 # In lower case: messages of allocators and libraries that do not raise torch.OutOfMemoryError.
 _MESSAGES = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
+
+_STATM = Path("/proc/self/statm")  # sizes of this process in pages, on Linux
 
 Value = TypeVar("Value")
 
@@ -61,3 +66,28 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type in ("cuda", "mps"):
         getattr(torch, device.type).empty_cache()
+
+
+def memory_in_use(device: torch.device) -> tuple[dict[str, int], int | None]:
+    """Return the bytes in use, by name, and the bytes that the device has; counts that do not exist are left out."""
+    if device.type == "cuda":
+        values = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "peak": torch.cuda.max_memory_allocated(device),
+        }
+        return values, torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        reserved = torch.mps.driver_allocated_memory()
+        return {"allocated": torch.mps.current_allocated_memory(), "reserved": reserved}, None
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}, None
+    values = {}
+    if _STATM.exists():
+        values["allocated"] = int(_STATM.read_text().split()[1]) * resource.getpagesize()
+    unit = 1 if sys.platform == "darwin" else 1024
+    # The kernel updates the peak more rarely than the current size.
+    values["peak"] = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, values.get("allocated", 0))
+    return values, resource.getpagesize() * os.sysconf("SC_PHYS_PAGES")

@@ -8,9 +8,10 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from hookdiff.features import Collected, Features, Space, paced, shares, usual_features
+from hookdiff.features import Collected, Features, Space, shares, usual_features
 from hookdiff.fitting import Fitting
 from hookdiff.loop import Loop
+from hookdiff.pace import paced
 from hookdiff.pictures import to_uint8
 from hookdiff.ranks import gathered_or_raised
 from hookdiff.sampling import SampleRequest

@@ -175,7 +175,7 @@ PUBLIC = {
     *("hookdiff.data.arrays", "hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors"),
     *("hookdiff.experiment.optimizers", "hookdiff.features", "hookdiff.fitting", "hookdiff.generation"),
     *("hookdiff.distribution", "hookdiff.events", "hookdiff.history", "hookdiff.mirroring"),
-    "hookdiff.pictures",
+    *("hookdiff.pace", "hookdiff.pictures", "hookdiff.terminal"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory", "hookdiff.progress"),
     *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
 }
@@ -196,7 +196,7 @@ def test_a_plugin_imports_only_public_names_and_its_own_package(path: Path) -> N
 
 # The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
 ROOMS = [
-    *("errors", "fitting", "readonly", "ranks", "versions", "findings", "events", "distribution"),
+    *("errors", "fitting", "readonly", "ranks", "pace", "terminal", "versions", "findings", "events", "distribution"),
     *("randomness", "options", "imports", "choices", "progress", "structure", "dispatch"),
     *("disk", "pictures", "history", "data", "features", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),

@@ -11,6 +11,7 @@ import click
 from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
 from hookdiff.cli.source import file_of
 from hookdiff.errors import StorageError, UserError
+from hookdiff.terminal import shown_works
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
 GROUP = "hookdiff.commands"
@@ -63,7 +64,8 @@ def main() -> None:
     open_streams()
     log_to_stderr()
     try:
-        sys.exit(group.main(standalone_mode=False) or 0)
+        with shown_works():
+            sys.exit(group.main(standalone_mode=False) or 0)
     except click.ClickException as error:
         with suppress(OSError):
             error.show()

@@ -11,6 +11,7 @@ from torch import Tensor
 from hookdiff.data.decode import Unreadable
 from hookdiff.disk import check_kind
 from hookdiff.errors import shown
+from hookdiff.pace import paced
 
 _CHUNK = 64  # samples that a thread takes at a time
 
@@ -98,12 +99,20 @@ def with_image(source: Images, index: int, function: Callable[[Any], Result]) ->
 
 
 def with_images(
-    source: Images, indices: Sequence[int], function: Callable[[int, Any], Result]
+    source: Images, indices: Sequence[int], function: Callable[[int, Any], Result], what: str | None = None
 ) -> Iterator[tuple[int, Result | Unreadable]]:
     """Yield each of `indices`, in order, with `function(index, picture)`, or with the error of an unreadable picture.
 
-    Threads read the pictures. On an error or Ctrl-C, pictures that no thread has begun are skipped.
+    Threads read the pictures. On an error or Ctrl-C, pictures that no thread has begun are skipped. `what` is for the
+    bar, such as "data: decoding"; without it there is none.
     """
+    found = _with_images(source, indices, function)
+    yield from found if what is None else paced(found, len(indices), what, size=lambda _: 1)
+
+
+def _with_images(
+    source: Images, indices: Sequence[int], function: Callable[[int, Any], Result]
+) -> Iterator[tuple[int, Result | Unreadable]]:
 
     def one(index: int) -> tuple[int, Result | Unreadable]:
         try:

@@ -177,6 +177,6 @@ def _fill(rows: Any, found: Survey, source: Images, transforms: Transforms) -> N
         rows[index] = transforms.fit(image, found.shape).numpy()
 
     readable = [index for index in range(len(source)) if index not in found.unreadable]
-    for index, error in with_images(source, readable, decode):
+    for index, error in with_images(source, readable, decode, "data: decoding"):
         if error is not None:
             found.undecodable[index] = str(error)

@@ -60,7 +60,7 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
         logger.info("data: reading the headers of %d images", len(source))
     found: dict[tuple[str, int, int], Kind] = {}
     unreadable = {}
-    for index, kind in with_images(source, range(len(source)), _kind_of):
+    for index, kind in with_images(source, range(len(source)), _kind_of, "data: headers"):
         if isinstance(kind, Unreadable):
             unreadable[index] = str(kind)
             continue

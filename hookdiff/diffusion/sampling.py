@@ -22,6 +22,7 @@ from hookdiff.diffusion.process import IMAGE, Point, Process
 from hookdiff.diffusion.solvers import Solver
 from hookdiff.diffusion.spacing import Spacing
 from hookdiff.options import about
+from hookdiff.pace import paced
 
 
 @define(eq=False, frozen=True)
@@ -173,7 +174,8 @@ class Sampling:
                 if labels is not None and diffusion.conditional:
                     known["labels"] = labels[rows].to(made.device)
                 chain = Chain(net, diffusion, clipping, self.guidance, self.steps, known, generators[rows])
-                for point, next_point in pairwise((*points, IMAGE)):
+                steps = paced(pairwise((*points, IMAGE)), len(points), "sampling", "steps", size=lambda _: 1)
+                for point, next_point in steps:
                     x = solver.step(chain, x, point, next_point)
                     if mask is not None:
                         known_x = chain.noised(next_point.alpha * x0, next_point.sigma)

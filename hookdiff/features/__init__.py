@@ -3,7 +3,6 @@
 from hookdiff.features.collected import ROWS, Collected
 from hookdiff.features.moments import Gaussian, Moments
 from hookdiff.features.neighbours import distances, nearest
-from hookdiff.features.pace import in_words, paced
 from hookdiff.features.reference import data_features, shares
 from hookdiff.features.space import Embedding, Features, Space, usual_features
 
@@ -17,9 +16,7 @@ __all__ = [
     "Space",
     "data_features",
     "distances",
-    "in_words",
     "nearest",
-    "paced",
     "shares",
     "usual_features",
 ]

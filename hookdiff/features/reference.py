@@ -17,8 +17,8 @@ from torch import Tensor
 from hookdiff.data import Feed
 from hookdiff.disk import cannot_write, new_file, open_tensors, write_tensors
 from hookdiff.features.collected import ROWS, Collected
-from hookdiff.features.pace import paced
 from hookdiff.features.space import Space
+from hookdiff.pace import paced
 from hookdiff.pictures import to_uint8
 from hookdiff.ranks import first_rank_says, gathered_or_raised, num_ranks, rank
 

@@ -13,17 +13,10 @@ from attrs.validators import deep_iterable, ge, in_, le, optional
 
 from hookdiff import Every, Loop, Periodic, UserError, hookimpl, parse_every
 from hookdiff.choices import chosen
-from hookdiff.features import (
-    Collected,
-    Features,
-    Gaussian,
-    Moments,
-    Space,
-    data_features,
-    in_words,
-)
+from hookdiff.features import Collected, Features, Gaussian, Moments, Space, data_features
 from hookdiff.generation import Generated
 from hookdiff.options import about
+from hookdiff.pace import in_words
 from hookdiff.progress import is_time
 from hookdiff.ranks import first_rank_says, gathered_or_raised
 from hookdiff.structure import COUNT

@@ -18,7 +18,8 @@ from hookdiff.data.source import with_images
 from hookdiff.disk import CONFIG, run_of
 from hookdiff.errors import why_missing
 from hookdiff.experiment import build_feed
-from hookdiff.features import Collected, Gaussian, Space, data_features, paced
+from hookdiff.features import Collected, Gaussian, Space, data_features
+from hookdiff.pace import paced
 from hookdiff.pictures import to_uint8
 from hookdiff_fid.statistics import MU, has_statistics, read_statistics
 

@@ -1,20 +1,15 @@
 """The plugin `memory`."""
 
-import os
-import sys
-from pathlib import Path
-
 import torch
 from attrs import define, field
 from attrs.validators import gt, le
 
 from hookdiff import Alarms, Due, Every, Loop, hookimpl, parse_every
 from hookdiff.findings import memory_short
-from hookdiff.fitting import free_memory
+from hookdiff.fitting import free_memory, memory_in_use
 from hookdiff.options import about
 
 MIB = 1 << 20
-STATM = Path("/proc/self/statm")
 
 
 @define(eq=False)
@@ -46,7 +41,7 @@ class Memory:
     @hookimpl(trylast=True)
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.log.due:
-            values, total = measure(loop.device)
+            values, total = memory_in_use(loop.device)
             for name, size in values.items():
                 loop.log({f"memory/{name}": size / MIB}, detail=name != "peak")
             peak = values.get("peak", 0)
@@ -60,28 +55,3 @@ class Memory:
     def on_epoch_end(self, loop: Loop) -> None:
         if self._due.after_epoch(loop.progress.epoch):
             free_memory(loop.device)
-
-
-def measure(device: torch.device) -> tuple[dict[str, int], int | None]:
-    """Return the bytes in use, by name, and the bytes that the device has; counts that do not exist are left out."""
-    if device.type == "cuda":
-        values = {
-            "allocated": torch.cuda.memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device),
-            "peak": torch.cuda.max_memory_allocated(device),
-        }
-        return values, torch.cuda.get_device_properties(device).total_memory
-    if device.type == "mps":
-        reserved = torch.mps.driver_allocated_memory()
-        return {"allocated": torch.mps.current_allocated_memory(), "reserved": reserved}, None
-    try:
-        import resource
-    except ImportError:  # Windows
-        return {}, None
-    values = {}
-    if STATM.exists():
-        values["allocated"] = int(STATM.read_text().split()[1]) * resource.getpagesize()
-    unit = 1 if sys.platform == "darwin" else 1024
-    # The kernel updates the peak more rarely than the current size.
-    values["peak"] = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, values.get("allocated", 0))
-    return values, resource.getpagesize() * os.sysconf("SC_PHYS_PAGES")

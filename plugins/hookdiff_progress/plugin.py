@@ -3,163 +3,186 @@
 from __future__ import annotations
 
 import logging
-import os
-import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from hookdiff import Loop, hookimpl
-from hookdiff_progress.bar import Bar, picture
+from hookdiff.fitting import memory_in_use
+from hookdiff.pace import Work, clock, shown_by
+from hookdiff.terminal import Place, find_place
+from hookdiff_progress.pace import Pace
+from hookdiff_progress.picture import FIRST, Facts, label, picture
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.text import Text
 
-FIRST = ("loss", "lr", "grad_norm")
-WIDTH = 120  # columns of a line; further values are left out
-MOST = 8  # values below a bar
+WIDTH = 120  # columns of a line in a pipe; further values are left out
+LOSSES = 24  # in the sparkline
+SOONEST, LATEST = 10.0, 60.0  # seconds between two lines in a pipe: a tenth of the time so far, between these
+MIB, GIB = 1 << 20, 1 << 30
 
 log = logging.getLogger("hookdiff")
 
 
+@define
+class _Run:
+    """What is shown of a run."""
+
+    loop: Loop
+    pace: Pace = field(factory=Pace)
+    values: dict[str, tuple[int, float]] = field(factory=dict)  # step and newest value of each name
+    times: Counter[str] = field(factory=Counter)  # how often each name was logged
+    losses: deque[float] = field(factory=lambda: deque(maxlen=LOSSES))
+    saved: deque[int] = field(factory=lambda: deque(maxlen=2))  # steps of the newest checkpoints
+    works: Sequence[Work] = ()
+
+    def facts(self) -> Facts:
+        newest = max((step for step, _ in self.values.values()), default=0)
+        return evolve(self.line(self.values, newest), works=self.works, losses=tuple(self.losses))
+
+    def line(self, values: Mapping[str, tuple[int, float]], newest: int) -> Facts:
+        """Return the facts with these values; one that is older than the step `newest` says its step."""
+        loop, texts = self.loop, {}
+        for name in [*(name for name in FIRST if name in values), *self._rarest_first(values)]:
+            step, value = values[name]
+            is_old = step < newest and (name not in FIRST or values is not self.values)
+            texts[name] = f"{value:.4g} (step {step})" if is_old else f"{value:.4g}"
+        return Facts(loop.progress.step, total_steps(loop), list(self._pace()), texts, (), list(self._notes()))
+
+    def _rarest_first(self, values: Mapping[str, tuple[int, float]]) -> list[str]:
+        return sorted((name for name in values if name not in FIRST), key=self.times.__getitem__)
+
+    def _pace(self) -> Iterator[str]:
+        """Yield "1234 img/s" and "ETA 0:12" as far as they are known."""
+        config, total, left = self.loop.config, total_steps(self.loop), []
+        speed = self.pace.images_per_second(config.batch_size)
+        if speed is not None:
+            yield f"{speed:.0f} img/s" if speed >= 10 else f"{speed:.2g} img/s"
+        if total is not None and (time_left := self.pace.left(total)) is not None:
+            left.append(time_left)
+        if config.max_time.amount:
+            left.append(max(0.0, config.max_time.amount - (time.monotonic() - self.loop.end.start_time)))
+        if left:
+            yield f"ETA {clock(min(left))}"
+
+    def _notes(self) -> Iterator[str]:
+        sizes, _ = memory_in_use(self.loop.device)
+        if size := sizes.get("peak") or sizes.get("reserved"):
+            yield f"memory {size / GIB:.1f} GiB" if size >= GIB else f"memory {size / MIB:.0f} MiB"
+        if self.saved:
+            following = 2 * self.saved[-1] - self.saved[0]
+            is_known = following > self.loop.progress.step
+            yield f"saved at {self.saved[-1]}" + (f", next about {following}" if is_known else "")
+
+
 @define(eq=False)
 class ProgressBar:
-    """Shows on stderr how far the run is: a bar on a terminal, elsewhere a line for every log. It has no options.
+    """Shows on stderr how far the run is: a bar on a terminal or in a notebook, elsewhere a line now and then.
 
-    When stderr is closed, full or broken, it is switched off with a line in the log, and the run goes on.
+    Such lines come with the first log, then at most every ten seconds, later every minute, and at the end. It has no
+    options. When stderr is closed, full or broken, it is switched off with a line in the log, and the run goes on.
     """
 
-    _pace: Pace | None = field(init=False, default=None)
-    _bar: Bar | None = field(init=False, default=None)
-    _values: dict[str, float] = field(init=False, factory=dict)  # newest value of each name
-    _times: Counter[str] = field(init=False, factory=Counter)  # how often each name was logged
-    _began: int = field(init=False, default=0)  # position of the first batch
-    _newest: int | None = field(init=False, default=None)  # step of the newest line
+    _run: _Run | None = field(init=False, default=None)
+    _place: Place | None = field(init=False, default=None)
+    _unshown: dict[str, tuple[int, float]] = field(init=False, factory=dict)  # values for the next line
+    _next: float = field(init=False, default=0.0)  # time of the next line
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
         if not loop.is_main:
             return
-        self._pace, self._bar, self._began, self._newest = Pace(loop), None, loop.progress.position, None
+        self._run, self._place, self._unshown, self._next = _Run(loop), None, {}, 0.0
+        loop.resources.callback(self._stop)
         with self._switched_off_if_broken():
-            if sys.stderr is None:
-                raise ValueError("it is closed")
-            # Not rich's own test: with FORCE_COLOR it takes a pipe for a terminal.
-            if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-                self._bar = Bar(partial(self._draw, loop, self._pace))
-                loop.resources.callback(self._stop)
-                self._bar.start()
+            self._place = find_place(partial(_draw, self._run))
+            if self._place is not None:
+                self._place.start()
+                loop.resources.enter_context(shown_by(self._show_works))
 
     @hookimpl
-    def before_step(self) -> None:
-        if self._bar is not None:
+    def before_step(self, loop: Loop) -> None:
+        if self._run is not None:
+            self._run.pace.mark(loop.progress.position, loop.progress.step)
+            self._tick()
+
+    @hookimpl
+    def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
+        run, shown = self._run, {name: value for name, value in values.items() if name not in loop.log.details}
+        if run is None or not shown:
+            return
+        newest = {name: (step, value) for name, value in shown.items()}
+        run.values |= newest
+        run.times.update(shown.keys())
+        if "loss" in shown:
+            run.losses.append(shown["loss"])
+        if self._place is None:
+            self._unshown |= newest
+            if time.monotonic() >= self._next:
+                self._print(run)
+
+    @hookimpl
+    def on_checkpoint(self, path: Path, step: int) -> None:
+        if self._run is not None:
+            self._run.saved.append(step)
+
+    def _tick(self) -> None:
+        if self._place is not None:
             with self._switched_off_if_broken():
-                self._bar.tick()
+                self._place.tick()
+
+    def _show_works(self, works: Sequence[Work]) -> None:
+        if self._run is not None:
+            self._run.works = works
+            self._tick()
+
+    def _print(self, run: _Run) -> None:
+        values, self._unshown = self._unshown, {}
+        newest = max(step for step, _ in values.values())
+        facts = run.line(values, newest)
+        texts = {name: f"{name} {text}" for name, text in facts.values.items()}
+        known = [texts.pop(name) for name in FIRST if name in texts]
+        line = "  ".join([label(newest, facts.total), *known, *facts.pace])
+        for other in [*texts.values(), *facts.notes]:
+            if len(line) + 2 + len(other) > WIDTH:
+                break
+            line = f"{line}  {other}"
+        with self._switched_off_if_broken():
+            print(line, file=sys.stderr, flush=True)
+        so_far = time.monotonic() - run.loop.end.start_time
+        self._next = time.monotonic() + min(LATEST, max(SOONEST, so_far / 10))
 
     def _stop(self) -> None:
-        if self._bar is not None:
+        if self._run is not None and self._place is None and self._unshown:
+            self._print(self._run)
+        if self._place is not None:
             with self._switched_off_if_broken():
-                self._bar.stop()
+                self._place.stop()
+        self._run = self._place = None
 
     @contextmanager
     def _switched_off_if_broken(self) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError) as error:  # ValueError: it is closed
-            bar, self._bar, self._pace = self._bar, None, None
+            place, self._place, self._run = self._place, None, None
             with suppress(OSError, ValueError):
-                if bar is not None:
-                    bar.stop()
+                if place is not None:
+                    place.stop()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             log.warning("progress is switched off, the run goes on: stderr cannot be written: %s", reason)
 
-    @hookimpl
-    def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
-        shown = {name: value for name, value in values.items() if name not in loop.log.details}
-        if self._pace is None or not shown:
-            return
-        if "loss" not in shown and step != self._newest and loop.progress.position != self._began:
-            shown["loss"] = loop.gradients.loss  # of this step: the mean is only known at regular logs
-        self._values, self._newest = self._values | shown, step
-        self._times.update(shown.keys())
-        if self._bar is None:
-            known, others = self._parts(shown)
-            line = "  ".join([label(step, total_steps(loop)), *known, *self._pace.parts()])
-            for other in others:
-                if len(line) + 2 + len(other) > WIDTH:
-                    break
-                line = f"{line}  {other}"
-            with self._switched_off_if_broken():
-                print(line, file=sys.stderr, flush=True)
-        if self._pace is not None:
-            self._pace.mark()
 
-    def _draw(self, loop: Loop, pace: Pace) -> Group:
-        step, total = loop.progress.step, total_steps(loop)
-        known, others = self._parts(self._values)
-        shown = "  ".join([*known, *others][:MOST])
-        return picture(label(step, total), step, total, "  ".join(pace.parts()), shown)
-
-    def _parts(self, values: Mapping[str, float]) -> tuple[list[str], list[str]]:
-        """Return the values that every line has, and the others, beginning with those that are logged most rarely."""
-        others = sorted((name for name in values if name not in FIRST), key=self._times.__getitem__)
-        known = [name for name in FIRST if name in values]
-        texts = {name: f"{name} {value:.4g}" for name, value in values.items()}
-        return [texts[name] for name in known], [texts[name] for name in others]
-
-
-class Pace:
-    """The speed of this process; steps before a resume do not count."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._start = self._now()
-        self._marks = deque([self._start], maxlen=10)
-        self._longest = 0.0, 0  # seconds and steps of the longest interval between two logs
-
-    def mark(self) -> None:
-        """Note the time and the progress of the run."""
-        self._longest = self._longest_until(now := self._now())
-        self._marks.append(now)
-
-    def parts(self) -> Iterable[str]:
-        """Yield "1234 img/s" and "ETA 0:12" as far as they are known.
-
-        The pace is the median over the last ten logs. The time left follows from the mean of this process, because
-        evaluations make a run longer; but without the longest interval, so that a single pause does not count as
-        training.
-        """
-        last = self._now()
-        (began, _, steps), (now, _, steps_now) = self._start, last
-        config, total, left = self._loop.config, total_steps(self._loop), []
-        took, made = now - began, steps_now - steps
-        pause, steps_in_pause = self._longest_until(last)
-        if steps_in_pause < made:
-            took, made = took - pause, made - steps_in_pause
-        spans = [(end - start, b - a) for (start, a, _), (end, b, _) in pairwise([*self._marks, last])]
-        # Some clocks stand still for 15 ms.
-        if paces := [batches / seconds for seconds, batches in spans if batches > 0 and seconds > 0]:
-            yield f"{statistics.median(paces) * config.batch_size:.0f} img/s"
-        if total is not None and made > 0:
-            left.append((total - steps_now) * took / made)
-        if config.max_time.amount:
-            left.append(config.max_time.amount - (now - self._loop.end.start_time))
-        if left:
-            yield f"ETA {clock(max(0.0, min(left)))}"
-
-    def _longest_until(self, now: tuple[float, int, int]) -> tuple[float, int]:
-        began, _, steps = self._marks[-1]
-        return max(self._longest, (now[0] - began, now[2] - steps))
-
-    def _now(self) -> tuple[float, int, int]:
-        return time.monotonic(), self._loop.progress.position, self._loop.progress.step
+def _draw(run: _Run, width: int, has_blocks: bool) -> list[Text]:
+    return picture(run.facts(), width, has_blocks)
 
 
 def total_steps(loop: Loop) -> int | None:
@@ -171,15 +194,3 @@ def total_steps(loop: Loop) -> int | None:
         made = -(-progress.samples // config.batch_size)  # batches of the current epoch
         totals.append(progress.step + (config.epochs - progress.epoch) * loop.feed.num_batches - made)
     return min(totals, default=None)
-
-
-def label(step: int, total: int | None) -> str:
-    """Return "step 500/2000"."""
-    return f"step {step}" if total is None else f"step {step}/{total}"
-
-
-def clock(seconds: float) -> str:
-    """Return `seconds` as "0:12" or "3:02:01"."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

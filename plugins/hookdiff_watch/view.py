@@ -10,6 +10,7 @@ from attrs import define
 
 from hookdiff.errors import shown
 from hookdiff.history import LoggedEvent
+from hookdiff.pace import clock
 from hookdiff_watch.canvas import Curve, chart
 from hookdiff_watch.followed import Followed
 from hookdiff_watch.picture import half_blocks
@@ -80,9 +81,9 @@ def _pace(run: Followed) -> list[str]:
         if run.batch_size is not None:
             parts.append(f"{run.speed * run.batch_size:,.0f} images/s")
     if run.left is not None:
-        parts.append(f"ETA {_clock(run.left)}")
+        parts.append(f"ETA {clock(run.left)}")
     if run.age is not None:
-        parts.append(f"last line {_clock(run.age)} ago")
+        parts.append(f"last line {clock(run.age)} ago")
     return parts
 
 
@@ -178,12 +179,3 @@ def _note(logged: LoggedEvent, number: int) -> Text:
     times = f" ({number:,} times)" if number > 1 else ""
     text = f"step {logged.step:,}  {event.kind}{times}: {event.text.partition(chr(10))[0]}"
     return Text(shown(text), _SEVERITIES.get(event.severity, "dim"))
-
-
-def _clock(seconds: float) -> str:
-    """Return `seconds` as "0:12", "3:02:01" or "12 d"."""
-    minutes, second = divmod(round(min(seconds, 1e15)), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours >= 100:
-        return f"{hours // 24:,} d"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hookdiff import PASS, hookimpl
-from hookdiff.fitting import free_memory
+from hookdiff.fitting import free_memory, memory_in_use
 from hookdiff.testing import CountTransfers, toy_loop
 from hookdiff_memory import Memory
-from hookdiff_memory.plugin import MIB, measure
+from hookdiff_memory.plugin import MIB
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -137,13 +137,13 @@ def test_a_share_is_between_0_and_1(share):
 def test_a_gpu_tells_what_its_allocator_counts():
     device = torch.device("cuda", 0)
     free_memory(device)
-    before, total = measure(device)
+    before, total = memory_in_use(device)
     held = torch.ones(16 * MIB, device=device)
-    values, _ = measure(device)
+    values, _ = memory_in_use(device)
     assert values["allocated"] - before["allocated"] == held.nbytes
     assert values["peak"] >= values["allocated"]
     assert values["reserved"] >= values["allocated"]
     assert total is not None
     del held
     free_memory(device)
-    assert measure(device)[0]["reserved"] < values["reserved"]
+    assert memory_in_use(device)[0]["reserved"] < values["reserved"]

@@ -1,4 +1,5 @@
 import logging
+import math
 import os
 import pty
 import re
@@ -6,6 +7,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, hookimpl
 from hookdiff.data import digits
+from hookdiff.pace import clock, paced
 from hookdiff.structure import Problems, arguments
 from hookdiff.testing import toy_loop
 from hookdiff_debug import Debug
@@ -22,7 +26,8 @@ from hookdiff_gradients import GradientMonitor
 from hookdiff_loss import LossMonitor
 from hookdiff_memory import Memory
 from hookdiff_progress import ProgressBar
-from hookdiff_progress.plugin import clock, total_steps
+from hookdiff_progress.picture import sparkline
+from hookdiff_progress.plugin import total_steps
 from tests.conftest import Clock, Logged, Restores, StopAt, check_facts, wait_until, warnings
 
 
@@ -121,12 +126,35 @@ class Evaluation:
 def test_golden_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     with pipe(monkeypatch) as output:
-        make_loop({"bar": ProgressBar(), "evaluation": Evaluation()}, steps=6).run()
+        make_loop({"bar": ProgressBar(), "evaluation": Evaluation(), "clock": Clock(monkeypatch)}, steps=6).run()
     lines = output.text().splitlines()
     number = r"[-\d.e]+"
     shown = rf"loss {number}  lr 0\.125  grad_norm {number}"
+    end = r"  clip/share 0\.5  memory [\d.]+ [MG]iB"
     for line, step, more in zip(lines, (2, 4, 6), ("", r"  fd/digits 12\.35", ""), strict=True):
-        assert re.fullmatch(rf"step {step}/6  {shown}  \d+ img/s  ETA [\d:]+{more}  clip/share 0\.5", line), line
+        assert re.fullmatch(rf"step {step}/6  {shown}  \d+ img/s  ETA [\d:]+{more}{end}", line), line
+
+
+def test_a_pipe_gets_a_line_now_and_then_with_all_that_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Logs:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            clock.now += 1
+            if loop.progress.step == 25:
+                loop.log({"fd/digits": 12.0})
+
+    clock = Clock(monkeypatch)
+    with pipe(monkeypatch) as output:
+        make_loop({"bar": ProgressBar(), "logs": Logs()}, steps=2000, log_every=1).run()
+    lines = output.text().splitlines()
+    steps = [int(line.split("/")[0].removeprefix("step ")) for line in lines]
+    gaps = [later - step for step, later in pairwise(steps)]
+    assert steps[0] == 1
+    assert steps[-1] == 2000
+    assert set(gaps[:8]) == {10}
+    assert gaps[:-1] == sorted(gaps[:-1])
+    assert gaps[-2] == 60
+    assert [line for line in lines if "fd/digits 12 (step 25)" in line] == [lines[steps.index(31)]]
 
 
 def test_lines_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,10 +173,11 @@ def test_golden_bar_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         make_loop({"bar": ProgressBar(), "evaluation": Evaluation()}, steps=6).run()
     assert sys.stderr is stderr
     text = output.text()
-    bar, values, *rest = screen(text)
-    assert re.fullmatch(r"step 6/6 ━+ 100%  \d+ img/s  ETA 0:00", bar)
-    assert len(bar) == 100
-    assert re.fullmatch(r"loss \S+  lr 0.125  grad_norm \S+  fd/digits 12.35  clip/share 0.5", values)
+    bar, values, more, *rest = screen(text)
+    assert re.fullmatch(r"step 6/6  ━+  100%  ETA 0:00  \d+ img/s", bar)
+    losses = r"loss \S+ [▁▂▃▄▅▆▇█]{3}"
+    assert re.fullmatch(rf"{losses}  lr 0.125  grad_norm \S+  memory \S+ [MG]iB  fd/digits 12.35 \(step 4\)", values)
+    assert more == "clip/share 0.5"
     assert not any(rest)
     assert text.endswith("\x1b[?25h")  # the cursor is back
 
@@ -160,7 +189,7 @@ def test_logging_and_printing_do_not_break_the_bar(monkeypatch: pytest.MonkeyPat
             logging.getLogger("hookdiff").warning("logged at %d", loop.progress.step)
             print("printed at", loop.progress.step, file=sys.stderr)
             clock.now += 10  # so that the bar is drawn again
-            bar.before_step()
+            bar.before_step(loop)
 
     clock, bar = Clock(monkeypatch), ProgressBar()
     with terminal(monkeypatch) as output:
@@ -173,7 +202,7 @@ def test_logging_and_printing_do_not_break_the_bar(monkeypatch: pytest.MonkeyPat
     assert lines[:6] == [f"{verb} at {step}" for step in (1, 2, 3) for verb in ("logged", "printed")]
     assert lines[6].startswith("step 3/3 ")
     assert lines[7].startswith("loss ")
-    assert len(lines) == 8
+    assert len(lines) == 8 + lines[-1].startswith("memory ")
 
 
 def test_an_error_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,13 +222,55 @@ def test_an_error_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch)
     assert "Traceback" in lines
 
 
-@pytest.mark.parametrize("columns", [20, 300])
-def test_a_bar_of_any_width_keeps_to_two_lines(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [1, 9, 20, 40, 80, 300])
+def test_a_bar_of_any_width_keeps_to_three_lines(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch, columns) as output:
         make_loop({"bar": ProgressBar(), "evaluation": Evaluation()}, steps=4).run()
     lines = [line for line in screen(output.text()) if line]
-    assert len(lines) == 2
+    assert 1 <= len(lines) <= 3
     assert max(map(len, lines)) <= columns
+    assert columns < 20 or lines[0].startswith("step 4/4")
+
+
+def test_what_takes_long_gets_a_bar_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Evaluates:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            for _ in paced(range(4), 400, "fid: images", size=lambda _: 100):
+                for _ in paced(range(2), 2, "sampling", "steps", size=lambda _: 1):
+                    clock.now += 1
+
+    clock = Clock(monkeypatch)
+    with terminal(monkeypatch) as output:
+        make_loop({"bar": ProgressBar(), "evaluates": Evaluates()}, steps=1).run()
+    text = output.text()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert re.search(r"fid: images  ━+  200/400 images  0:0[45] left", plain)
+    assert re.search(r"sampling  ━+  1/2 steps  0:01 left", plain)
+    assert not any("fid: images" in line for line in screen(text))
+
+
+def test_the_checkpoints_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = ProgressBar()
+
+    class Saves:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step in (20, 40):
+                bar.on_checkpoint(Path("somewhere"), loop.progress.step)
+
+    with terminal(monkeypatch) as output:
+        make_loop({"bar": bar, "saves": Saves()}, steps=45).run()
+    assert "saved at 40, next about 60" in "\n".join(screen(output.text()))
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [([], ""), ([1.0], "▁"), ([1, 1], "▁▁"), ([0, 7, 3.5], "▁█▅"), ([math.nan, 0, math.inf, 1], "x▁x█")],
+)
+def test_sparkline(values: list[float], shown: str) -> None:
+    assert sparkline(values) == shown
+    assert sparkline([-1.7e308, 1.7e308]) == "▁█"
 
 
 def test_other_ranks_show_nothing(second_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,10 +290,10 @@ def test_the_number_of_values_is_limited(capsys: pytest.CaptureFixture[str]) -> 
     line = capsys.readouterr().err.splitlines()[-1]
     assert "fd/digits 2  layer/0 1" in line
     assert 100 < len(line) <= 120
-    assert line.endswith(" 1")  # a value is shown whole or not at all
+    assert re.search(r" 1(  memory \S+ .iB)?$", line)  # a value is shown whole or not at all
 
 
-def test_details_are_for_the_sinks_and_every_line_has_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+def test_details_are_for_the_sinks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     class Looks:
         @hookimpl
         def after_optimizer_step(self, loop: Loop) -> None:
@@ -231,12 +302,12 @@ def test_details_are_for_the_sinks_and_every_line_has_the_loss(capsys: pytest.Ca
                 loop.log({"fd/digits": 2.0})
 
     logged = Logged()
-    with make_loop({"bar": ProgressBar(), "looks": Looks(), "logged": logged}, steps=5, log_every=4) as loop:
-        losses = [step.loss for step in loop.steps()]
+    plugins = {"bar": ProgressBar(), "looks": Looks(), "logged": logged, "clock": Clock(monkeypatch)}
+    make_loop(plugins, steps=5, log_every=4).run()
     third, fourth = capsys.readouterr().err.splitlines()
-    assert third.startswith(f"step 3/5  loss {losses[2]:.4g}  ")
-    assert third.endswith("  fd/digits 2")
-    assert fourth.startswith(f"step 4/5  loss {sum(losses[:4]) / 4:.4g}  grad_norm ")
+    assert third.startswith("step 3/5  ")
+    assert "  fd/digits 2  " in third
+    assert fourth.startswith(f"step 4/5  loss {logged.of('loss')[4]:.4g}  grad_norm ")
     assert list(logged.of("odd/inner").values()) == [1.0] * 5
 
 
@@ -254,7 +325,7 @@ def test_values_of_an_epochs_end_bring_no_second_loss_of_its_step(
         plugins = {"bar": ProgressBar(), "measures": Measures(), "logged": logged}
         make_loop(plugins, epochs=1, batch_size=300, log_every=5).run()
     assert [step for step, _ in logged.calls] == [5, 5]
-    shown = re.findall(r"(loss|val/mine) (\S+)", "\n".join(screen(output.text())))
+    shown = re.findall(r"(loss|val/mine) ([-\d.e]+)", "\n".join(screen(output.text())))
     assert shown == [("loss", f"{logged.of('loss')[5]:.4g}"), ("val/mine", "3")]
 
 
@@ -307,8 +378,11 @@ def test_without_a_stderr_the_run_goes_on(
             file.close()
 
 
-def test_lines_of_a_run_with_every_monitor_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_run_with_every_monitor_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monitors = {
+        "clock": Clock(monkeypatch),
         "ema": EMA(),
         "debug": Debug(),
         "loss": LossMonitor(),
@@ -319,7 +393,7 @@ def test_lines_of_a_run_with_every_monitor_can_be_read(capsys: pytest.CaptureFix
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2  # none for the looks of debug
     for line, step in zip(lines, (10, 20), strict=True):
-        assert re.match(rf"step {step}/20  loss \S+  grad_norm \S+  \d+ img/s  ETA \S+  ", line), line
+        assert re.match(rf"step {step}/20  loss \S+  grad_norm \S+  [\d.]+ img/s  ETA \S+  ", line), line
         assert len(line) <= 120
         names = re.findall(r"\w+/[\w/]+(?= )", line.partition("ETA")[2])
         known = {"ema/distance", "loss/smooth", "gradients/update_ratio", "gradients/noise_scale", "memory/peak"}
@@ -344,8 +418,8 @@ def test_total_steps(config: dict[str, int], position: tuple[int, int, int], tot
     assert total_steps(loop) == total
 
 
-def test_an_epoch_run_ends_at_its_total(capsys: pytest.CaptureFixture[str]) -> None:
-    make_loop({"bar": ProgressBar()}, epochs=2, log_every=14).run()
+def test_an_epoch_run_ends_at_its_total(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    make_loop({"bar": ProgressBar(), "clock": Clock(monkeypatch)}, epochs=2, log_every=14).run()
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("step 14/28 ")
     assert last.startswith("step 28/28 ")
@@ -361,45 +435,15 @@ def test_a_resumed_run_counts_its_own_steps(
     make_loop(plugins, steps=1000).run()
     early, late = capsys.readouterr().err.splitlines()
     assert early.startswith("step 902/1000 ")
-    assert early.endswith("  13 img/s  ETA 16:20")  # 98 steps of ten seconds
-    assert late.endswith("  13 img/s  ETA 16:00")
-
-
-def test_a_pause_does_not_count_as_training_in_the_eta(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Pauses:
-        """Takes 1000 seconds after each of these steps, as an evaluation does."""
-
-        def __init__(self, *steps: int) -> None:
-            self.steps = steps
-
-        @hookimpl
-        def after_optimizer_step(self, loop: Loop) -> None:
-            clock.now += 1000 * (loop.progress.step in self.steps)
-
-    def etas(*steps: int) -> dict[int, int]:
-        make_loop({"bar": ProgressBar(), "clock": clock, "pauses": Pauses(*steps)}, steps=100).run()
-        found = [
-            re.search(r"step (\d+)/.*ETA (?:(\d+):)?(\d+):(\d+)", line) for line in capsys.readouterr().err.splitlines()
-        ]
-        return {int(one[1]): int(one[2] or 0) * 3600 + int(one[3]) * 60 + int(one[4]) for one in found if one}
-
-    clock = Clock(monkeypatch)
-    assert etas() == {step: 10 * (100 - step) for step in range(2, 101, 2)}  # ten seconds for each step
-    once = etas(20)
-    assert len(once) == 50
-    assert once == etas()
-    often = etas(20, 40, 60, 80, 100)
-    assert 800 < often[60] < 2400  # pauses that come again make a run longer: by 2000 seconds
-    assert max(often[step + 2] - often[step] for step in range(60, 98, 2)) < 400  # seconds
+    assert "  13 img/s  ETA 16:20  " in early  # 98 steps of ten seconds
+    assert "  13 img/s  ETA 16:00  " in late
 
 
 def test_the_eta_follows_max_time_if_it_ends_the_run_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_loop({"bar": ProgressBar(), "clock": Clock(monkeypatch)}, steps=1000, max_time="50 s").run()
-    assert [line.rpartition("  ")[2] for line in capsys.readouterr().err.splitlines()] == ["ETA 0:30", "ETA 0:10"]
+    assert re.findall(r"ETA \S+", capsys.readouterr().err) == ["ETA 0:30", "ETA 0:10"]
 
 
 @pytest.mark.parametrize(

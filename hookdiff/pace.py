@@ -1,0 +1,111 @@
+"""Work that takes long says how far it is, to a bar or, without one, to the log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from attrs import define, field
+
+logger = logging.getLogger("hookdiff")
+
+_LONG = 20.0  # seconds that are worth a message
+_BETWEEN = 30.0  # seconds between two messages
+
+Part = TypeVar("Part")
+
+
+@define(eq=False)
+class Work:
+    """Work that is under way: `done` of `total` units."""
+
+    what: str  # such as "fid: images"
+    total: int
+    unit: str
+    done: int = 0
+    began: float = field(init=False, factory=lambda: time.monotonic())  # looked up late, for a clock of tests
+
+    def left(self) -> float | None:
+        """Return the seconds until it is done at the pace so far; None while nothing is done."""
+        return (time.monotonic() - self.began) / self.done * (self.total - self.done) if self.done else None
+
+
+Show = Callable[[Sequence[Work]], None]
+
+
+class _Here(threading.local):
+    """What one thread works on, outermost first, and the functions that show it, of which the last one is called."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.shows: list[Show] = []
+
+
+_here = _Here()
+
+
+@contextmanager
+def shown_by(show: Show) -> Iterator[None]:
+    """Let `show` get the works of this thread, outermost first, after each of their parts; the log then gets none."""
+    _here.shows.append(show)
+    try:
+        yield
+    finally:
+        _here.shows.remove(show)
+
+
+def paced(
+    parts: Iterable[Part], total: int, what: str, unit: str = "images", size: Callable[[Any], int] = len
+) -> Iterator[Part]:
+    """Yield `parts`, each of `size(part)` units of `total`, and tell how far they are.
+
+    A function given to `shown_by` shows it. Otherwise the log gets a line if it takes longer than 20 seconds, and one
+    every 30 seconds; of works inside each other, it gets the outermost one, from the first rank.
+    """
+    from hookdiff.ranks import rank  # here, since it imports torch, which a terminal view of a run does not need
+
+    work = Work(what, total, unit)
+    begin = last = work.began
+    is_outermost = not _here.works
+    _here.works.append(work)
+    try:
+        _show()
+        for part in parts:
+            yield part
+            work.done += size(part)
+            if _here.shows:
+                _show()
+            elif is_outermost and rank() == 0 and work.done < total:
+                now, left, is_first = time.monotonic(), work.left() or 0.0, last == begin
+                if left > (_LONG if is_first else 0) and (is_first or now - last > _BETWEEN):
+                    done = f"{work.done:,} of {total:,} {unit}"
+                    logger.info("%s: %s, about %s left", what, done, in_words(left))
+                    last = now
+    finally:
+        _here.works.remove(work)
+        _show()
+
+
+def _show() -> None:
+    if _here.shows:
+        _here.shows[-1](tuple(_here.works))
+
+
+def in_words(seconds: float) -> str:
+    """Return a time for people: "45 s", "3 min", "2.5 h"."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def clock(seconds: float) -> str:
+    """Return a time for a bar: "0:12", "3:02:01", "12 d"."""
+    minutes, second = divmod(round(min(seconds, 1e15)), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24:,} d"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

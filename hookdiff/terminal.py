@@ -1,0 +1,254 @@
+"""What stays at the bottom of a terminal, or in the output of a notebook's cell. It imports rich only for that."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hookdiff.errors import shown
+from hookdiff.pace import Work, clock, shown_by
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+PAUSE = 0.25  # seconds between two pictures
+_SHORT = 0.5  # seconds of work that needs no bar
+_WIDTH = 100  # columns in a notebook
+_GAP = 2  # columns between two parts of a line
+
+Draw = Callable[[int, bool], "list[Text]"]  # the lines for a number of columns, with or without block characters
+
+
+class Place(Protocol):
+    """Shows the lines that its function returns."""
+
+    def start(self) -> None:
+        """Show them for the first time."""
+
+    def tick(self) -> None:
+        """Show them again if they are older than `PAUSE`; a thread would interrupt the training at random moments."""
+
+    def stop(self) -> None:
+        """Leave the last ones where they are."""
+
+
+def find_place(draw: Draw) -> Place | None:
+    """Return the terminal of stderr, or the cell of a notebook; None for a pipe. Raises ValueError if it is closed."""
+    if sys.stderr is None:
+        raise ValueError("it is closed")
+    if is_terminal():
+        return Bottom(draw)
+    return Cell(draw) if _is_notebook() else None
+
+
+def is_terminal() -> bool:
+    """Return whether stderr is a terminal that can move its cursor."""
+    # Not rich's own test: with FORCE_COLOR it takes a pipe for a terminal.
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def _is_notebook() -> bool:
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return hasattr(shell, "kernel")
+
+
+class Bottom:
+    """Keeps lines at the bottom of a terminal, below all that is printed and logged. `is_kept`: also after `stop`."""
+
+    def __init__(self, draw: Draw, is_kept: bool = True) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(stderr=True)
+        self._live = Live(
+            get_renderable=lambda: _group(draw(console.width, _has_blocks(console))),
+            console=console,
+            auto_refresh=False,
+            transient=not is_kept,
+            redirect_stdout=sys.stdout.isatty(),  # a file or a pipe must still get what is printed
+        )
+        self._next = 0.0
+        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def start(self) -> None:
+        """Show the lines. From now on, all that is printed or logged to the terminal appears above them."""
+        before = (sys.stderr, sys.stdout)
+        self._live.start(refresh=True)
+        # A log handler keeps the stream that it was made with, and would write into the lines.
+        logger: logging.Logger | None = logging.getLogger("hookdiff")
+        while logger is not None:
+            for handler in logger.handlers:
+                for old, new in zip(before, (sys.stderr, sys.stdout), strict=True):
+                    if isinstance(handler, logging.StreamHandler) and handler.stream is old and new is not old:
+                        self._handlers.append((handler, old))
+                        handler.setStream(new)
+            logger = logger.parent if logger.propagate else None
+
+    def tick(self) -> None:
+        """Draw the lines again if they are older than `PAUSE`."""
+        if time.monotonic() >= self._next:
+            self._live.refresh()
+            self._next = time.monotonic() + PAUSE
+
+    def stop(self) -> None:
+        """Leave the last lines on the terminal or remove them, and give the handlers their streams back."""
+        for handler, stream in self._handlers:
+            handler.stream = stream  # without a flush, which fails on a broken terminal
+        self._handlers = []
+        self._live.stop()
+
+
+class Cell:
+    """Keeps lines in one output of a notebook's cell, which needs no widgets."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+        self._next = 0.0
+        self._handle: Any = None
+
+    def start(self) -> None:
+        """Make the output."""
+        self._handle = importlib.import_module("IPython.display").display(self._bundle(), raw=True, display_id=True)
+
+    def tick(self) -> None:
+        """Replace the output if it is older than `PAUSE`."""
+        if time.monotonic() >= self._next:
+            self._handle.update(self._bundle(), raw=True)
+            self._next = time.monotonic() + PAUSE
+
+    def stop(self) -> None:
+        """Replace the output for the last time."""
+        self._handle.update(self._bundle(), raw=True)
+
+    def _bundle(self) -> dict[str, str]:
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), record=True, width=_WIDTH, color_system="truecolor", force_terminal=True)
+        console.print(_group(self._draw(_WIDTH, True)))
+        code = '<pre style="line-height: normal">{code}</pre>'
+        html = console.export_html(code_format=code, inline_styles=True, clear=False)
+        return {"text/plain": console.export_text(), "text/html": html}
+
+
+@contextmanager
+def shown_works() -> Iterator[None]:
+    """Show bars of the work of this thread on a terminal, until its end; see `hookdiff.pace`."""
+    if not is_terminal():
+        yield
+        return
+    bars = _Bars()
+    with shown_by(bars.show):
+        try:
+            yield
+        finally:
+            bars.show(())
+
+
+class _Bars:
+    """The bars of a command. They are there only while some work takes long."""
+
+    def __init__(self) -> None:
+        self._works: Sequence[Work] = ()
+        self._bottom: Bottom | None = None
+        self._is_broken = False
+
+    def show(self, works: Sequence[Work]) -> None:
+        self._works = works
+        if self._is_broken:
+            return
+        try:
+            if self._bottom is not None and works:
+                self._bottom.tick()
+            elif self._bottom is not None:
+                bottom, self._bottom = self._bottom, None
+                bottom.stop()
+            elif long_works(works):
+                self._bottom = Bottom(lambda width, has_blocks: work_lines(self._works, width, has_blocks), False)
+                self._bottom.start()
+        except (OSError, ValueError):  # stderr is broken or closed, which is no reason to end the command
+            self._is_broken = True
+            with suppress(OSError, ValueError):
+                if self._bottom is not None:
+                    self._bottom.stop()
+
+
+def long_works(works: Sequence[Work]) -> list[Work]:
+    """Return the works that have taken long enough for a bar."""
+    return [work for work in works if time.monotonic() - work.began > _SHORT]
+
+
+def work_lines(works: Sequence[Work], width: int, has_blocks: bool) -> list[Text]:
+    """Return a line with a bar for each work that takes long, such as "fid: images  ━━━━━  64/100  0:12 left"."""
+    lines = []
+    for work in long_works(works):
+        left = work.left()
+        parts = [shown(work.what), f"{work.done:,}/{work.total:,} {work.unit}"]
+        parts += [] if left is None else [f"{clock(left)} left"]
+        lines.append(bar_line(parts, 1, work.done, work.total, width, has_blocks))
+    return lines
+
+
+def bar_line(parts: Sequence[str], place: int, done: int, total: int, width: int, has_blocks: bool) -> Text:
+    """Return one line: the parts that fit, of which the first are needed most, with a bar after `place` of them."""
+    from rich.text import Text
+
+    texts: list[Text] = []
+    room = width
+    for part in parts:
+        text = Text(part, no_wrap=True)
+        if texts and text.cell_len + _GAP > room:
+            break
+        text.truncate(room, overflow="ellipsis" if has_blocks else "crop")
+        room -= text.cell_len + (_GAP if texts else 0)
+        texts.append(text)
+    if room >= 5 + _GAP:
+        size = min(room - _GAP, 60)
+        texts.insert(place, bar(done, total, size, has_blocks))
+    return Text(" " * _GAP).join(texts)
+
+
+def bar(done: int, total: int, width: int, has_blocks: bool) -> Text:
+    """Return a bar of `width` columns."""
+    from rich.text import Text
+
+    full = max(0, min(width, width * done // max(1, total)))
+    if has_blocks:
+        return Text("\u2501" * full, "green") + Text("\u2501" * (width - full), "bright_black")
+    return Text("#" * full + "." * (width - full))
+
+
+def flow(parts: Sequence[Text], width: int, most: int) -> list[Text]:
+    """Return the parts in at most `most` lines. A part that does not fit is left out whole."""
+    lines: list[Text] = []
+    for part in parts:
+        if part.cell_len > width:
+            continue
+        if lines and lines[-1].cell_len + _GAP + part.cell_len <= width:
+            lines[-1].append(" " * _GAP).append_text(part)
+        elif len(lines) < most:
+            lines.append(part.copy())
+    return lines
+
+
+def _has_blocks(console: Console) -> bool:
+    try:
+        "\u2501\u2581".encode(console.encoding)
+    except (UnicodeError, LookupError):
+        return False
+    return True
+
+
+def _group(lines: Sequence[Text]) -> Any:
+    from rich.console import Group
+
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop"
+    return Group(*lines)

@@ -1,0 +1,76 @@
+"""The lines of a run on a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from attrs import define
+
+from hookdiff.errors import shown
+from hookdiff.pace import Work
+from hookdiff.terminal import bar_line, flow, work_lines
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+FIRST = "loss", "lr", "grad_norm"
+_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_LINES = 2  # of values
+
+
+@define(frozen=True)
+class Facts:
+    """What is known of a run."""
+
+    step: int
+    total: int | None
+    pace: Sequence[str]  # such as "12 img/s" and "ETA 0:12"
+    values: Mapping[str, str]  # as texts, those to show first at the beginning
+    losses: Sequence[float]  # the newest ones
+    notes: Sequence[str]  # on memory and checkpoints
+    works: Sequence[Work] = ()
+
+
+def label(step: int, total: int | None) -> str:
+    """Return "step 500/2000"."""
+    return f"step {step}" if total is None else f"step {step}/{total}"
+
+
+def picture(facts: Facts, width: int, has_blocks: bool) -> list[Text]:
+    """Return the bar of a run, its values, and the bars of what takes long, in lines of at most `width` columns."""
+    from rich.text import Text
+
+    *others, eta = facts.pace or [""]
+    if facts.total is None:
+        head = flow([Text(text) for text in (label(facts.step, None), *facts.pace)], width, 1)
+    else:
+        share = f"{facts.step / facts.total:.0%}" if facts.total else "100%"
+        parts = [label(facts.step, facts.total), share, *([eta] if eta else []), *others]
+        head = [bar_line(parts, 1, facts.step, facts.total, width, has_blocks)]
+    usual = [value(name, facts.values[name]) for name in FIRST if name in facts.values]
+    if "loss" in facts.values and has_blocks:
+        usual[0].append(" ").append(sparkline(facts.losses), "cyan")
+    rare = [value(name, text) for name, text in facts.values.items() if name not in FIRST]
+    notes = [Text(note) for note in facts.notes]
+    return [*head, *flow([*usual, *notes, *rare], width, _LINES), *work_lines(facts.works, width, has_blocks)]
+
+
+def value(name: str, text: str) -> Text:
+    """Return a name with its value."""
+    from rich.text import Text
+
+    return Text.assemble((shown(name), "dim"), " ", text)
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """Return a character for each value, from the lowest to the highest one; "x" for nan and infinity."""
+    values = list(values)
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    size = (high / 2 - low / 2) or 1.0  # halves, whose difference is finite
+    return "".join(
+        _BLOCKS[round((value / 2 - low / 2) / size * (len(_BLOCKS) - 1))] if math.isfinite(value) else "x"
+        for value in values
+    )
