@@ -79,7 +79,8 @@ class _Run:
             yield f"memory {size / GIB:.1f} GiB" if size >= GIB else f"memory {size / MIB:.0f} MiB"
         if self.saved:
             following = 2 * self.saved[-1] - self.saved[0]
-            is_known = following > self.loop.progress.step
+            total = total_steps(self.loop)
+            is_known = following > self.loop.progress.step and (total is None or following <= total)
             yield f"saved at {self.saved[-1]}" + (f", next about {following}" if is_known else "")
 
 

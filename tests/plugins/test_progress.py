@@ -260,7 +260,7 @@ def test_the_checkpoints_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
                 bar.on_checkpoint(Path("somewhere"), loop.progress.step)
 
     with terminal(monkeypatch) as output:
-        make_loop({"bar": bar, "saves": Saves()}, steps=45).run()
+        make_loop({"bar": bar, "saves": Saves(), "stop": StopAt(45)}, steps=80).run()
     assert "saved at 40, next about 60" in "\n".join(screen(output.text()))
 
 
