@@ -88,7 +88,7 @@ def test_ctrl_c_on_a_run_piped_into_tee_saves_it(folder, begin, with_errors):
     )
     process.stdout.close()
     seen = folder / ("log" if with_errors else "errors")
-    wait_until(lambda: process.poll() is not None or b"step 2/" in (seen.read_bytes() if seen.exists() else b""))
+    wait_until(lambda: process.poll() is not None or b"step 1/" in (seen.read_bytes() if seen.exists() else b""))
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(PATIENCE) == 130
     assert tee.wait(PATIENCE) == -signal.SIGINT
