@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -27,22 +28,38 @@ def command(runs: tuple[Path, ...], out: Path | None, is_shown: bool) -> None:
     from hookdiff.disk import check_writable
     from hookdiff.errors import shown
     from hookdiff.history import History
-    from hookdiff_report.output import check_name, replace
     from hookdiff_report.page import page
 
     try:
         import bokeh  # noqa: F401
     except ImportError:
         raise UserError("hookdiff report needs the package bokeh: pip install 'hookdiff[report]'") from None
-    found = {history.run_dir.resolve(): history for history in map(History.of, runs)}
-    path = out or (Path("report.html") if len(found) > 1 else next(iter(found.values())).run_dir / "report.html")
-    check_name(path)
+    found = list({history.run_dir.resolve(): history for history in map(History.of, runs)}.values())
+    path = out or (found[0].run_dir if len(found) == 1 else Path()) / "report.html"
+    if path.suffix not in (".html", ".htm"):
+        raise UserError(f"--out {shown(path)}: expected a name that ends in .html")
     check_writable(path)
     try:
-        text = page(list(found.values()))
+        data = page(found).encode("utf-8", "replace")
     except OSError as error:  # such as a folder that has the name of a file
-        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    size = replace(path, text)
-    click.echo(f"{shown(path)}: {size / 1e6:.1f} MB")
+        raise UserError(f"{shown(error.filename)}: cannot be read: {error.strerror}") from None
+    try:
+        _write(path, data)
+    except OSError as error:
+        raise UserError(f"{shown(path)}: cannot be written: {error.strerror or error}") from None
+    click.echo(f"{shown(path)}: {len(data) / 1e6:.1f} MB")
     if is_shown:
         click.launch(str(path.resolve()))
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all; raises OSError. `hookdiff.disk.new_file` would import torch."""
+    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("xb") as file:
+            file.write(data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -10,10 +10,12 @@ import numpy
 from attrs import frozen
 
 from hookdiff_report.curves import Curve, Plot
+from hookdiff_report.words import shortened
 
 # Each has a contrast of at least 3 on white and on the dark page.
 PALETTE = ("#3d7edb", "#d2691e", "#2a9d6e", "#a765d1", "#c9487b", "#8a8520", "#5f7d8c", "#b5573f")
 _GREY = "#7a828c"  # of texts until the page sets its own
+_MOST_KINDS = 12
 
 
 @frozen
@@ -25,7 +27,7 @@ class Sign:
     label: str
 
 
-SIGNS = {
+_SIGNS = {
     "checkpoint": Sign("dash", "#7a828c", "checkpoint"),
     "resume": Sign("triangle", "#3d7edb", "resumed"),
     "rollback": Sign("inverted_triangle", "#a765d1", "rolled back"),
@@ -35,15 +37,13 @@ SIGNS = {
     "held": Sign("x", "#5f7d8c", "update held back"),
     "nan": Sign("square", "#d43c3c", "not finite"),
 }
-OTHER = Sign("circle", "#5f7d8c", "other event")
 
 
 def script() -> str:
     """Return the script of Bokeh that shows plots."""
     from bokeh.util.paths import bokehjs_path
 
-    path = Path(bokehjs_path()) / "js" / "bokeh.min.js"
-    return path.read_text("utf-8")
+    return (Path(bokehjs_path()) / "js" / "bokeh.min.js").read_text("utf-8")
 
 
 def color(number: int) -> str:
@@ -51,16 +51,18 @@ def color(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
 
 
-def kinds(plot: Plot) -> list[str]:
-    """Return the kinds of the marks of a plot, at most 12, the known ones first."""
-    present = {mark.kind for mark in plot.marks}
-    return [*(kind for kind in SIGNS if kind in present), *sorted(present - SIGNS.keys())][:12]
+def signs(plot: Plot) -> dict[str, Sign]:
+    """Return the signs of the marks of a plot by kind, the known kinds first."""
+    others = sorted({mark.kind for mark in plot.marks} - _SIGNS.keys())
+    known = {**_SIGNS, **{kind: Sign("circle", "#5f7d8c", shortened(kind, 60)) for kind in others}}
+    present = {kind: sign for kind, sign in known.items() if any(mark.kind == kind for mark in plot.marks)}
+    return dict(list(present.items())[:_MOST_KINDS])
 
 
-def draw(plot: Plot) -> dict[str, Any]:
+def draw(plot: Plot) -> Any:
     """Return the JSON of a plot, for `Bokeh.embed.embed_item`."""
     from bokeh.embed import json_item
-    from bokeh.models import BasicTickFormatter, HoverTool, LinearScale, Range1d, SaveTool
+    from bokeh.models import BasicTickFormatter, HoverTool, LogTicker, SaveTool
     from bokeh.plotting import figure
 
     shown: Any = figure(
@@ -78,58 +80,56 @@ def draw(plot: Plot) -> dict[str, Any]:
         outline_line_color=None,
         min_border_right=12,
     )
-    shown.toolbar.logo = None
-    shown.toolbar.autohide = True
+    shown.toolbar.update(logo=None, autohide=True)
     shown.xaxis.formatter = BasicTickFormatter(use_scientific=False)
     shown.xaxis.ticker.desired_num_ticks = 5
-    if not plot.is_log:
-        shown.yaxis.formatter = BasicTickFormatter(power_limit_low=-4, power_limit_high=7)
-    for part in (*shown.xaxis, *shown.yaxis):
-        part.update(axis_line_color=None, major_tick_line_color=None, minor_tick_line_color=None)
-        part.update(axis_label_text_font_style="normal", axis_label_text_color=_GREY, major_label_text_color=_GREY)
-        part.update(axis_label_text_font_size="12px", major_label_text_font_size="12px")
-    for grid in (*shown.xgrid, *shown.ygrid):
-        grid.update(grid_line_color=_GREY, grid_line_alpha=0.25)
+    shown.yaxis.formatter = BasicTickFormatter(power_limit_low=-4, power_limit_high=7)
+    if plot.is_log:
+        low, high = (end(end(curve.y[numpy.isfinite(curve.y)]) for curve in plot.curves) for end in (min, max))
+        # In a narrow range Bokeh places ticks as on a linear axis, which below 1000 leaves the low end without any.
+        shown.yaxis.ticker = LogTicker(base=2 if 5 * low < high < 1000 * low else 10)
+    for axis in (*shown.xaxis, *shown.yaxis):
+        axis.update(axis_line_color=None, major_tick_line_color=None, minor_tick_line_color=None)
+        axis.update(axis_label_text_font_style="normal", axis_label_text_color=_GREY, major_label_text_color=_GREY)
+        axis.update(axis_label_text_font_size="12px", major_label_text_font_size="12px")
     shown.xgrid.grid_line_color = None
+    shown.ygrid.grid_line_color, shown.ygrid.grid_line_alpha = _GREY, 0.25
     renderers = [_draw_curve(shown, curve) for curve in plot.curves]
     tips = [("", "$name"), (plot.x_label, "@x{0,0.[0]}"), (plot.y_label, "@y{%.5g}")]
     shown.add_tools(HoverTool(renderers=renderers, tooltips=tips, formatters={"@y": "printf"}))
     shown.add_tools(SaveTool(filename=re.sub(r"\W+", "-", plot.key)[:60]))
     shown.y_range.renderers = renderers  # not the marks, which have a range of their own
     if plot.marks:
-        shown.extra_y_ranges, shown.extra_y_scales = {"marks": Range1d(start=0, end=1)}, {"marks": LinearScale()}
         _draw_marks(shown, plot)
-    return json_item(shown)  # type: ignore[return-value]
+    return json_item(shown)
 
 
 def _draw_curve(shown: Any, curve: Curve) -> Any:
     """Draw the curve; return the part of it that answers to the pointer."""
     from bokeh.models import ColumnDataSource
 
-    source = ColumnDataSource({"x": numpy.asarray(curve.x, float), "y": numpy.asarray(curve.y, float)})
-    look = {"line_color": color(curve.color), "line_alpha": curve.alpha, "name": curve.label}
-    dash, width = "dashed" if curve.style == "dashed" else "solid", 1 if curve.style == "faint" else 2
-    shown.line("x", "y", source=source, line_width=width, line_dash=dash, **look)
+    points: Any = {"x": "x", "y": "y", "source": ColumnDataSource({"x": curve.x, "y": curve.y}), "name": curve.label}
+    is_faint, dash = curve.style == "faint", "dashed" if curve.style == "dashed" else "solid"
+    look: Any = {"line_color": color(curve.color), "line_alpha": 0.7 if is_faint else curve.alpha}
+    level = "underlay" if is_faint else "glyph"  # below the others
+    shown.line(**points, **look, line_width=1 if is_faint else 2, line_dash=dash, level=level)
     if curve.style == "dots" or len(curve.x) == 1:
-        shown.scatter("x", "y", source=source, size=6, fill_color=color(curve.color), **look)
+        shown.scatter(**points, **look, size=6, fill_color=color(curve.color))
     # A pointer finds a wide line more easily.
-    return shown.line("x", "y", source=source, line_width=14, line_alpha=0, name=curve.label)
+    return shown.line(**points, line_width=14, line_alpha=0)
 
 
 def _draw_marks(shown: Any, plot: Plot) -> None:
-    from bokeh.models import HoverTool
+    from bokeh.models import HoverTool, LinearScale, Range1d
 
+    shown.extra_y_ranges, shown.extra_y_scales = {"marks": Range1d(start=0, end=1)}, {"marks": LinearScale()}
     renderers = []
-    for lane, kind in enumerate(kinds(plot)):
-        sign = SIGNS.get(kind, OTHER)
+    for lane, (kind, sign) in enumerate(signs(plot).items()):
         marks = [mark for mark in plot.marks if mark.kind == kind]
-        source = {
-            "x": numpy.array([mark.x for mark in marks], float),
-            "y": [0.03 + 0.05 * lane] * len(marks),
-            "text": [mark.text for mark in marks],
-        }
-        look = {"size": 9, "angle": 1.5708 if sign.marker == "dash" else 0, "marker": sign.marker, "name": kind}
+        columns = {"x": [mark.step for mark in marks], "text": [mark.text for mark in marks]}
+        look: Any = {"marker": sign.marker, "angle": 1.5708 if sign.marker == "dash" else 0, "color": sign.color}
+        source = {**columns, "y": [0.03 + 0.05 * lane] * len(marks)}
         renderers.append(
-            shown.scatter("x", "y", source=source, y_range_name="marks", color=sign.color, line_width=2, **look)
+            shown.scatter("x", "y", source=source, name=kind, y_range_name="marks", size=9, line_width=2, **look)
         )
     shown.add_tools(HoverTool(renderers=renderers, tooltips=[("", "$name"), ("step", "@x{0,0}"), ("", "@text")]))

@@ -8,20 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 from attrs import frozen
 
-from hookdiff.disk import open_file
-from hookdiff.pictures import Place, places, read_info
-from hookdiff_report.facts import Run, count, number
-from hookdiff_report.timeline import shortened
+from hookdiff.disk import open_file, read_file
+from hookdiff.pictures import places, read_info
+from hookdiff_report.run import Run
+from hookdiff_report.words import shortened
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 BUDGET = 8 << 20  # letters of all pictures of a report, in base64
-_LEVELS = ((82, 1200), (75, 900), (65, 640), (55, 480), (45, 320))  # quality, and the longer side in pixels
-_ENOUGH = 24  # steps that are shown before their quality is reduced
+_LEVELS = ((82, 1200), (76, 900), (70, 720), (64, 560), (56, 440), (48, 320))  # quality, and the longer side in pixels
+_ENOUGH = 60  # steps; for more of them the quality is not reduced
 _MOST_STEPS, _MOST_NAMES, _MOST_PANELS = 200, 16, 8
+_APART = 16  # pixels between the images of two panels; names beside rows take more than these
 _MOST_PIXELS = 1 << 26  # of a picture that is opened
 _CAPTIONS = {
     "samples": "Images that the network generates. Each has the same noise at every step, so only the network changes.",
@@ -29,13 +31,15 @@ _CAPTIONS = {
     "samples/interpolation": "Each row goes from one noise to another; neighbours should look alike.",
     "diversity": "The generated images that are most like a training image, each beside that image.",
 }
-_ALSO = (
-    ("samples/filmstrip.png", "Each row follows one noise through the training, from the first step to the last."),
-    ("samples/training.webp", "The training as an animation."),
-    ("samples/training.gif", "The training as an animation."),
-    ("samples/denoising.webp", "From noise to image, as an animation."),
-    ("samples/denoising.gif", "From noise to image, as an animation."),
-)
+_FILMSTRIP = "samples/filmstrip.png"
+_FILMS = {
+    _FILMSTRIP: "Each row follows one noise through the training, from the first step to the last.",
+    "samples/training.webp": "The training as an animation",
+    "samples/training.gif": "The training as an animation",
+    "samples/denoising.webp": "From noise to image, as an animation",
+    "samples/denoising.gif": "From noise to image, as an animation",
+}
+_ABOUT = {"sampler": "sampler {}", "steps": "{} steps", "guidance_scale": "guidance {}", "seed": "seed {}"}
 
 
 @frozen
@@ -46,7 +50,6 @@ class Strip:
     steps: Sequence[int]
     panels: Sequence[str]  # titles; one empty title for whole pictures
     sources: Sequence[Sequence[str]]  # by panel and step, data URIs; "" for a panel that a step lacks
-    size: tuple[int, int]  # of the last picture
     about: str  # how the images were made
     num: int  # steps that the run has
 
@@ -66,59 +69,41 @@ class Group:
 
 
 @frozen
-class Still:
-    """A picture without steps."""
+class Film:
+    """The filmstrip or an animation, which show all steps at once."""
 
-    title: str
     caption: str
     source: str
     is_moving: bool
 
 
-class Budget:
-    """The letters that are left for pictures."""
-
-    def __init__(self, letters: int) -> None:
-        self.left = letters
-
-    def take(self, sources: Sequence[str]) -> None:
-        """Count what was used."""
-        self.left -= sum(map(len, sources))
-
-
-def groups(runs: Sequence[Run], budget: Budget) -> list[Group]:
-    """Return the pictures of the runs: all steps of one run, the last ones of several."""
+def pictures(runs: Sequence[Run]) -> tuple[list[Group], list[Film]]:
+    """Return the pictures of the runs: all steps of one run, and its films; of several runs the last ones."""
+    films = list(_films(runs[0])) if len(runs) == 1 else []
+    left = BUDGET - sum(len(film.source) for film in films)
     names = sorted({name for run in runs for name in run.history.pictures}, key=lambda name: (name != "samples", name))
-    names = names[:_MOST_NAMES]
-    wanted = [(name, run) for name in names for run in runs if name in run.history.pictures]
-    found: dict[str, list[Strip]] = {}
+    wanted = [(name, run) for name in names[:_MOST_NAMES] for run in runs if name in run.history.pictures]
+    strips: dict[str, list[Strip]] = {}
     for place, (name, run) in enumerate(wanted):
-        rest = wanted[place:]
-        weights = [4 if other == "samples" else 1 for other, _ in rest]
-        share = int(budget.left * weights[0] / sum(weights))
-        pictures = run.history.pictures[name]
-        steps = list(pictures) if len(runs) == 1 else list(pictures)[-1:]
-        title = name if len(runs) == 1 else run.label
-        if strip := _strip(title, {step: pictures[step] for step in steps}, share):
-            budget.take([source for sources in strip.sources for source in sources])
-            found.setdefault(name, []).append(strip)
-    return [Group(name, _CAPTIONS.get(name, ""), strips) for name, strips in found.items()]
+        weights = [4 if other == "samples" else 1 for other, _ in wanted[place:]]
+        title, files = name, run.history.pictures[name]
+        if len(runs) > 1:
+            title, files = run.label, dict(list(files.items())[-1:])
+        if strip := _strip(title, files, left * weights[0] // sum(weights)):
+            left -= sum(len(source) for sources in strip.sources for source in sources)
+            strips.setdefault(name, []).append(strip)
+    return [Group(name, _CAPTIONS.get(name, ""), found) for name, found in strips.items()], films
 
 
-def stills(run: Run, budget: Budget) -> list[Still]:
-    """Return the filmstrip and the animations that the plugin `samples` has made."""
-    found = []
-    for name, caption in _ALSO:
-        source = _animation(run.history.run_dir / name) if not name.endswith(".png") else _film(run, name)
-        if source and len(source) <= budget.left:
-            budget.take([source])
-            found.append(Still("Filmstrip", caption, source, not name.endswith(".png")))
-    return found
-
-
-def _film(run: Run, name: str) -> str:
-    image = _opened(run.history.run_dir / name)
-    return _encoded(image, 82, 1600) if image else ""
+def _films(run: Run) -> Iterator[Film]:
+    left = BUDGET // 2  # the sliders need the rest
+    for name, caption in _FILMS.items():
+        path, is_moving = run.history.run_dir / name, name != _FILMSTRIP
+        image = None if is_moving else _opened(path)
+        source = _encoded(image, 82, 1600) if image else _animation(path) if is_moving else ""
+        if source and len(source) <= left:
+            left -= len(source)
+            yield Film(caption, source, is_moving)
 
 
 def _animation(path: Path) -> str:
@@ -127,42 +112,37 @@ def _animation(path: Path) -> str:
 
     kind = path.suffix[1:]
     try:
-        with open_file(path) as file:
-            data = file.readall() if file.seek(0, 2) <= BUDGET and file.seek(0) == 0 else b""
-        with PIL.Image.open(io.BytesIO(data), formats=[kind.upper()]) as image:
+        data = read_file(path) if path.stat().st_size < BUDGET else b""
+        with PIL.Image.open(io.BytesIO(data), formats=[kind]) as image:
             image.verify()
     except Exception:  # Pillow raises many kinds for damaged files
         return ""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _strip(title: str, pictures: Mapping[int, Path], share: int) -> Strip | None:
-    """Return as many of the pictures as fit into `share` letters, the first and the last among them."""
-    steps = [step for step in pictures if _opened(pictures[step])] if len(pictures) < 3 else list(pictures)
-    if not steps:
-        return None
-    probes = evenly(steps, 3)  # noise, at the beginning, takes more bytes than images
+def _strip(title: str, files: Mapping[int, Path], share: int) -> Strip | None:
+    """Return as many of the pictures as fit into `share` letters, the last and the first before the others."""
+    steps = evenly(list(files), _MOST_STEPS)
     for quality, side in _LEVELS:
-        each = max((_length(_cut(pictures[step], quality, side)) for step in probes), default=0)
-        fitting = share // each if each else 0
-        if fitting >= min(len(steps), _ENOUGH):
+        probes = [_length(_panels(files[step], quality, side)) for step in evenly(steps, 5)]
+        if share * len(probes) >= sum(probes) * min(len(steps), _ENOUGH):
             break
-    fitting = min(fitting, _MOST_STEPS)
-    while fitting:
-        cut = {step: _cut(pictures[step], quality, side) for step in evenly(steps, fitting)}
-        cut = {step: panels for step, panels in cut.items() if panels}
-        if cut and sum(map(_length, cut.values())) <= share:
-            return _made(title, pictures, cut, len(pictures))
-        fitting = fitting * 3 // 4 if cut else 0
-    return None
-
-
-def _made(title: str, pictures: Mapping[int, Path], cut: Mapping[int, Mapping[str, str]], num: int) -> Strip:
-    panels = list(dict.fromkeys(panel for sources in cut.values() for panel in sources))
-    sources = [[sources.get(panel, "") for sources in cut.values()] for panel in panels]
-    last = _opened(pictures[list(cut)[-1]])
-    assert last
-    return Strip(title, list(cut), panels, sources, last.size, _about(read_info(last)), num)
+    kept: dict[int, dict[str, str]] = {}
+    for step in spread(steps):
+        panels = _panels(files[step], quality, side)
+        share -= _length(panels)
+        if share < 0:
+            break
+        if panels:
+            kept[step] = panels
+    if not kept:
+        return None
+    kept = dict(sorted(kept.items()))
+    titles = list(dict.fromkeys(panel for panels in reversed(kept.values()) for panel in panels))  # the newest first
+    sources = [[panels.get(panel, "") for panels in kept.values()] for panel in titles]
+    last = _opened(files[list(kept)[-1]])
+    info = read_info(last) if last else {}
+    return Strip(title, list(kept), titles, sources, _about(info), len(files))
 
 
 def _length(panels: Mapping[str, str]) -> int:
@@ -171,42 +151,41 @@ def _length(panels: Mapping[str, str]) -> int:
 
 def evenly(steps: Sequence[int], most: int) -> list[int]:
     """Return at most `most` of the steps at nearly equal distances, the first and the last among them."""
-    if most < 2 or len(steps) < 2:
-        return list(steps[-1:])
-    last = min(most, len(steps)) - 1
-    return [steps[round(k * (len(steps) - 1) / last)] for k in range(last + 1)]
+    places = numpy.linspace(len(steps) - 1, 0, min(most, len(steps)))
+    return [steps[round(place)] for place in places[::-1]]
 
 
-def _cut(path: Path, quality: int, side: int) -> dict[str, str]:
+def spread(steps: Sequence[int]) -> list[int]:
+    """Return the steps in another order, so that the first ones of it are spread over all: the ends, the middle, ..."""
+    inner = sorted(range(1, len(steps) - 1), key=lambda place: f"{place:032b}"[::-1])  # van der Corput's sequence
+    return [steps[place] for place in dict.fromkeys([len(steps) - 1, 0, *inner])]
+
+
+def _panels(path: Path, quality: int, side: int) -> dict[str, str]:
     """Return the panels of a picture by title, as data URIs; {} for a picture that cannot be opened."""
     image = _opened(path)
     if image is None:
         return {}
-    found = {title: image.crop(box) for title, box in _boxes(image)} or {"": image}
-    return {title: _encoded(panel, quality, side) for title, panel in found.items()}
+    cut = {title: image.crop(box) for title, box in _boxes(image)} or {"": image}
+    return {title: _encoded(panel, quality, side) for title, panel in cut.items()}
 
 
 def _boxes(image: Image) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
-    """Yield title and place of each panel, with the names that are beside and above its images."""
+    """Yield title and place of each panel, with names beside its rows; nothing unless there are several."""
     found = []
     for place in list(places(read_info(image)))[:_MOST_PANELS]:
-        if box := _inside(place, image):
-            found.append((shortened(str(place.title), 60), box))
-    if len(found) < 2 or len({title for title, _ in found}) < len(found):
+        try:
+            left, top, right, bottom = map(int, place.whole)
+        except (TypeError, ValueError, ArithmeticError):  # the file may say anything
+            continue
+        if 0 <= left < right <= image.width and 0 <= top < bottom <= image.height:
+            found.append((shortened(str(place.title), 60), (left, top, right, bottom)))
+    if len(found) == 1 or len(dict(found)) < len(found):  # titles that are equal would hide a panel
         return
     for title, (left, top, right, bottom) in found:
-        others = [box for _, box in found if box[2] <= left and box[1] < bottom and top < box[3]]
-        yield title, (max((box[2] for box in others), default=0), top, right, bottom)
-
-
-def _inside(place: Place, image: Image) -> tuple[int, int, int, int] | None:
-    """Return the place of all images of a panel, or None if it is not within the picture."""
-    try:
-        left, top, right, bottom = map(int, place.whole)
-    except (TypeError, ValueError, ArithmeticError):  # the file may say anything
-        return None
-    fits = 0 <= left < right <= image.width and 0 <= top < bottom <= image.height
-    return (left, top, right, bottom) if fits else None
+        others = [box[2] for _, box in found if box[2] <= left and box[1] < bottom and top < box[3]]
+        begin = max(others, default=-_APART) + _APART
+        yield title, (begin if left - begin > _APART else left, top, right, bottom)
 
 
 def _opened(path: Path) -> Image | None:
@@ -224,25 +203,15 @@ def _opened(path: Path) -> Image | None:
 
 
 def _encoded(image: Image, quality: int, side: int) -> str:
-    import PIL.Image
-
-    image = image.convert("RGB")
-    if max(image.size) > side:
-        scale = side / max(image.size)
-        size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
-        image = image.resize(size, PIL.Image.Resampling.LANCZOS)
     file = io.BytesIO()
-    image.save(file, "WEBP", quality=quality, method=4)
+    image = image.convert("RGB")
+    image.thumbnail((side, side))
+    image.save(file, "WEBP", quality=quality)
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _about(info: Mapping[str, Any]) -> str:
     """Return how the images were made, as far as the file says."""
-    parts = []
-    if isinstance(info.get("sampler"), str):
-        parts.append(f"sampler {shortened(info['sampler'], 60)}")
-    for key, text in (("steps", "{} steps"), ("guidance_scale", "guidance {}"), ("seed", "seed {}")):
-        value = info.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            parts.append(text.format(count(value) if isinstance(value, int) else number(value)))
-    return ", ".join(parts)
+    known = {key: info[key] for key in _ABOUT if isinstance(info.get(key), str | int | float)}
+    texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in known.items()}
+    return ", ".join(_ABOUT[key].format(shortened(text, 60)) for key, text in texts.items())

@@ -5,10 +5,9 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO, ClassVar
+from typing import ClassVar
 
 from attrs import define, field
 from attrs.validators import gt
@@ -40,7 +39,6 @@ class Report(Periodic):
         default=120.0, validator=gt(0), metadata=about("time that the end of the run waits for the last one", "seconds")
     )
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
-    _output: IO[bytes] | None = field(init=False, default=None)
     _has_warned: bool = field(init=False, default=False)
 
     @hookimpl
@@ -58,24 +56,27 @@ class Report(Periodic):
 
     def act(self, loop: Loop) -> None:
         """Begin a report, unless the last one is not finished."""
-        if loop.is_main and loop.run_dir and not loop.end.reason and self._is_free():
+        is_due = loop.is_main and loop.run_dir and not loop.end.reason
+        if is_due and (self._process is None or self._process.poll() is not None):
+            self._wait()
             self._begin(loop)
 
-    def _is_free(self) -> bool:
-        if self._process is not None and self._process.poll() is None:
-            return False
-        self._check()
-        return True
+    def _finish(self, loop: Loop) -> None:
+        """Write the last report, in place of one that is under way."""
+        if self._process is not None:
+            with self._process:
+                self._process.kill()
+        self._begin(loop)
+        self._wait()
 
     def _begin(self, loop: Loop) -> None:
         # -P: the process finds the same modules as this one, and none in the current folder.
         words = [sys.executable, "-P", "-m", "hookdiff", "report", "--", os.fspath(loop.run_dir or "")]
+        null, pipe = subprocess.DEVNULL, subprocess.PIPE
+        self._process = None
         try:
-            self._output = tempfile.TemporaryFile()  # noqa: SIM115 it stays open while the process writes
             # A session of its own: Ctrl-C in the terminal is for the training.
-            self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, start_new_session=True
-            )
+            self._process = subprocess.Popen(words, stdin=null, stdout=null, stderr=pipe, start_new_session=True)
         except OSError as error:
             self._warn(str(error))
             return
@@ -83,37 +84,20 @@ class Report(Periodic):
             with suppress(OSError):  # it has ended already
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
 
-    def _finish(self, loop: Loop) -> None:
-        """Write the last report, in place of one that is under way."""
-        self._end()
-        self._begin(loop)
-        try:
-            if self._process is not None:
-                self._process.wait(self.timeout)
-                self._check()
-        except subprocess.TimeoutExpired:
-            self._warn(f"it takes longer than plugins.report.timeout = {self.timeout:g} s")
-        finally:
-            self._end()
-
-    def _check(self) -> None:
-        """Warn if the last process has failed."""
-        process, output, self._process, self._output = self._process, self._output, None, None
-        if process is None or output is None:
+    def _wait(self) -> None:
+        """Wait for the process, and warn if it fails or is late."""
+        process, self._process = self._process, None
+        if process is None:
             return
-        with output:
-            if process.returncode:
-                output.seek(0)
-                lines = output.read()[-2000:].decode(errors="replace").strip().splitlines()
-                self._warn(lines[-1] if lines else f"exit code {process.returncode}")
-
-    def _end(self) -> None:
-        process, output, self._process, self._output = self._process, self._output, None, None
-        if process is not None:
-            process.kill()
-            process.wait()
-        if output is not None:
-            output.close()
+        with process:
+            try:
+                messages = process.communicate(timeout=self.timeout)[1].decode(errors="replace").split("\n")
+                if process.returncode:
+                    self._warn(next(filter(str.strip, reversed(messages)), f"exit code {process.returncode}"))
+            except subprocess.TimeoutExpired:
+                self._warn(f"it takes longer than plugins.report.timeout = {self.timeout:g} s")
+            finally:
+                process.kill()
 
     def _warn(self, why: str) -> None:
         if not self._has_warned:

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import define
+from attrs import frozen
 
 from hookdiff.disk import CONFIG, read_file
-from hookdiff_report.facts import Run, count
-from hookdiff_report.timeline import shortened
+from hookdiff_report.run import Run
+from hookdiff_report.words import count, shortened
 
 _MOST_TEXT = 100_000  # letters of a config
+_MOST_VALUE = 300  # letters of a value of it
 _MOST_COLUMNS = 6
 
 
-@define(frozen=True)
+@frozen
 class Table:
-    """Names beside the values of several runs."""
+    """Values by name, in columns."""
 
     heads: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
+
+    @classmethod
+    def of(cls, columns: Sequence[tuple[str, Mapping[str, str]]]) -> Table:
+        """Return the table with these columns, each with its head."""
+        names = dict.fromkeys(name for _, column in columns for name in column)
+        rows = [(name, [column.get(name, "") for _, column in columns]) for name in names]
+        return cls([head for head, _ in columns], rows)
 
 
 def config_text(run: Run) -> str:
@@ -34,49 +42,36 @@ def config_text(run: Run) -> str:
 
 def differences(runs: Sequence[Run]) -> Table:
     """Return the keys of the configs that are not the same in all runs."""
-    flat = [_flat(run.config) for run in runs]
-    keys = sorted({key for one in flat for key in one})
-    rows = [(key, [one.get(key, "") for one in flat]) for key in keys]
-    return Table([run.label for run in runs], [row for row in rows if len(set(row[1])) > 1])
+    table = Table.of([(run.label, dict(_flat(run.config))) for run in runs])
+    return Table(table.heads, sorted(row for row in table.rows if len(set(row[1])) > 1))
 
 
 def environment(runs: Sequence[Run]) -> Table:
-    """Return what the processes of the runs ran with: a column for each that differs from the one before."""
+    """Return what a run has trained with: a column for each process that differs from the one before.
+
+    Several runs have a column each, for their last process.
+    """
     columns: list[tuple[str, dict[str, str]]] = []
     for run in runs:
         found: list[tuple[str, dict[str, str]]] = []
-        for logged in run.history.events:
-            details = logged.event.details
-            if logged.event.kind in ("start", "resume") and details:
-                versions = details.get("versions")
-                others = {name: _text(value) for name, value in details.items() if name != "versions"}
-                flat = {**others, **{name: _text(value) for name, value in _mapping(versions).items()}}
-                if not found or flat != found[-1][1]:
-                    found.append((f"from step {count(logged.step)}", flat))
-        if len(runs) > 1:
-            found = [(run.label, flat) for _, flat in found[-1:]]
-        columns += found
-    columns = columns if len(runs) > 1 else columns[-_MOST_COLUMNS:]
-    names = list(dict.fromkeys(name for _, flat in columns for name in flat))
-    heads = [head for head, _ in columns]
-    return Table(heads, [(name, [flat.get(name, "") for _, flat in columns]) for name in names])
+        for logged in run.events:
+            if logged.event.kind in ("start", "resume") and logged.event.details:
+                facts = {name.removeprefix("versions."): value for name, value in _flat(logged.event.details)}
+                if not found or facts != found[-1][1]:
+                    found.append((f"from step {count(logged.step)}", facts))
+        columns += found[-_MOST_COLUMNS:] if len(runs) == 1 else [(run.label, facts) for _, facts in found[-1:]]
+    return Table.of(columns)
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _flat(table: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    waiting: list[tuple[str, Mapping[str, Any]]] = [("", table)]  # no recursion: tables may be nested without end
+def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the values by their keys, such as "run.steps"."""
+    waiting = [*table.items()][::-1]  # no recursion: tables may be nested without end
     while waiting:
-        prefix, inner = waiting.pop()
-        for name, value in inner.items():
-            if isinstance(value, dict) and value:
-                waiting.append((f"{prefix}{name}.", value))
-            else:
-                found[f"{prefix}{name}"] = _text(value)
-    return found
+        key, value = waiting.pop()
+        if isinstance(value, dict) and value:
+            waiting += [(f"{key}.{name}", inner) for name, inner in value.items()][::-1]
+        else:
+            yield key, _text(value)
 
 
 def _text(value: object) -> str:
@@ -84,4 +79,4 @@ def _text(value: object) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, RecursionError):  # an integer with thousands of digits
         text = "..."
-    return shortened(text, 300)
+    return shortened(text, _MOST_VALUE)

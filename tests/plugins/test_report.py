@@ -83,8 +83,8 @@ class Page(HTMLParser):
         source = json.loads(self.scripts[1])[strip][panel][place]
         return Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
 
-    def curves(self) -> dict[str, numpy.ndarray]:
-        """Return the values of all curves, by label."""
+    def curves(self, axis: str = "y") -> dict[str, numpy.ndarray]:
+        """Return the values of all curves, by label; for the axis "x" their places."""
         found = {}
         for item in json.loads(self.scripts[0]):
             for one in walk(item):
@@ -92,7 +92,7 @@ class Page(HTMLParser):
                     attributes = one["attributes"]
                     data: Any = dict(attributes["data_source"].get("attributes", {}).get("data", {}).get("entries", []))
                     if isinstance(data.get("y"), dict):
-                        data = base64.b64decode(data["y"]["array"]["data"])
+                        data = base64.b64decode(data[axis]["array"]["data"])
                         # Earlier versions of Bokeh do not compress.
                         data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
                         found[attributes["name"]] = numpy.frombuffer(data)
@@ -171,6 +171,7 @@ def test_what_a_report_says(run: Path, hookdiff: Command) -> None:
     assert curves["smoothed"].tolist() == [2 / step for step in range(1, 41)]
     assert curves["clip threshold"].tolist() == [5.0] * 40
     assert curves["up to step 40"].tolist() == [0.5, 0.25, 0.125]
+    assert page.curves("x")["up to step 40"].tolist() == [-2.0, 0.0, 2.0]  # the outer noise levels are open
     assert curves["floor"].tolist() in ([0.75] * 3, [1.5] * 2)
     assert "mean 80" in curves
     assert not page.strips
@@ -213,6 +214,30 @@ def test_samples_by_step_and_weights(run: Path, hookdiff: Command) -> None:
     check_facts(page.text, "sampler ddim, 7 steps, seed 3")
 
 
+def test_panels_have_the_names_of_their_rows(run: Path, hookdiff: Command) -> None:
+    images = torch.full((4, 1, 16, 16), -1.0)
+    for name, rows in (("named", ["1", "2"]), ("plain", [])):
+        picture = sheet([Panel(images, title=title, row_names=rows) for title in ("ema", "model")])
+        picture.with_info(name=name).save(picture_path(run, name, 1))
+    assert hookdiff("report", run)[0] == 0
+    page = Page.of(run / "report.html")
+    (named, same), (plain, also) = ([page.frame(strip, panel, 0) for panel in (0, 1)] for strip in (0, 1))
+    assert (named.size, plain.size) == (same.size, also.size)
+    assert named.width > plain.width
+    assert (named.crop((0, 0, named.width - plain.width, named.height)).convert("L").point(lambda v: v < 99)).getbbox()
+
+
+def test_steps_with_other_panels(run: Path, hookdiff: Command) -> None:
+    black = torch.full((4, 1, 16, 16), -1.0)
+    for step, titles in ((10, ("ema", "model")), (20, ("model", "best"))):
+        picture = sheet([Panel(black, title=title) for title in titles])
+        picture.with_info(name="samples").save(picture_path(run, "samples", step))
+    assert hookdiff("report", run)[0] == 0
+    page = Page.of(run / "report.html")
+    assert page.strips == [{"panels": ["model", "best", "ema"], "steps": [10, 20]}]
+    assert all(str(one["src"]).startswith("data:image/webp;base64,") for one in page.all("img"))
+
+
 def test_animations_and_the_filmstrip(run: Path, hookdiff: Command) -> None:
     folder = run / "samples"
     folder.mkdir()
@@ -229,17 +254,19 @@ def test_animations_and_the_filmstrip(run: Path, hookdiff: Command) -> None:
     assert animation.startswith("data:image/webp;base64,")
 
 
-def test_pictures_stay_within_their_budget(run: Path, hookdiff: Command) -> None:
+def test_pictures_fill_their_budget(run: Path, hookdiff: Command) -> None:
     noise = numpy.random.default_rng(0)
-    for step in range(1, 61):
-        pixels = noise.integers(0, 256, (700, 700, 3), dtype=numpy.uint8)
+    for step in range(1, 111):
+        pixels = noise.integers(0, 256, (450, 450, 3), dtype=numpy.uint8)
         Picture(pixels, {"name": "noise", "step": step}).save(picture_path(run, "noise", step))
     assert hookdiff("report", run)[0] == 0
-    assert 4e6 < (run / "report.html").stat().st_size < 15e6
-    (strip,) = Page.of(run / "report.html").strips
-    assert (strip["steps"][0], strip["steps"][-1]) == (1, 60)
-    assert len(strip["steps"]) >= 10
-    check_facts(Page.of(run / "report.html").text, f"{len(strip['steps'])} of 60 steps")
+    assert 8e6 < (run / "report.html").stat().st_size < 15e6
+    page = Page.of(run / "report.html")
+    (strip,) = page.strips
+    assert (strip["steps"][0], strip["steps"][-1]) == (1, 110)
+    assert 60 <= len(strip["steps"]) < 110
+    assert max(numpy.diff(strip["steps"])) <= 2
+    check_facts(page.text, f"{len(strip['steps'])} of 110 steps")
 
 
 def test_several_runs_are_compared(
@@ -339,6 +366,36 @@ def test_damaged_and_missing_files(tmp_path: Path, hookdiff: Command) -> None:
     (strip,) = page.strips
     assert strip["steps"] == [0, 1, 2, 3]
     assert numpy.isnan(page.curves()["as logged"]).sum() == 1
+
+
+def test_numbers_that_no_run_reaches(run: Path, hookdiff: Command) -> None:
+    steps = (1, 2, 10**300, -(10**308), 10**308)
+    names = ("loss", "loss/snr-00:-inf..1.0", "loss/snr-01:1.0..+inf", "memory/peak", "fd/x", "fd/x/num")
+    write_lines(
+        run / "metrics.jsonl", [{"step": step, "time": step, **dict.fromkeys(names, 1e308)} for step in steps * 20]
+    )
+    times = (10**308, -(10**308), 0)
+    kinds = ("start", "finding", "checkpoint", "resume")
+    write_lines(
+        run / "events.jsonl",
+        [{**logged(0, kind, ""), "step": step, "time": time} for kind in kinds for step in steps for time in times],
+    )
+    (run / "outcome.json").write_text(json.dumps({"step": 10**400}))
+    code, _, err = hookdiff("report", run)
+    assert (code, err) == (0, "")
+    page = Page.of(run / "report.html")
+    check_facts(page.text, "1e+308", "very many of 50")
+    assert page.curves("x")["as logged"].tolist() == [1, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_unusual_names_of_runs(tmp_path: Path, hookdiff: Command) -> None:
+    for name, text in ((b"a\nb\x1b", r"a\nb\x1b"), (b"\xff", r"\udcff"), (b"'\"<b>", "'\"<b>")):
+        run = make_run(tmp_path / os.fsdecode(name))
+        code, out, _ = hookdiff("report", run)
+        assert code == 0
+        check_facts(out, text)
+        check_facts(Page.of(run / "report.html").text, text)
 
 
 def test_thousands_of_events_and_steps(run: Path, hookdiff: Command) -> None:

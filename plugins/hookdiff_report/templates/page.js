@@ -43,7 +43,7 @@
   const isFine = matchMedia("(pointer: fine)").matches; // a finger on a plot should scroll the page
   const draw = async () => {
     if (self.Bokeh) Bokeh.set_log_level("warn");
-    for (const [number, item] of read("items").entries()) {
+    for (const [number, item] of read("plots").entries()) {
       const place = document.getElementById(`plot-${number}`);
       const views = await Bokeh.embed.embed_item(item, place);
       for (const { model } of views.roots) {

@@ -1,0 +1,120 @@
+"""The events of a run, for people: a timeline, marks on a plot, and the monitors' diagnoses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from hookdiff.history import LoggedEvent
+from hookdiff_report.run import Run
+from hookdiff_report.words import count, moment, shortened
+
+_MOST_ROWS = 200
+_MOST_DIAGNOSES = 50
+_MOST_TEXT = 2000  # letters
+_RANKS = {"error": 0, "warning": 1, "info": 2, "ok": 3}
+# Runs have thousands of these, so all of a kind between two other events are one row.
+_ROUTINE = {
+    "checkpoint": "checkpoints saved",
+    "void": "void steps: the loss scale was too high, and no weight changed",
+    "skipped": "batches skipped",
+    "held": "updates held back",
+}
+
+
+@frozen
+class Row:
+    """A row of the timeline."""
+
+    steps: str
+    when: str
+    kind: str
+    severity: str
+    text: str
+
+
+@frozen
+class Mark:
+    """Something that happened, at the foot of a plot."""
+
+    kind: str
+    step: float
+    text: str
+
+
+@frozen
+class Diagnosis:
+    """A finding of a monitor, which may have been reported several times."""
+
+    severity: str
+    what: str
+    why: Sequence[str]
+    remedy: str
+    steps: str
+    num: int
+
+
+def timeline(run: Run) -> list[Row]:
+    """Return the rows, oldest first. If there are too many, a row in the middle says so."""
+    groups: dict[tuple[int, str], list[LoggedEvent]] = {}
+    begin = 0  # place of the last event that is no routine
+    for place, logged in enumerate(run.events):
+        if logged.event.kind not in _ROUTINE:
+            begin = place
+        groups.setdefault((begin, logged.event.kind), []).append(logged)
+    rows = [_row(group) for group in groups.values()]
+    half = _MOST_ROWS // 2
+    if len(rows) <= 2 * half:
+        return rows
+    gap = Row("...", "", "", "", f"{count(len(rows) - 2 * half)} rows are left out")
+    return [*rows[:half], gap, *rows[-half:]]
+
+
+def _row(group: Sequence[LoggedEvent]) -> Row:
+    first, event = group[0], group[-1].event
+    steps, text = count(first.step), event.text
+    if len(group) > 1:
+        steps, text = f"{steps} to {count(group[-1].step)}", f"{count(len(group))} {_ROUTINE[event.kind]}"
+    return Row(steps, moment(first.time), shortened(event.kind, 60), event.severity, shortened(text, _MOST_TEXT))
+
+
+def marks(run: Run) -> list[Mark]:
+    """Return the events, about 200 of each kind at most; those that are close to each other are one."""
+    events = [logged for logged in run.events if logged.event.kind not in ("start", "stop")]
+    steps = [logged.step for logged in events]
+    width = max(1, (max([*steps, run.step]) - min([*steps, run.step])) / 200)
+    groups: dict[tuple[str, int], list[LoggedEvent]] = {}
+    for logged in events:
+        groups.setdefault((logged.event.kind, int(logged.step // width)), []).append(logged)
+    found = []
+    for (kind, _), group in groups.items():
+        text = shortened(group[-1].event.text.partition("\n")[0], 120)
+        if len(group) > 1:
+            low, high = (end(logged.step for logged in group) for end in (min, max))
+            text = f"{count(len(group))} times, steps {count(low)} to {count(high)}; {text}"
+        found.append(Mark(kind, group[0].step, text))
+    return found
+
+
+def diagnoses(run: Run) -> tuple[list[Diagnosis], int]:
+    """Return what the monitors found, the worst first, and the number of those that were left out.
+
+    Findings that differ only by their numbers are one diagnosis, in the words of the newest.
+    """
+    groups: dict[tuple[str, str], list[LoggedEvent]] = {}
+    for logged in run.events:
+        if logged.event.kind in ("finding", "nan"):
+            what = re.sub(r"[-+]?\d[\d.,e+-]*", "0", logged.event.text.partition("\n")[0])
+            groups.setdefault((logged.event.severity, what), []).append(logged)
+    found = sorted(groups.values(), key=lambda group: (_RANKS[group[-1].event.severity], -group[-1].step))
+    return [_diagnosis(group) for group in found[:_MOST_DIAGNOSES]], max(0, len(found) - _MOST_DIAGNOSES)
+
+
+def _diagnosis(group: Sequence[LoggedEvent]) -> Diagnosis:
+    event, first, last = group[-1].event, group[0].step, group[-1].step
+    what, *why = [line.strip() for line in shortened(event.text, _MOST_TEXT).split("\n")]
+    remedy = why.pop().removeprefix("try ") if why and why[-1].startswith("try ") else ""
+    steps = f"step {count(first)}" if first == last else f"steps {count(first)} to {count(last)}"
+    return Diagnosis(event.severity, what, why, remedy, steps, len(group))
