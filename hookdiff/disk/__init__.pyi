@@ -10,7 +10,12 @@ from .files import (
     writing as writing,
 )
 from .lock import check_place as check_place, lock_run_dir as lock_run_dir
-from .paths import CONFIG as CONFIG, check_writable as check_writable, run_of as run_of
+from .paths import (
+    CONFIG as CONFIG,
+    check_writable as check_writable,
+    no_such_folder as no_such_folder,
+    run_of as run_of,
+)
 from .reading import (
     check_kind as check_kind,
     open_file as open_file,

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from hookdiff.disk.lock import LOCK
-from hookdiff.errors import UserError, nearest
+from hookdiff.errors import UserError, why_missing
 
 CONFIG = "config.toml"
 OUTCOME = "outcome.json"  # why and where the run has ended
@@ -35,7 +35,7 @@ def run_of(path: Path) -> Path:
     """
     if (path / CONFIG).is_file():
         return path
-    above = path.resolve().parent.parent
+    above = Path(os.path.realpath(path)).parent.parent  # Path.resolve raises for a link to itself
     if path.is_dir() and (above / CONFIG).is_file():
         return above
     if path.exists():
@@ -44,9 +44,8 @@ def run_of(path: Path) -> Path:
 
 
 def no_such_folder(path: Path) -> UserError:
-    """Return the error for a missing folder; its message suggests the most similar name beside it."""
-    near = nearest(path.name, [other.name for other in path.parent.iterdir()]) if path.parent.is_dir() else ""
-    return UserError(f"{path}: no such folder{near}")
+    """Return the error for a missing folder; its message suggests the most similar name."""
+    return UserError(f"{path}: no such folder: {why_missing(path)}")
 
 
 def check_writable(path: Path) -> None:

@@ -26,13 +26,14 @@ def command(folder: Path, sort: str, state: str | None, is_json: bool) -> None:
     age is the time since the last line was written. The last column has the config keys that are not the same in all
     runs.
     """
-    from hookdiff.errors import shown, why_missing
+    from hookdiff.disk import no_such_folder
+    from hookdiff.errors import shown
     from hookdiff.history import find_runs
     from hookdiff_runs.rows import read_row
     from hookdiff_runs.table import Runs
 
     if not folder.exists():
-        raise UserError(f"{folder}: no such folder: {why_missing(folder)}")
+        raise no_such_folder(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is a file; expected a folder with runs")
     rows = [read_row(history, folder) for history in find_runs(folder)]

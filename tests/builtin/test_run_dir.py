@@ -278,8 +278,12 @@ def test_a_path_is_resolved_to_its_run(tmp_path):
     (run / CONFIG).touch()
     assert run_of(run) == run
     assert run_of(step) == run
+    (tmp_path / "itself").symlink_to("itself")
+    (tmp_path / "elsewhere").symlink_to("gone")
     for path, fact in (
         (run / "checkpoints", CONFIG),
+        (tmp_path / "itself", "link"),
+        (tmp_path / "elsewhere", "link"),
         (run / CONFIG, CONFIG),
         (tmp_path / "runs" / "mien", "'mine'"),
         (tmp_path / "no" / "where", "folder"),
