@@ -1,12 +1,23 @@
 """The pictures in a run directory: `NAME/step-00001000.png`, as the PNG files themselves say."""
 
-import re
-from pathlib import Path
+from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hookdiff.disk.paths import CONFIG
 from hookdiff.disk.reading import check_kind
+from hookdiff.history.lines import METRICS
 from hookdiff.pictures import read_info
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _FILE = re.compile(r"step-(\d{8,18})\.png")
+_CHECKPOINTS = "checkpoints"  # a folder that holds no pictures, and changes while it is looked through
 
 
 def picture_path(run_dir: Path, name: str, step: int) -> Path:
@@ -14,14 +25,33 @@ def picture_path(run_dir: Path, name: str, step: int) -> Path:
     return run_dir.joinpath(*name.split("/"), f"step-{step:08d}.png")
 
 
-def find_pictures(run_dir: Path) -> dict[str, dict[int, Path]]:
-    """Return the files of the pictures that a run has logged: by name, and in it by step, in their order."""
+def find_pictures(run_dir: Path, after: int = -1) -> dict[str, dict[int, Path]]:
+    """Return the files of the pictures that a run has logged after a step: by name, and in it by step, in their order.
+
+    The pictures of a run in a folder of this one are not among them, nor are copies under another name.
+    """
     found: dict[str, dict[int, Path]] = {}
-    for path in sorted(run_dir.glob("**/step-*.png")):
-        if (match := _FILE.fullmatch(path.name)) and _is_logged(path):
-            name = path.parent.relative_to(run_dir).as_posix()
-            found.setdefault(name, {})[int(match[1])] = path
-    return {name: dict(sorted(pictures.items())) for name, pictures in found.items()}
+    for root, folders, files in os.walk(run_dir):  # it leaves out a folder that is removed meanwhile
+        folder = Path(root)
+        is_top = folder == run_dir
+        if not is_top and not {CONFIG, METRICS}.isdisjoint(files):  # another run
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if name[0] != "." and not (is_top and name == _CHECKPOINTS))
+        name = folder.relative_to(run_dir).as_posix()
+        logged = {step: path for step, path in _by_step(folder, files).items() if step > after and _is(path, name)}
+        if logged:
+            found[name] = logged
+    return dict(sorted(found.items()))
+
+
+def picture_files(run_dir: Path, name: str) -> dict[int, Path]:
+    """Return the files in the folder of the pictures called `name`, by step, in their order.
+
+    No file is opened, so some may be damaged, or of the user.
+    """
+    folder = picture_path(run_dir, name, 0).parent
+    return next((_by_step(folder, files) for _, _, files in os.walk(folder)), {})
 
 
 def newest_picture(run_dir: Path, name: str) -> Path | None:
@@ -29,18 +59,33 @@ def newest_picture(run_dir: Path, name: str) -> Path | None:
 
     Only that file is opened, and those after it that are damaged or are no logged pictures.
     """
-    files = picture_path(run_dir, name, 0).parent.glob("step-*.png")
-    found = {int(match[1]): path for path in files if (match := _FILE.fullmatch(path.name))}
-    return next((path for _, path in sorted(found.items(), reverse=True) if _is_logged(path)), None)
+    files = picture_files(run_dir, name)
+    return next((path for path in reversed(files.values()) if _is(path, name)), None)
 
 
-def _is_logged(path: Path) -> bool:
-    """Return whether the file says that it is a picture of a run; a user may keep others beside them."""
+def read_picture(path: Path, pixels: bool = True) -> Image | None:
+    """Return the picture in a file, or None if it is damaged, too large, of another kind, or gone.
+
+    Without `pixels` only its size and its info are read.
+    """
     from PIL import Image
 
     try:
         check_kind(path)
-        with Image.open(path) as image:
-            return "name" in read_info(image)
+        with Image.open(path) as picture:
+            if pixels:
+                picture.load()
+            return picture
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # Pillow's errors for damaged files
-        return False
+        return None
+
+
+def _by_step(folder: Path, files: Iterable[str]) -> dict[int, Path]:
+    found = {int(match[1]): folder / name for name in files if (match := _FILE.fullmatch(name))}
+    return dict(sorted(found.items()))
+
+
+def _is(path: Path, name: str) -> bool:
+    """Return whether the file says that it is the logged picture `name`; a user may keep others beside it."""
+    picture = read_picture(path, pixels=False)
+    return picture is not None and read_info(picture).get("name") == name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,15 +36,26 @@ class Picture:
         return Image.fromarray(self.pixels)
 
     def save(self, path: Path) -> None:
-        """Write a PNG file, which appears whole or not at all. Its text chunk "hookdiff" is `info` as JSON."""
+        """Write a PNG file, which appears whole or not at all. Its text chunk "hookdiff" is `info` as JSON.
+
+        NaN and infinities, which JSON lacks, become null.
+        """
         from PIL.PngImagePlugin import PngInfo
 
         from hookdiff.disk.files import new_file  # which imports torch
 
         chunks = PngInfo()
-        chunks.add_itxt(CHUNK, json.dumps(self.info, ensure_ascii=False))
+        chunks.add_itxt(CHUNK, json.dumps(_finite(self.info), allow_nan=False))
         with new_file(path) as partial:
             self.as_pillow().save(partial, "PNG", pnginfo=chunks)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_info(image: Image) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define
 
+from hookdiff.history.pictures import read_picture
 from hookdiff.pictures import Place, places, read_info
 
 if TYPE_CHECKING:
@@ -30,16 +31,13 @@ class Frame:
 def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
     """Return at most `most` of the sheets, by step: the first, the last, and others at equal distances.
 
-    Sheets of another layout than the last one, as another config makes them, are left out.
+    Damaged sheets are left out, and those of another layout than the last one, as another config makes them.
     """
-    from PIL import Image
-
     opened = []
     for step, path in sorted(_some(sheets, most).items()):
-        with Image.open(path) as picture:
-            if first := next(places(read_info(picture)), None):
-                picture.load()
-                opened.append(Frame(step, picture, first))
+        picture = read_picture(path)
+        if picture and (first := next(places(read_info(picture)), None)):
+            opened.append(Frame(step, picture, first))
     last = opened[-1].place if opened else None
     return [one for one in opened if last and (one.place.whole, one.place.columns) == (last.whole, last.columns)]
 

@@ -17,7 +17,7 @@ from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, 
 from hookdiff.choices import chosen
 from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
 from hookdiff.generation import Images
-from hookdiff.history import find_pictures
+from hookdiff.history.pictures import picture_files
 from hookdiff.options import about, between
 from hookdiff.pictures import FORMATS, Panel, Picture, by_class, grid, save_animation, sheet
 from hookdiff_samples.between import noise_between
@@ -213,7 +213,7 @@ class SampleGrid(Periodic):
         """Write the filmstrip and the animated denoising."""
         if loop.run_dir is None:
             return
-        if film := filmstrip(find_pictures(loop.run_dir).get(NAME, {}), _FILMED):
+        if film := filmstrip(picture_files(loop.run_dir, NAME), _FILMED):
             _write(loop.run_dir / NAME / "filmstrip.png", film.save)
         if recorded and recorded.is_complete and self.animation != "none":
             frames = [grid(frame, scale=self.scale).as_pillow() for frame in recorded.some_frames(_FRAMES)]
@@ -225,7 +225,7 @@ class SampleGrid(Periodic):
         """Animate the training."""
         if loop.run_dir is None or not loop.is_main or self.animation == "none":
             return
-        frames = growing_up(find_pictures(loop.run_dir).get(NAME, {}))
+        frames = growing_up(picture_files(loop.run_dir, NAME))
         if len(frames) > 1:
             _write(loop.run_dir / NAME / f"training.{self.animation}", lambda path: save_animation(frames, path))
 
@@ -233,5 +233,5 @@ class SampleGrid(Periodic):
 def _write(path: Path, save: Callable[[Path], object]) -> None:
     try:
         save(path)
-    except OSError as error:
-        log.warning("samples: %s cannot be written: %s", path, error.strerror or error)
+    except (OSError, RuntimeError, ValueError) as error:  # Pillow's errors for what a format cannot hold
+        log.warning("samples: %s cannot be written: %s", path, getattr(error, "strerror", None) or error)

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import numpy
@@ -19,6 +20,15 @@ def test_a_file_has_the_pixels_and_the_info(tmp_path: Path, pixels: numpy.ndarra
         assert read_info(image) == info
         assert (numpy.array(image) == pixels).all()
     assert [file.name for file in path.parent.iterdir()] == ["x.png"]
+
+
+def test_the_info_is_strict_json(tmp_path: Path) -> None:
+    info = {"a": math.nan, "b": [math.inf, 1.5], "c": {"d": (-math.inf, 2)}, "e": "\ud800", "f": True}
+    Picture(GREY, info).save(tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as image:
+        text = image.text["hookdiff"]  # type: ignore[attr-defined]
+    read = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert read == {"a": None, "b": [None, 1.5], "c": {"d": [None, 2]}, "e": "\ud800", "f": True}
 
 
 @pytest.mark.parametrize("text", ["", "no json", "[1]", "{" * 5000, None])
@@ -52,3 +62,14 @@ def test_an_animation_repeats_its_frames_and_shows_the_last_one_longer(tmp_path:
         assert image.info["loop"] == 0
     assert [duration for _, duration in shown] == [100, 100, 100, 900]
     assert [grey for grey, _ in shown] == pytest.approx([0, 60, 120, 180], abs=4)
+
+
+@pytest.mark.parametrize("size", [(20_000, 50), (3, 40_000)])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_animation_of_large_frames_is_made_smaller(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
+    frames = [Image.new("L", size, grey) for grey in (0, 200)]
+    save_animation(frames, tmp_path / f"x.{kind}")
+    with Image.open(tmp_path / f"x.{kind}") as image:
+        assert image.n_frames == 2  # type: ignore[attr-defined]
+        assert max(image.size) == 16_383
+        assert min(image.size) == max(1, min(size) * 16_383 // max(size))

@@ -24,8 +24,10 @@ from hookdiff import (
 from hookdiff.builtin import Images
 from hookdiff.data import digits
 from hookdiff.history import find_pictures, picture_path
+from hookdiff.history.pictures import picture_files
 from hookdiff.pictures import Picture, grid, places, read_info
 from hookdiff.structure import Problems, arguments
+from hookdiff_checkpoint import Checkpoint
 from hookdiff_samples import SampleGrid
 from hookdiff_samples.between import noise_between
 from hookdiff_samples.film import frames, growing_up
@@ -352,7 +354,7 @@ def test_the_filmstrip_has_a_column_for_each_sheet_and_the_animation_a_frame(tmp
         top = 18 + 68 * row
         assert torch.equal(pixels[top : top + 64, columns[-1] : columns[-1] + 64], model[2 * row])
     with Image.open(tmp_path / "samples" / "training.webp") as animation:
-        assert animation.n_frames >= 1
+        assert animation.n_frames == 5
 
 
 def test_many_sheets_become_few_columns_and_frames_with_the_first_and_the_last(tmp_path: Path) -> None:
@@ -366,6 +368,57 @@ def test_many_sheets_become_few_columns_and_frames_with_the_first_and_the_last(t
     assert len(growing_up(sheets)) == 60
     grid(torch.zeros(9, 1, 64, 64)).with_info(name="samples", step=201).save(picture_path(tmp_path, "samples", 201))
     assert [frame.step for frame in frames(find_pictures(tmp_path)["samples"], 10)] == [201]  # of another layout
+
+
+def test_each_sheet_opens_few_of_the_sheets_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, open_image = [], Image.open
+    monkeypatch.setattr(Image, "open", lambda *args, **kwargs: opened.append(args) or open_image(*args, **kwargs))
+    make_loop(SampleGrid(every=Every(1), num=1, scale=1, animation="none"), tmp_path, steps=40)[0].run()
+    assert len(opened) <= 10 * 40
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda whole: b"", lambda whole: b"x" * 99])
+def test_a_damaged_sheet_is_left_out(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    class Damages:
+        @hookimpl(trylast=True)
+        def between_steps(self, loop: Loop) -> None:
+            if loop.progress.step == 3:
+                path = picture_path(tmp_path, "samples", 3)
+                path.write_bytes(damage(path.read_bytes()))
+
+    loop, _ = make_loop(SampleGrid(every=Every(1), num=4), tmp_path, plugins={"damages": Damages()})
+    assert loop.run() == "done"
+    assert [frame.step for frame in frames(picture_files(tmp_path, "samples"), 10)] == [1, 2, 4, 5]
+    with Image.open(tmp_path / "samples" / "training.webp") as animation:
+        assert animation.n_frames == 4
+
+
+def test_sheets_are_made_while_checkpoints_are_saved_at_every_step(tmp_path: Path) -> None:
+    plugins = {"checkpoint": Checkpoint(every=1, keep_last=1)}
+    loop, _ = make_loop(SampleGrid(every=Every(1), num=1, scale=1), tmp_path, steps=40, plugins=plugins)
+    assert loop.run() == "done"
+    assert len(find_pictures(tmp_path)["samples"]) == 40
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError])
+def test_an_animation_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[Exception]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("no")
+
+    monkeypatch.setitem(Image.SAVE_ALL, "WEBP", fail)
+    loop, _ = make_loop(SampleGrid(every=Every(2), num=1), tmp_path)
+    assert loop.run() == "done"
+    (warning,) = [text for text in warnings(caplog) if "training.webp" in text]
+    check_facts(warning, "samples", tmp_path / "samples" / "training.webp", "no")
+
+
+def test_wide_sheets_have_an_animation(tmp_path: Path) -> None:
+    loop, _ = make_loop(SampleGrid(every=Every(3), num=300, columns=300), tmp_path)
+    assert loop.run() == "done"
+    with Image.open(tmp_path / "samples" / "training.webp") as animation:
+        assert (animation.width, animation.n_frames) == (16_383, 2)
 
 
 def test_a_gif_or_no_animation(write_config: Callable[..., Path], tmp_path: Path) -> None:
