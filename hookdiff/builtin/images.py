@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from attrs import define
+from attrs import define, field
 
 from hookdiff.disk.files import discard
 from hookdiff.disk.paths import run_of
@@ -22,20 +22,32 @@ log = logging.getLogger("hookdiff")
 class Images:
     """Writes each logged picture to `NAME/step-00001000.png` in the run directory, with its info in a text chunk.
 
-    A resumed run removes the pictures of later steps, and makes them again. A branch begins with copies of the pictures
-    of the run that it continues.
+    A run that is resumed or rolled back removes the pictures of later steps, and makes them again; a run that starts
+    anew removes those of an earlier run in its directory. A branch begins with copies of the pictures of the run that
+    it continues.
     """
+
+    _step: int = field(init=False, default=0)  # updates at the end of the newest step
 
     @hookimpl(trylast=True)
     def on_ready(self, loop: Loop, resumed: bool) -> None:
-        if not (resumed and loop.run_dir and loop.is_main):
-            return
-        for pictures in find_pictures(loop.run_dir).values():
-            for step, path in pictures.items():
-                if step > loop.progress.step:
+        self._step = loop.progress.step
+        self._cut(loop, self._step if resumed else -1)
+        if resumed and loop.is_branch and loop.resume and loop.run_dir and loop.is_main:
+            self._copy(loop.resume, loop.run_dir, self._step)
+
+    @hookimpl
+    def between_steps(self, loop: Loop) -> None:
+        now, before, self._step = loop.progress.step, self._step, loop.progress.step
+        if now < before:  # the run was rolled back
+            self._cut(loop, now)
+
+    def _cut(self, loop: Loop, step: int) -> None:
+        """Remove the pictures of later steps than `step`."""
+        if loop.run_dir and loop.is_main:
+            for pictures in find_pictures(loop.run_dir, after=step).values():
+                for path in pictures.values():
                     discard(path)
-        if loop.is_branch and loop.resume:
-            self._copy(loop.resume, loop.run_dir, loop.progress.step)
 
     def _copy(self, source: Path, run_dir: Path, until: int) -> None:
         try:

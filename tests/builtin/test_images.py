@@ -1,3 +1,4 @@
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,6 +66,56 @@ def test_a_branch_begins_with_copies_of_the_pictures(tmp_path: Path) -> None:
     train(tmp_path / "trunk")
     train(tmp_path / "branch", resume=tmp_path / "trunk" / "checkpoints" / "step-00000002", steps=3)
     assert (steps(tmp_path / "trunk"), steps(tmp_path / "branch")) == ([1, 2, 3, 4], [1, 2, 3])
+
+
+def test_a_resumed_run_keeps_the_pictures_of_a_branch_below_it_and_copies_of_the_user(tmp_path: Path) -> None:
+    train(tmp_path)
+    train(tmp_path / "branch", resume=tmp_path, steps=8)
+    copy = Path(shutil.copytree(tmp_path / "seen" / "here", tmp_path / "best")) / "step-00000004.png"
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    train(tmp_path, resume=True, steps=3)
+    assert steps(tmp_path) == [1, 2, 3]
+    assert steps(tmp_path / "branch") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert copy.exists()
+
+
+def test_a_run_that_starts_anew_removes_the_pictures_of_the_run_before(tmp_path: Path) -> None:
+    train(tmp_path, {"checkpoint": Checkpoint(every=100), "stop": StopAt(3)})
+    shutil.rmtree(tmp_path / "checkpoints")
+
+    class First:
+        """Logs a picture before the first step."""
+
+        @hookimpl
+        def on_ready(self, loop: Loop) -> None:
+            loop.log.images({"first": torch.zeros(1, 1, 8, 8)})
+
+    train(tmp_path, {"first": First()}, resume=True, steps=2)
+    assert steps(tmp_path) == [1, 2]
+    assert list(find_pictures(tmp_path)["first"]) == [0]
+
+
+def test_a_rollback_removes_the_pictures_of_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
+    class Breaks:
+        """Makes one loss NaN after five updates, and stops one batch after the rollback."""
+
+        @hookimpl(tryfirst=True)
+        def before_step(self, loop: Loop) -> None:
+            if loop.progress.position == 5:
+                with torch.no_grad():
+                    next(loop.model.parameters()).fill_(math.nan)
+
+        @hookimpl
+        def on_nan(self) -> str:
+            return "rollback"
+
+        @hookimpl
+        def between_steps(self, loop: Loop) -> None:
+            if loop.progress.position == 7:
+                loop.stop()
+
+    train(tmp_path, {"breaks": Breaks(), "checkpoint": Checkpoint(every=3)}, steps=9)
+    assert steps(tmp_path) == [1, 2, 3, 4]
 
 
 def test_a_picture_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
