@@ -187,6 +187,17 @@ class LoopConfig:
                 "nothing ends this run: give LoopConfig steps, epochs or max_time, as LoopConfig(steps=1000)"
             )
 
+    def expected_steps(self, progress: Progress, num_batches: int) -> int | None:
+        """Return the step at which the run ends if all further batches change the weights, or None without a limit.
+
+        num_batches: batches of an epoch.
+        """
+        totals = [] if self.steps is None else [self.steps]
+        if self.epochs is not None:
+            made = -(-progress.samples // self.batch_size)  # batches of the current epoch
+            totals.append(progress.step + (self.epochs - progress.epoch) * num_batches - made)
+        return min(totals, default=None)
+
     def limit_reached(self, progress: Progress, start_time: float) -> Reason | None:
         """Return the reason why a run at `progress` is over, or None.
 

@@ -46,7 +46,9 @@ class Events:
             self._lines.resume(loop)
         self._step = loop.progress.step
         text = f"resumed at step {loop.progress.step}" if resumed else "started"
-        loop.log.event(Event("resume" if resumed else "start", text, details=environment(loop)))
+        steps = loop.config.expected_steps(loop.progress, loop.feed.num_batches)
+        details = {**environment(loop), "steps": steps}
+        loop.log.event(Event("resume" if resumed else "start", text, details=details))
 
     @hookimpl
     def on_event(self, loop: Loop, step: int, event: Event) -> None:

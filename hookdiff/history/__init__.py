@@ -1,6 +1,6 @@
 """What the files of a run directory say about a run, also while another process writes them. It imports no torch."""
 
-from hookdiff.history.history import History, find_runs
+from hookdiff.history.history import BEGINS, History, find_runs, total_steps
 from hookdiff.history.lines import (
     DISTRIBUTIONS,
     EVENTS,
@@ -19,6 +19,7 @@ from hookdiff.history.pictures import find_pictures, newest_picture, picture_pat
 from hookdiff.history.skim import Skim
 
 __all__ = [
+    "BEGINS",
     "DISTRIBUTIONS",
     "EVENTS",
     "METRICS",
@@ -37,4 +38,5 @@ __all__ = [
     "read_events",
     "read_metrics",
     "read_texts",
+    "total_steps",
 ]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import tomli
 from attrs import define
 
-from hookdiff.disk.lock import is_locked
+from hookdiff.disk.lock import LOCK, is_locked
 from hookdiff.disk.paths import CONFIG, OUTCOME, run_of
 from hookdiff.disk.reading import read_file
 from hookdiff.distribution import Distribution
@@ -33,7 +33,9 @@ from hookdiff.history.lines import (
 from hookdiff.history.pictures import find_pictures
 
 State = Literal["running", "done", "stopped", "crashed"]
-_MARKS = {CONFIG, METRICS}  # one of these files makes a folder a run directory
+_MARKS = {METRICS, EVENTS, OUTCOME, LOCK}  # one of these files makes a folder a run directory
+_LARGEST = 10**15  # number of steps
+BEGINS = ("start", "resume")  # kinds of events with which a process begins to train
 Series = tuple[list[int], list[float]]  # steps in order, and the value of each
 
 
@@ -137,6 +139,20 @@ class History:
         return find_pictures(self.run_dir)
 
 
+def total_steps(config: Mapping[str, Any], begin: LoggedEvent | None) -> int | None:
+    """Return the number of steps of a whole run, or None if it is not known.
+
+    It is `run.steps` of the config. A run with its length in epochs has written what it expects in the event `begin`,
+    its newest start or resume.
+    """
+    run = config.get("run")
+    asked = run.get("steps") if isinstance(run, dict) else None
+    for value in (asked, begin.event.details.get("steps") if begin else None):
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LARGEST:
+            return value
+    return None
+
+
 def find_runs(folder: Path, depth: int = 3) -> list[History]:
     """Return the runs in `folder` and at most `depth` folders below it, by path; links are not followed.
 
@@ -152,4 +168,6 @@ def find_runs(folder: Path, depth: int = 3) -> list[History]:
         return []
     except OSError:
         return [History(folder)]
-    return [run for path in folders for run in find_runs(path, depth - 1)]
+    found = [run for path in folders for run in find_runs(path, depth - 1)]
+    # A folder with a config alone may hold a project, with runs below it, or a run that was copied in part.
+    return found or ([History(folder)] if CONFIG in names else [])

@@ -12,10 +12,20 @@ from attrs import define
 from hookdiff import UserError
 from hookdiff.disk import CONFIG
 from hookdiff.errors import shown
-from hookdiff.history import EVENTS, METRICS, History, Skim, parse_event, parse_metrics
+from hookdiff.history import (
+    BEGINS,
+    EVENTS,
+    METRICS,
+    History,
+    LoggedEvent,
+    Skim,
+    parse_event,
+    parse_metrics,
+    total_steps,
+)
 
 STATES = ("running", "done", "stopped", "crashed", "damaged")
-_LOSSES = ("loss/smooth", "loss")  # the first one that was logged counts
+_LOSSES = ("loss/smooth", "loss")  # the newest one counts, of two of a step the first
 _DISTANCES = ("fd/", "fid/")  # with which the names of FID values begin
 _ABOUT = ("/num", "/floor")  # with which the names of values about them end
 _LARGEST = 1e18  # number of steps
@@ -30,7 +40,8 @@ class Row:
     config: Mapping[str, Any]
     problem: str = ""  # why the run directory cannot be read
     step: int = 0
-    steps: int | None = None  # that the config asks for
+    steps: int | None = None  # of the whole run
+    begin: LoggedEvent | None = None  # its newest start or resume
     loss_name: str = ""
     loss: float = math.nan
     best: Mapping[str, tuple[float, int]] = {}  # lowest value and its step, by metric
@@ -51,8 +62,7 @@ def read_row(history: History, folder: Path) -> Row:
     if row.problem and row.state != "running":
         row.state = "damaged"
     row.problem = shown(row.problem)
-    run = row.config.get("run")
-    row.steps = _count(run.get("steps") if isinstance(run, dict) else None)
+    row.steps = total_steps(row.config, row.begin)
     row.step = max(row.step, _count(history.outcome.get("step")) or 0)
     return row
 
@@ -70,11 +80,11 @@ def _read_metrics(row: Row, history: History) -> None:
         row.step = _count(line["step"]) or 0
         row.time = max(row.time, line.get("time", row.time))
         break
+    newest = -1.0
     for name in _LOSSES:
-        found = next((line for line in metrics.backwards(f'"{name}"') if name in line), None)
-        if found:
-            row.loss_name, row.loss = name, found[name]
-            break
+        found = next((line for line in metrics.backwards(f'"{name}"') if name in line), {})
+        if found and found["step"] > newest:
+            row.loss_name, row.loss, newest = name, found[name], found["step"]
     best: dict[str, tuple[float, int]] = {}
     for beginning in _DISTANCES:
         for line in metrics.having(f'"{beginning}'):
@@ -86,8 +96,12 @@ def _read_metrics(row: Row, history: History) -> None:
 
 
 def _read_events(row: Row, history: History) -> None:
-    if (path := history.run_dir / EVENTS).exists():
-        row.time = next((line.time for line in Skim(path, parse_event).backwards()), row.time)
+    if not (path := history.run_dir / EVENTS).exists():
+        return
+    events = Skim(path, parse_event)
+    row.time = next((line.time for line in events.backwards()), row.time)
+    begins = (line for line in events.backwards('"steps":') if line.event.kind in BEGINS)
+    row.begin = next(begins, None)
 
 
 def _count(value: object) -> int | None:

@@ -98,7 +98,7 @@ def chart(
     numbers = {0: highest, canvas.height - 1: lowest} if lowest < highest else {canvas.height // 2: lowest}
     for row in range(canvas.height):
         label = f"{numbers[row]:.3g}" if row in numbers else ""
-        lines.append(Text(f"{label:>{_LABEL - 1}} ", "dim") + canvas.line(row))
+        lines.append(Text.assemble((f"{label:>{_LABEL - 1}} ", "dim"), canvas.line(row)))
     if with_axis:
         begin, end = f"{first:.0f}", f"{last:.0f}" if last > first else ""
         room = max(1, canvas.width - len(begin) - len(end))

@@ -13,6 +13,7 @@ from attrs import define, field
 
 from hookdiff import UserError
 from hookdiff.history import (
+    BEGINS,
     EVENTS,
     METRICS,
     History,
@@ -21,11 +22,11 @@ from hookdiff.history import (
     newest_picture,
     parse_event,
     parse_metrics,
+    total_steps,
 )
 
 _NAMES = ("loss", "loss/smooth", "grad_norm", "lr")
 _DISTANCES, _ABOUT = ("fd/", "fid/"), ("/num", "/floor")  # FID values, and values about them
-_BEGINS = ("start", "resume", "rollback")
 _ROUTINE = ("checkpoint", "void", "skipped", "held")  # of these the newest one is shown, with their number
 _WINDOW, _FEWEST = 60.0, 10  # seconds and lines of which the speed is the mean, whichever is longer
 _LARGEST = 1e18  # number of steps or samples
@@ -42,10 +43,11 @@ class Followed:
     series: dict[str, dict[int, float]] = field(init=False, factory=dict)  # values by name and step
     notes: list[tuple[LoggedEvent, int]] = field(init=False, factory=list)  # events, each with its number
     picture: Path | None = field(init=False, default=None)  # the newest samples
-    step: int = field(init=False, default=0)  # of the newest line
-    _run: Mapping[str, Any] = field(init=False, factory=dict)  # the table of the config
+    step: int = field(init=False, default=0)  # of the newest line, or of the end
+    _config: Mapping[str, Any] = field(init=False, factory=dict)
     _points: list[tuple[float, int]] = field(init=False, factory=list)  # time and step of each line
-    _began: tuple[float, int] | None = field(init=False, default=None)  # time and step
+    _process: LoggedEvent | None = field(init=False, default=None)  # with which the newest process began
+    _began: tuple[float, int] | None = field(init=False, default=None)  # time and step, also of a rollback
     _metrics: Tail[dict[str, float]] = field(init=False)
     _events: Tail[LoggedEvent] = field(init=False)
 
@@ -58,12 +60,14 @@ class Followed:
         history = History(self.run_dir)
         state, outcome = history.state, history.outcome  # before the files: the last lines come before the end
         try:
-            found, self.message = history.config.get("run"), str(outcome.get("message") or "")
+            self._config, self.message = history.config, str(outcome.get("message") or "")
         except UserError as error:
-            found, self.message = None, str(error).removeprefix(f"{self.run_dir}{os.sep}")
-        self._run = found if isinstance(found, dict) else {}
+            self._config, self.message = {}, str(error).removeprefix(f"{self.run_dir}{os.sep}")
         self._read_metrics()
         self._read_events()
+        ended = outcome.get("step")
+        if state != "running" and isinstance(ended, int) and self.step < ended < _LARGEST:
+            self.step = ended  # the last steps may have no line
         has_begun = self.series or self.step or self.notes or outcome
         if not self.run_dir.is_dir():
             self.state = "missing"
@@ -89,10 +93,12 @@ class Followed:
     def _read_events(self) -> None:
         anew, lines = self._events.read()
         if anew:
-            self.notes, self._began = [], None
+            self.notes, self._began, self._process = [], None, None
         for logged in lines:
             kind, number = logged.event.kind, 1
-            if kind in _BEGINS:
+            if kind in BEGINS:
+                self._process = logged
+            if kind in (*BEGINS, "rollback"):
                 self._began = logged.time, logged.step
             if kind in _ROUTINE:
                 for k in range(len(self.notes) - 1, -1, -1):
@@ -116,13 +122,16 @@ class Followed:
 
     @property
     def total(self) -> int | None:
-        """The number of steps that the config asks for."""
-        return self._count("steps")
+        """The number of steps of the whole run, as far as it is known."""
+        return total_steps(self._config, self._process)
 
     @property
     def batch_size(self) -> int | None:
         """The samples of a step."""
-        return self._count("batch_size")
+        run = self._config.get("run")
+        value = run.get("batch_size") if isinstance(run, dict) else None
+        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LARGEST
+        return value if is_count else None
 
     @property
     def age(self) -> float | None:
@@ -150,8 +159,3 @@ class Followed:
         if self.total is None or self.speed is None or self.age is None:
             return None
         return max(0.0, (self.total - self.step) / self.speed - self.age)
-
-    def _count(self, key: str) -> int | None:
-        value = self._run.get(key)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LARGEST
-        return value if is_count else None

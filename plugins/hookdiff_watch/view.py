@@ -43,7 +43,7 @@ def view(run: Followed, screen: Screen) -> list[Text]:
 
     head = [*_head(run, screen), *_flow(_values(run), screen.width)]
     most = max(1, min(_MOST_NOTES, screen.height // 5))
-    notes = [_note(*note) for note in run.notes[-most:]]
+    notes = [_note(*note) for note in _newest(run.notes, most)]
     if run.picture and not screen.has_colours:
         head.append(Text(shown(f"samples: {run.picture}")))
     rows = screen.height - len(head) - len(notes) - 2
@@ -51,8 +51,8 @@ def view(run: Followed, screen: Screen) -> list[Text]:
     parts = [part for part in (head, body, notes) if part]
     lines = [line for part in parts for line in [*part, Text()]][:-1]
     for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
-        line.truncate(screen.width, overflow="ellipsis")
+        line.no_wrap, line.overflow = True, "ellipsis" if screen.has_blocks else "crop"
+        line.truncate(screen.width, overflow=line.overflow)
     return lines[: screen.height]
 
 
@@ -70,7 +70,7 @@ def _head(run: Followed, screen: Screen) -> list[Text]:
     lines = _flow(parts, screen.width)
     if run.total is not None and screen.has_blocks:
         made = min(screen.width, screen.width * run.step // run.total)
-        lines.append(Text("\u2501" * made, "green") + Text("\u2500" * (screen.width - made), "dim"))
+        lines.append(Text.assemble(("\u2501" * made, "green"), ("\u2500" * (screen.width - made), "dim")))
     return lines
 
 
@@ -169,6 +169,15 @@ def _flow(parts: Sequence[Text], width: int) -> list[Text]:
         else:
             lines.append(part.copy())
     return lines
+
+
+def _newest(notes: Sequence[tuple[LoggedEvent, int]], most: int) -> list[tuple[LoggedEvent, int]]:
+    """Return the newest `most` events in their order; half of them are warnings and errors, if there are so many."""
+    places = range(len(notes))
+    serious = [place for place in places if notes[place][0].event.severity in _SEVERITIES][-max(1, most // 2) :]
+    others = [place for place in places if place not in serious]
+    kept = [*serious, *others[max(0, len(others) - most + len(serious)) :]]
+    return [notes[place] for place in sorted(kept)]
 
 
 def _note(logged: LoggedEvent, number: int) -> Text:

@@ -221,9 +221,12 @@ def test_runs_are_found_three_folders_deep(tmp_path: Path) -> None:
     (tmp_path / "lost" / "metrics.jsonl").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
+    (tmp_path / "b" / "metrics.jsonl").touch()
+    run_dir(tmp_path / "project" / "runs")
+    (tmp_path / "project" / "config.toml").touch()  # no sign of a run, as other projects have one
     (tmp_path / "link").symlink_to(tmp_path / "b")
     names = [run.run_dir.relative_to(tmp_path).as_posix() for run in find_runs(tmp_path)]
-    assert names == ["a/1", "a/2", "b", "deep/a", "lost"]
+    assert names == ["a/1", "a/2", "b", "deep/a", "lost", "project/runs"]
     assert [run.run_dir for run in find_runs(tmp_path / "b")] == [tmp_path / "b"]
     assert [run.run_dir for run in find_runs(tmp_path / "a" / "x")] == [tmp_path / "a" / "x" / "y" / "z"]
     assert find_runs(tmp_path / "file") == find_runs(tmp_path / "none") == find_runs(tmp_path / "empty") == []

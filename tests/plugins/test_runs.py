@@ -93,6 +93,20 @@ def test_the_age_is_that_of_the_newest_line_or_event(tmp_path: Path, hookdiff: C
 
 
 @posix
+def test_the_newest_loss_counts(tmp_path: Path, hookdiff: Command) -> None:
+    make(tmp_path / "x", {"step": 1, "loss": 8, "loss/smooth": 9}, {"step": 2, "loss": 0.5})
+    make(tmp_path / "y", {"step": 1, "loss": 8, "loss/smooth": 9})
+    assert [row["loss"] for row in rows(hookdiff, tmp_path).values()] == [0.5, 9]
+
+
+def test_a_run_of_epochs_has_the_steps_that_it_expects(tmp_path: Path, hookdiff: Command) -> None:
+    run = make(tmp_path / "x", {"step": 7, "loss": 8})
+    (run / "config.toml").write_text("[run]\nepochs = 3\n")
+    line = {"step": 0, "time": 1.0, "kind": "start", "severity": "info", "text": "", "details": {"steps": 30}}
+    (run / "events.jsonl").write_text(json.dumps(line) + "\n")
+    assert rows(hookdiff, tmp_path)["x"]["steps"] == 30
+
+
 def test_a_run_that_is_under_way(tmp_path: Path, hookdiff: Command, start: Callable[..., Any]) -> None:
     make(tmp_path / "crashed", {"step": 1})
     path = make(tmp_path / "live", {"step": 1}, reason="done")

@@ -63,8 +63,8 @@ def happen(path: Path, step: int, kind: str, text: str = "", severity: str = "in
         file.write(json.dumps(line) + "\n")
 
 
-def end(path: Path, reason: str = "done", message: str = "") -> None:
-    (path / "outcome.json").write_text(json.dumps({"reason": reason, "message": message, "step": 1, "epoch": 1}))
+def end(path: Path, reason: str = "done", message: str = "", step: int = 0) -> None:
+    (path / "outcome.json").write_text(json.dumps({"reason": reason, "message": message, "step": step, "epoch": 1}))
 
 
 def save(path: Path, step: int, pixels: Any, **info: Any) -> Path:
@@ -147,6 +147,33 @@ def test_a_run_is_followed_to_its_end(run: Path) -> None:
     check_facts(left, "stopped", "SIGTERM", "step 100/100", "loss 0.25")
     assert terminal.written.count("\x1b[?25l") == terminal.written.count("\x1b[?25h") == 1  # the cursor
     assert terminal.written.count("\x1b[?1049h") == terminal.written.count("\x1b[?1049l") == 1  # the other screen
+
+
+def test_the_end_may_be_later_than_the_last_line(run: Path, hookdiff: Callable[..., Any]) -> None:
+    log(run, 96, loss=0.5)
+    end(run, step=100)
+    check_facts(hookdiff("watch", run)[1], "done", "step 100/100", "loss 0.5")
+
+
+def test_a_run_of_epochs_says_how_many_steps_it_expects(run: Path, hookdiff: Callable[..., Any]) -> None:
+    (run / "config.toml").write_text("[run]\nepochs = 3\n")
+    log(run, 20, loss=0.5)
+    for steps in (50, 60):  # the second time with another batch size
+        line = {"step": 0, "time": 1.0, "kind": "resume", "severity": "info", "text": "", "details": {"steps": steps}}
+        with (run / "events.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    check_facts(hookdiff("watch", run)[1], "step 20/60")
+
+
+def test_warnings_are_not_pushed_out_by_what_is_usual(run: Path, hookdiff: Callable[..., Any]) -> None:
+    log(run, 20, loss=0.5)
+    happen(run, 5, "finding", "an older warning", "warning")
+    happen(run, 10, "finding", "gradients explode", "error")
+    for step in range(11, 20):
+        happen(run, step, "resume", f"resumed at step {step}")
+    end(run)
+    notes = hookdiff("watch", run)[1].splitlines()[-6:]
+    assert [re.findall(r"step (\d+)", note)[0] for note in notes] == ["5", "10", "16", "17", "18", "19"]
 
 
 @pytest.mark.parametrize("how", ["keys", "SIGTERM"])
@@ -391,6 +418,17 @@ def test_a_pipe_that_takes_only_ascii(run: Path, start: Callable[..., Any]) -> N
     assert (code, err) == (0, "")
     assert out.isascii()
     check_facts(out, "step 9/100", "loss 0.5", "done")
+
+
+def test_a_terminal_of_the_c_locale(run: Path) -> None:
+    happen(run, 1, "finding", "long " * 50, "warning")
+    happen(run, 2, "finding", "größer")
+    end(run)
+    with Terminal(run.parent, "watch", run, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0") as terminal:
+        code, left = terminal.finish()
+    assert code == 0, left
+    assert left.isascii()
+    assert max(map(len, left.split("\n"))) <= 80
 
 
 def test_a_path_that_is_no_run(run: Path, hookdiff: Callable[..., Any]) -> None:
