@@ -11,7 +11,7 @@ from attrs import define, field
 _WINDOW, _FEWEST = 30.0, 5  # seconds of training, and spans, that the speed follows from
 _SPAN = 1.0  # seconds; shorter steps are counted together
 _LONGER, _LEAST = 3.0, 1.0  # a step that takes three times as long, and a second more, has a pause in it
-_IN_A_ROW = 3  # such steps mean that the machine is slower now
+_IN_A_ROW = 3  # such steps mean that the machine is slower now, or faster if they are that much shorter
 _MOST = 64  # pauses that are remembered
 
 
@@ -33,16 +33,19 @@ class Pace:
 
     The speed is the mean of the last 30 seconds of training, so it follows a machine that becomes faster or slower. The
     first step, which warms up, does not count, nor do pauses, such as evaluations and saves. After two pauses more
-    are expected, at their mean distance and of their mean length. The longest counts as the second longest, since it
-    may have been the only one of its kind.
+    are expected, of their mean length, and at their mean distance or, if they have stopped, at the distance of the last
+    one from now. The longest counts as the second longest, since it may have been the only one of its kind. Before two
+    pauses, a resumed run expects what its earlier processes had: `overhead` is their time over that of their steps.
     """
 
+    overhead: float = 1.0
     _newest: tuple[float, int, int] | None = field(init=False, default=None)  # time, batches and steps of a begin
     _first: _Span | None = field(init=False, default=None)
     _spans: deque[_Span] = field(init=False, factory=deque)
     _total: _Span = field(init=False, factory=lambda: _Span(0.0, 0, 0))  # of the spans
     _pauses: deque[tuple[int, float]] = field(init=False, factory=lambda: deque(maxlen=_MOST))  # step and seconds
-    _in_a_row: list[_Span] = field(init=False, factory=list)
+    _in_a_row: list[_Span] = field(init=False, factory=list)  # the last steps, all of them much slower, or faster
+    _are_slower: bool = field(init=False, default=False)
 
     def mark(self, batches: int, steps: int) -> None:
         """Note that a step begins, after `batches` and `steps` of the run."""
@@ -55,20 +58,28 @@ class Pace:
             self._first = span
             return
         usual = self._total.seconds / self._total.batches * span.batches if self._spans else span.seconds
-        if span.seconds <= usual + max(_LEAST, (_LONGER - 1) * usual):
-            self._in_a_row.clear()
+        is_slower, is_faster = _is_much_longer(span.seconds, usual), _is_much_longer(usual, span.seconds)
+        if is_slower:
+            self._pauses.append((steps, span.seconds - usual))
+        else:
             self._add(span)
-            return
-        self._in_a_row.append(span)
-        self._pauses.append((steps, span.seconds - usual))
+        if not (is_slower or is_faster) or is_slower != self._are_slower:
+            self._in_a_row.clear()
+        if is_slower or is_faster:
+            self._in_a_row.append(span)
+            self._are_slower = is_slower
         if len(self._in_a_row) == _IN_A_ROW:
-            for _ in range(_IN_A_ROW):
-                self._pauses.pop()
-            slower, self._in_a_row = self._in_a_row, []
-            self._spans.clear()
-            self._total = _Span(0.0, 0, 0)
-            for span in slower:
-                self._add(span)
+            self._follow()
+
+    def _follow(self) -> None:
+        """Forget the speed before the last steps, and the pauses that these steps seemed to be."""
+        for _ in range(_IN_A_ROW if self._are_slower else 0):
+            self._pauses.pop()
+        self._spans.clear()
+        self._total = _Span(0.0, 0, 0)
+        for span in self._in_a_row:
+            self._add(span)
+        self._in_a_row = []
 
     def images_per_second(self, batch_size: int) -> float | None:
         """Return the speed; None before the second step."""
@@ -82,12 +93,14 @@ class Pace:
             return None
         each, steps = known.seconds / known.steps, total - self._newest[2]
         pause, pauses = 0.0, 0
-        if len(self._pauses) > 1:
+        if len(self._pauses) < 2:
+            each *= self.overhead
+        else:
             (first, _), *later = self._pauses
             last = later[-1][0]
             second = heapq.nlargest(2, (seconds for _, seconds in self._pauses))[1]
             pause = sum(min(seconds, second) for _, seconds in later) / len(later)
-            distance = (last - first) / len(later)
+            distance = max((last - first) / len(later), self._newest[2] - last)
             pauses = round((total - last) / distance) if distance > 0 else 0
         under_way = time.monotonic() - self._newest[0]
         return max(0.0, steps * each + pauses * pause - min(under_way, each + pause))
@@ -103,3 +116,7 @@ class Pace:
             self._spans.append(span)
         while len(self._spans) > _FEWEST and self._total.seconds - self._spans[0].seconds > _WINDOW:
             self._total.grow(self._spans.popleft(), -1)
+
+
+def _is_much_longer(seconds: float, usual: float) -> bool:
+    return seconds > usual + max(_LEAST, (_LONGER - 1) * usual)

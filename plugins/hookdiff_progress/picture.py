@@ -51,7 +51,8 @@ def picture(facts: Facts, width: int, has_blocks: bool) -> list[Text]:
         head = [bar_line(parts, 1, facts.step, facts.total, width, has_blocks)]
     usual = [value(name, facts.values[name]) for name in FIRST if name in facts.values]
     if "loss" in facts.values and has_blocks:
-        usual[0].append(" ").append(sparkline(facts.losses), "cyan")
+        room = max(0, width - usual[0].cell_len - 1)  # a part that does not fit would be left out whole
+        usual[0].append(" " if room else "").append(sparkline(facts.losses[max(0, len(facts.losses) - room) :]), "cyan")
     rare = [value(name, text) for name, text in facts.values.items() if name not in FIRST]
     notes = [Text(note) for note in facts.notes]
     return [*head, *flow([*usual, *notes, *rare], width, _LINES), *work_lines(facts.works, width, has_blocks)]

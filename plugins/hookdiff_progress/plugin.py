@@ -18,6 +18,7 @@ from hookdiff import Loop, hookimpl
 from hookdiff.fitting import memory_in_use
 from hookdiff.pace import Work, clock, shown_by
 from hookdiff.terminal import Place, find_place
+from hookdiff_progress.earlier import overhead
 from hookdiff_progress.pace import Pace
 from hookdiff_progress.picture import FIRST, Facts, label, picture
 
@@ -37,12 +38,16 @@ class _Run:
     """What is shown of a run."""
 
     loop: Loop
-    pace: Pace = field(factory=Pace)
+    pace: Pace
     values: dict[str, tuple[int, float]] = field(factory=dict)  # step and newest value of each name
     times: Counter[str] = field(factory=Counter)  # how often each name was logged
     losses: deque[float] = field(factory=lambda: deque(maxlen=LOSSES))
     saved: deque[int] = field(factory=lambda: deque(maxlen=2))  # steps of the newest checkpoints
     works: Sequence[Work] = ()
+
+    @property
+    def total(self) -> int | None:
+        return self.loop.config.expected_steps(self.loop.progress, self.loop.feed.num_batches)
 
     def facts(self) -> Facts:
         newest = max((step for step, _ in self.values.values()), default=0)
@@ -50,19 +55,19 @@ class _Run:
 
     def line(self, values: Mapping[str, tuple[int, float]], newest: int) -> Facts:
         """Return the facts with these values; one that is older than the step `newest` says its step."""
-        loop, texts = self.loop, {}
+        loop, texts = self.loop, dict[str, str]()
         for name in [*(name for name in FIRST if name in values), *self._rarest_first(values)]:
             step, value = values[name]
             is_old = step < newest and (name not in FIRST or values is not self.values)
             texts[name] = f"{value:.4g} (step {step})" if is_old else f"{value:.4g}"
-        return Facts(loop.progress.step, total_steps(loop), list(self._pace()), texts, (), list(self._notes()))
+        return Facts(loop.progress.step, self.total, list(self._pace()), texts, (), list(self._notes()))
 
     def _rarest_first(self, values: Mapping[str, tuple[int, float]]) -> list[str]:
         return sorted((name for name in values if name not in FIRST), key=self.times.__getitem__)
 
     def _pace(self) -> Iterator[str]:
         """Yield "1234 img/s" and "ETA 0:12" as far as they are known."""
-        config, total, left = self.loop.config, total_steps(self.loop), []
+        config, total, left = self.loop.config, self.total, []
         speed = self.pace.images_per_second(config.batch_size)
         if speed is not None:
             yield f"{speed:.0f} img/s" if speed >= 10 else f"{speed:.2g} img/s"
@@ -78,9 +83,10 @@ class _Run:
         if size := sizes.get("peak") or sizes.get("reserved"):
             yield f"memory {size / GIB:.1f} GiB" if size >= GIB else f"memory {size / MIB:.0f} MiB"
         if self.saved:
-            following = 2 * self.saved[-1] - self.saved[0]
-            total = total_steps(self.loop)
-            is_known = following > self.loop.progress.step and (total is None or following <= total)
+            before = self.saved[0] if len(self.saved) > 1 else 0  # the first interval of a new run begins with it
+            following = 2 * self.saved[-1] - before
+            is_known = following > self.loop.progress.step and (self.total is None or following <= self.total)
+            is_known &= len(self.saved) > 1 or self.loop.first_step == 0
             yield f"saved at {self.saved[-1]}" + (f", next about {following}" if is_known else "")
 
 
@@ -88,20 +94,25 @@ class _Run:
 class ProgressBar:
     """Shows on stderr how far the run is: a bar on a terminal or in a notebook, elsewhere a line now and then.
 
-    Such lines come with the first log, then at most every ten seconds, later every minute, and at the end. It has no
-    options. When stderr is closed, full or broken, it is switched off with a line in the log, and the run goes on.
+    Such lines come with the first log, then at most every ten seconds, later every minute, also where no log comes in
+    time, and at the end. It has no options. When stderr is closed, full or broken, it is switched off with a line in
+    the log, and the run goes on.
     """
 
     _run: _Run | None = field(init=False, default=None)
     _place: Place | None = field(init=False, default=None)
     _unshown: dict[str, tuple[int, float]] = field(init=False, factory=dict)  # values for the next line
-    _next: float = field(init=False, default=0.0)  # time of the next line
+    _next: float = field(init=False, default=0.0)  # time from which on a log gets a line
+    _latest: float = field(init=False, default=0.0)  # time of the next line if there is no log until then
+    _printed: int = field(init=False, default=0)  # step of the last line
 
     @hookimpl
-    def on_ready(self, loop: Loop) -> None:
+    def on_ready(self, loop: Loop, resumed: bool) -> None:
         if not loop.is_main:
             return
-        self._run, self._place, self._unshown, self._next = _Run(loop), None, {}, 0.0
+        pace = Pace(overhead(loop.run_dir) if resumed and loop.run_dir else 1.0)
+        self._run, self._place, self._unshown = _Run(loop, pace), None, {}
+        self._next, self._latest, self._printed = 0.0, time.monotonic() + LATEST, loop.progress.step
         loop.resources.callback(self._stop)
         with self._switched_off_if_broken():
             self._place = find_place(partial(_draw, self._run))
@@ -114,6 +125,8 @@ class ProgressBar:
         if self._run is not None:
             self._run.pace.mark(loop.progress.position, loop.progress.step)
             self._tick()
+            if self._place is None and time.monotonic() >= self._latest:
+                self._print(self._run)
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
@@ -147,23 +160,26 @@ class ProgressBar:
 
     def _print(self, run: _Run) -> None:
         values, self._unshown = self._unshown, {}
-        newest = max(step for step, _ in values.values())
-        facts = run.line(values, newest)
+        step = run.loop.progress.step
+        facts = run.line(values, step)
         texts = {name: f"{name} {text}" for name, text in facts.values.items()}
         known = [texts.pop(name) for name in FIRST if name in texts]
-        line = "  ".join([label(newest, facts.total), *known, *facts.pace])
+        line = "  ".join([label(step, facts.total), *known, *facts.pace])
         for other in [*texts.values(), *facts.notes]:
             if len(line) + 2 + len(other) > WIDTH:
                 break
             line = f"{line}  {other}"
         with self._switched_off_if_broken():
             print(line, file=sys.stderr, flush=True)
-        so_far = time.monotonic() - run.loop.end.start_time
-        self._next = time.monotonic() + min(LATEST, max(SOONEST, so_far / 10))
+        now = time.monotonic()
+        self._printed, self._latest = step, now + LATEST
+        if values:  # a log must not wait after a line without one
+            self._next = now + min(LATEST, max(SOONEST, (now - run.loop.end.start_time) / 10))
 
     def _stop(self) -> None:
-        if self._run is not None and self._place is None and self._unshown:
-            self._print(self._run)
+        run = self._run
+        if run is not None and self._place is None and (self._unshown or self._printed < run.loop.progress.step):
+            self._print(run)
         if self._place is not None:
             with self._switched_off_if_broken():
                 self._place.stop()
@@ -184,14 +200,3 @@ class ProgressBar:
 
 def _draw(run: _Run, width: int, has_blocks: bool) -> list[Text]:
     return picture(run.facts(), width, has_blocks)
-
-
-def total_steps(loop: Loop) -> int | None:
-    """Return the step at which the run is done if all further batches change the weights, or None without a limit."""
-    config, progress, totals = loop.config, loop.progress, []
-    if config.steps is not None:
-        totals.append(config.steps)
-    if config.epochs is not None:
-        made = -(-progress.samples // config.batch_size)  # batches of the current epoch
-        totals.append(progress.step + (config.epochs - progress.epoch) * loop.feed.num_batches - made)
-    return min(totals, default=None)

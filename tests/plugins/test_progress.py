@@ -27,7 +27,6 @@ from hookdiff_loss import LossMonitor
 from hookdiff_memory import Memory
 from hookdiff_progress import ProgressBar
 from hookdiff_progress.picture import sparkline
-from hookdiff_progress.plugin import total_steps
 from tests.conftest import Clock, Logged, Restores, StopAt, check_facts, wait_until, warnings
 
 
@@ -157,6 +156,16 @@ def test_a_pipe_gets_a_line_now_and_then_with_all_that_is_new(monkeypatch: pytes
     assert [line for line in lines if "fd/digits 12 (step 25)" in line] == [lines[steps.index(31)]]
 
 
+def test_a_pipe_gets_a_line_each_minute_and_one_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pipe(monkeypatch) as output:
+        make_loop({"bar": ProgressBar(), "clock": Clock(monkeypatch)}, steps=50, log_every=20).run()
+    lines = output.text().splitlines()
+    assert [re.findall(r"step (\d+)/50|(loss)", line) for line in lines] == [
+        [(f"{step}", ""), *[("", "loss")] * (step % 20 == 0)] for step in (6, 12, 18, 20, 26, 32, 38, 40, 46, 50)
+    ]
+    assert "ETA 0:00" in lines[-1]
+
+
 def test_lines_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pipe(monkeypatch) as output:
         loop = make_loop({"bar": ProgressBar()}, steps=4)
@@ -245,23 +254,41 @@ def test_what_takes_long_gets_a_bar_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         make_loop({"bar": ProgressBar(), "evaluates": Evaluates()}, steps=1).run()
     text = output.text()
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    assert re.search(r"fid: images  ━+  200/400 images  0:0[45] left", plain)
-    assert re.search(r"sampling  ━+  1/2 steps  0:01 left", plain)
+    assert re.search(r"fid: images  ━+─+  200/400 images  0:0[45] left", plain)
+    assert re.search(r"sampling  ━+─+  1/2 steps  0:01 left", plain)
     assert not any("fid: images" in line for line in screen(text))
 
 
-def test_the_checkpoints_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stop", "shown"), [(25, "saved at 20, next about 40"), (55, "saved at 50, next about 80")])
+def test_the_checkpoints_are_shown(stop: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bar = ProgressBar()
 
     class Saves:
         @hookimpl
         def after_optimizer_step(self, loop: Loop) -> None:
-            if loop.progress.step in (20, 40):
+            if loop.progress.step in (20, 50):
                 bar.on_checkpoint(Path("somewhere"), loop.progress.step)
 
     with terminal(monkeypatch) as output:
-        make_loop({"bar": bar, "saves": Saves(), "stop": StopAt(45)}, steps=80).run()
-    assert "saved at 40, next about 60" in "\n".join(screen(output.text()))
+        make_loop({"bar": bar, "saves": Saves(), "stop": StopAt(stop)}, steps=80).run()
+    assert shown in "\n".join(screen(output.text()))
+
+
+@pytest.mark.parametrize("columns", [20, 30, 36])
+def test_a_narrow_terminal_shows_the_loss(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch, columns) as output:
+        make_loop({"bar": ProgressBar()}, steps=30, log_every=1).run()
+    values = screen(output.text())[1]
+    assert re.match(r"loss [\d.e-]+", values)
+    assert len(values) <= columns
+
+
+def test_a_bar_shows_how_far_it_is_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as output:
+        monkeypatch.setenv("NO_COLOR", "1")
+        make_loop({"bar": ProgressBar(), "stop": StopAt(3)}, steps=4).run()
+    (bar,) = (line for line in screen(output.text()) if "step 3/4" in line)
+    assert bar.count("━") == 3 * bar.count("─") == 45
 
 
 @pytest.mark.parametrize(
@@ -304,10 +331,12 @@ def test_details_are_for_the_sinks(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     logged = Logged()
     plugins = {"bar": ProgressBar(), "looks": Looks(), "logged": logged, "clock": Clock(monkeypatch)}
     make_loop(plugins, steps=5, log_every=4).run()
-    third, fourth = capsys.readouterr().err.splitlines()
+    third, fourth, fifth = capsys.readouterr().err.splitlines()
     assert third.startswith("step 3/5  ")
     assert "  fd/digits 2  " in third
     assert fourth.startswith(f"step 4/5  loss {logged.of('loss')[4]:.4g}  grad_norm ")
+    assert fifth.startswith("step 5/5  ")
+    assert "odd" not in third + fourth + fifth
     assert list(logged.of("odd/inner").values()) == [1.0] * 5
 
 
@@ -389,10 +418,9 @@ def test_lines_of_a_run_with_every_monitor_can_be_read(
         "gradients": GradientMonitor(),
         "memory": Memory(),
     }
-    toy_loop({"bar": ProgressBar(), **monitors}, steps=20, log_every=10, micro_batch=4).run()
+    toy_loop({"bar": ProgressBar(), **monitors}, steps=20, log_every=5, micro_batch=4).run()
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2  # none for the looks of debug
-    for line, step in zip(lines, (10, 20), strict=True):
+    for line, step in zip(lines, (5, 10, 15, 20), strict=True):  # none for the looks of debug
         assert re.match(rf"step {step}/20  loss \S+  grad_norm \S+  [\d.]+ img/s  ETA \S+  ", line), line
         assert len(line) <= 120
         names = re.findall(r"\w+/[\w/]+(?= )", line.partition("ETA")[2])
@@ -415,12 +443,12 @@ def test_lines_of_a_run_with_every_monitor_can_be_read(
 def test_total_steps(config: dict[str, int], position: tuple[int, int, int], total: int | None) -> None:
     loop = make_loop({}, **config)
     loop.progress.step, loop.progress.epoch, loop.progress.samples = position
-    assert total_steps(loop) == total
+    assert loop.config.expected_steps(loop.progress, loop.feed.num_batches) == total
 
 
 def test_an_epoch_run_ends_at_its_total(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     make_loop({"bar": ProgressBar(), "clock": Clock(monkeypatch)}, epochs=2, log_every=14).run()
-    first, last = capsys.readouterr().err.splitlines()
+    first, last = (line for line in capsys.readouterr().err.splitlines() if "loss" in line)
     assert first.startswith("step 14/28 ")
     assert last.startswith("step 28/28 ")
 
@@ -443,7 +471,7 @@ def test_the_eta_follows_max_time_if_it_ends_the_run_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_loop({"bar": ProgressBar(), "clock": Clock(monkeypatch)}, steps=1000, max_time="50 s").run()
-    assert re.findall(r"ETA \S+", capsys.readouterr().err) == ["ETA 0:30", "ETA 0:10"]
+    assert re.findall(r"ETA \S+", capsys.readouterr().err) == ["ETA 0:30", "ETA 0:10", "ETA 0:00"]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,22 @@
+import json
+import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
+from hookdiff_progress.earlier import overhead
 from hookdiff_progress.pace import Pace
 
 
 class Run:
     """A run with a simulated clock; `seconds(step)` is the time from the begin of a step to that of the next one."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, seconds: Callable[[int], float], first: int = 0) -> None:
-        self.now, self.step, self.pace, self.seconds = 1000.0, first, Pace(), seconds
+    def __init__(
+        self, patch: pytest.MonkeyPatch, seconds: Callable[[int], float], first: int = 0, overhead: float = 1
+    ) -> None:
+        self.now, self.step, self.pace, self.seconds = 1000.0, first, Pace(overhead), seconds
         patch.setattr("time.monotonic", lambda: self.now)
         self.pace.mark(first, first)
 
@@ -65,6 +71,43 @@ def test_long_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run.pace.images_per_second(2) == pytest.approx(40)
 
 
+def test_a_resumed_run_expects_the_pauses_that_it_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def seconds(step: int) -> float:  # an evaluation every 200 steps
+        return 0.1 + (300 if step and step % 200 == 0 else 0)
+
+    now, lines = 0.0, []
+    for step in range(1000):
+        now += seconds(step) + (10_000 if step == 500 else 0)  # stopped over night
+        if step % 10 == 9:
+            lines.append({"step": step + 1, "time": now, "loss": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    night = {"step": 500, "time": lines[49]["time"] + 9000, "kind": "resume", "severity": "info", "text": ""}
+    (tmp_path / "events.jsonl").write_text(json.dumps(night) + "\n")
+    run = Run(monkeypatch, seconds, 1000, overhead(tmp_path))
+    run.train(1003)
+    assert run.left(2000) == pytest.approx(sum(map(seconds, range(1003, 2000))), rel=0.2)
+
+
+def test_a_run_with_few_lines_expects_nothing(tmp_path: Path) -> None:
+    assert overhead(tmp_path / "none") == overhead(tmp_path) == 1
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5}\n{"step": 2, "time": 500}\n')
+    assert overhead(tmp_path) == 1
+
+
+def test_two_pauses_that_are_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, lambda step: 3.1 if step in (10, 14) else 0.1)
+    for made, most in ((1000, 10_300), (50_000, 5_010), (99_000, 105)):
+        run.train(made)
+        assert run.left(100_000) <= most
+
+
+@pytest.mark.parametrize("slow", [2, 3, 5])
+def test_slow_first_steps_are_forgotten(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    run = Run(monkeypatch, lambda step: 60.0 if step < slow else 0.1)
+    run.train(slow + 4)
+    assert run.left(2000) == pytest.approx((2000 - slow - 4) * 0.1, rel=0.01)
+
+
 def test_an_hour_that_is_lost_once_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, lambda step: 3600 if step == 250 else 0.05 + (2 if step and step % 100 == 0 else 0))
     run.train(600)
@@ -97,6 +140,6 @@ def test_any_times_give_a_time_that_is_not_negative(marks: list[tuple[float, int
             run.now, batches, steps = run.now + seconds, max(0, batches + more_batches), max(0, steps + more_steps)
             run.pace.mark(batches, steps)
             left = run.pace.left(total)
-            assert left is None or left >= 0
+            assert left is None or 0 <= left < math.inf
             speed = run.pace.images_per_second(8)
-            assert speed is None or speed >= 0
+            assert speed is None or 0 <= speed < math.inf
