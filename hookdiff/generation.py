@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import torch
 from attrs import define, field
@@ -88,10 +89,9 @@ class Generated:
         `what` is for messages, such as "fid: images". Raises ValueError on all ranks for an image that is not finite.
         """
         share = range(*shares(num)[self.loop.rank])
-        made = paced(self.images(share), len(share), what)
-        return Collected.merged(
-            gathered_or_raised(lambda: Collected.of(self.space, (_pixels(part, what) for part in made)))
-        )
+        with closing(paced(self.images(share), len(share), what)) as made:
+            pixels = (_pixels(part, what) for part in made)
+            return Collected.merged(gathered_or_raised(lambda: Collected.of(self.space, pixels)))
 
     def _request(self, numbers: range) -> SampleRequest:
         return SampleRequest(len(numbers), self.seed, numbers.start, stream="evaluate", weights=self.weights)

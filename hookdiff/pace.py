@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from attrs import define, field
 
-logger = logging.getLogger("hookdiff")
+logger = logging.getLogger("hookdiff.pace")  # of its own, since every command shows it
 
 _LONG = 20.0  # seconds that are worth a message
 _BETWEEN = 30.0  # seconds between two messages
@@ -58,16 +58,25 @@ def shown_by(show: Show) -> Iterator[None]:
         _here.shows.remove(show)
 
 
+def is_shown() -> bool:
+    """Return whether a function shows the works of this thread."""
+    return bool(_here.shows)
+
+
 def paced(
     parts: Iterable[Part], total: int, what: str, unit: str = "images", size: Callable[[Any], int] = len
-) -> Iterator[Part]:
-    """Yield `parts`, each of `size(part)` units of `total`, and tell how far they are.
+) -> Generator[Part, None, None]:
+    """Yield `parts`, each of `size(part)` units of `total`, and show how far they are.
 
     A function given to `shown_by` shows it. Otherwise the log gets a line if it takes longer than 20 seconds, and one
-    every 30 seconds; of works inside each other, it gets the outermost one, from the first rank.
+    every 30 seconds; of works inside each other, it gets the outermost one. Ranks but the first show and log nothing.
+    Close the generator if you keep it in a variable: after an error it would seem to be under way.
     """
     from hookdiff.ranks import rank  # here, since it imports torch, which a terminal view of a run does not need
 
+    if rank():
+        yield from parts
+        return
     work = Work(what, total, unit)
     begin = last = work.began
     is_outermost = not _here.works
@@ -79,7 +88,7 @@ def paced(
             work.done += size(part)
             if _here.shows:
                 _show()
-            elif is_outermost and rank() == 0 and work.done < total:
+            elif is_outermost and work.done < total:
                 now, left, is_first = time.monotonic(), work.left() or 0.0, last == begin
                 if left > (_LONG if is_first else 0) and (is_first or now - last > _BETWEEN):
                     done = f"{work.done:,} of {total:,} {unit}"

@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from hookdiff.errors import shown
-from hookdiff.pace import Work, clock, shown_by
+from hookdiff.pace import Work, clock, is_shown, shown_by
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +23,8 @@ PAUSE = 0.25  # seconds between two pictures
 _SHORT = 0.5  # seconds of work that needs no bar
 _WIDTH = 100  # columns in a notebook
 _GAP = 2  # columns between two parts of a line
+_BAR = 5 + _GAP  # columns of the smallest bar
+_NEEDED = 3  # parts of a line that are needed more than its bar
 
 Draw = Callable[[int, bool], "list[Text]"]  # the lines for a number of columns, with or without block characters
 
@@ -40,19 +42,25 @@ class Place(Protocol):
         """Leave the last ones where they are."""
 
 
-def find_place(draw: Draw) -> Place | None:
-    """Return the terminal of stderr, or the cell of a notebook; None for a pipe. Raises ValueError if it is closed."""
+def find_place(draw: Draw, is_kept: bool = True) -> Place | None:
+    """Return the terminal of stderr, or the cell of a notebook; None for a pipe. `is_kept`: also after `stop`.
+
+    Raises ValueError if stderr is closed.
+    """
     if sys.stderr is None:
         raise ValueError("it is closed")
-    if is_terminal():
-        return Bottom(draw)
-    return Cell(draw) if _is_notebook() else None
+    if _is_terminal(sys.stderr) and _moves_its_cursor():
+        return Bottom(draw, is_kept)
+    return Cell(draw, is_kept) if _is_notebook() else None
 
 
-def is_terminal() -> bool:
-    """Return whether stderr is a terminal that can move its cursor."""
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+def _moves_its_cursor() -> bool:
     # Not rich's own test: with FORCE_COLOR it takes a pipe for a terminal.
-    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return os.environ.get("TERM") not in ("dumb", "unknown") and os.environ.get("TTY_COMPATIBLE") != "0"
 
 
 def _is_notebook() -> bool:
@@ -61,9 +69,9 @@ def _is_notebook() -> bool:
 
 
 class Bottom:
-    """Keeps lines at the bottom of a terminal, below all that is printed and logged. `is_kept`: also after `stop`."""
+    """Keeps lines at the bottom of a terminal, below all that is printed and logged."""
 
-    def __init__(self, draw: Draw, is_kept: bool = True) -> None:
+    def __init__(self, draw: Draw, is_kept: bool) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -73,7 +81,7 @@ class Bottom:
             console=console,
             auto_refresh=False,
             transient=not is_kept,
-            redirect_stdout=sys.stdout.isatty(),  # a file or a pipe must still get what is printed
+            redirect_stdout=_is_terminal(sys.stdout),  # a file or a pipe must still get what is printed
         )
         self._next = 0.0
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -82,6 +90,8 @@ class Bottom:
         """Show the lines. From now on, all that is printed or logged to the terminal appears above them."""
         before = (sys.stderr, sys.stdout)
         self._live.start(refresh=True)
+        if self._live.transient:  # of a command, which a signal may end at once
+            self._live.console.show_cursor()
         # A log handler keeps the stream that it was made with, and would write into the lines.
         logger: logging.Logger | None = logging.getLogger("hookdiff")
         while logger is not None:
@@ -109,8 +119,8 @@ class Bottom:
 class Cell:
     """Keeps lines in one output of a notebook's cell, which needs no widgets."""
 
-    def __init__(self, draw: Draw) -> None:
-        self._draw = draw
+    def __init__(self, draw: Draw, is_kept: bool) -> None:
+        self._draw, self._is_kept = draw, is_kept
         self._next = 0.0
         self._handle: Any = None
 
@@ -126,12 +136,14 @@ class Cell:
 
     def stop(self) -> None:
         """Replace the output for the last time."""
-        self._handle.update(self._bundle(), raw=True)
+        self._handle.update(self._bundle() if self._is_kept else {"text/plain": ""}, raw=True)
 
     def _bundle(self) -> dict[str, str]:
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), record=True, width=_WIDTH, color_system="truecolor", force_terminal=True)
+        # In a notebook rich would print to the cell, whatever its file is.
+        look: Any = {"width": _WIDTH, "color_system": "truecolor", "force_terminal": True, "force_jupyter": False}
+        console = Console(file=io.StringIO(), record=True, **look)
         console.print(_group(self._draw(_WIDTH, True)))
         code = '<pre style="line-height: normal">{code}</pre>'
         html = console.export_html(code_format=code, inline_styles=True, clear=False)
@@ -140,8 +152,11 @@ class Cell:
 
 @contextmanager
 def shown_works() -> Iterator[None]:
-    """Show bars of the work of this thread on a terminal, until its end; see `hookdiff.pace`."""
-    if not is_terminal():
+    """Show bars of the work of this thread on a terminal or in a notebook, until its end; see `hookdiff.pace`.
+
+    Where something else shows them, or there is only a pipe, it does nothing.
+    """
+    if is_shown() or not ((_is_terminal(sys.stderr) and _moves_its_cursor()) or _is_notebook()):
         yield
         return
     bars = _Bars()
@@ -153,11 +168,11 @@ def shown_works() -> Iterator[None]:
 
 
 class _Bars:
-    """The bars of a command. They are there only while some work takes long."""
+    """Bars that are there only while some work takes long."""
 
     def __init__(self) -> None:
         self._works: Sequence[Work] = ()
-        self._bottom: Bottom | None = None
+        self._place: Place | None = None
         self._is_broken = False
 
     def show(self, works: Sequence[Work]) -> None:
@@ -165,19 +180,20 @@ class _Bars:
         if self._is_broken:
             return
         try:
-            if self._bottom is not None and works:
-                self._bottom.tick()
-            elif self._bottom is not None:
-                bottom, self._bottom = self._bottom, None
-                bottom.stop()
+            if self._place is not None and works:
+                self._place.tick()
+            elif self._place is not None:
+                place, self._place = self._place, None
+                place.stop()
             elif long_works(works):
-                self._bottom = Bottom(lambda width, has_blocks: work_lines(self._works, width, has_blocks), False)
-                self._bottom.start()
+                self._place = find_place(lambda *size: work_lines(self._works, *size), is_kept=False)
+                if self._place is not None:
+                    self._place.start()
         except (OSError, ValueError):  # stderr is broken or closed, which is no reason to end the command
             self._is_broken = True
             with suppress(OSError, ValueError):
-                if self._bottom is not None:
-                    self._bottom.stop()
+                if self._place is not None:
+                    self._place.stop()
 
 
 def long_works(works: Sequence[Work]) -> list[Work]:
@@ -197,19 +213,22 @@ def work_lines(works: Sequence[Work], width: int, has_blocks: bool) -> list[Text
 
 
 def bar_line(parts: Sequence[str], place: int, done: int, total: int, width: int, has_blocks: bool) -> Text:
-    """Return one line: the parts that fit, of which the first are needed most, with a bar after `place` of them."""
+    """Return one line: the parts that fit, of which the first are needed most, with a bar after `place` of them.
+
+    The bar is needed more than the fourth part.
+    """
     from rich.text import Text
 
     texts: list[Text] = []
     room = width
     for part in parts:
         text = Text(part, no_wrap=True)
-        if texts and text.cell_len + _GAP > room:
+        if texts and text.cell_len + _GAP > room - (_BAR if len(texts) >= _NEEDED else 0):
             break
         text.truncate(room, overflow="ellipsis" if has_blocks else "crop")
         room -= text.cell_len + (_GAP if texts else 0)
         texts.append(text)
-    if room >= 5 + _GAP:
+    if room >= _BAR:
         size = min(room - _GAP, 60)
         texts.insert(place, bar(done, total, size, has_blocks))
     return Text(" " * _GAP).join(texts)
@@ -221,7 +240,8 @@ def bar(done: int, total: int, width: int, has_blocks: bool) -> Text:
 
     full = max(0, min(width, width * done // max(1, total)))
     if has_blocks:
-        return Text("\u2501" * full, "green") + Text("\u2501" * (width - full), "bright_black")
+        # Another line for the rest: there may be no colours.
+        return Text.assemble(("\u2501" * full, "green"), ("\u2500" * (width - full), "bright_black"))
     return Text("#" * full + "." * (width - full))
 
 

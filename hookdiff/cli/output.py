@@ -30,8 +30,9 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def log_to_stderr() -> None:
-    """Print what is logged, unless this process has handlers already."""
+    """Print what is logged, unless this process has handlers already; of what takes long, how far it is as well."""
     logging.basicConfig(handlers=[_Handler()], format="%(message)s")
+    logging.getLogger("hookdiff.pace").setLevel(logging.INFO)
 
 
 def open_streams() -> None:
@@ -40,7 +41,7 @@ def open_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 it stays open
     stdout: Any = sys.stdout
-    if getattr(stdout, "errors", None) == "strict":
+    if getattr(stdout, "errors", None) in ("strict", "surrogateescape"):
         stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
 
 

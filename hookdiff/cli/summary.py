@@ -29,7 +29,7 @@ def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
 
 def _describe(path: Path, details: Container[str]) -> str:
     if path.is_dir():
-        inside = sorted(path.glob(_VISIBLE))
+        inside = sorted(path.glob(_VISIBLE), key=lambda one: (one.lstat().st_mtime, one.name))
         return f"{len(inside)}, newest {shown(inside[-1].name)}" if inside else "empty"
     if path.name == CONFIG:
         return "the whole config; running it again gives the same run"

@@ -174,8 +174,8 @@ class Sampling:
                 if labels is not None and diffusion.conditional:
                     known["labels"] = labels[rows].to(made.device)
                 chain = Chain(net, diffusion, clipping, self.guidance, self.steps, known, generators[rows])
-                steps = paced(pairwise((*points, IMAGE)), len(points), "sampling", "steps", size=lambda _: 1)
-                for point, next_point in steps:
+                pairs = pairwise((*points, IMAGE))
+                for point, next_point in paced(pairs, len(points), "sampling", "steps", size=lambda _: 1):
                     x = solver.step(chain, x, point, next_point)
                     if mask is not None:
                         known_x = chain.noised(next_point.alpha * x0, next_point.sigma)

@@ -24,6 +24,7 @@ from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.progress import AUTO
 from hookdiff.structure import missing, parameters
+from hookdiff.terminal import shown_works
 
 _SIZES = ("in_channels", "out_channels", "image_size", "sample_size")  # arguments of models, here and in diffusers
 
@@ -128,7 +129,7 @@ def build_feed(config: Config, decode: bool = True) -> Feed:
     store = config.data.of(Store)
     if not decode:
         store = evolve(store, store="auto", memory_limit=0)
-    with _problems_of("data"):
+    with _problems_of("data"), shown_works():
         return Feed(source, config.data.of(Transforms), store, **config.data.shared[Feed])
 
 

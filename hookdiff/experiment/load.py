@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cached_property
 from itertools import cycle, islice
 from pathlib import Path
@@ -25,7 +25,9 @@ from hookdiff.history import METRICS, read_metrics
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.load import load_into
+from hookdiff.pace import paced
 from hookdiff.sampling import SampleRequest
+from hookdiff.terminal import shown_works
 
 log = logging.getLogger("hookdiff")
 
@@ -201,7 +203,8 @@ class Run:
 
     def sample(self, num: int = 16, **options: Any) -> Tensor:
         """Return `num` images: n c h w, float32 in [-1, 1], on the CPU. The options are those of `batches`."""
-        made = list(self.batches(num, **options))
+        with shown_works(), closing(paced(self.batches(num, **options), num, "images")) as parts:
+            made = list(parts)
         return torch.cat(made) if made else torch.empty(0, *self.loop.feed.shape)
 
     def batches(

@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 from collections.abc import Iterator
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -46,8 +46,8 @@ def data_features(feed: Feed, indices: Tensor, space: Space, what: str, most: in
         found.numbers = indices[: len(found.rows)]
         return found
     share = indices[slice(*shares(len(indices))[rank()])]
-    read = partial(Collected.of, space, paced(_pixels(feed, share), len(share), what), most, logits=False)
-    found = Collected.merged(gathered_or_raised(read))
+    with closing(paced(_pixels(feed, share), len(share), what)) as images:
+        found = Collected.merged(gathered_or_raised(lambda: Collected.of(space, images, most, logits=False)))
     if path and key and rank() == 0:
         _write(path, key, found)
     found.numbers = indices[: len(found.rows)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -115,7 +116,8 @@ def _in_parts(name: str, num: int, parts: Callable[[], Iterator[Tensor]]) -> Ima
     """Return the set of images that `parts` returns, n c h w each, uint8, anew at each call."""
 
     def read(space: Space) -> Collected:
-        return Collected.of(space, paced(parts(), num, f"{space.name}: {name}"))
+        with closing(paced(parts(), num, f"{space.name}: {name}")) as images:
+            return Collected.of(space, images)
 
     return ImageSet(name, num, tuple(next(parts()).shape[1:]), read)
 

@@ -1,7 +1,5 @@
 """`hookdiff sample`: make images from a trained run."""
 
-import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +69,7 @@ def command(
     from hookdiff import load_run
     from hookdiff.disk import run_of
     from hookdiff.errors import UnknownWeights
+    from hookdiff.pace import paced
     from hookdiff.pictures import to_uint8
     from hookdiff_samples.chain import about
     from hookdiff_samples.pictures import Output, free_name, picture_files, read_mask, read_pictures
@@ -89,13 +88,10 @@ def command(
         numbers = opened.labels(words, num)
         options["images"] = read_pictures(files, shape) if files else None
         options["mask"] = None if mask is None else read_mask(mask, shape)
-        bar = click.progressbar(length=num, label="images", file=sys.stderr)
         try:
-            with opened.weights(weights) as name, bar if sys.stderr.isatty() else nullcontext() as shown:
-                for part in opened.batches(num, labels=numbers, seed=seed, **options):
+            with opened.weights(weights) as name:
+                for part in paced(opened.batches(num, labels=numbers, seed=seed, **options), num, "images"):
                     output.add(to_uint8(part))
-                    if shown:
-                        shown.update(len(part))
         except UnknownWeights as error:
             raise UserError(f"--weights: {error}, or a file that ends in .safetensors") from None
         used = {key: options[key] for key in ("sampler", "steps", "guidance_scale") if options[key] is not None}
