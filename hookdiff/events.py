@@ -1,5 +1,6 @@
 """What happens in a run and is no number: findings, steps without an update, checkpoints, the end of the run."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,14 +9,26 @@ from attrs import define, field
 from hookdiff.findings import Finding, Severity
 
 
+def as_json(value: Any) -> Any:
+    """Return `value` as strict JSON has it: NaN and infinities become null, and lone surrogates are escaped."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {as_json(name): as_json(one) for name, one in value.items()}
+    return [as_json(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 @define(frozen=True)
 class Event:
     """Something that happened in a run at one step."""
 
-    kind: str  # start, resume, rollback, finding, void, skipped, held, nan, checkpoint, stop; plugins may have others
-    text: str  # for people, one line or several
+    # start, resume, rollback, finding, void, skipped, held, nan, checkpoint or stop; plugins may have others
+    kind: str = field(converter=as_json)
+    text: str = field(converter=as_json)  # for people, one line or several
     severity: Severity = "info"
-    details: Mapping[str, Any] = field(factory=dict)  # by name, values of JSON
+    details: Mapping[str, Any] = field(factory=dict, converter=as_json)  # by name, values of JSON
 
     @classmethod
     def of(cls, finding: Finding) -> "Event":

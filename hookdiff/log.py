@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hookdiff.distribution import Distribution
-from hookdiff.events import Event
+from hookdiff.events import Event, as_json
 from hookdiff.findings import Finding
 from hookdiff.pictures import Picture, grid
 from hookdiff.progress import Progress
@@ -21,6 +21,7 @@ logger = logging.getLogger("hookdiff")
 Value = float | Tensor  # a tensor is a scalar on any device
 Mean = tuple[Value, Value]  # a sum and a count
 
+_OF_A_LINE = ("step", "time")  # what each line of metrics.jsonl has
 MACHINE = ("memory/", "time/")  # prefixes of values that depend on the machine, and differ from run to run
 
 
@@ -41,6 +42,7 @@ class Log:
         self._window: dict[str, list[Value]] = {}  # values of `average` that may still be on the device
         self._sums: dict[str, tuple[float, int]] = {}  # sum and count of the earlier values of `average`
         self._closed = 0  # the step of the last means, which a void step after it must not log again
+        self._kinds: dict[str, str] = {}  # what each name was given to
         self._early: list[Callable[[], object]] | None = []  # calls that wait until the run is ready; None: it is
         self.details: set[str] = set()  # names of the values that lines for people leave out
 
@@ -66,14 +68,17 @@ class Log:
         """Log `values`, numbers or scalar tensors, of the current step.
 
         A pair (sum, count) is logged as their ratio, and left out if the count is 0. A `detail` goes to metrics.jsonl
-        and the other sinks, but not into lines for people.
+        and the other sinks, but not into lines for people. Raises ValueError for the names "step" and "time", and for
+        that of a picture, text or distribution.
         """
+        self._claim("number", values)
         if detail:
             self.details.update(values)
         self._records.setdefault(self._progress.step, {}).update(values)
 
     def average(self, values: Mapping[str, Value]) -> None:
         """Log the mean of `values` over all steps since the last log, when the next log is due."""
+        self._claim("number", values)
         for name, value in values.items():
             self._window.setdefault(name, []).append(value)
 
@@ -83,6 +88,7 @@ class Log:
         The name is that of a folder in the run directory, where the PNG file of each step is kept. Raises ValueError
         for a name that is no relative path of plain names.
         """
+        self._claim("picture", images)
         for name in images:
             _check_name(name)
         ready = {name: image if isinstance(image, Picture) else grid(image) for name, image in images.items()}
@@ -90,10 +96,12 @@ class Log:
 
     def texts(self, texts: Mapping[str, str]) -> None:
         """Log texts by name, such as the prompts of samples."""
-        self._send("on_texts", self._progress.step, texts=dict(texts))
+        self._claim("text", texts)
+        self._send("on_texts", self._progress.step, texts=as_json(texts))
 
     def distributions(self, tensors: Mapping[str, Tensor | Distribution]) -> None:
         """Log the distribution of the values of each tensor, of any shape, by name. It waits for the device."""
+        self._claim("distribution", tensors)
         ready = {n: one if isinstance(one, Distribution) else Distribution.of(one) for n, one in tensors.items()}
         self._send("on_distributions", self._progress.step, distributions=ready)
 
@@ -116,6 +124,14 @@ class Log:
         waiting, self._early = self._early, None
         for call in waiting or ():
             call()
+
+    def _claim(self, kind: str, names: Iterable[str]) -> None:
+        for name in names:
+            if kind == "number" and name in _OF_A_LINE:
+                raise ValueError(f"{name!r} is the name of what each line of metrics.jsonl has; log it by another name")
+            known = self._kinds.setdefault(name, kind)
+            if known != kind:  # trackers keep one kind under a name
+                raise ValueError(f"{name!r} is the name of a {known} already, and cannot be that of a {kind} too")
 
     def _send(self, hook: str, step: int, **what: object) -> None:
         call = partial(self._call, hook, step=step, **what)
@@ -158,7 +174,7 @@ class Log:
         return {name: list(pair) for name, pair in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._window, self._closed = {}, self._progress.step
+        self._records, self._window, self._closed = {}, {}, self._progress.step  # those of steps that are undone
         self._sums = {name: (float(total), int(count)) for name, (total, count) in state.items()}
 
     def _sum_window(self) -> None:
@@ -190,7 +206,7 @@ def _ratios(values: Mapping[str, Value | Mean], numbers: Iterator[float]) -> Ite
     for name, value in values.items():
         number, *count = [next(numbers) for _ in _parts(value)]
         if count != [0]:
-            yield name, number / count[0] if count else number
+            yield as_json(name), number / count[0] if count else number
 
 
 def _to_host(values: Iterable[Value]) -> list[float]:

@@ -17,7 +17,7 @@ from hookdiff.events import Event
 from hookdiff.findings import Severity
 from hookdiff.pictures import Picture, places
 from hookdiff.testing import toy_loop
-from tests.conftest import Logged, refused
+from tests.conftest import Logged, refused, saved
 
 
 class Sink(Logged):
@@ -264,7 +264,7 @@ def test_what_is_logged_before_the_first_step_arrives_when_the_run_is_ready() ->
         assert order[-1] == "mine 1"
         with loop.log.muted():
             loop.log.event(Event("mine", "never"))
-            loop.log.images({"a": torch.zeros(1, 1, 2, 2)})
+            loop.log.images({"c": torch.zeros(1, 1, 2, 2)})
         assert order[-1] == "mine 1"
 
 
@@ -321,3 +321,58 @@ def test_a_sum_with_its_count_is_logged_as_a_mean_unless_the_count_is_zero() -> 
     sink = Sink()
     toy_loop({"levels": Levels(), "sink": sink}, steps=1).run()
     assert sink.calls == [(1, {"low": 1.5, "plain": 3.0, "high": 0.25})]
+
+
+@pytest.mark.parametrize("name", ["step", "time"])
+def test_what_each_line_has_is_no_name_of_a_value(name: str) -> None:
+    loop = toy_loop()
+    with refused(ValueError, name):
+        loop.log({name: 7.0})
+    with refused(ValueError, name):
+        loop.log.average({name: 7.0})
+
+
+def test_a_name_has_one_kind() -> None:
+    log = toy_loop().log
+    calls: dict[str, Any] = {
+        "number": lambda name: log({name: 1.0}),
+        "picture": lambda name: log.images({name: torch.zeros(1, 1, 2, 2)}),
+        "text": lambda name: log.texts({name: "a"}),
+        "distribution": lambda name: log.distributions({name: torch.zeros(2)}),
+    }
+    for kind, call in calls.items():
+        call(kind)
+        call(kind)
+        for other in calls.keys() - {kind}:
+            with refused(ValueError, kind, other):
+                calls[other](kind)
+
+
+def test_values_of_a_step_that_is_rolled_back_are_not_logged() -> None:
+    class Back:
+        state: Any = PASS
+
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            loop.log({"seen": loop.progress.position})
+            if loop.progress.step == 1 and self.state is PASS:
+                self.state = saved(loop)
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self, loop: Loop) -> Any:
+            output = yield
+            output.loss.data.mul_(math.nan if loop.progress.position == 2 else 1)
+            return output
+
+        @hookimpl
+        def restore(self) -> Any:
+            return self.state
+
+        @hookimpl
+        def on_nan(self) -> str:
+            return "rollback"
+
+    sink = Sink()
+    toy_loop({"back": Back(), "sink": sink}, log_every=1, steps=3).run()
+    seen = [(step, values["seen"]) for step, values in sink.calls if "seen" in values]
+    assert seen == [(0, 0), (1, 1), (1, 3), (2, 4)]

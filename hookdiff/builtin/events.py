@@ -20,7 +20,11 @@ from hookdiff.nonfinite import NonFinite
 from hookdiff.progress import Reason, Step, Verdict
 from hookdiff.versions import versions
 
-_WHY = {"void": "the loss scale was too high", "skipped": "it was left out"}
+_WHY = {
+    "void": "the loss scale was too high",
+    "skipped": "it was left out",
+    "held": "a plugin held the update back (optimizer_step)",
+}
 _SEVERITY: Mapping[Reason, Severity] = {"on_nan": "error", "error": "error", "time": "warning", "signal": "warning"}
 
 

@@ -3,8 +3,6 @@
 import errno
 import json
 import logging
-import math
-import shutil
 import time
 from collections.abc import Mapping
 from io import FileIO
@@ -15,8 +13,9 @@ from attrs import asdict, define, field
 
 from hookdiff.disk.files import cannot_write, make_folder, writing
 from hookdiff.disk.lock import check_place
-from hookdiff.disk.reading import open_file
+from hookdiff.disk.reading import open_file, read_file
 from hookdiff.distribution import Distribution
+from hookdiff.events import as_json
 from hookdiff.history import DISTRIBUTIONS, METRICS, TEXTS
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
@@ -52,7 +51,7 @@ class Lines:
             check_place(path)
         record = {"step": step, "time": round(time.time(), 3), **values}
         was_full = bool(self._waiting)
-        self._waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
+        self._waiting += json.dumps(as_json(record), allow_nan=False).encode() + b"\n"
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
@@ -84,7 +83,7 @@ class Lines:
             make_folder(path.parent)
             check_place(path)
             if not path.exists() and (earlier := _earlier(loop, self.name)):
-                shutil.copyfile(earlier, path)
+                self._begin_branch(path, read_file(earlier), loop.progress.step)
             existed = path.exists()
             open_file(path, "ab").close()
             self._file, expected = open_file(path, "r+b"), self.length
@@ -101,6 +100,12 @@ class Lines:
             log.warning("%s is %s", path, text)
         elif loop.resume and lost and self.is_cut and not loop.is_branch:
             log.warning("%s is missing; a new one begins after step %d", path, step)
+
+    def _begin_branch(self, path: Path, lines: bytes, step: int) -> None:
+        """Write the `lines` of the run that is continued, without those of steps that the branch does not have."""
+        if not self.is_cut:  # the others are cut to the checkpoint
+            lines = b"".join(line for line in lines.splitlines(keepends=True) if _step(line) <= step)
+        path.write_bytes(lines)
 
     def _cut(self, file: FileIO) -> tuple[bytes, bytes]:
         """Cut `file` after the last whole line within `length`; return its content before and after that."""
@@ -179,8 +184,7 @@ class Metrics(_KeepsLines):
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         """Append one line; raises StorageError when the disk fails, but not when it is full."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._lines.append(loop, step, finite)
+        self._lines.append(loop, step, values)
 
 
 @define(eq=False)

@@ -1,12 +1,14 @@
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hookdiff import Finding, Loop, NonFinite, Verdict, hookimpl
+from hookdiff import PASS, Finding, Loop, NonFinite, Verdict, hookimpl
 from hookdiff.builtin import builtin_plugins
 from hookdiff.events import Event
 from hookdiff.history import History, read_events
@@ -46,12 +48,16 @@ def test_a_resumed_run_keeps_the_events_before_it(tmp_path: Path) -> None:
     assert History(tmp_path).events[3].event.details["reason"] == "plugin"
 
 
-def test_a_branch_begins_with_the_events_of_its_trunk(tmp_path: Path) -> None:
-    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
-    train(trunk, {"checkpoint": Checkpoint(every=6)})
+def test_a_branch_begins_with_the_events_of_its_trunk_up_to_its_own_first_step(tmp_path: Path) -> None:
+    trunk, branch, early = tmp_path / "trunk", tmp_path / "branch", tmp_path / "early"
+    train(trunk, {"checkpoint": Checkpoint(every=4, keep_last=2), "trouble": Trouble()})
     train(branch, {"checkpoint": Checkpoint(every=8)}, steps=8, resume=trunk)
     assert (branch / "events.jsonl").read_text().startswith((trunk / "events.jsonl").read_text())
     assert kinds(branch)[-3:] == [("resume", 6), ("checkpoint", 8), ("stop", 8)]
+    train(early, {"checkpoint": Checkpoint(every=8)}, steps=5, resume=trunk / "checkpoints" / "step-00000004")
+    before = [one for one in kinds(trunk) if one[1] <= 4]
+    assert len(before) < len(kinds(trunk))
+    assert kinds(early) == [*before, ("resume", 4), ("checkpoint", 5), ("stop", 5)]
 
 
 class Trouble:
@@ -87,6 +93,17 @@ def test_steps_without_an_update_and_findings_are_events(tmp_path: Path) -> None
     assert [one.event.details.get("position") for one in found[:2]] == [2, 4]
     assert found[2].event == Event("finding", "hot\n  70 degrees\n  try a fan", "warning")
     assert found[3].event == Event("mine", "a\nb", "info", {"number": 1})
+
+
+def test_a_step_that_a_plugin_holds_back_is_an_event(tmp_path: Path) -> None:
+    class Holds:
+        @hookimpl
+        def optimizer_step(self, loop: Loop) -> bool:
+            return False if loop.progress.position in (2, 3) else PASS
+
+    train(tmp_path, {"holds": Holds()}, steps=3)
+    held = [one for one in read_events(tmp_path / "events.jsonl") if one.event.kind == "held"]
+    assert [(one.step, one.event.details["position"]) for one in held] == [(2, 2), (2, 3)]
 
 
 class Explodes:
@@ -167,7 +184,23 @@ def test_other_ranks_write_nothing(second_rank: None, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_line_is_strict_json(tmp_path: Path) -> None:
-    train(tmp_path, {"trouble": Trouble()})
-    for line in (tmp_path / "events.jsonl").read_text().splitlines():
-        assert list(json.loads(line, parse_constant=pytest.fail))[:2] == ["step", "time"]
+def test_each_line_is_strict_json_whatever_is_logged(tmp_path: Path) -> None:
+    class Odd:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            details = {"v": math.nan, "deep": [{"w": (math.inf, 1.0)}], "bad \udc80": "a \udc80"}
+            loop.log.event(Event("odd", "b \udc80", details=details))
+            loop.log.texts({"prompt \udc80": "c \udc80"})
+            loop.log.distributions({"weights \udc80": torch.zeros(1)})
+            loop.log({"loss \udc80": -math.inf})
+
+    train(tmp_path, {"odd": Odd()}, steps=1)
+    for path in tmp_path.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            whole = json.loads(line, parse_constant=pytest.fail)
+            assert list(whole)[:2] == ["step", "time"]
+            repr(whole).encode()  # there is no lone surrogate in it
+    (odd,) = (one.event for one in History(tmp_path).events if one.event.kind == "odd")
+    assert odd.details == {"v": None, "deep": [{"w": [None, 1.0]}], "bad \\udc80": "a \\udc80"}
+    assert odd.text == "b \\udc80"
+    assert "loss \\udc80" in History(tmp_path).series
