@@ -31,6 +31,14 @@ def test_values_that_are_not_finite_are_counted_apart() -> None:
     assert Distribution.of(torch.empty(0)).nonfinite == 0
 
 
+def test_the_range_may_be_wider_than_float32() -> None:
+    wide = Distribution.of(torch.tensor([-3e38, 3e38]))
+    assert (sum(wide.counts), wide.counts[0], wide.counts[-1]) == (2, 1, 1)
+    assert (wide.low, wide.high) == pytest.approx((-3e38, 3e38))
+    double = Distribution.of(torch.tensor([1.0, 1e300], dtype=torch.float64))
+    assert (sum(double.counts), double.high, double.nonfinite) == (2, 1e300, 0)
+
+
 def test_equal_values_have_a_range_around_them() -> None:
     found = Distribution.of(torch.full((7,), 2.0))
     assert found.low < 2 < found.high
