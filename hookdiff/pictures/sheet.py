@@ -77,14 +77,16 @@ def grid(images: Tensor, columns: int | None = None, scale: int | None = None, c
 def by_class(images: Tensor, labels: Sequence[int], names: Sequence[str], columns: int | None = None) -> Panel:
     """Return a panel in which the images of each class have rows of their own, with the name of the class beside them.
 
-    `labels` are those of the images, `names` those of the classes; a label of -1 stands for no class. Without `columns`
-    the panel is as square as possible. The last row of a class is filled up with white.
+    `labels` are those of the images, `names` those of the classes; a label of -1 stands for no class. The classes are
+    in the order of their first images. Without `columns` the panel is as square as possible. The last row of a class is
+    filled up with white.
     """
-    groups = {label: [k for k, one in enumerate(labels) if one == label] for label in sorted(set(labels))}
+    pixels = as_pictures(images if images.dtype == torch.uint8 else to_uint8(images))
+    labels = [label for label in labels for _ in range(len(pixels) // len(images))]  # an image may be several pictures
+    groups = {label: [k for k, one in enumerate(labels) if one == label] for label in dict.fromkeys(labels)}
     largest = max(map(len, groups.values()))
     columns = min(columns or math.ceil(math.sqrt(len(labels))), largest)
     columns = math.ceil(largest / math.ceil(largest / columns))  # as many rows, but fuller ones
-    pixels = as_pictures(images if images.dtype == torch.uint8 else to_uint8(images))
     white = torch.full_like(pixels[:1], 255)
     rows, beside = [], []
     for label, numbers in groups.items():

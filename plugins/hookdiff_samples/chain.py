@@ -12,17 +12,18 @@ from torch import Tensor
 
 from hookdiff.diffusion import Chain, ClassifierFree, Diffusion, Point, Sampling, Solver
 from hookdiff.pictures import Panel, to_uint8
+from hookdiff.structure import as_toml
 
 
 def about(sampler: object, objective: object) -> dict[str, Any]:
-    """Return what a picture says about its sampler; nothing of one that is not hookdiff's."""
+    """Return what a picture says about its sampler, with the options of each part; nothing if it is not hookdiff's."""
     if not (isinstance(sampler, Sampling) and isinstance(objective, Diffusion)):
         return {}
     fitted = sampler.fit(objective)
-    parts = {"sampler": fitted.sampler, "spacing": fitted.spacing, "clipping": fitted.clipping}
-    used = {name: part.use for name, part in parts.items() if part}
-    scale = {"guidance_scale": fitted.guidance.scale} if isinstance(fitted.guidance, ClassifierFree) else {}
-    return {**used, "steps": fitted.steps, **scale}
+    parts = {name: as_toml(getattr(fitted, name)) for name in ("sampler", "spacing", "clipping", "guidance")}
+    used = {name: part.pop("use") for name, part in parts.items()}
+    scale = {"guidance_scale": parts["guidance"].pop("scale")} if isinstance(fitted.guidance, ClassifierFree) else {}
+    return {**used, "steps": fitted.steps, **scale, "options": {name: part for name, part in parts.items() if part}}
 
 
 @define(eq=False)
@@ -56,8 +57,11 @@ class Recorded(Solver):
         self.frames.append(to_uint8(chain.diffusion.denormalize(shown)))
 
     def strip(self, shares: Sequence[float], num: int) -> Panel:
-        """Return a row for each of `num` images; its columns show x_t after these shares of the steps, 0 to 1."""
-        chosen = [round(share * (len(self.frames) - 1)) for share in shares]
+        """Return a row for each of `num` images; its columns show x_t after these shares of the steps, 0 to 1.
+
+        Shares that lead to the same step have one column.
+        """
+        chosen = list(dict.fromkeys(round(share * (len(self.frames) - 1)) for share in shares))
         images = torch.stack([self.frames[k][:num] for k in chosen], dim=1).flatten(0, 1)
         return Panel(images, len(chosen), column_names=[_name(self.points[k]) for k in chosen])
 

@@ -88,14 +88,19 @@ def command(
         numbers = opened.labels(words, num)
         options["images"] = read_pictures(files, shape) if files else None
         options["mask"] = None if mask is None else read_mask(mask, shape)
+        options["strength"] = options["strength"] or (0.8 if mask is None else 1.0)
         try:
             with opened.weights(weights) as name:
                 for part in paced(opened.batches(num, labels=numbers, seed=seed, **options), num, "images"):
                     output.add(to_uint8(part))
+                    info = about(opened.loop.sampler, opened.loop.objective)  # while the loop has the one that is used
         except UnknownWeights as error:
             raise UserError(f"--weights: {error}, or a file that ends in .safetensors") from None
-        used = {key: options[key] for key in ("sampler", "steps", "guidance_scale") if options[key] is not None}
-        info = {"step": opened.step, "weights": name, "seed": seed, **about(opened.loop.sampler, opened.loop.objective)}
-        paths = output.finish(numbers, opened.classes, columns, {**info, **used})
+        info |= {"step": opened.step, "weights": name, "seed": seed}
+        if files:
+            info |= {"images": [file.name for file in files[:num]], "strength": options["strength"]}
+        if mask:
+            info["mask"] = mask.name
+        paths = output.finish(numbers, opened.classes, columns, info)
         origin = f"weights in {name}" if name.endswith(".safetensors") else f"{name} weights of step {opened.step}"
     click.echo(f"{', '.join(map(str, paths))}: {num} images from the {origin}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
 from hookdiff.history.pictures import read_picture
-from hookdiff.pictures import Place, places, read_info
+from hookdiff.pictures import Picture, Place, places, read_info
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,11 +49,13 @@ def _some(sheets: Mapping[int, Path], most: int) -> dict[int, Path]:
     return {step: sheets[step] for step in steps}
 
 
-def filmstrip(sheets: Mapping[int, Path], rows: int) -> Image | None:
+def filmstrip(sheets: Mapping[int, Path], rows: int, classes: Sequence[str] = ()) -> Picture | None:
     """Return a picture with a row for each of some images of the sheets, and a column for each step.
 
-    The images are at equal distances in the first panel, so those of a panel with classes are of different classes.
+    The images are at equal distances in the first panel, so those of a panel with `classes` are of different classes.
+    Its info has the steps of the columns, and the classes of the rows.
     """
+    import numpy
     from PIL import Image
 
     found = frames(sheets, _COLUMNS)
@@ -69,7 +71,10 @@ def filmstrip(sheets: Mapping[int, Path], rows: int) -> Image | None:
         for row in range(rows):
             box = place.box(row * place.num // rows)
             film.paste(frame.picture.crop(box), (left, _LINE + row * (place.height + gap)))
-    return film
+    info: dict[str, Any] = {"training_steps": [frame.step for frame in found]}
+    if classes:
+        info["classes"] = [classes[row * len(classes) // rows] for row in range(rows)]
+    return Picture(numpy.array(film), info)
 
 
 def growing_up(sheets: Mapping[int, Path]) -> Sequence[Image]:

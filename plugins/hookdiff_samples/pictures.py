@@ -130,7 +130,8 @@ class Output:
                     _write_archive(self.out, pixels, labels)
                 else:
                     panel = by_class(pixels, labels, names, columns) if labels else Panel(pixels, columns)
-                    sheet([panel], info=info).save(self.out)
+                    classes = {"classes": [name for name in panel.row_names if name]} if labels else {}
+                    sheet([panel], info={**info, **classes}).save(self.out)
         return [path for path in (self.out, self.each) if path]
 
 

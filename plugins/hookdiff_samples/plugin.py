@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import converters, define, evolve, field
+from attrs import Attribute, converters, define, evolve, field
 from attrs.validators import ge, in_, le, optional
 from torch import Tensor
 
@@ -32,6 +32,11 @@ _ANIMATED, _FRAMES = 16, 32  # images and frames of the animated denoising
 _MOST_CLASSES = 10  # in rows, unless the config names them
 
 
+def _has_both_ends(instance: object, option: Attribute[int], value: int) -> None:
+    if value == 1:
+        raise ValueError(f"'{option.name}' must be 0, or at least 2 for both ends: 1")
+
+
 @define(eq=False)
 class SampleGrid(Periodic):
     """Generates images from the same noise at regular intervals, so that one can see the model learn.
@@ -46,11 +51,15 @@ class SampleGrid(Periodic):
     every: Every = field(
         default=Every(1000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
     )
-    num: int = field(default=36, validator=[ge(1), le(1_000_000)], metadata=about("images of a panel"))
+    num: int = field(
+        default=36, validator=[ge(1), le(1_000_000)], metadata=about("images of a panel; with classes about as many")
+    )
     classes: tuple[str | int, ...] = field(
         default=(),
         converter=tuple,
-        metadata=about(f"classes by name or number, a row each; without it the first {_MOST_CLASSES}"),
+        metadata=about(
+            f"classes by name or number, a row each, in this order; unless given, the first {_MOST_CLASSES}"
+        ),
     )
     weights: tuple[str, ...] = field(
         default=(),
@@ -60,7 +69,7 @@ class SampleGrid(Periodic):
     guidance_scales: tuple[float, ...] = field(
         default=(),
         converter=tuple,
-        validator=between(0, math.inf),
+        validator=between(0, 1_000_000),
         metadata=about("a panel for each scale of classifier-free guidance; without it that of [sampling]"),
     )
     sampler: Solver | None = field(
@@ -86,10 +95,12 @@ class SampleGrid(Periodic):
         default=(0.0, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0),
         converter=tuple,
         validator=between(0, 1),
-        metadata=about("shares of the sampler's steps after which the denoising is shown; []: it is not"),
+        metadata=about("shares of the sampler's steps after which a strip shows the denoising; []: no strip"),
     )
     interpolation: int = field(
-        default=0, validator=[ge(0), le(1000)], metadata=about("images from one noise to another, in a row; 0: none")
+        default=0,
+        validator=[ge(0), le(1000), _has_both_ends],
+        metadata=about("images from one noise to another, in a row, both ends among them; 0: none"),
     )
     animation: str = field(
         default="webp",
@@ -106,9 +117,16 @@ class SampleGrid(Periodic):
             loop.sample(SampleRequest(0, weights=name))
         if (self.sampler or self.steps or self.guidance_scales) and not isinstance(loop.sampler, Sampling):
             raise UserError("plugins.samples: sampler, steps and guidance_scales are for hookdiff's own Sampling")
+        if len(shape := loop.feed.shape) != 3:
+            shown = " x ".join(map(str, shape))
+            raise UserError(f"plugins.samples: shows images, channels x height x width; those of this run are {shown}")
+        if self.interpolation and loop.sampler and not _takes_noise(loop.sampler):
+            raise UserError("plugins.samples.interpolation: the sampler of this run cannot start from given `noise`")
         self._labels, self._names = (), ()
         if getattr(loop.objective, "conditional", False):
             num = int(getattr(loop.model, "num_classes", 0))
+            if num < 1:
+                raise UserError("plugins.samples.classes: the network has labels, but no attribute `num_classes`")
             self._names = tuple(loop.feed.classes or map(str, range(num)))
             numbers = [self._number(name) for name in self.classes] or list(range(min(num, _MOST_CLASSES)))
             self._labels = tuple(numbers * max(1, self.num // len(numbers)))
@@ -156,16 +174,25 @@ class SampleGrid(Periodic):
                 used = evolve(sampler, sampler=recorded) if recorded and not panels else sampler
                 title = f"{name}{text}" if len(names) * len(samplers) > 1 else ""
                 panels.append(self._panel(self._made(loop, used, name), title))
-        info = {"weights": list(names), "seed": self.seed, **about_sampler(first, loop.objective)}
+        rows = tuple(dict.fromkeys(self._labels))
+        info = {**self._info(loop, first, names[0], rows), "weights": list(names)}
+        if len(samplers) > 1:
+            info["guidance_scale"] = list(self.guidance_scales)
         abreast = len(samplers) if len(samplers) > 1 else 2
         pictures = {NAME: sheet(panels, scale=self.scale, abreast=min(abreast, len(panels)), info=info)}
         if recorded and recorded.is_complete and self.denoising:
             strip = recorded.strip(self.denoising, _SHOWN)
+            info = self._info(loop, first, names[0], self._labels[: len(recorded.frames[0][:_SHOWN])])
             pictures[f"{NAME}/denoising"] = sheet([strip], scale=self.scale, info=info)
         if self.interpolation:
-            pictures[f"{NAME}/interpolation"] = self._between(loop, first, names[0]).with_info(**info)
+            pictures[f"{NAME}/interpolation"] = self._between(loop, first, names[0])
         loop.log.images(pictures)
-        self._film(loop, recorded)
+        self._film(loop, recorded, self._info(loop, first, names[0], rows))
+
+    def _info(self, loop: Loop, sampler: object, weights: str, rows: Sequence[int]) -> dict[str, Any]:
+        """Return how the images of a picture were made; `rows` are the labels of its rows, if there are any."""
+        classes = {"classes": [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
+        return {"weights": [weights], "seed": self.seed, **about_sampler(sampler, loop.objective), **classes}
 
     def _recorded(self, loop: Loop, sampler: object) -> Recorded | None:
         if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):
@@ -207,14 +234,15 @@ class SampleGrid(Periodic):
         if isinstance(sampler, Sampling):
             # The usual sampler of each process adds no noise, which would hide how the images change.
             sampler = evolve(sampler, sampler=None)
-        return grid(self._made(loop, sampler, weights, noise, labels), self.interpolation, self.scale)
+        made = self._made(loop, sampler, weights, noise, labels)
+        return grid(made, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, chosen))
 
-    def _film(self, loop: Loop, recorded: Recorded | None) -> None:
-        """Write the filmstrip and the animated denoising."""
+    def _film(self, loop: Loop, recorded: Recorded | None, info: Mapping[str, Any]) -> None:
+        """Write the filmstrip and the animated denoising; `info` is that of a panel."""
         if loop.run_dir is None:
             return
-        if film := filmstrip(picture_files(loop.run_dir, NAME), _FILMED):
-            _write(loop.run_dir / NAME / "filmstrip.png", film.save)
+        if film := filmstrip(picture_files(loop.run_dir, NAME), _FILMED, info.get("classes", ())):
+            _write(loop.run_dir / NAME / "filmstrip.png", evolve(film, info={**info, **film.info}).save)
         if recorded and recorded.is_complete and self.animation != "none":
             frames = [grid(frame, scale=self.scale).as_pillow() for frame in recorded.some_frames(_FRAMES)]
             path = loop.run_dir / NAME / f"denoising.{self.animation}"
@@ -228,6 +256,12 @@ class SampleGrid(Periodic):
         frames = growing_up(picture_files(loop.run_dir, NAME))
         if len(frames) > 1:
             _write(loop.run_dir / NAME / f"training.{self.animation}", lambda path: save_animation(frames, path))
+
+
+def _takes_noise(sampler: Any) -> bool:
+    """Return whether `sampler` has the argument `noise` of the protocol `Sampler`."""
+    known = inspect.signature(sampler.sample).parameters.values()
+    return any(one.name == "noise" or one.kind is one.VAR_KEYWORD for one in known)
 
 
 def _write(path: Path, save: Callable[[Path], object]) -> None:

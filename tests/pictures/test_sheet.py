@@ -177,12 +177,17 @@ def test_images_of_a_class_stand_in_rows_beside_its_name() -> None:
     labels = [0, 2, 0, 2, 0, -1]
     images = noise(6, 1, 8, 8)
     panel = by_class(images, labels, ["cat", "dog", "cow"], columns=2)
-    assert (list(panel.row_names), panel.columns) == (["-", "cat", "", "cow"], 2)
-    assert [int(row) for row in range(8) if (panel.images[row] == 255).all()] == [1, 5]  # rows are filled up with white
-    for row, number in enumerate([5, None, 0, 2, 4, None, 1, 3]):
+    assert (list(panel.row_names), panel.columns) == (["cat", "", "cow", "-"], 2)
+    assert [int(row) for row in range(8) if (panel.images[row] == 255).all()] == [3, 7]  # rows are filled up with white
+    for row, number in enumerate([0, 2, 4, None, 1, 3, 5, None]):
         assert number is None or torch.equal(panel.images[row], images[number])
     square = by_class(noise(64, 1, 8, 8), [k % 4 for k in range(64)], list("abcd"))
     assert (len(square.images), square.columns) == (64, 8)
+    latents = noise(3, 4, 8, 8)  # a picture of each channel
+    panel = by_class(latents, [1, 0, 1], ["cat", "dog"], columns=8)
+    assert list(panel.row_names) == ["dog", "cat"]
+    assert torch.equal(panel.images[:8, 0], latents[[0, 2]].flatten(0, 1))
+    assert torch.equal(panel.images[8:12, 0], latents[1])
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:

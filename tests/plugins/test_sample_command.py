@@ -12,6 +12,12 @@ from tests.conftest import check_facts, write_small
 NEWEST = "run/checkpoints/step-00000002"
 
 
+def info_of(path):
+    """Return what a picture says about itself."""
+    with Image.open(path) as image:
+        return read_info(image)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch, write_config):
     """Change to a folder with a config and return the folder."""
@@ -52,8 +58,7 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
 
     averaged, out = sample()
     check_facts(out, "x.png", 3, "ema", 2)
-    with Image.open(folder / "x.png") as image:
-        info = read_info(image)
+    info = info_of(folder / "x.png")
     assert {"weights": "ema", "step": 2, "seed": 0, "sampler": "ddim", "steps": 2}.items() <= info.items()
     assert sample()[0] == averaged
     assert sample("--weights", "ema")[0] == averaged
@@ -128,6 +133,9 @@ def test_samples_have_classes_and_guidance(hookdiff, folder):
     assert sample("--guidance-scale", 1) == each
     assert sample("--guidance-scale", 3) != each
     assert sample("--guidance-scale", 0) == sample("--labels", "-1")
+    assert hookdiff("sample", "run", "--labels", "7,3,-1", "--guidance-scale", 2, "--num", 4, "--out", "x.png")[0] == 0
+    info = info_of(folder / "x.png")
+    assert (info["classes"], info["guidance_scale"]) == (["7", "3", "-"], 2)
     for words, facts in (
         (["--labels", "10"], (10, 0, 9, -1)),
         (["--labels", "one"], ("one", 0, 9, -1)),
@@ -148,6 +156,22 @@ def test_samples_start_from_a_picture(hookdiff, folder, run):
 
     # One of twenty steps changes the picture little; twenty steps keep little of it.
     assert sample("--images", "white.jpg", "--strength", 0.05) > sample("--images", "white.jpg", "--strength", 1) > 0
+
+
+def test_a_grid_says_how_it_was_made(hookdiff, folder, run):
+    Image.new("L", (8, 8), 255).save(folder / "white.png")
+    words = ("--num", 2, "--sampler", "euler", "--steps", 4, "--seed", 3, "--weights", "model", "--out", "x.png")
+    assert hookdiff("sample", "run", *words)[0] == 0
+    info = info_of(folder / "x.png")
+    used = {"sampler": "euler", "steps": 4, "seed": 3, "weights": "model", "guidance_scale": 1, "step": 2}
+    assert used.items() <= info.items()
+    assert info["options"]["sampler"]["churn"] == 0
+    assert not {"images", "strength", "mask", "classes"} & info.keys()
+    for more, strength in ((("--mask", "white.png"), 1), (("--strength", 0.5), 0.5)):
+        assert hookdiff("sample", "run", *words, "--overwrite", "--images", "white.png", *more)[0] == 0
+        info = info_of(folder / "x.png")
+        assert (info["images"], info["strength"]) == (["white.png"], strength)
+        assert info.get("mask") == ("white.png" if "--mask" in more else None)
 
 
 def test_single_pictures_are_those_of_the_archive_and_replace_none(hookdiff, folder, run):

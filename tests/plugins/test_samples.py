@@ -23,10 +23,12 @@ from hookdiff import (
 )
 from hookdiff.builtin import Images
 from hookdiff.data import digits
+from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.history import find_pictures, picture_path
 from hookdiff.history.pictures import picture_files
 from hookdiff.pictures import Picture, grid, places, read_info
 from hookdiff.structure import Problems, arguments
+from hookdiff.testing.toy import ToySampler
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_samples import SampleGrid
 from hookdiff_samples.between import noise_between
@@ -269,8 +271,19 @@ def test_each_class_has_rows_beside_its_name(write_config: Callable[..., Path], 
     some = trained(write_config, tmp_path / "some", {"num": 20, "scale": 1, "classes": [3, "7"]}, **CLASSES)
     (place,) = places(some["samples"].info)
     assert (place.columns, place.num) == (5, 20)
+    assert some["samples"].info["classes"] == ["3", "7"]
     # With the same noise: the second image of the first sheet was of class 1, that of the second is of class 7.
     assert not torch.equal(panels(made["samples"])[0][1][2], panels(some["samples"])[0][1][10])
+
+
+def test_classes_stand_in_the_order_of_the_config(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num": 20, "scale": 1, "classes": [3, "7", -1]}
+    made = trained(write_config, tmp_path / "run", options, **CLASSES)["samples"]
+    assert made.info["classes"] == ["3", "7", "-"]
+    ((_, images),) = panels(made)
+    assert len(images) == 18
+    alone = trained(write_config, tmp_path / "one", {**options, "num": 3}, **CLASSES)["samples"]
+    assert torch.equal(images[::6], panels(alone)[0][1])
 
 
 @pytest.mark.parametrize("wrong", ["cat", 10, -2])
@@ -291,14 +304,52 @@ def test_a_panel_for_each_guidance_scale(write_config: Callable[..., Path], tmp_
         trained(write_config, tmp_path / "no", {"guidance_scales": [4.0]})
 
 
+def in_file(path: Path) -> dict[str, Any]:
+    with Image.open(path) as picture:
+        return read_info(picture)
+
+
 def test_sampler_and_steps_of_the_sheet_are_in_its_file(write_config: Callable[..., Path], tmp_path: Path) -> None:
     trained(write_config, tmp_path / "run", {"num": 4, "sampler": "euler", "steps": 3, "seed": 5})
-    with Image.open(tmp_path / "run" / "samples" / "step-00000002.png") as picture:
-        info = read_info(picture)
+    info = in_file(tmp_path / "run" / "samples" / "step-00000002.png")
     known = {"name": "samples", "step": 2, "sampler": "euler", "steps": 3, "seed": 5, "weights": ["model"]}
     assert known.items() <= info.items()
     with refused(UserError, "plugins.samples", "steps", 21, 20):
         trained(write_config, tmp_path / "long", {"steps": 21})
+
+
+def test_each_file_says_how_its_own_images_were_made(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    rows = {"num": 4, "every": 1, "classes": [3, -1], "interpolation": 2}
+    panels = {"weights": ["model", "ema"], "guidance_scales": [1.0, 3.0]}
+    options = {**rows, **panels, "sampler": {"use": "heun", "churn": 2.0}, "steps": 4}
+    config = write_config(
+        run={"steps": 2, "plugins": ["samples", "ema"]},
+        plugins={"samples": options},
+        sampling={"steps": 2, "guidance": {"interval": [0.5, 2.0]}},
+        **CLASSES,
+    )
+    build_loop(load_config(config), tmp_path / "run").run()
+    folder = tmp_path / "run" / "samples"
+    files = {
+        "sheet": folder / "step-00000002.png",
+        "film": folder / "filmstrip.png",
+        "denoising": folder / "denoising" / "step-00000002.png",
+        "interpolation": folder / "interpolation" / "step-00000002.png",
+    }
+    info = {name: in_file(path) for name, path in files.items()}
+    assert info["sheet"]["weights"] == ["model", "ema"]
+    assert info["sheet"]["guidance_scale"] == [1, 3]
+    assert info["sheet"]["classes"] == ["3", "-"]
+    for one in (info["film"], info["denoising"], info["interpolation"]):
+        assert one["weights"] == ["model"]
+        assert one["guidance_scale"] == 1
+    for one in (info["sheet"], info["film"], info["denoising"]):
+        assert (one["sampler"], one["options"]["sampler"]["churn"]) == ("heun", 2)
+        assert one["options"]["guidance"] == {"interval": [0.5, 2]}
+    assert (info["interpolation"]["sampler"], info["interpolation"]["options"]["sampler"]) == ("ddim", {"eta": 0})
+    assert info["film"]["training_steps"] == [1, 2]
+    assert info["film"]["classes"] == ["3", "3", "-", "-"]
+    assert info["denoising"]["classes"] == info["interpolation"]["classes"] == ["3", "-", "3", "-"]
 
 
 @pytest.mark.parametrize("process", ["vp", "flow", "edm"])
@@ -318,6 +369,12 @@ def test_the_denoising_leads_from_noise_to_the_image(
     with Image.open(tmp_path / "run" / "samples" / "denoising.webp") as animation:
         assert 1 < animation.n_frames <= 5  # equal frames are one
     assert "samples/denoising" not in trained(write_config, tmp_path / "none", {"num": 1, "denoising": []})
+
+
+def test_few_steps_have_a_column_each_in_the_strip(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    options = {"num": 1, "scale": 1, "steps": 2, "denoising": [0.0, 0.1, 0.6, 0.9, 1.0]}
+    (place,) = places(trained(write_config, tmp_path / "run", options)["samples/denoising"].info)
+    assert (place.columns, place.num) == (3, 3)
 
 
 def test_images_between_two_noises_begin_and_end_with_the_images_of_both(
@@ -428,11 +485,37 @@ def test_a_gif_or_no_animation(write_config: Callable[..., Path], tmp_path: Path
     assert {path.suffix for path in (tmp_path / "none" / "samples").iterdir()} == {".png", ""}
 
 
+def test_what_cannot_be_sampled_is_refused_before_the_first_step() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+            return self.weight * x
+
+    def start(plugin: SampleGrid, objective: Any, data: Any, sampler: Any) -> None:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        config = LoopConfig(steps=1, batch_size=8)
+        Loop(net, optimizer, objective, data, config, {"samples": plugin}, sampler=sampler).__enter__()
+
+    conditional = Diffusion(conditional=True)
+    with refused(UserError, "plugins.samples.classes", "num_classes"):
+        start(SampleGrid(), conditional, digits(), Sampling(steps=2))
+    with refused(UserError, "plugins.samples", 4):
+        start(SampleGrid(), Diffusion(), torch.zeros(8, 4), Sampling(steps=2))
+    with refused(UserError, "plugins.samples.interpolation", "noise"):
+        start(SampleGrid(interpolation=2), loss, digits(), TinySampler())
+    start(SampleGrid(interpolation=2), loss, digits(), ToySampler())  # which takes any argument
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         *(("num", 0), ("seed", -1), ("columns", 0), ("scale", 0), ("every", "soon"), ("steps", 0)),
         *(("denoising", (1.5,)), ("guidance_scales", (-1.0,)), ("interpolation", -1), ("animation", "mp4")),
+        *(("interpolation", 1), ("guidance_scales", (math.inf,)), ("guidance_scales", (1.0, math.nan))),
     ],
 )
 def test_a_bad_value_is_refused(key: str, value: Any) -> None:
