@@ -5,9 +5,10 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import ClassVar
+from typing import IO, ClassVar
 
 from attrs import define, field
 from attrs.validators import gt
@@ -39,6 +40,7 @@ class Report(Periodic):
         default=120.0, validator=gt(0), metadata=about("time that the end of the run waits for the last one", "seconds")
     )
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
+    _messages: IO[bytes] = field(init=False)  # of the process
     _has_warned: bool = field(init=False, default=False)
 
     @hookimpl
@@ -64,7 +66,7 @@ class Report(Periodic):
     def _finish(self, loop: Loop) -> None:
         """Write the last report, in place of one that is under way."""
         if self._process is not None:
-            with self._process:
+            with self._process, self._messages:
                 self._process.kill()
         self._begin(loop)
         self._wait()
@@ -72,11 +74,12 @@ class Report(Periodic):
     def _begin(self, loop: Loop) -> None:
         # -P: the process finds the same modules as this one, and none in the current folder.
         words = [sys.executable, "-P", "-m", "hookdiff", "report", "--", os.fspath(loop.run_dir or "")]
-        null, pipe = subprocess.DEVNULL, subprocess.PIPE
-        self._process = None
+        null, self._process = subprocess.DEVNULL, None
         try:
+            # Not a pipe: nobody reads it before the process ends, which waits while the pipe is full.
+            err = self._messages = tempfile.TemporaryFile()  # noqa: SIM115 the process needs it
             # A session of its own: Ctrl-C in the terminal is for the training.
-            self._process = subprocess.Popen(words, stdin=null, stdout=null, stderr=pipe, start_new_session=True)
+            self._process = subprocess.Popen(words, stdin=null, stdout=null, stderr=err, start_new_session=True)
         except OSError as error:
             self._warn(str(error))
             return
@@ -89,10 +92,11 @@ class Report(Periodic):
         process, self._process = self._process, None
         if process is None:
             return
-        with process:
+        with process, self._messages:
             try:
-                messages = process.communicate(timeout=self.timeout)[1].decode(errors="replace").split("\n")
-                if process.returncode:
+                if process.wait(self.timeout):
+                    self._messages.seek(0)
+                    messages = self._messages.read().decode(errors="replace").split("\n")
                     self._warn(next(filter(str.strip, reversed(messages)), f"exit code {process.returncode}"))
             except subprocess.TimeoutExpired:
                 self._warn(f"it takes longer than plugins.report.timeout = {self.timeout:g} s")
