@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hookdiff import UserError
 from hookdiff.errors import shown
-from hookdiff.history import History, LoggedEvent
+from hookdiff.history import BEGINS, History, LoggedEvent, total_steps
 
 Array = NDArray[numpy.float64]
 _MOST_STEPS = 10**15
@@ -66,9 +66,10 @@ class Run:
         return min(self.history.step, _MOST_STEPS)
 
     @property
-    def total(self) -> float | None:
-        """The number of steps that the config asks for."""
-        return self._asked("steps")
+    def total(self) -> int | None:
+        """The number of steps of the whole run, as far as it is known."""
+        begins = (logged for logged in reversed(self.history.events) if logged.event.kind in BEGINS)
+        return total_steps(self.config, next(begins, None))
 
     @property
     def events(self) -> list[LoggedEvent]:
@@ -110,7 +111,7 @@ class Run:
 
     def _process_at(self, times: Array) -> NDArray[numpy.intp]:
         """Return for each time the number of the process that was training; processes begin with these events."""
-        begins = sorted(logged.time for logged in self.events if logged.event.kind in ("start", "resume"))
+        begins = sorted(logged.time for logged in self.events if logged.event.kind in BEGINS)
         return numpy.searchsorted(numpy.array(begins, float), times, side="right")
 
     def _asked(self, key: str) -> float | None:

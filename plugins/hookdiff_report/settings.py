@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from attrs import frozen
 
 from hookdiff.disk import CONFIG, read_file
+from hookdiff.history import BEGINS
 from hookdiff_report.run import Run
 from hookdiff_report.words import count, shortened
 
@@ -43,7 +45,16 @@ def config_text(run: Run) -> str:
 def differences(runs: Sequence[Run]) -> Table:
     """Return the keys of the configs that are not the same in all runs."""
     table = Table.of([(run.label, dict(_flat(run.config))) for run in runs])
-    return Table(table.heads, sorted(row for row in table.rows if len(set(row[1])) > 1))
+    return Table(table.heads, [(name, _apart(texts)) for name, texts in sorted(table.rows) if len(set(texts)) > 1])
+
+
+def _apart(texts: Sequence[str]) -> Sequence[str]:
+    """Return short forms of values that are not equal, such that these are not equal either."""
+    plain = [_plain(text) for text in texts]
+    if len(set(plain)) == len(set(texts)):
+        return plain
+    begin = max(0, len(commonprefix(texts)) - 20)  # noqa: RUF071 of letters, not of paths
+    return [f"{'...' if begin else ''}{shortened(text[begin:], _MOST_VALUE)}" for text in texts]
 
 
 def environment(runs: Sequence[Run]) -> Table:
@@ -55,8 +66,10 @@ def environment(runs: Sequence[Run]) -> Table:
     for run in runs:
         found: list[tuple[str, dict[str, str]]] = []
         for logged in run.events:
-            if logged.event.kind in ("start", "resume") and logged.event.details:
-                facts = {name.removeprefix("versions."): value for name, value in _flat(logged.event.details)}
+            if logged.event.kind in BEGINS and logged.event.details:
+                values = _flat(logged.event.details)
+                facts = {name.removeprefix("versions."): _plain(text) for name, text in values}
+                facts.pop("steps", None)  # of the run
                 if not found or facts != found[-1][1]:
                     found.append((f"from step {count(logged.step)}", facts))
         columns += found[-_MOST_COLUMNS:] if len(runs) == 1 else [(run.label, facts) for _, facts in found[-1:]]
@@ -64,19 +77,19 @@ def environment(runs: Sequence[Run]) -> Table:
 
 
 def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the values by their keys, such as "run.steps"."""
+    """Yield the values as JSON by their keys, such as "run.steps"."""
     waiting = [*table.items()][::-1]  # no recursion: tables may be nested without end
     while waiting:
         key, value = waiting.pop()
         if isinstance(value, dict) and value:
             waiting += [(f"{key}.{name}", inner) for name, inner in value.items()][::-1]
         else:
-            yield key, _text(value)
+            try:
+                yield key, json.dumps(value, ensure_ascii=False, default=str)
+            except (ValueError, RecursionError):  # an integer with thousands of digits
+                yield key, "..."
 
 
-def _text(value: object) -> str:
-    try:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    except (ValueError, RecursionError):  # an integer with thousands of digits
-        text = "..."
-    return shortened(text, _MOST_VALUE)
+def _plain(text: str) -> str:
+    """Return a value that is given as JSON for people: a string without quotes."""
+    return shortened(json.loads(text) if text.startswith('"') else text, _MOST_VALUE)
