@@ -62,7 +62,7 @@ def signs(plot: Plot) -> dict[str, Sign]:
 def draw(plot: Plot) -> Any:
     """Return the JSON of a plot, for `Bokeh.embed.embed_item`."""
     from bokeh.embed import json_item
-    from bokeh.models import BasicTickFormatter, HoverTool, LogTicker, SaveTool
+    from bokeh.models import BasicTickFormatter, HoverTool, LogTicker, PrintfTickFormatter, SaveTool
     from bokeh.plotting import figure
 
     shown: Any = figure(
@@ -84,10 +84,14 @@ def draw(plot: Plot) -> Any:
     shown.xaxis.formatter = BasicTickFormatter(use_scientific=False)
     shown.xaxis.ticker.desired_num_ticks = 5
     shown.yaxis.formatter = BasicTickFormatter(power_limit_low=-4, power_limit_high=7)
-    if plot.is_log:
-        low, high = (end(end(curve.y[numpy.isfinite(curve.y)]) for curve in plot.curves) for end in (min, max))
-        # In a narrow range Bokeh places ticks as on a linear axis, which below 1000 leaves the low end without any.
-        shown.yaxis.ticker = LogTicker(base=2 if 5 * low < high < 1000 * low else 10)
+    low, high = (end(end(curve.y[numpy.isfinite(curve.y)]) for curve in plot.curves) for end in (min, max))
+    if not plot.is_log and low == high:
+        shown.y_range.default_span = abs(low) or 1.0
+    # In a narrow range Bokeh places ticks as on a linear axis, which below 1000 leaves the low end without any.
+    elif plot.is_log and 5 * low < high < 1000 * low:
+        shown.yaxis.update(ticker=LogTicker(base=2), formatter=PrintfTickFormatter(format="%.4g"))
+    elif plot.is_log:
+        shown.yaxis.ticker = LogTicker()
     for axis in (*shown.xaxis, *shown.yaxis):
         axis.update(axis_line_color=None, major_tick_line_color=None, minor_tick_line_color=None)
         axis.update(axis_label_text_font_style="normal", axis_label_text_color=_GREY, major_label_text_color=_GREY)
