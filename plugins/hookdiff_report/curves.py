@@ -54,6 +54,7 @@ class Plot:
     curves: Sequence[Curve] = field(converter=_with_values)
     x_label: str = "step"
     log: bool = False  # a logarithmic axis is wanted
+    dashed: str = ""  # more of the caption, if there are dashed curves
     marks: Sequence[Mark] = ()
 
     @property
@@ -76,16 +77,20 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def _logged(runs: Sequence[Run], lines: Lines) -> Iterator[Curve]:
-    """Yield the curves of logged values. Several runs are compared by the first of the lines that they have."""
+    """Yield the curves of logged values. Several runs are compared by one of the lines, which most of them have."""
+    shown = list(lines)
+    if len(runs) > 1:  # not by a dashed line, which the values are compared with
+        solid = [name for name, (_, style) in lines.items() if style != "dashed"]
+        shown = sorted(solid, key=lambda name: -sum(name in run.history.series for run in runs))[:1]
     for place, run in enumerate(runs):
-        present = [name for name in lines if name in run.history.series]
-        for name in present if len(runs) == 1 else present[:1]:
+        for name in shown:
             label, style = lines[name]
             points = thin(*run.points(name))
             if len(runs) > 1:
-                yield Curve(run.label, *points, "dots" if style == "dots" else "line", place)
+                label = run.label if name == next(iter(lines)) else f"{run.label}: {label}"
+                yield Curve(label, *points, "dots" if style == "dots" else "line", place)
             else:
-                yield Curve(label, *points, style, 0 if style == "faint" else list(lines).index(name))
+                yield Curve(label, *points, style, 0 if style == "faint" else shown.index(name))
 
 
 def _loss(runs: Sequence[Run]) -> Plot:
@@ -106,11 +111,12 @@ def _loss(runs: Sequence[Run]) -> Plot:
 
 def _gradients(runs: Sequence[Run]) -> Plot:
     caption = (
-        "The length of the gradient over all weights, before clipping. Gradients above the threshold are scaled down "
-        "to it. Sudden peaks come from odd samples or a learning rate near its limit."
+        "The length of the gradient over all weights, before clipping. Sudden peaks come from odd samples or a "
+        "learning rate near its limit."
     )
     lines: Lines = {"grad_norm": ("gradient norm", "line"), "clip/threshold": ("clip threshold", "dashed")}
-    return Plot("gradients", "Gradient norm", "norm", caption, _logged(runs, lines), log=True)
+    dashed = " Clipping by the norm scales gradients above the threshold down to it."
+    return Plot("gradients", "Gradient norm", "norm", caption, _logged(runs, lines), log=True, dashed=dashed)
 
 
 def _memory(runs: Sequence[Run]) -> Plot:
@@ -119,7 +125,7 @@ def _memory(runs: Sequence[Run]) -> Plot:
         "end is a leak."
     )
     lines: Lines = {
-        "memory/peak": ("peak so far", "dashed"),
+        "memory/peak": ("peak so far", "line"),
         "memory/allocated": ("in use", "line"),
         "memory/reserved": ("reserved", "line"),
     }
@@ -127,9 +133,10 @@ def _memory(runs: Sequence[Run]) -> Plot:
 
 
 def _rates(runs: Sequence[Run]) -> Plot:
-    names = [name for name in _names(runs) if name == "lr" or name.startswith("lr/")][:_MOST_GROUPS]
-    caption = "It scales every update that the optimizer makes to the weights."
-    lines: Lines = {name: (name, "line") for name in names}
+    names = [name for name in _names(runs) if name == "lr" or name.startswith("lr/")]
+    caption = "The learning rate scales every update that the optimizer makes to the weights."
+    caption += _more(len(names) - _MOST_GROUPS, "groups of parameters")
+    lines: Lines = {name: (name, "line") for name in names[:_MOST_GROUPS]}
     return Plot("lr", "Learning rate", "learning rate", caption, _logged(runs, lines))
 
 
@@ -144,17 +151,20 @@ def distances(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _distances(runs: Sequence[Run]) -> Iterator[Plot]:
-    for name, title in distances(runs)[:_MOST_SPACES]:
-        used = sorted({value for run in runs for value in run.points(f"{name}/num")[1] if math.isfinite(value)})
-        num = " or ".join(map(count, used[:4])) or "an unknown number of"
-        many = " Values with different n cannot be compared." if len(used) > 1 else ""
+    names = distances(runs)
+    for name, title in names[:_MOST_SPACES]:
+        used = [value for run in runs for value in run.points(f"{name}/num")[1] if math.isfinite(value)]
+        num = " to ".join(dict.fromkeys((count(min(used)), count(max(used))))) if used else ""
         caption = (
             "The distance between two clouds of image features, one of generated images and one of the data: lower is "
-            f"better. Each value is measured with {num} generated images in its feature space; fewer images give "
-            f"larger values. The floor is what a perfect model would get with as many.{many}"
+            f"better. {f'It is measured with {num} generated images; fewer' if num else 'Fewer'} images give larger "
+            f"values.{' Values with different n cannot be compared.' if ' to ' in num else ''}"
         )
+        caption += _more(len(names) - _MOST_SPACES, "feature spaces")
         lines: Lines = {name: ("generated images", "dots"), f"{name}/floor": ("floor", "dashed")}
-        yield Plot(name, f"{title}, n = {num}", "distance", caption, _logged(runs, lines), log=True)
+        dashed = " The floor is what a perfect model would get with as many images."
+        title = f"{title}, n = {num}" if num else title
+        yield Plot(name, title, "distance", caption, _logged(runs, lines), log=True, dashed=dashed)
 
 
 def _variety(run: Run) -> Iterator[Plot]:
@@ -162,7 +172,9 @@ def _variety(run: Run) -> Iterator[Plot]:
         "Precision and density: how many generated images look like images of the data. Recall and coverage: how much "
         "of the data's variety is generated. 1 is the aim."
     )
-    for name in [name for name in _names([run]) if name.startswith("precision/")][:_MOST_SPACES]:
+    names = [name for name in _names([run]) if name.startswith("precision/")]
+    caption += _more(len(names) - _MOST_SPACES, "feature spaces")
+    for name in names[:_MOST_SPACES]:
         space = name.removeprefix("precision/")
         kinds = ("precision", "recall", "density", "coverage")
         lines: Lines = {f"{kind}/{space}": (kind, "dots") for kind in kinds}
@@ -191,37 +203,40 @@ def _throughput(runs: Sequence[Run]) -> Iterator[Plot]:
 def _by_noise_level(runs: Sequence[Run]) -> Plot:
     curves = []
     for color, run in enumerate(runs):
-        name = next((name for name in run.history.series if name.startswith("loss/snr-")), "")
-        steps, is_alone = run.points(name)[0], len(runs) == 1
+        bins = [(len(logged[0]), name) for name, logged in run.history.series.items() if name.startswith("loss/snr-")]
+        steps, is_alone = run.points(max(bins, default=(0, ""))[1])[0], len(runs) == 1
         if not len(steps):
             continue
         for share, alpha in ((0.1, 0.35), (0.25, 0.5), (0.5, 0.7)) if is_alone and len(steps) > 10 else ():
-            label = f"up to step {count(steps[round(share * len(steps)) - 1])}"
-            curves.append(Curve(label, *_levels(run, "snr", share), color=color, alpha=alpha))
+            until = steps[round(share * len(steps)) - 1]
+            curves.append(Curve(f"up to step {count(until)}", *_levels(run, "snr", until), color=color, alpha=alpha))
         label = f"up to step {count(steps[-1])}" if is_alone else run.label
         curves.append(Curve(label, *_levels(run, "snr"), "dots", color))
         label = "floor" if is_alone else f"floor of {run.label}"
         curves.append(Curve(label, *_levels(run, "floor"), "dashed", 1 if is_alone else color))
     caption = (
         "The same loss, sorted by how noisy the image was: almost pure noise on the left, almost clean on the right "
-        "(log-SNR is the logarithm of signal over noise). Each curve is a mean over a tenth of the logged steps. The "
-        "floor is the error of the best guess from mean and variance of the data alone: a network that has learned "
-        "what images look like is below it."
+        "(log-SNR is the logarithm of signal over noise). Each curve is a mean over a tenth of the logged steps."
     )
-    return Plot("levels", "Loss by noise level", "loss", caption, curves, x_label="log-SNR", log=True)
+    dashed = (
+        " The floor is the error of the best guess from mean and variance of the data alone: a network that has "
+        "learned what images look like is below it."
+    )
+    return Plot("levels", "Loss by noise level", "loss", caption, curves, x_label="log-SNR", log=True, dashed=dashed)
 
 
-def _levels(run: Run, kind: str, until: float = 1.0) -> tuple[Array, Array]:
-    """Return the middles of the bins of the log-SNR, and the mean in each over a tenth of the logs before `until`."""
+def _levels(run: Run, kind: str, until: float = math.inf) -> tuple[Array, Array]:
+    """Return the middles of the bins of the log-SNR, and the mean in each over a tenth of the logs, up to a step."""
     found = []
     for name in _names([run]):
+        if not name.startswith(f"loss/{kind}-"):
+            continue
         low, _, high = name.partition(":")[2].partition("..")  # loss/snr-03:-5.4..-3.8
-        values = run.points(name)[1]
-        last = max(1, round(until * len(values)))
-        recent = values[max(0, last - max(1, len(values) // 10)) : last]
+        steps, values = run.points(name)
+        recent = values[steps <= until][-max(1, len(values) // 10) :]
         recent = recent[numpy.isfinite(recent)]
         try:
-            if name.startswith(f"loss/{kind}-") and len(recent):
+            if len(recent):
                 found.append((float(low), float(high), recent.mean()))
         except ValueError:  # no bin of the monitor
             continue
@@ -232,6 +247,10 @@ def _levels(run: Run, kind: str, until: float = 1.0) -> tuple[Array, Array]:
     lows = numpy.where(numpy.isfinite(lows), lows, highs - width)
     highs = numpy.where(numpy.isfinite(highs), highs, lows + width)
     return (lows + highs) / 2, means
+
+
+def _more(num: int, things: str) -> str:
+    return f" {count(num)} more {things} are not shown." if num > 0 else ""
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

@@ -46,7 +46,7 @@ class Mark:
 
 @frozen
 class Diagnosis:
-    """A finding of a monitor, which may have been reported several times."""
+    """A problem of the run, which may have been reported several times."""
 
     severity: str
     what: str
@@ -76,7 +76,7 @@ def _row(group: Sequence[LoggedEvent]) -> Row:
     first, event = group[0], group[-1].event
     steps, text = count(first.step), event.text
     if len(group) > 1:
-        steps, text = f"{steps} to {count(group[-1].step)}", f"{count(len(group))} {_ROUTINE[event.kind]}"
+        steps, text = _steps(group), f"{count(len(group))} {_ROUTINE[event.kind]}"
     return Row(steps, moment(first.time), shortened(event.kind, 60), event.severity, shortened(text, _MOST_TEXT))
 
 
@@ -92,20 +92,21 @@ def marks(run: Run) -> list[Mark]:
     for (kind, _), group in groups.items():
         text = shortened(group[-1].event.text.partition("\n")[0], 120)
         if len(group) > 1:
-            low, high = (end(logged.step for logged in group) for end in (min, max))
-            text = f"{count(len(group))} times, steps {count(low)} to {count(high)}; {text}"
+            text = f"{count(len(group))} times, steps {_steps(group)}; {text}"
         found.append(Mark(kind, group[0].step, text))
     return found
 
 
 def diagnoses(run: Run) -> tuple[list[Diagnosis], int]:
-    """Return what the monitors found, the worst first, and the number of those that were left out.
+    """Return the problems of the run, the worst first, and the number of those that were left out.
 
-    Findings that differ only by their numbers are one diagnosis, in the words of the newest.
+    They are findings of monitors, and errors that have ended the run. Those that differ only by their numbers are one
+    diagnosis, in the words of the newest.
     """
     groups: dict[tuple[str, str], list[LoggedEvent]] = {}
     for logged in run.events:
-        if logged.event.kind in ("finding", "nan"):
+        is_crash = (logged.event.kind, logged.event.severity) == ("stop", "error")
+        if is_crash or logged.event.kind in ("finding", "nan"):
             what = re.sub(r"[-+]?\d[\d.,e+-]*", "0", logged.event.text.partition("\n")[0])
             groups.setdefault((logged.event.severity, what), []).append(logged)
     found = sorted(groups.values(), key=lambda group: (_RANKS[group[-1].event.severity], -group[-1].step))
@@ -113,8 +114,12 @@ def diagnoses(run: Run) -> tuple[list[Diagnosis], int]:
 
 
 def _diagnosis(group: Sequence[LoggedEvent]) -> Diagnosis:
-    event, first, last = group[-1].event, group[0].step, group[-1].step
+    event = group[-1].event
     what, *why = [line.strip() for line in shortened(event.text, _MOST_TEXT).split("\n")]
     remedy = why.pop().removeprefix("try ") if why and why[-1].startswith("try ") else ""
-    steps = f"step {count(first)}" if first == last else f"steps {count(first)} to {count(last)}"
-    return Diagnosis(event.severity, what, why, remedy, steps, len(group))
+    return Diagnosis(event.severity, what, why, remedy, _steps(group), len(group))
+
+
+def _steps(group: Sequence[LoggedEvent]) -> str:
+    low, high = (end(logged.step for logged in group) for end in (min, max))  # after a resume the steps go back
+    return count(low) if low == high else f"{count(low)} to {count(high)}"

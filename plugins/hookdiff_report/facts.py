@@ -32,9 +32,13 @@ def _losses(run: Run) -> Iterator[Fact]:
 
 def _best_distances(run: Run) -> Iterator[Fact]:
     for name, title in distances([run])[:_MOST_DISTANCES]:
-        if best := _best(run, name):
-            num = run.history.last(f"{name}/num")
-            yield f"Best {title}", (best[0], best[1] if math.isnan(num) else f"{best[1]}, n = {count(num)}")
+        nums = {step: num for step, num in zip(*run.points(f"{name}/num"), strict=True) if num > 0}
+        found = [(value, step, nums.get(step)) for step, value in zip(*run.points(name), strict=True)]
+        found = [one for one in found if math.isfinite(one[0])]
+        # A distance with another n than the newest one cannot be compared with it.
+        if same := [one for one in found if one[2] == found[-1][2]]:
+            value, step, num = min(same)
+            yield f"Best {title}", (number(value), f"at step {count(step)}{f', n = {count(num)}' if num else ''}")
 
 
 def _best(run: Run, name: str) -> tuple[str, str] | None:
@@ -70,9 +74,12 @@ def model(run: Run) -> str:
 
 
 def values(run: Run) -> Iterator[tuple[str, ...]]:
-    """Yield for each logged name how often it was logged, and the last, lowest and highest value, in words."""
-    for name in sorted(set(run.history.series) - {"time"})[:_MOST_VALUES]:
+    """Yield for each logged name how often it was logged, and its last, lowest and highest value, in words."""
+    names = sorted(set(run.history.series) - {"time"})
+    for name in names[:_MOST_VALUES]:
         logged = run.points(name)[1]
         finite = logged[numpy.isfinite(logged)]
         ends = (number(finite.min()), number(finite.max())) if len(finite) else ("", "")
         yield shortened(name, 100), count(len(logged)), number(run.history.last(name)), *ends
+    if len(names) > _MOST_VALUES:
+        yield f"and {count(len(names) - _MOST_VALUES)} more", "", "", "", ""

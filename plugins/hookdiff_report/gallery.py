@@ -48,7 +48,7 @@ class Strip:
 
     title: str  # the name, and of several runs the run
     steps: Sequence[int]
-    panels: Sequence[str]  # titles; one empty title for whole pictures
+    panels: Sequence[str]  # titles; whole pictures have one, which may be empty
     sources: Sequence[Sequence[str]]  # by panel and step, data URIs; "" for a panel that a step lacks
     about: str  # how the images were made
     num: int  # steps that the run has
@@ -64,21 +64,26 @@ class Group:
 
     @property
     def panels(self) -> list[str]:
-        """The titles of the panels of all strips."""
-        return list(dict.fromkeys(panel for strip in self.strips for panel in strip.panels))
+        """The titles of the panels to choose from; a strip with one panel always shows that one."""
+        strips = [strip for strip in self.strips if len(strip.panels) > 1]
+        return list(dict.fromkeys(panel for strip in strips for panel in strip.panels))
 
 
 @frozen
 class Film:
     """The filmstrip or an animation, which show all steps at once."""
 
+    name: str  # of its file
     caption: str
-    source: str
+    source: str  # empty if it is too large
     is_moving: bool
 
 
-def pictures(runs: Sequence[Run]) -> tuple[list[Group], list[Film]]:
-    """Return the pictures of the runs: all steps of one run, and its films; of several runs the last ones."""
+def pictures(runs: Sequence[Run]) -> tuple[list[Group], list[Film], int]:
+    """Return the pictures of the runs: all steps of one run, and its films; of several runs the last ones.
+
+    The number is of the names of pictures that were left out.
+    """
     films = list(_films(runs[0])) if len(runs) == 1 else []
     left = BUDGET - sum(len(film.source) for film in films)
     names = sorted({name for run in runs for name in run.history.pictures}, key=lambda name: (name != "samples", name))
@@ -92,7 +97,8 @@ def pictures(runs: Sequence[Run]) -> tuple[list[Group], list[Film]]:
         if strip := _strip(title, files, left * weights[0] // sum(weights)):
             left -= sum(len(source) for sources in strip.sources for source in sources)
             strips.setdefault(name, []).append(strip)
-    return [Group(name, _CAPTIONS.get(name, ""), found) for name, found in strips.items()], films
+    groups = [Group(name, _CAPTIONS.get(name, ""), found) for name, found in strips.items()]
+    return groups, films, len(names) - len(groups)
 
 
 def _films(run: Run) -> Iterator[Film]:
@@ -100,23 +106,25 @@ def _films(run: Run) -> Iterator[Film]:
     for name, caption in _FILMS.items():
         path, is_moving = run.history.run_dir / name, name != _FILMSTRIP
         image = None if is_moving else _opened(path)
-        source = _encoded(image, 82, 1600) if image else _animation(path) if is_moving else ""
-        if source and len(source) <= left:
+        source = _encoded(image, 82, 1600) if image else _animation(path, left) if is_moving else None
+        if source is not None:
             left -= len(source)
-            yield Film(caption, source, is_moving)
+            yield Film(name, caption, source, is_moving)
 
 
-def _animation(path: Path) -> str:
-    """Return the file as it is, if it is the animation that its name says."""
+def _animation(path: Path, most: int) -> str | None:
+    """Return the file as it is; "" if that takes more than `most` letters, and None if it is not what its name says."""
     import PIL.Image
 
     kind = path.suffix[1:]
     try:
-        data = read_file(path) if path.stat().st_size < BUDGET else b""
+        if path.stat().st_size * 4 / 3 > most:  # in base64
+            return ""
+        data = read_file(path)
         with PIL.Image.open(io.BytesIO(data), formats=[kind]) as image:
             image.verify()
     except Exception:  # Pillow raises many kinds for damaged files
-        return ""
+        return None
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
@@ -138,6 +146,8 @@ def _strip(title: str, files: Mapping[int, Path], share: int) -> Strip | None:
     if not kept:
         return None
     kept = dict(sorted(kept.items()))
+    if len(set().union(*kept.values())) > 1:  # beside panels, a picture without a title shows the weights themselves
+        kept = {step: {title or "model": source for title, source in panels.items()} for step, panels in kept.items()}
     titles = list(dict.fromkeys(panel for panels in reversed(kept.values()) for panel in panels))  # the newest first
     sources = [[panels.get(panel, "") for panels in kept.values()] for panel in titles]
     last = _opened(files[list(kept)[-1]])
@@ -166,8 +176,16 @@ def _panels(path: Path, quality: int, side: int) -> dict[str, str]:
     image = _opened(path)
     if image is None:
         return {}
-    cut = {title: image.crop(box) for title, box in _boxes(image)} or {"": image}
+    cut = {title: image.crop(box) for title, box in _boxes(image)} or {_weights(image): image}
     return {title: _encoded(panel, quality, side) for title, panel in cut.items()}
+
+
+def _weights(image: Image) -> str:
+    """Return the name of the weights that have made the whole picture; "" if it does not say, or names several."""
+    match read_info(image).get("weights"):
+        case [str(name)] | str(name):
+            return shortened(name, 60)
+    return ""
 
 
 def _boxes(image: Image) -> Iterator[tuple[str, tuple[int, int, int, int]]]:

@@ -25,12 +25,12 @@ def page(histories: Sequence[History]) -> str:
 def _page(histories: Sequence[History]) -> str:
     runs = named(histories)
     plots = curves.plots(runs)
-    groups, films = gallery.pictures(runs)
+    groups, films, num_more = gallery.pictures(runs)
     loader = jinja2.PackageLoader("hookdiff_report")
     templates = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.undefined = jinja2.StrictUndefined
     templates.policies["json.dumps_kwargs"] = {}  # Bokeh needs the keys in their order
-    css, own_script = (loader.get_source(templates, f"page.{end}")[0] for end in ("css", "js"))
+    css, own_script = (loader.get_source(templates, f"page.{end}")[0].replace("\r\n", "\n") for end in ("css", "js"))
     scripts = [*([script()] if plots else []), own_script]
     return templates.get_template("page.html").render(
         title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared",
@@ -43,13 +43,14 @@ def _page(histories: Sequence[History]) -> str:
         groups=groups,
         frames=[strip.sources for group in groups for strip in group.strips],
         films=films,
+        num_more=num_more,
         differences=settings.differences(runs),
         environment=settings.environment(runs),
         facts={run: facts.facts(run) for run in runs},
         values_of=facts.values,
         model_of=facts.model,
         timeline_of=events.timeline,
-        diagnoses_of=events.diagnoses,
+        diagnoses={run: events.diagnoses(run) for run in runs},
         config_of=settings.config_text,
         signs_of=signs,
         color=color,

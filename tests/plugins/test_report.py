@@ -5,10 +5,12 @@ import gzip
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from hookdiff import UserError
+from hookdiff.disk.lock import lock_run_dir
 from hookdiff.history import picture_path
 from hookdiff.pictures import Panel, Picture, sheet
 from hookdiff.testing import toy_loop
@@ -43,6 +46,7 @@ class Page(HTMLParser):
     """A page, taken apart."""
 
     text: str = ""  # that is shown
+    rows: list[list[str]] = field(factory=list)  # the cells of all tables
     scripts: list[str] = field(factory=list)
     tags: list[tuple[str, dict[str, str | None]]] = field(factory=list)
     _inside: list[str] = field(factory=list)
@@ -57,19 +61,26 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag in ("script", "style"):
+        if tag in ("script", "style", "th", "td"):
             self._inside.append(tag)
             self.scripts += [""] if tag == "script" else []
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("th", "td"):
+            self.rows[-1].append("")
 
     def handle_endtag(self, tag: str) -> None:
         if self._inside and self._inside[-1] == tag:
             self._inside.pop()
 
     def handle_data(self, data: str) -> None:
-        if not self._inside:
-            self.text += f"{data}\n"
-        elif self._inside[-1] == "script":
+        inside = self._inside[-1] if self._inside else ""
+        if inside == "script":
             self.scripts[-1] += data
+        elif inside != "style":
+            self.text += f"{data}\n"
+        if inside in ("th", "td"):
+            self.rows[-1][-1] += data
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [found for name, found in self.tags if name == tag]
@@ -83,20 +94,29 @@ class Page(HTMLParser):
         source = json.loads(self.scripts[1])[strip][panel][place]
         return Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
 
-    def curves(self, axis: str = "y") -> dict[str, numpy.ndarray]:
-        """Return the values of all curves, by label; for the axis "x" their places."""
+    def parts(self, plot: str, name: str) -> list[dict[str, Any]]:
+        """Return the attributes of the objects of this class in the plot with this title."""
+        labels = [str(one["aria-label"]) for one in self.all("div") if one.get("class") == "plot"]
+        titles = [label.partition(". ")[0].rpartition(" by ")[0] for label in labels]
+        item = json.loads(self.scripts[0])[titles.index(plot)]
+        return [one.get("attributes", {}) for one in walk(item) if one.get("name") == name]
+
+    def curves(self, plot: str, axis: str = "y") -> dict[str, list[float]]:
+        """Return the values of the curves and marks of a plot, by label; for the axis "x" their places."""
         found = {}
-        for item in json.loads(self.scripts[0]):
-            for one in walk(item):
-                if one.get("name") == "GlyphRenderer":
-                    attributes = one["attributes"]
-                    data: Any = dict(attributes["data_source"].get("attributes", {}).get("data", {}).get("entries", []))
-                    if isinstance(data.get("y"), dict):
-                        data = base64.b64decode(data[axis]["array"]["data"])
-                        # Earlier versions of Bokeh do not compress.
-                        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-                        found[attributes["name"]] = numpy.frombuffer(data)
+        for part in self.parts(plot, "GlyphRenderer"):
+            data = dict(part["data_source"].get("attributes", {}).get("data", {}).get("entries", []))
+            if isinstance(column := data.get(axis, []), dict):
+                packed = base64.b64decode(column["array"]["data"])
+                # Earlier versions of Bokeh do not compress.
+                packed = gzip.decompress(packed) if packed.startswith(b"\x1f\x8b") else packed
+                column = numpy.frombuffer(packed).tolist()
+            if data:
+                found[part["name"]] = column
         return found
+
+    def is_log(self, plot: str) -> bool:
+        return bool(self.parts(plot, "LogScale"))
 
 
 def walk(value: object) -> Iterator[dict[str, Any]]:
@@ -123,11 +143,14 @@ def make_run(folder: Path, lr: float = 0.001, steps: int = 40) -> Path:
     lines = []
     for step in range(1, steps + 1):
         line = {"step": step, "time": TIME + step / 8, "loss": 1 / step, "loss/smooth": 2 / step, "lr": lr}
-        line |= {"grad_norm": 3.0 + step, "clip/threshold": 5.0, "time/of_a_plugin": 1.0}
-        line |= {"loss/snr-00:-inf..-1.0": 0.5, "loss/snr-01:-1.0..+1.0": 0.25, "loss/snr-02:+1.0..+inf": 0.125}
-        line |= {"loss/floor-00:-inf..-1.0": 0.75, "loss/floor-01:-1.0..+1.0": 0.75, "loss/floor-02:+1.0..+inf": 0.75}
+        line |= {"grad_norm": 3.0 + step, "clip/threshold": 5.0, "time/of_a_plugin": 1.0, "lr/head": lr / 10}
+        line |= {"memory/peak": 512.0, "memory/allocated": 512.0}
+        for number, bounds in enumerate(("-inf..-1.0", "-1.0..+1.0", "+1.0..+inf")):
+            line[f"loss/snr-0{number}:{bounds}"] = (1 + (step <= 4) + (step <= 10)) / 2**number
+            line[f"loss/floor-0{number}:{bounds}"] = 0.75
         if step % 20 == 0:
-            line |= {"fd/digits": 100 / step, "fd/digits/num": 512.0, "fd/digits/floor": 1.5}
+            line |= {"fd/digits": 100 / step, "fd/digits/num": 512.0, "fd/digits/floor": 1.5, "val/loss": 3 / step}
+            line |= {f"{kind}/digits": step / 80 for kind in ("precision", "recall", "density", "coverage")}
         lines.append(line)
     write_lines(folder / "metrics.jsonl", lines)
     events = [logged(0, "start", "started", versions={"torch": "2.11.0"}, device="cpu")]
@@ -141,12 +164,13 @@ def make_run(folder: Path, lr: float = 0.001, steps: int = 40) -> Path:
     return folder
 
 
-def add_samples(run: Path, steps: list[int], side: int = 16) -> None:
-    """Write sheets with a black panel "ema" and a white panel "model"."""
+def add_samples(
+    run: Path, steps: Sequence[int], titles: Sequence[str] = ("ema", "model"), side: int = 16, **info: Any
+) -> None:
+    """Write sheets of panels that are black and white in turn."""
     for step in steps:
-        black = torch.full((4, 1, side, side), -1.0)
-        panels = [Panel(black, title="ema"), Panel(-black, title="model")]
-        picture = sheet(panels, info={"sampler": "ddim", "steps": 7, "seed": 3})
+        panels = [Panel((-torch.ones(4, 1, side, side)) ** (k + 1), title=title) for k, title in enumerate(titles)]
+        picture = sheet(panels, info={"sampler": "ddim", "steps": 7, "seed": 3, **info})
         picture.with_info(name="samples", step=step).save(picture_path(run, "samples", step))
 
 
@@ -164,35 +188,97 @@ def test_what_a_report_says(run: Path, hookdiff: Command) -> None:
     check_facts(page.text, "first", "stopped", "step 40 of 50", "out of time")
     check_facts(page.text, "0.05", "lowest 0.05 at step 40")  # the smoothed loss
     check_facts(page.text, "Fréchet distance (digits), n = 512", "2.5", "at step 40, n = 512")
-    check_facts(page.text, "80", "samples per second")
+    check_facts(page.text, "80", "samples per second", "512 MiB")
     check_facts(page.text, "the loss spikes at step 31", "9 times its median", "Try the plugin clip.")
     check_facts(page.text, "10 to 30", "3 checkpoints", "2023-11-14 22:13", "lr = 0.001", "torch", "2.11.0")
-    curves = page.curves()
-    assert curves["smoothed"].tolist() == [2 / step for step in range(1, 41)]
-    assert curves["clip threshold"].tolist() == [5.0] * 40
-    assert curves["up to step 40"].tolist() == [0.5, 0.25, 0.125]
-    assert page.curves("x")["up to step 40"].tolist() == [-2.0, 0.0, 2.0]  # the outer noise levels are open
-    assert curves["floor"].tolist() in ([0.75] * 3, [1.5] * 2)
-    assert "mean 80" in curves
+    check_facts(page.text, "finding, such as a spike")  # in the legend
     assert not page.strips
-    assert "Memory" not in page.text  # it has no values
+    steps = range(1, 41)
+    assert page.curves("Loss")["smoothed"] == [2 / step for step in steps]
+    assert page.curves("Loss", "x") == {
+        "smoothed": [*steps],
+        "as logged": [*steps],
+        "held-out images": [20, 40],
+        "checkpoint": [10, 20, 30],
+        "finding": [31],
+    }
+    assert page.curves("Loss by noise level") == {
+        "up to step 4": [3.0, 1.5, 0.75],
+        "up to step 10": [2.0, 1.0, 0.5],
+        "up to step 20": [1.0, 0.5, 0.25],
+        "up to step 40": [1.0, 0.5, 0.25],
+        "floor": [0.75] * 3,
+    }
+    assert page.curves("Loss by noise level", "x")["floor"] == [-2.0, 0.0, 2.0]  # the outer levels are open
+    assert page.curves("Fréchet distance (digits), n = 512") == {"generated images": [5.0, 2.5], "floor": [1.5, 1.5]}
+    kinds = ("precision", "recall", "density", "coverage")
+    assert page.curves("Fidelity and variety (digits)") == {kind: [0.25, 0.5] for kind in kinds}
+    assert page.curves("Learning rate") == {"lr": [0.001] * 40, "lr/head": [0.0001] * 40}
+    assert page.curves("Gradient norm") == {"gradient norm": [3.0 + k for k in steps], "clip threshold": [5.0] * 40}
+    assert page.curves("Throughput")["mean 80"] == pytest.approx([80.0] * 39)
+    assert page.curves("Memory") == {"peak so far": [512.0] * 40, "in use": [512.0] * 40}
+    assert [page.is_log(plot) for plot in ("Loss", "Gradient norm", "Learning rate")] == [True, True, False]
+    # Rounded labels of an axis would not be powers of two, and a flat line at 512 would look like one at 0.
+    assert [part["format"] for part in page.parts("Gradient norm", "PrintfTickFormatter")] == ["%.4g"]
+    assert [part["default_span"] for part in page.parts("Memory", "DataRange1d") if "default_span" in part] == [512.0]
+
+
+def test_a_run_under_way_and_resumed(run: Path, hookdiff: Command) -> None:
+    (run / "outcome.json").unlink()
+    (run / "config.toml").write_text(tomli_w.dumps({"run": {"epochs": 3, "batch_size": 10}}))
+    old, new = ({"versions": {"torch": version}, "steps": 10_040} for version in ("2.11.0", "2.12.0"))
+    events = [logged(0, "start", "started", **old), logged(300, "finding", "norm 5 too large", "warning")]
+    events += [logged(step, "resume", f"resumed at step {step}", **new) for step in (200, 220)]
+    events += [logged(250, "finding", "norm 6 too large", "warning")]
+    events += [logged(100, "stop", "error: ArithmeticError: out of numbers", "error")]
+    write_lines(run / "events.jsonl", events)
+    with ExitStack() as resources:
+        lock_run_dir(run, resources)
+        assert hookdiff("report", run)[0] == 0
+    page = Page.of(run / "report.html")
+    check_facts(page.text, "running", "step 40 of 10,040", "about 20 min 50 s left")
+    check_facts(page.text, "norm 6 too large", "steps 250 to 300, reported 2 times")
+    assert page.text.index("ArithmeticError") < page.text.index("norm 6")  # an error is worse than a warning
+    assert "no problem" not in page.text
+    assert ["machine and versions", "from step 0", "from step 200"] in page.rows
+    assert ["torch", "2.11.0", "2.12.0"] in page.rows
+
+
+def test_values_that_some_lines_lack(run: Path, hookdiff: Command) -> None:
+    lines = [{"step": k, "time": TIME + k, "loss/snr-01:-1.0..+1.0": 1 / k} for k in range(1, 101)]
+    for line in lines[:20]:
+        line["loss/snr-00:-inf..-1.0"] = 5.0
+    for line, value, num in zip(lines[::10], (1.0, 5.0, 6.0, None), (512, 50_000, 50_000, 50_000), strict=False):
+        line |= {"fd/digits": value, "fd/digits/num": num, "fd/bare": value}
+    write_lines(run / "metrics.jsonl", lines)
+    assert hookdiff("report", run)[0] == 0
+    page = Page.of(run / "report.html")
+    check_facts(page.text, "5", "at step 11, n = 50,000")  # the best of those that can be compared
+    assert page.curves("Fréchet distance (digits), n = 512 to 50,000").keys() == {"generated images"}
+    assert page.curves("Fréchet distance (bare)").keys() == {"generated images"}
+    assert "floor" not in page.text
+    last = [5.0, pytest.approx(numpy.mean([1 / k for k in range(91, 101)]))]
+    assert page.curves("Loss by noise level")["up to step 100"] == last
 
 
 def test_equal_runs_give_equal_files_without_torch(run: Path, tmp_path: Path) -> None:
     add_samples(run, [10, 20])
     code = "import sys; from hookdiff_report.cli import command; command(standalone_mode=False); print(*sys.modules)"
-    for name, seed in (("a", "1"), ("b", "2")):
+    folder = shutil.copytree(Path(sys.modules["hookdiff_report"].__file__ or "").parent, tmp_path / "hookdiff_report")
+    for path in (folder / "templates").iterdir():  # as Git writes text on Windows
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    for name, paths in (("1", sys.path), ("2", [str(tmp_path), *sys.path])):
         words = [sys.executable, "-c", code, str(run), "--out", str(tmp_path / f"{name}.html")]
         done = subprocess.run(
             words,
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONHASHSEED": name, "PYTHONPATH": os.pathsep.join(paths)},
         )
         assert "torch" not in done.stdout.split()
         assert not done.stderr
-    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+    assert (tmp_path / "1.html").read_bytes() == (tmp_path / "2.html").read_bytes()
 
 
 def test_samples_by_step_and_weights(run: Path, hookdiff: Command) -> None:
@@ -210,8 +296,8 @@ def test_samples_by_step_and_weights(run: Path, hookdiff: Command) -> None:
         assert white.min() > 246
         assert numpy.median(black) < 9
     assert [one["max"] for one in page.all("input") if one["type"] == "range"] == ["2"]
-    assert [one["value"] for one in page.all("input") if one["type"] == "radio"] == ["ema", "model"]
-    check_facts(page.text, "sampler ddim, 7 steps, seed 3")
+    assert len([one for one in page.all("input") if one["type"] == "radio"]) == 2
+    check_facts(page.text, "sampler ddim, 7 steps, seed 3", "ema (moving average)", "model (raw weights)")
 
 
 def test_panels_have_the_names_of_their_rows(run: Path, hookdiff: Command) -> None:
@@ -228,13 +314,18 @@ def test_panels_have_the_names_of_their_rows(run: Path, hookdiff: Command) -> No
 
 
 def test_steps_with_other_panels(run: Path, hookdiff: Command) -> None:
-    black = torch.full((4, 1, 16, 16), -1.0)
-    for step, titles in ((10, ("ema", "model")), (20, ("model", "best"))):
-        picture = sheet([Panel(black, title=title) for title in titles])
-        picture.with_info(name="samples").save(picture_path(run, "samples", step))
+    for step, titles in ((5, [""]), (10, ["ema", "model"]), (20, ["model", "best"])):
+        add_samples(run, [step], titles)
+    pixels = numpy.zeros((8, 8), numpy.uint8)
+    for name, step, weights in (("z", 5, ["ema"]), ("z", 10, "best"), ("several", 5, ["ema", "model"])):
+        Picture(pixels, {"name": name, "weights": weights}).save(picture_path(run, name, step))
     assert hookdiff("report", run)[0] == 0
     page = Page.of(run / "report.html")
-    assert page.strips == [{"panels": ["model", "best", "ema"], "steps": [10, 20]}]
+    assert page.strips == [
+        {"panels": ["model", "best", "ema"], "steps": [5, 10, 20]},
+        {"panels": [""], "steps": [5]},
+        {"panels": ["best", "ema"], "steps": [5, 10]},
+    ]
     assert all(str(one["src"]).startswith("data:image/webp;base64,") for one in page.all("img"))
 
 
@@ -245,9 +336,13 @@ def test_animations_and_the_filmstrip(run: Path, hookdiff: Command) -> None:
     frames[0].save(folder / "training.webp", save_all=True, append_images=frames[1:])
     frames[0].save(folder / "filmstrip.png")
     (folder / "denoising.gif").write_bytes(b"GIF89a, but damaged")
+    (folder / "denoising.webp").write_bytes(bytes(4_000_000))
     assert hookdiff("report", run)[0] == 0
-    sources = [str(one["src"]) for one in Page.of(run / "report.html").all("img")]
-    assert len(sources) == 2
+    page = Page.of(run / "report.html")
+    check_facts(page.text, "Filmstrip", "The training as an animation", "denoising.webp is too large")
+    assert "denoising.gif" not in page.text
+    sources = [str(one["src"]) for one in page.all("img")]
+    assert [source.partition(",")[0] for source in sources] == ["data:image/webp;base64"] * 2
     animation = next(
         one for one in sources if base64.b64encode((folder / "training.webp").read_bytes()).decode() in one
     )
@@ -273,16 +368,49 @@ def test_several_runs_are_compared(
     run: Path, tmp_path: Path, hookdiff: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = make_run(tmp_path / "runs" / "second", lr=0.01, steps=20)
+    lines = map(json.loads, (other / "metrics.jsonl").read_text().splitlines())
+    missing = ("loss/smooth", "grad_norm", "lr")
+    write_lines(other / "metrics.jsonl", [{k: v for k, v in line.items() if k not in missing} for line in lines])
+    (other / "events.jsonl").unlink()
     add_samples(run, [10, 20])
-    add_samples(other, [10])
+    add_samples(other, [10], [""], weights=["ema"])
     monkeypatch.chdir(tmp_path)
     assert hookdiff("report", run, other, run)[0] == 0  # the same run twice is one
     page = Page.of(tmp_path / "report.html")
     check_facts(page.text, "2 runs compared", "first", "second", "optimizer.lr", "0.001", "0.01")
     assert "run.batch_size" not in page.text  # it does not differ
-    assert page.strips == [{"panels": ["ema", "model"], "steps": [20]}, {"panels": ["ema", "model"], "steps": [10]}]
-    labels = [label for label in page.curves() if label in ("first", "second")]
-    assert sorted(labels) == ["first", "second"]
+    assert ["machine and versions", "first"] in page.rows
+    assert page.strips == [{"panels": ["ema", "model"], "steps": [20]}, {"panels": ["ema"], "steps": [10]}]
+    assert len([one for one in page.all("input") if one["type"] == "radio"]) == 2
+    # A plot has the same quantity of all runs.
+    assert page.curves("Loss")["second: as logged"] == [1 / step for step in range(1, 21)]
+    assert page.curves("Loss").keys() == {"first: as logged", "second: as logged"}
+    assert page.curves("Learning rate").keys() == {"first: lr/head", "second: lr/head"}
+    assert page.curves("Gradient norm").keys() == {"first"}
+    check_facts(page.text, "Problems that the runs", "The run has reported no problem.")
+
+
+def test_configs_differ_in_types_and_in_ends_of_long_values(tmp_path: Path, hookdiff: Command) -> None:
+    runs = [make_run(tmp_path / name) for name in "ab"]
+    for run, data in zip(
+        runs,
+        (
+            {"number": "1", "flag": True, "text": "x" * 500 + "A", "same": "s", "path": "one"},
+            {"number": 1, "flag": "true", "text": "x" * 500 + "B", "same": "s", "empty": ""},
+        ),
+        strict=True,
+    ):
+        (run / "config.toml").write_text(tomli_w.dumps({"data": data}))
+    assert hookdiff("report", *runs, "--out", tmp_path / "both.html")[0] == 0
+    rows = {row[0]: row[1:] for row in Page.of(tmp_path / "both.html").rows if row[0].startswith("data.")}
+    missing = "\N{EN DASH}"
+    assert rows.pop("data.text") == ["..." + "x" * 20 + end for end in ('A"', 'B"')]
+    assert rows == {
+        "data.number": ['"1"', "1"],
+        "data.flag": ["true", '"true"'],
+        "data.path": ["one", missing],
+        "data.empty": [missing, '""'],
+    }
 
 
 def test_runs_of_one_name_are_told_apart(run: Path, tmp_path: Path, hookdiff: Command) -> None:
@@ -326,6 +454,7 @@ def test_damaged_and_missing_files(tmp_path: Path, hookdiff: Command) -> None:
     (run / "config.toml").write_text("")
     assert hookdiff("report", run)[0] == 0
     check_facts(Page.of(run / "report.html").text, "bare", "crashed", "step 0")
+    assert "Memory" not in Page.of(run / "report.html").text  # it has no values
     assert len(Page.of(run / "report.html").scripts) == 3  # without plots there is no Bokeh
 
     (run / "config.toml").write_text("[run\n")
@@ -365,7 +494,7 @@ def test_damaged_and_missing_files(tmp_path: Path, hookdiff: Command) -> None:
     check_facts(page.text, "config.toml")
     (strip,) = page.strips
     assert strip["steps"] == [0, 1, 2, 3]
-    assert numpy.isnan(page.curves()["as logged"]).sum() == 1
+    assert numpy.isnan(page.curves("Loss")["as logged"]).sum() == 1
 
 
 def test_numbers_that_no_run_reaches(run: Path, hookdiff: Command) -> None:
@@ -385,7 +514,7 @@ def test_numbers_that_no_run_reaches(run: Path, hookdiff: Command) -> None:
     assert (code, err) == (0, "")
     page = Page.of(run / "report.html")
     check_facts(page.text, "1e+308", "very many of 50")
-    assert page.curves("x")["as logged"].tolist() == [1, 2]
+    assert page.curves("Loss", "x")["as logged"] == [1, 2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
@@ -408,11 +537,26 @@ def test_thousands_of_events_and_steps(run: Path, hookdiff: Command) -> None:
     assert hookdiff("report", run)[0] == 0
     page = Page.of(run / "report.html")
     check_facts(page.text, "5,000 checkpoints", "5,000 void", "norm 500 too large", "reported 500 times")
-    assert len(page.all("tr")) < 300
-    values = page.curves()["as logged"]
+    check_facts(page.text, "302 rows are left out")  # of two routines and 500 findings
+    assert len(page.rows) < 300
+    values = page.curves("Loss")["as logged"]
     assert len(values) <= 2000
-    assert (values.min(), values.max()) == (1e-9, 77.0)
+    assert (min(values), max(values)) == (1e-9, 77.0)
     assert (run / "report.html").stat().st_size < 3e6
+
+
+def test_what_is_left_out_is_counted(run: Path, hookdiff: Command) -> None:
+    line = {"step": 1, "time": TIME, **{f"value{k}": 1.0 for k in range(500)}}
+    for kind, num in (("fd", 12), ("lr", 13), ("precision", 14)):
+        line |= {f"{kind}/{kind}{k}": 1.0 for k in range(num)}
+    write_lines(run / "metrics.jsonl", [line])
+    write_lines(run / "events.jsonl", [logged(1, "finding", "x" * k) for k in range(1, 54)])
+    for k in range(22):
+        Picture(numpy.zeros((4, 4), numpy.uint8), {"name": f"name{k}"}).save(picture_path(run, f"name{k}", 1))
+    assert hookdiff("report", run)[0] == 0
+    text = Page.of(run / "report.html").text
+    check_facts(text, "and 3 more", "and 6 more", "and 139 more")  # diagnoses, names of pictures, logged values
+    check_facts(text, "4 more feature spaces", "5 more groups", "6 more feature spaces")
 
 
 def test_the_pace_leaves_out_the_time_between_processes(run: Path, hookdiff: Command) -> None:
@@ -423,7 +567,7 @@ def test_the_pace_leaves_out_the_time_between_processes(run: Path, hookdiff: Com
     assert hookdiff("report", run)[0] == 0
     page = Page.of(run / "report.html")
     check_facts(page.text, "10", "samples per second", "1 min 40 s")
-    assert page.curves()["mean 10"] == pytest.approx(numpy.full(98, 10.0))
+    assert page.curves("Throughput")["mean 10"] == pytest.approx([10.0] * 98)
 
 
 def test_what_is_refused(run: Path, tmp_path: Path, hookdiff: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,6 +638,7 @@ def test_a_run_ends_with_its_report(small: Path, tmp_path: Path, hookdiff: Comma
 
 
 FAILING = """
+import os
 from hookdiff import hookimpl
 
 class Failing:
@@ -501,6 +646,11 @@ class Failing:
     def before_step(self, loop):
         if loop.progress.step == 3:
             raise ArithmeticError("out of numbers")
+
+class Loud:
+    @hookimpl
+    def on_start(self, loop):  # a report then writes much more to its stderr than a pipe holds
+        os.environ["PYTHONVERBOSE"] = "1"
 
 class InTheWay:
     @hookimpl
@@ -518,9 +668,10 @@ def test_a_run_that_fails_has_a_report_too(small: Path, tmp_path: Path, start: A
 
 
 def test_a_report_during_the_run_and_after_a_signal(small: Path, tmp_path: Path, start: Any) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
     run = tmp_path / "run"
     settings = ("--set", "run.steps=100000", "--set", "plugins.report.every=5")
-    process = start(tmp_path, "run", small, "--plugins", "report", *settings, "--out", run)
+    process = start(tmp_path, "run", small, "--plugins", "report,failing:Loud", *settings, "--out", run)
     wait_for(run / "report.html", process)
     check_facts(Page.of(run / "report.html").text, "running", "100,000")
     process.send_signal(signal.SIGTERM)

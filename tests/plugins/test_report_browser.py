@@ -96,6 +96,32 @@ def test_slider_and_switch_by_keyboard(browser: Any, path: Path) -> None:
     assert not opened.left
 
 
+def test_no_picture_of_other_weights_or_steps(browser: Any, tmp_path: Path) -> None:
+    run, lone = make_run(tmp_path / "first"), make_run(tmp_path / "lone")
+    titles = ("model", "odd\rname")
+    for step, names in ((10, [""]), (20, titles)):
+        add_samples(run, [step], titles=names)
+    add_samples(lone, [10], titles=[""], weights=["model"])
+    for runs in ([run], [run, lone]):
+        page = Opened.of(browser, report(*runs, out=tmp_path / "out.html")).page
+        picture, note = page.locator(".strip img"), page.get_by_text("no picture of these weights at this step")
+        radios = page.get_by_role("radio")
+        assert radios.count() == 2
+        radios.nth(1).check()
+        assert picture.first.get_attribute("alt").endswith("step 20, odd\rname")
+        assert picture.first.is_visible()
+        assert not note.first.is_visible()
+    assert [picture.nth(1).is_visible(), note.nth(1).is_visible()] == [True, False]  # it has no other weights
+    assert picture.nth(1).get_attribute("alt").endswith("step 10, model")
+
+    page = Opened.of(browser, report(run, out=tmp_path / "out.html")).page
+    picture, note = page.locator(".strip img"), page.get_by_text("no picture of these weights at this step")
+    for place, is_shown in ((1, False), (0, True)):
+        page.get_by_role("radio").nth(place).check()
+        page.get_by_role("slider").press("Home")
+        assert [picture.is_visible(), note.is_visible()] == [is_shown, not is_shown]
+
+
 def test_the_first_key_leads_to_the_content(browser: Any, path: Path) -> None:
     page = Opened.of(browser, path).page
     page.keyboard.press("Tab")
@@ -108,8 +134,9 @@ def test_every_plot_is_drawn(browser: Any, path: Path) -> None:
     opened = Opened.of(browser, path, color_scheme="dark")
     plots = opened.page.get_by_role("img").filter(has=opened.page.locator("canvas"))
     labels = [plots.nth(k).get_attribute("aria-label") for k in range(plots.count())]
-    starts = ["Loss by step", "Loss by noise level", "Fréchet distance", "Learning rate", "Gradient norm", "Throughput"]
-    assert [label.startswith(start) for label, start in zip(labels, starts, strict=True)] == [True] * 6
+    starts = ["Loss by step", "Loss by noise level", "Fréchet distance", "Fidelity and variety", "Learning rate"]
+    starts += ["Gradient norm", "Throughput", "Memory"]
+    assert [label.startswith(start) for label, start in zip(labels, starts, strict=True)] == [True] * 8
     assert "smoothed: last 0.05" in labels[0]
     background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert max(map(int, background[4:-1].split(","))) < 60
@@ -129,12 +156,20 @@ def test_every_plot_is_drawn(browser: Any, path: Path) -> None:
     assert not opened.left
 
 
-def test_a_phone_shows_one_column(browser: Any, path: Path) -> None:
+def test_a_phone_shows_one_column(browser: Any, path: Path, tmp_path: Path) -> None:
     phone = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
     opened = Opened.of(browser, path, **phone)
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
     lefts = {round(one.bounding_box()["x"]) for one in opened.page.locator(".plots > figure").all()}
     assert len(lefts) == 1
+    hint = "Point at a curve"
+    assert not opened.page.get_by_text(hint).is_visible()
+    assert Opened.of(browser, path).page.get_by_text(hint).is_visible()
+    runs = [tmp_path / "first", make_run(tmp_path / "a-name-of-some-length")]
+    opened = Opened.of(browser, report(*runs, out=tmp_path / "both.html"), **phone)
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
+    cells = opened.page.locator("header td, header th").all()
+    assert min(cell.bounding_box()["width"] for cell in cells) > 40  # not a letter a line
 
 
 def test_hostile_names_stay_text(browser: Any, tmp_path: Path) -> None:

@@ -6,18 +6,20 @@
   const frames = read("frames");
   for (const group of document.querySelectorAll(".group")) {
     const strips = [...group.querySelectorAll(".strip[data-panels]")];
+    const titles = JSON.parse(group.dataset.panels || "[]");
     const draw = (strip) => {
-      const image = strip.querySelector("img");
+      const [image, note] = strip.querySelector(".picture").children;
       const slider = strip.querySelector("input[type=range]");
       const panels = JSON.parse(strip.dataset.panels);
       const steps = JSON.parse(strip.dataset.steps);
-      const wanted = group.querySelector("input[type=radio]:checked")?.value;
-      const panel = wanted === undefined ? 0 : panels.indexOf(wanted);
+      const wanted = titles[group.querySelector("input[type=radio]:checked")?.value];
+      const panel = panels.length === 1 ? 0 : panels.indexOf(wanted);
       const at = slider ? Number(slider.value) : steps.length - 1;
       const source = panel < 0 ? "" : frames[strip.dataset.number][panel][at];
       image.hidden = !source;
+      note.hidden = Boolean(source);
       if (source) image.src = source;
-      image.alt = `${strip.dataset.title}, step ${steps[at]}${wanted ? `, ${wanted}` : ""}`;
+      image.alt = [strip.dataset.title, `step ${steps[at]}`, panels[panel]].filter(Boolean).join(", ");
       strip.querySelector("output").textContent = `step ${steps[at].toLocaleString("en")}`;
       slider?.setAttribute("aria-valuetext", `step ${steps[at]}`);
     };
