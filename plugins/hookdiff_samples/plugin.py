@@ -52,7 +52,9 @@ class SampleGrid(Periodic):
         default=Every(1000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
     )
     num: int = field(
-        default=36, validator=[ge(1), le(1_000_000)], metadata=about("images of a panel; with classes about as many")
+        default=36,
+        validator=[ge(1), le(1_000_000)],
+        metadata=about("images of a panel; with classes about as many, the same number of each"),
     )
     classes: tuple[str | int, ...] = field(
         default=(),
@@ -95,7 +97,9 @@ class SampleGrid(Periodic):
         default=(0.0, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0),
         converter=tuple,
         validator=between(0, 1),
-        metadata=about("shares of the sampler's steps after which a strip shows the denoising; []: no strip"),
+        metadata=about(
+            "shares of the sampler's steps after which a strip shows the denoising; []: no strip, only the animation"
+        ),
     )
     interpolation: int = field(
         default=0,
