@@ -15,7 +15,7 @@ from hookdiff.history.lines import (
     read_metrics,
     read_texts,
 )
-from hookdiff.history.pictures import find_pictures, newest_picture, picture_path
+from hookdiff.history.pictures import find_pictures, newest_picture, picture_files, picture_path, read_picture
 from hookdiff.history.skim import Skim
 
 __all__ = [
@@ -33,10 +33,12 @@ __all__ = [
     "newest_picture",
     "parse_event",
     "parse_metrics",
+    "picture_files",
     "picture_path",
     "read_distributions",
     "read_events",
     "read_metrics",
+    "read_picture",
     "read_texts",
     "total_steps",
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from hookdiff.history.pictures import read_picture
+from hookdiff.history import read_picture
 from hookdiff.pictures import Picture, Place, places, read_info
 
 if TYPE_CHECKING:

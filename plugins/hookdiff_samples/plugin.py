@@ -17,7 +17,7 @@ from hookdiff import Every, Loop, Periodic, SampleRequest, UserError, hookimpl, 
 from hookdiff.choices import chosen
 from hookdiff.diffusion import ClassifierFree, Diffusion, Sampling, Solver
 from hookdiff.generation import Images
-from hookdiff.history.pictures import picture_files
+from hookdiff.history import picture_files
 from hookdiff.options import about, between
 from hookdiff.pictures import FORMATS, Panel, Picture, by_class, grid, save_animation, sheet
 from hookdiff_samples.between import noise_between

@@ -6,7 +6,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from hookdiff.history.pictures import find_pictures, picture_files, picture_path, read_picture
+from hookdiff.history import find_pictures, picture_files, picture_path, read_picture
 from hookdiff.pictures import Picture
 
 PIXELS = numpy.arange(64, dtype=numpy.uint8).reshape(8, 8)

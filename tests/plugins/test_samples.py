@@ -24,8 +24,7 @@ from hookdiff import (
 from hookdiff.builtin import Images
 from hookdiff.data import digits
 from hookdiff.diffusion import Diffusion, Sampling
-from hookdiff.history import find_pictures, picture_path
-from hookdiff.history.pictures import picture_files
+from hookdiff.history import find_pictures, picture_files, picture_path
 from hookdiff.pictures import Picture, grid, places, read_info
 from hookdiff.structure import Problems, arguments
 from hookdiff.testing.toy import ToySampler
