@@ -53,8 +53,8 @@ def _apart(texts: Sequence[str]) -> Sequence[str]:
     plain = [_plain(text) for text in texts]
     if len(set(plain)) == len(set(texts)):
         return plain
-    begin = max(0, len(commonprefix(texts)) - 20)  # noqa: RUF071 of letters, not of paths
-    return [f"{'...' if begin else ''}{shortened(text[begin:], _MOST_VALUE)}" for text in texts]
+    begin = max(0, len(commonprefix([*filter(None, texts)])) - 20)  # noqa: RUF071 of letters, not of paths
+    return [f"{'...' if begin and text else ''}{shortened(text[begin:], _MOST_VALUE)}" for text in texts]
 
 
 def environment(runs: Sequence[Run]) -> Table:

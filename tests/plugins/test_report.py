@@ -391,12 +391,13 @@ def test_several_runs_are_compared(
 
 
 def test_configs_differ_in_types_and_in_ends_of_long_values(tmp_path: Path, hookdiff: Command) -> None:
-    runs = [make_run(tmp_path / name) for name in "ab"]
+    runs = [make_run(tmp_path / name) for name in "abc"]
     for run, data in zip(
         runs,
         (
             {"number": "1", "flag": True, "text": "x" * 500 + "A", "same": "s", "path": "one"},
             {"number": 1, "flag": "true", "text": "x" * 500 + "B", "same": "s", "empty": ""},
+            {"number": 1, "flag": True, "same": "s"},
         ),
         strict=True,
     ):
@@ -404,12 +405,12 @@ def test_configs_differ_in_types_and_in_ends_of_long_values(tmp_path: Path, hook
     assert hookdiff("report", *runs, "--out", tmp_path / "both.html")[0] == 0
     rows = {row[0]: row[1:] for row in Page.of(tmp_path / "both.html").rows if row[0].startswith("data.")}
     missing = "\N{EN DASH}"
-    assert rows.pop("data.text") == ["..." + "x" * 20 + end for end in ('A"', 'B"')]
+    assert rows.pop("data.text") == [*("..." + "x" * 20 + end for end in ('A"', 'B"')), missing]
     assert rows == {
-        "data.number": ['"1"', "1"],
-        "data.flag": ["true", '"true"'],
-        "data.path": ["one", missing],
-        "data.empty": [missing, '""'],
+        "data.number": ['"1"', "1", "1"],
+        "data.flag": ["true", '"true"', "true"],
+        "data.path": ["one", missing, missing],
+        "data.empty": [missing, '""', missing],
     }
 
 
