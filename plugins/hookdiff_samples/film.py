@@ -36,7 +36,8 @@ def frames(sheets: Mapping[int, Path], most: int) -> list[Frame]:
     opened = []
     for step, path in sorted(_some(sheets, most).items()):
         picture = read_picture(path)
-        if picture and (first := next(places(read_info(picture)), None)):
+        first = next(places(read_info(picture)), None) if picture else None
+        if picture and first and first.is_inside(picture.size):
             opened.append(Frame(step, picture, first))
     last = opened[-1].place if opened else None
     return [one for one in opened if last and (one.place.whole, one.place.columns) == (last.whole, last.columns)]

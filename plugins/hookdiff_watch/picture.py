@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,7 @@ def _scaled(image: Image, info: dict[str, Any], width: int, height: int) -> tupl
     """Return a picture of at most `width` x `height` pixels, transparent where there is none, and its title."""
     from PIL import Image
 
-    place = next((place for place in places(info) if _is_inside(place, image.size)), None)
+    place = next((place for place in places(info) if place.is_inside(image.size)), None)
     if place is None:
         image = image.convert("RGBA")
         image.thumbnail((width, height))
@@ -67,17 +66,6 @@ def _scaled(image: Image, info: dict[str, Any], width: int, height: int) -> tupl
                 one = image.crop(place.box(number)).convert("RGBA").resize((across, down), Image.Resampling.BOX)
                 picture.paste(one, (column * (across + 1), row * (down + 1)))
     return picture, place.title
-
-
-def _is_inside(place: Any, size: Sequence[int]) -> bool:
-    """Return whether the place, which the file says, is one in a picture of this size."""
-    numbers = (place.left, place.top, place.width, place.height, place.right, place.down, place.columns, place.num)
-    if not (isinstance(place.title, str) and all(isinstance(number, int) and number >= 0 for number in numbers)):
-        return False
-    if not (place.width and place.height and place.columns and place.num):
-        return False
-    _, _, right, bottom = place.whole
-    return bool(right <= size[0] and bottom <= size[1])
 
 
 def _lines(picture: Image) -> list[Text]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from hypothesis import given, strategies as st
 from PIL import Image
 
 from hookdiff.pictures import FORMATS, Picture, places, read_info, save_animation
@@ -47,6 +48,19 @@ def test_a_file_of_another_program_has_no_info(tmp_path: Path, text: str | None)
 def test_places_of_another_program_are_left_out(panels: object) -> None:
     assert list(places({"panels": panels})) == []
     assert json.dumps(list(places({}))) == "[]"
+
+
+@given(st.data())
+def test_a_place_is_read_only_as_it_may_have_been_written(data: st.DataObject) -> None:
+    place = {"title": "x", "left": 1, "top": 2, "width": 3, "height": 4, "right": 5, "down": 6, "columns": 2, "num": 3}
+    (found,) = places({"panels": [place]})
+    assert found.whole == (1, 2, 9, 12)
+    assert found.is_inside((9, 12))
+    assert not found.is_inside((8, 12))
+    assert not found.is_inside((9, 11))
+    name = data.draw(st.sampled_from(list(place)))
+    wrong = data.draw(st.none() | st.integers(max_value=-1) | st.integers(2**24) | st.floats() | st.lists(st.none()))
+    assert list(places({"panels": [{**place, name: wrong}]})) == []
 
 
 @pytest.mark.parametrize("kind", FORMATS)
