@@ -90,8 +90,6 @@ def draw(plot: Plot) -> Any:
     # In a narrow range Bokeh places ticks as on a linear axis, which below 1000 leaves the low end without any.
     elif plot.is_log and 5 * low < high < 1000 * low:
         shown.yaxis.update(ticker=LogTicker(base=2), formatter=PrintfTickFormatter(format="%.4g"))
-    elif plot.is_log:
-        shown.yaxis.ticker = LogTicker()
     for axis in (*shown.xaxis, *shown.yaxis):
         axis.update(axis_line_color=None, major_tick_line_color=None, minor_tick_line_color=None)
         axis.update(axis_label_text_font_style="normal", axis_label_text_color=_GREY, major_label_text_color=_GREY)

@@ -30,6 +30,7 @@ def _page(histories: Sequence[History]) -> str:
     templates = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.undefined = jinja2.StrictUndefined
     templates.policies["json.dumps_kwargs"] = {}  # Bokeh needs the keys in their order
+    # With ends of lines as a browser reads them, from which it computes the digest of a script.
     css, own_script = (loader.get_source(templates, f"page.{end}")[0].replace("\r\n", "\n") for end in ("css", "js"))
     scripts = [*([script()] if plots else []), own_script]
     return templates.get_template("page.html").render(
