@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import struct
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ from hookdiff.pictures import read_info
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_MOST_PIXELS = 1 << 26  # of a picture that is read
 _FILE = re.compile(r"step-(\d{8,18})\.png")
 _CHECKPOINTS = "checkpoints"  # a folder that holds no pictures, and changes while it is looked through
 
@@ -64,19 +67,22 @@ def newest_picture(run_dir: Path, name: str) -> Path | None:
 
 
 def read_picture(path: Path, pixels: bool = True) -> Image | None:
-    """Return the picture in a file, or None if it is damaged, too large, of another kind, or gone.
+    """Return the picture in a PNG file, or None if it is damaged, too large, of another kind, or gone.
 
     Without `pixels` only its size and its info are read.
     """
     from PIL import Image
 
+    damage = (ValueError, SyntaxError, LookupError, EOFError, struct.error, zlib.error)  # as Pillow reports it
     try:
         check_kind(path)
-        with Image.open(path) as picture:
+        with Image.open(path, formats=["PNG"]) as picture:
+            if picture.width * picture.height > _MOST_PIXELS:
+                return None
             if pixels:
                 picture.load()
             return picture
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # Pillow's errors for damaged files
+    except (OSError, Image.DecompressionBombError, *damage):
         return None
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy
 from attrs import frozen
 
-from hookdiff.disk import open_file, read_file
+from hookdiff.disk import read_file
+from hookdiff.history import read_picture
 from hookdiff.pictures import places, read_info
 from hookdiff_report.run import Run
 from hookdiff_report.words import shortened
@@ -24,7 +25,6 @@ _LEVELS = ((82, 1200), (76, 900), (70, 720), (64, 560), (56, 440), (48, 320))  #
 _ENOUGH = 60  # steps; for more of them the quality is not reduced
 _MOST_STEPS, _MOST_NAMES, _MOST_PANELS = 200, 16, 8
 _APART = 16  # pixels between the images of two panels; names beside rows take more than these
-_MOST_PIXELS = 1 << 26  # of a picture that is opened
 _CAPTIONS = {
     "samples": "Images that the network generates. Each has the same noise at every step, so only the network changes.",
     "samples/denoising": "A few images on their way from noise, on the left, to the finished image, on the right.",
@@ -105,7 +105,7 @@ def _films(run: Run) -> Iterator[Film]:
     left = BUDGET // 2  # the sliders need the rest
     for name, caption in _FILMS.items():
         path, is_moving = run.history.run_dir / name, name != _FILMSTRIP
-        image = None if is_moving else _opened(path)
+        image = None if is_moving else read_picture(path)
         source = _encoded(image, 82, 1600) if image else _animation(path, left) if is_moving else None
         if source is not None:
             left -= len(source)
@@ -150,7 +150,7 @@ def _strip(title: str, files: Mapping[int, Path], share: int) -> Strip | None:
         kept = {step: {title or "model": source for title, source in panels.items()} for step, panels in kept.items()}
     titles = list(dict.fromkeys(panel for panels in reversed(kept.values()) for panel in panels))  # the newest first
     sources = [[panels.get(panel, "") for panels in kept.values()] for panel in titles]
-    last = _opened(files[list(kept)[-1]])
+    last = read_picture(files[list(kept)[-1]])
     info = read_info(last) if last else {}
     return Strip(title, list(kept), titles, sources, _about(info), len(files))
 
@@ -173,7 +173,7 @@ def spread(steps: Sequence[int]) -> list[int]:
 
 def _panels(path: Path, quality: int, side: int) -> dict[str, str]:
     """Return the panels of a picture by title, as data URIs; {} for a picture that cannot be opened."""
-    image = _opened(path)
+    image = read_picture(path)
     if image is None:
         return {}
     cut = {title: image.crop(box) for title, box in _boxes(image)} or {_weights(image): image}
@@ -192,32 +192,14 @@ def _boxes(image: Image) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
     """Yield title and place of each panel, with names beside its rows; nothing unless there are several."""
     found = []
     for place in list(places(read_info(image)))[:_MOST_PANELS]:
-        try:
-            left, top, right, bottom = map(int, place.whole)
-        except (TypeError, ValueError, ArithmeticError):  # the file may say anything
-            continue
-        if 0 <= left < right <= image.width and 0 <= top < bottom <= image.height:
-            found.append((shortened(str(place.title), 60), (left, top, right, bottom)))
+        if place.is_inside(image.size):
+            found.append((shortened(place.title, 60), place.whole))
     if len(found) == 1 or len(dict(found)) < len(found):  # titles that are equal would hide a panel
         return
     for title, (left, top, right, bottom) in found:
         others = [box[2] for _, box in found if box[2] <= left and box[1] < bottom and top < box[3]]
         begin = max(others, default=-_APART) + _APART
         yield title, (begin if left - begin > _APART else left, top, right, bottom)
-
-
-def _opened(path: Path) -> Image | None:
-    """Return the picture at `path`, or None if it is damaged, too large, or no PNG."""
-    import PIL.Image
-
-    try:
-        with open_file(path) as file, PIL.Image.open(file, formats=["PNG"]) as image:
-            if image.width * image.height > _MOST_PIXELS:
-                return None
-            image.load()
-            return image.copy()
-    except Exception:  # Pillow raises many kinds for damaged files, and one for pictures that are too large
-        return None
 
 
 def _encoded(image: Image, quality: int, side: int) -> str:

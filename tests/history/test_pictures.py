@@ -38,7 +38,7 @@ def test_the_pictures_after_a_step_are_found_and_no_others_opened(
 ) -> None:
     paths = {step: save(tmp_path, "samples", step) for step in (1, 90_000_000, 100_000_000)}
     opened, open_image = [], Image.open
-    monkeypatch.setattr(Image, "open", lambda path: opened.append(path) or open_image(path))
+    monkeypatch.setattr(Image, "open", lambda path, **how: opened.append(path) or open_image(path, **how))
     assert picture_files(tmp_path, "samples") == paths
     assert list(picture_files(tmp_path, "samples")) == list(paths)
     assert picture_files(tmp_path, "none") == {}

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from attrs import define, field
+from playwright.sync_api import sync_playwright
 
 from hookdiff_report.cli import command
 from tests.plugins.test_report import ATTACK, add_samples, logged, make_run, write_lines
 
-pytest.importorskip("bokeh", reason="the report needs the extra package bokeh")
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
@@ -20,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="nee
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
