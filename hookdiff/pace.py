@@ -69,7 +69,8 @@ def paced(
     """Yield `parts`, each of `size(part)` units of `total`, and show how far they are.
 
     A function given to `shown_by` shows it. Otherwise the log gets a line if it takes longer than 20 seconds, and one
-    every 30 seconds; of works inside each other, it gets the outermost one. Ranks but the first show and log nothing.
+    every 30 seconds; of works inside each other, it gets the outermost one of which a part is done. Ranks but the first
+    show and log nothing.
     Close the generator if you keep it in a variable: after an error it would seem to be under way.
     """
     from hookdiff.ranks import rank  # here, since it imports torch, which a terminal view of a run does not need
@@ -79,7 +80,7 @@ def paced(
         return
     work = Work(what, total, unit)
     begin = last = work.began
-    is_outermost = not _here.works
+    outer = tuple(_here.works)
     _here.works.append(work)
     try:
         _show()
@@ -88,11 +89,12 @@ def paced(
             work.done += size(part)
             if _here.shows:
                 _show()
-            elif is_outermost and work.done < total:
+            elif work.done < total and not any(one.done for one in outer):
                 now, left, is_first = time.monotonic(), work.left() or 0.0, last == begin
                 if left > (_LONG if is_first else 0) and (is_first or now - last > _BETWEEN):
                     done = f"{work.done:,} of {total:,} {unit}"
-                    logger.info("%s: %s, about %s left", what, done, in_words(left))
+                    names = ", ".join(one.what for one in (*outer, work))
+                    logger.info("%s: %s, about %s left", names, done, in_words(left))
                     last = now
     finally:
         _here.works.remove(work)

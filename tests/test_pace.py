@@ -65,6 +65,20 @@ def test_the_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, caplo
     ]
 
 
+def test_the_log_gets_a_line_of_the_inner_work_while_no_part_of_the_outer_one_is_done(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    Clock(monkeypatch)
+    for _ in paced(range(2), 2, "fid: images", size=lambda _: 1):
+        list(paced(parts(monkeypatch, 6, 10.0), 12, "sampling", "steps"))
+    assert caplog.messages == [
+        "fid: images, sampling: 2 of 12 steps, about 50 s left",
+        "fid: images, sampling: 10 of 12 steps, about 10 s left",
+        "fid: images: 1 of 2 images, about 60 s left",
+    ]
+
+
 def test_other_ranks_show_and_log_nothing(
     second_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
