@@ -454,7 +454,7 @@ def test_damaged_and_missing_files(tmp_path: Path, hookdiff: Command) -> None:
     run.mkdir()
     (run / "config.toml").write_text("")
     assert hookdiff("report", run)[0] == 0
-    check_facts(Page.of(run / "report.html").text, "bare", "crashed", "step 0")
+    check_facts(Page.of(run / "report.html").text, "bare", "crashed", "step 0", "without a reason")
     assert "Memory" not in Page.of(run / "report.html").text  # it has no values
     assert len(Page.of(run / "report.html").scripts) == 3  # without plots there is no Bokeh
 
