@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
-import numpy
 from attrs import frozen
 
-from hookdiff.history import History
-from hookdiff.pictures import Picture, read_info
-from hookdiff.sinks import Sink, TrackedRun
+from hookdiff.history import History, LoggedEvent
+from hookdiff.sinks import Call, Sink, TrackedRun, read_picture
+
+__all__ = ["Call", "Mirrored", "earlier", "mirror", "tracked"]
 
 
 @frozen
@@ -23,57 +22,62 @@ class Mirrored:
     last: int  # step
 
 
+def tracked(history: History) -> TrackedRun:
+    """Return the facts about a run that a mirror of it begins with."""
+    return TrackedRun(history.run_dir.resolve(), history.config, is_branch=False, step=0)
+
+
 def mirror(history: History, sink: Sink) -> Mirrored:
     """Send a whole run to `sink`, in place of an earlier mirror of it. The errors of the tracker are raised."""
-    run = TrackedRun(history.run_dir.resolve(), history.config, is_branch=False, step=0)
+    run = tracked(history)
     sink.clear(run)
     try:
         sink.open(run)
-        return replay(history, sink)
+        calls = _in_order(history, sink)
+        for _, call in calls:
+            call.make()
     finally:
         sink.close()
+    steps = {step for step, call in calls if call.name != "event"}  # events may be of steps that a resume has dropped
+    return Mirrored(len(steps), sum(map(len, history.pictures.values())), max(steps, default=0))
 
 
-def replay(history: History, sink: Sink, until: int | None = None) -> Mirrored:
-    """Send what the run directory has, in the order of its steps, to an open `sink`; `until` is the last step."""
-    calls = sorted(_calls(history, sink), key=lambda call: call[0])  # equal steps keep their order
-    calls = [call for call in calls if until is None or call[0] <= until]
-    for _, call in calls:
-        call()
-    pictures = [step for steps in history.pictures.values() for step in steps if until is None or step <= until]
-    steps = [step for step, _ in calls]
-    return Mirrored(len(set(steps)), len(pictures), max(steps, default=0))
+def earlier(run: TrackedRun, sink: Sink) -> list[Call]:
+    """Return the calls for what the run directory has up to the step at which the run begins; none for a new run.
+
+    The files are read at once, so that nothing that is logged later is among them.
+    """
+    if run.run_dir is None or not run.has_earlier_steps:
+        return []
+    calls = [call for step, call in _in_order(History(run.run_dir), sink) if step <= run.step]
+    return [*calls, Call("filled", sink.filled)]
 
 
-def fill(run: TrackedRun, sink: Sink, until: int | None = None) -> None:
-    """Send what a resumed run has logged before to `sink`, whose tracker begins anew; `until` is the last step."""
-    until = run.step if until is None else until
-    if run.run_dir and until:
-        replay(History(run.run_dir), sink, until)
+def _in_order(history: History, sink: Sink) -> list[tuple[int, Call]]:
+    """Return the calls for a whole run, each with its step, in the order of the steps.
+
+    The end of the run is the last: steps that a resume has dropped may have been later, and have ended otherwise.
+    """
+    found, events = list(_calls(history, sink)), [_event(sink, one) for one in history.events]
+    is_over = bool(events) and history.events[-1].event.kind == "stop"
+    end = [events.pop()] if is_over else []
+    return [*sorted([*found, *events], key=lambda one: one[0]), *end]  # equal steps keep their order
 
 
-def _calls(history: History, sink: Sink) -> Iterator[tuple[int, Callable[[], None]]]:
+def _calls(history: History, sink: Sink) -> Iterator[tuple[int, Call]]:
     for line in history.metrics:
+        step, time = int(line["step"]), line.get("time", 0.0)
         values = {name: value for name, value in line.items() if name not in ("step", "time")}
         if values:
-            yield int(line["step"]), partial(sink.scalars, int(line["step"]), line.get("time", 0.0), values)
+            yield step, Call("scalars", partial(sink.scalars, step, time, values))
     for texts in history.texts:
-        yield texts.step, partial(sink.texts, texts.step, texts.time, texts.values)
+        yield texts.step, Call("texts", partial(sink.texts, texts.step, texts.time, texts.values))
     for found in history.distributions:
-        yield found.step, partial(sink.distributions, found.step, found.time, found.values)
-    for logged in history.events:
-        yield logged.step, partial(sink.event, logged.step, logged.time, logged.event)
+        yield found.step, Call("distributions", partial(sink.distributions, found.step, found.time, found.values))
     for name, pictures in history.pictures.items():
         for step, path in pictures.items():
-            yield step, partial(_send_picture, sink, step, name, path)
+            yield step, Call("images", partial(read_picture, sink, step, name, path))
 
 
-def _send_picture(sink: Sink, step: int, name: str, path: Path) -> None:
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            picture = Picture(numpy.array(image), read_info(image))
-    except (OSError, ValueError, SyntaxError):  # damaged since it was found
-        return
-    sink.images(step, path.stat().st_mtime, {name: picture})
+def _event(sink: Sink, logged: LoggedEvent) -> tuple[int, Call]:
+    return logged.step, Call("event", partial(sink.event, logged.step, logged.time, logged.event))

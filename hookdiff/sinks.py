@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from queue import Empty, Full, Queue
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
+import numpy
 from attrs import define, field, frozen
 from attrs.validators import gt
 
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
+from hookdiff.history import METRICS, picture_path
 from hookdiff.hookspecs import hookimpl
 from hookdiff.options import about
-from hookdiff.pictures import Picture
+from hookdiff.pictures import Picture, read_info
 from hookdiff.structure import as_toml
 
 if TYPE_CHECKING:
@@ -38,7 +42,12 @@ class TrackedRun:
     run_dir: Path | None
     hparams: Mapping[str, Any]  # the whole config, as in config.toml
     is_branch: bool  # resumed from another run's directory
-    step: int  # updates so far; above 0 in a resumed run
+    step: int  # updates so far; above 0 in a resumed run, and after a rollback
+
+    @property
+    def has_earlier_steps(self) -> bool:
+        """Whether the run directory has earlier steps of the run, with which a tracker can be filled."""
+        return self.step > 0 and self.run_dir is not None and (self.run_dir / METRICS).exists()
 
 
 @define(eq=False)
@@ -48,9 +57,10 @@ class Sink:
     A subclass is a plugin like any other (`@define(eq=False)`) and implements those of the methods below that it needs,
     but no hooks. They are called on the main rank only. `check` is called by the training. The others are called in
     their order on a thread that belongs to the sink, and training waits only for `open`, for `close`, and while 64
-    calls are queued. They get copies and never the loop. A call that raises a transient error is repeated three times,
-    after growing pauses. When one of them fails, or takes longer than `timeout`, the sink is switched off with one
-    warning and the run continues. KeyboardInterrupt and SystemExit end the run.
+    calls are queued. They get copies and never the loop. A rollback closes the sink and opens it again. A call that
+    raises a transient error is repeated three times, after growing pauses. When one of them fails, or takes longer than
+    `timeout`, the sink is switched off with one warning and the run continues. KeyboardInterrupt and SystemExit end the
+    run.
 
     The tracker is a mirror: all that a sink gets stands in the run directory too, and `hookdiff mirror RUN --to NAME`
     makes these calls again from its files. `time` is when something was logged, in seconds since 1970.
@@ -63,11 +73,19 @@ class Sink:
         metadata=about("limit of one call; after it, the tracker is switched off and the run goes on", "seconds"),
     )
     _worker: _Worker | None = field(init=False, default=None)  # None unless the sink is open
+    _is_closed: bool = field(init=False, default=False)  # until the next run
 
     @property
     def where(self) -> str:
         """Where the tracker keeps the run, for people, such as "the folder runs/x/tensorboard"; known once open."""
         return type(self).__name__
+
+    def place(self, run: TrackedRun) -> object:
+        """Return the place to which the tracker would write the run; two sinks with equal places replace each other.
+
+        A sink that does not define it has one place, whatever its options are.
+        """
+        return type(self)
 
     def check(self, loop: Loop) -> None:
         """Raise UserError for a mistake of the user, such as a missing package; the run then ends before it starts.
@@ -76,13 +94,19 @@ class Sink:
         """
 
     def clear(self, run: TrackedRun) -> None:
-        """Remove what the tracker has of this run; only `hookdiff mirror` calls it, before `open`."""
+        """Remove what the tracker has of this run; `hookdiff mirror` calls it before `open`."""
 
-    def open(self, run: TrackedRun) -> None:
-        """Open the tracker: before the first step, when the state of a resumed run has been loaded.
+    def open(self, run: TrackedRun) -> Sequence[Call] | None:
+        """Open the tracker: before the first step, when the state of a resumed run is loaded, and after a rollback.
 
-        If the tracker has nothing of a resumed run, `hookdiff.mirroring.fill` gives it the earlier steps.
+        `run.step` is the step that the run begins at: the tracker must keep nothing of later ones. If it has nothing of
+        earlier ones either, return `hookdiff.mirroring.earlier(run, self)`. These calls are made, from the run
+        directory, while the training goes on, and before any other.
         """
+        return None
+
+    def filled(self) -> None:
+        """Note that the tracker has all earlier steps now; called after the calls that `open` has returned."""
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """Write the `values` logged at `step`; they may be nan or infinite."""
@@ -111,6 +135,7 @@ class Sink:
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
+        self._is_closed = False
         if loop.is_main:
             self.check(loop)
 
@@ -123,9 +148,14 @@ class Sink:
         if values:
             self._send(loop, "scalars", step, dict(values))
 
-    @hookimpl
+    @hookimpl(trylast=True)  # after their files are written
     def on_images(self, loop: Loop, step: int, images: Mapping[str, Picture]) -> None:
-        self._send(loop, "images", step, dict(images))
+        worker = self._open(loop)
+        if worker and worker.is_filling and loop.run_dir:  # many calls may wait for the end of the fill
+            for name in images:
+                worker.send("images", read_picture, self, step, name, picture_path(loop.run_dir, name, step))
+        else:
+            self._send(loop, "images", step, dict(images))
 
     @hookimpl
     def on_texts(self, loop: Loop, step: int, texts: Mapping[str, str]) -> None:
@@ -135,34 +165,57 @@ class Sink:
     def on_distributions(self, loop: Loop, step: int, distributions: Mapping[str, Distribution]) -> None:
         self._send(loop, "distributions", step, dict(distributions))
 
-    @hookimpl
-    def on_event(self, loop: Loop, step: int, event: Event) -> None:
+    @hookimpl(wrapper=True)
+    def on_event(self, loop: Loop, step: int, event: Event) -> Generator[None, Any, Any]:
+        if event.kind == "rollback" and self._worker:
+            # Before events.jsonl has the rollback, which would otherwise be sent a second time.
+            self._worker.open(_facts(loop, step, is_branch=False), again=True)
+        result = yield
         self._send(loop, "event", step, event)
+        return result
 
     def _send(self, loop: Loop, name: str, step: int, what: object) -> None:
         if worker := self._open(loop):
-            worker.send(name, step, time(), what)
+            worker.send(name, getattr(self, name), step, time(), what)
 
     def _open(self, loop: Loop) -> _Worker | None:
-        if loop.is_main and self._worker is None:
+        if loop.is_main and self._worker is None and not self._is_closed:
             self._worker = _Worker(self)
             # Not in on_stop: other plugins may still log there.
             loop.resources.callback(self._close, self._worker)
-            hparams = deepcopy({"run": as_toml(loop.config), **loop.hparams})
-            run = TrackedRun(loop.run_dir, hparams, loop.is_branch, loop.progress.step)
-            self._worker.send("open", run, wait=True)
+            self._worker.open(_facts(loop, loop.progress.step, loop.is_branch))
         return self._worker
 
     def _close(self, worker: _Worker) -> None:
-        self._worker = None
-        worker.send("close", wait=True)
+        self._worker, self._is_closed = None, True
+        worker.send("close", self.close, wait=True)
+
+
+def _facts(loop: Loop, step: int, is_branch: bool) -> TrackedRun:
+    hparams = deepcopy({"run": as_toml(loop.config), **loop.hparams})
+    return TrackedRun(loop.run_dir, hparams, is_branch, step)
 
 
 @define(eq=False)
-class _Call:
-    name: str
-    arguments: tuple[Any, ...]
-    is_over: threading.Event = field(factory=threading.Event)
+class Call:
+    """A call of a method of a sink."""
+
+    name: str  # of the method
+    make: Callable[[], object]
+    is_over: threading.Event = field(init=False, factory=threading.Event)
+
+
+def read_picture(sink: Sink, step: int, name: str, path: Path) -> None:
+    """Send the picture in a file of the run directory to `sink`; a file that is missing or damaged is left out."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            picture = Picture(numpy.array(image), read_info(image))
+        written = path.stat().st_mtime
+    except (OSError, ValueError, SyntaxError):
+        return
+    sink.images(step, written, {name: picture})
 
 
 class _Worker:
@@ -173,7 +226,9 @@ class _Worker:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._calls: Queue[_Call | None] = Queue(_WAITING)
+        self._calls: Queue[Call | None] = Queue(_WAITING)
+        self._earlier: Sequence[Call] = ()  # those of a fill
+        self.is_filling = False
         self._current: tuple[str, float] | None = None  # name of the call under way, and the time of its begin
         self._is_off = False  # after a call that failed, only "close" is made
         self._is_left = threading.Event()  # after a call that took too long, none is made
@@ -181,10 +236,14 @@ class _Worker:
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name=type(sink).__name__, daemon=True).start()
 
-    def send(self, name: str, *arguments: Any, wait: bool = False) -> None:
+    def open(self, run: TrackedRun, again: bool = False) -> None:
+        """Open the sink, and wait for it; a sink that is open is closed first (`again`)."""
+        self.send("open", self._open, run, again, wait=True)
+
+    def send(self, name: str, method: Callable[..., object], *arguments: Any, wait: bool = False) -> None:
         """Queue a call, and `wait` for its end or not; raises the interrupt of an earlier call."""
         if not self._is_left.is_set() and (name == "close" or not self._is_off):
-            call, deadline = _Call(name, arguments), monotonic() + self._sink.timeout
+            call, deadline = Call(name, partial(method, *arguments)), monotonic() + self._sink.timeout
             in_time = not self._is_late() and self._put(call)
             if not in_time or (wait and not call.is_over.wait(deadline - monotonic())):
                 self._leave(name)
@@ -196,7 +255,7 @@ class _Worker:
         current = self._current
         return current is not None and monotonic() - current[1] > self._sink.timeout
 
-    def _put(self, call: _Call) -> bool:
+    def _put(self, call: Call) -> bool:
         try:
             self._calls.put(call, timeout=self._sink.timeout)
         except Full:
@@ -206,7 +265,10 @@ class _Worker:
     def _leave(self, name: str) -> None:
         current = self._current
         self._is_left.set()
-        self._switch_off(current[0] if current else name, TimeoutError(f"no answer within {self._sink.timeout:g} s"))
+        reason = f"no answer within {self._sink.timeout:g} s"
+        if self.is_filling:
+            reason += ", and it has not all of the run yet; `hookdiff mirror` makes it anew"
+        self._switch_off(current[0] if current else name, TimeoutError(reason))
         with suppress(Empty):
             while True:
                 self._calls.get_nowait()
@@ -228,22 +290,40 @@ class _Worker:
             call.is_over.set()
             if call.name == "close":
                 return
+            self._fill()
 
-    def _make(self, call: _Call) -> None:
+    def _open(self, run: TrackedRun, again: bool) -> None:
+        if again:
+            self._sink.close()
+        self._earlier = self._sink.open(run) or ()
+        if self._earlier:
+            self.is_filling, self._calls.maxsize = True, sys.maxsize
+
+    def _fill(self) -> None:
+        """Make the calls for the earlier steps. Training does not wait: its own calls are queued, however many."""
+        for call in self._earlier:
+            if self._is_off or self._is_left.is_set():
+                break
+            self._make(call)
+        self._earlier, self.is_filling = (), False
+        self._calls.maxsize = max(_WAITING, self._calls.qsize())
+
+    def _make(self, call: Call) -> None:
         self._current = call.name, monotonic()
         try:
-            self._repeat(getattr(self._sink, call.name), *call.arguments)
+            self._repeat(call.make)
         except Exception as error:
             self._switch_off(call.name, error)
         except BaseException as error:
             self._interrupt, self._is_off = error, True
         self._current = None
 
-    def _repeat(self, method: Callable[..., None], *arguments: Any) -> None:
+    def _repeat(self, make: Callable[[], object]) -> None:
         for pause in _PAUSES:
             try:
-                return method(*arguments)
+                make()
+                return
             except Exception as error:
                 if self._is_off or not self._sink.is_transient(error) or self._is_left.wait(pause):
                     raise
-        return method(*arguments)
+        make()

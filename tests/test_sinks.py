@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -13,13 +14,15 @@ import pytest
 import torch
 from attrs import define, field
 
-from hookdiff import Loop, Reason, TrackedRun, UserError, hookimpl
+from hookdiff import Loop, Reason, TrackedRun, UserError, builtin_plugins, hookimpl
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
+from hookdiff.mirroring import Call
 from hookdiff.pictures import Picture, as_pictures
 from hookdiff.sinks import Sink
 from hookdiff.testing import assert_same, toy_loop, weights
 from tests.conftest import PATIENCE, Restores, StopAt, check_facts, refused, saved, wait_until, warnings
+from tests.plugins.test_tensorboard import Loses
 
 
 def make_loop(plugins: Mapping[str, object], steps: int = 4) -> Loop:
@@ -407,6 +410,102 @@ def test_a_second_run_of_the_loop_opens_the_sink_again() -> None:
     loop.run()
     loop.run()
     assert sink.names == ["open", "scalars", "close"] * 2
+
+
+def test_what_is_logged_after_the_sink_is_closed_does_not_open_it_again() -> None:
+    class Cleans:
+        @hookimpl
+        def on_start(self, loop: Loop) -> None:
+            loop.resources.callback(lambda: loop.log.event(Event("mine", "cleaned up")))
+
+    sink = Recorder()
+    loop = make_loop({"sink": sink, "cleans": Cleans(), "stop": StopAt(1)}, steps=2)
+    loop.run()
+    loop.run()
+    assert sink.names == ["open", "scalars", "close"] * 2
+
+
+def test_texts_arrive_without_lone_surrogates() -> None:
+    class Odd:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            loop.log.texts({"prompt \udc80": "a \udc80"})
+            loop.log.event(Event("kind \udc80", "b \udc80"))
+            loop.log({"loss \udc80": 1.0})
+
+    sink = Recorder()
+    make_loop({"sink": sink, "odd": Odd()}, steps=1).run()
+    assert ("texts", 1, {"prompt \\udc80": "a \\udc80"}) in sink.calls
+    assert ("event", 1, "kind \\udc80") in sink.calls
+    repr(sink.calls).encode()
+
+
+@define(eq=False)
+class Filled(Recorder):
+    """A sink with three earlier steps, each of which waits for `release`."""
+
+    release: Callable[[], object] = lambda: None
+
+    def open(self, run: TrackedRun) -> list[Call]:
+        Recorder.open(self, run)
+        return [Call("scalars", partial(self.earlier, step)) for step in (-3, -2, -1)]
+
+    def earlier(self, step: int) -> None:
+        self.release()
+        self.note("scalars", step, {})
+
+
+def test_training_does_not_wait_while_a_sink_is_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = threading.Event()
+
+    class Ends:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step == 2:
+                loop.log.images({"seen": torch.full((1, 1, 4, 6), 1.0)})
+            if loop.progress.step == 200:
+                trained.set()
+
+    sink = Filled(release=lambda: trained.wait(PATIENCE), timeout=PATIENCE)
+    plugins = {**builtin_plugins(signals=False), "sink": sink, "ends": Ends()}
+    toy_loop(plugins, steps=200, log_every=1, run_dir=tmp_path / "run").run()
+    steps = [call[1] for call in sink.calls if call[0] == "scalars"]
+    assert steps == [-3, -2, -1, *range(1, 201)]
+    assert [list(call[2]) for call in sink.calls if call[0] == "images"] == [["seen"]]
+    assert sink.names[-1] == "close"
+    assert not warnings(caplog)
+
+
+def test_each_call_of_a_fill_has_the_whole_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    class Waits:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            if loop.progress.step == 2:
+                wait_until(lambda: ("scalars", -1, {}) in sink.calls)
+
+    sink = Filled(release=lambda: sleep(1.5), timeout=4)
+    make_loop({"sink": sink, "waits": Waits()}).run()
+    assert [call[1] for call in sink.calls if call[0] == "scalars"] == [-3, -2, -1, 1, 2, 3, 4]
+    assert not warnings(caplog)
+
+
+def test_a_run_ends_within_the_deadline_of_a_sink_that_is_being_filled(caplog: pytest.LogCaptureFixture) -> None:
+    released = threading.Event()
+    sink = Filled(release=lambda: released.wait(PATIENCE), timeout=0.5)
+    assert make_loop({"sink": sink}).run() == "done"
+    (warning,) = warnings(caplog)
+    check_facts(warning, "Filled", "scalars", "0.5 s", "hookdiff mirror")
+    released.set()
+
+
+def test_a_rollback_opens_the_sink_again() -> None:
+    sink = Recorder()
+    plugins = {**builtin_plugins(signals=False), "sink": sink, "loses": Loses()}
+    make_loop(plugins, steps=4).run()
+    (again,) = (place for place, call in enumerate(sink.calls) if call == ("open", 1))
+    assert sink.calls[again - 1] == ("close",)
+    assert sink.calls[again + 1] == ("event", 1, "rollback")
+    assert [call[1] for call in sink.calls[again:] if call[0] == "scalars"] == [2, 3, 4]
 
 
 def test_nan_and_infinity_arrive_unchanged() -> None:

@@ -15,11 +15,13 @@ from filelock import FileLock, Timeout
 from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
-from hookdiff.mirroring import fill
+from hookdiff.mirroring import Call, earlier
 from hookdiff.options import about
 from hookdiff.pictures import Picture
 
 log = logging.getLogger("hookdiff")
+
+_IS_FILLED = "is_filled"  # attribute of our Aim runs: false until they have all earlier steps of the run
 
 
 @define(frozen=True)
@@ -33,9 +35,9 @@ class AimState:
 class Aim(Sink):
     """Tracks metrics, pictures, histograms, texts, events and the config in Aim; look at them with `aim up --repo DIR`.
 
-    A resumed run goes on in the same Aim run, where the values of repeated steps replace the old ones. A run that is
-    resumed into another directory gets an Aim run of its own. A new Aim run of a resumed run begins with the earlier
-    steps, from the run directory.
+    A resumed run goes on in the same Aim run. If that has steps which the run makes again, as after a crash, or not all
+    of the earlier ones, it is replaced by a new Aim run that is filled from the run directory. A run that is resumed
+    into another directory gets an Aim run of its own, filled likewise.
     """
 
     state_class: ClassVar[type] = AimState
@@ -55,7 +57,7 @@ class Aim(Sink):
         default=False, metadata=about("record what the process prints, for which Aim patches stdout and stderr")
     )
     _run: Any = field(init=False, default=None)
-    _is_to_fill: bool = field(init=False, default=False)  # the Aim run is new
+    _is_new: bool = field(init=False, default=False)  # the Aim run
     _lines: dict[tuple[int, str], list[str]] = field(init=False, factory=dict)  # of events, by step and kind
     _where: str = field(init=False, default="")
     _hash: str | None = field(init=False, default=None)  # Aim's identifier of the run
@@ -72,22 +74,26 @@ class Aim(Sink):
         """The Aim run and its repository."""
         return self._where
 
+    def place(self, run: TrackedRun) -> str:
+        """Return the repository."""
+        folder = self._folder(run)
+        return folder if "://" in folder else str(Path(folder).resolve())
+
     def clear(self, run: TrackedRun) -> None:
         """Delete the Aim runs that mirror the run directory."""
         folder = self._folder(run)
         if "://" in folder or _aim().Repo.exists(folder):
             repo = _aim().Repo.from_path(folder)
             for run_hash in _mirrors(repo, run.run_dir):
-                if not repo.delete_run(run_hash):
-                    raise RuntimeError(f"the Aim run {run_hash} in {folder} cannot be deleted")
+                _delete(repo, run_hash)
 
-    def open(self, run: TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> list[Call] | None:
         folder = self._folder(run)
         if "://" not in folder:
             _create(folder)
         if self._run is None:  # otherwise this is the repetition of a call that failed further down
-            self._run = self._open_run(folder, None if run.is_branch else self._hash, run.run_dir)
-            self._is_to_fill = self._run.hash != self._hash
+            self._run = self._open_run(folder, run)
+            self._is_new = self._run.hash != self._hash
             self._hash, self._lines = self._run.hash, {}
             self._where = f"the Aim run {self._hash} in {folder} (aim up --repo {folder})"
         if name := self.name or (run.run_dir and run.run_dir.resolve().name):
@@ -95,9 +101,14 @@ class Aim(Sink):
         if run.run_dir:
             self._run["run_dir"] = str(run.run_dir.resolve())
         self._run["hparams"] = dict(run.hparams)
-        if self._is_to_fill:
-            fill(run, self)
-        self._is_to_fill = False
+        if not self._is_new:
+            return None
+        calls = earlier(run, self)
+        self._run[_IS_FILLED] = not calls
+        return calls
+
+    def filled(self) -> None:
+        self._run[_IS_FILLED] = True
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         self._run.track(dict(values), step=step)
@@ -132,26 +143,26 @@ class Aim(Sink):
     def _folder(self, run: TrackedRun) -> str:
         return self.repo or str(run.run_dir.parent if run.run_dir else ".")
 
-    def _open_run(self, folder: str, run_hash: str | None, run_dir: Path | None) -> Any:
+    def _open_run(self, folder: str, run: TrackedRun) -> Any:
+        """Return the Aim run to go on with, or a new one."""
         aim = _aim()
+        repo, run_hash = aim.Repo.from_path(folder), None if run.is_branch else self._hash
+        if run_hash and run_hash not in _hashes(repo):
+            found = _mirrors(repo, run.run_dir)  # such as one that `hookdiff mirror` has made
+            if not found:
+                log.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
+            self._hash = run_hash = found[-1] if found else None
+        if run_hash and run.has_earlier_steps and not _goes_on(repo, run_hash, run.step):
+            _delete(repo, run_hash)
+            run_hash = None
         options = {
             "repo": folder,
             "experiment": self.experiment,
             "system_tracking_interval": self.system_tracking_interval or None,
             "capture_terminal_logs": self.capture_terminal_logs,
         }
-        if run_hash is not None:
-            # Aim caches its list of runs for half a second, so a run that was just made may be missing.
-            aim.Repo._all_run_hashes.cache_clear()
         try:
             return aim.Run(run_hash, **options)
-        except aim.sdk.errors.MissingRunError:
-            found = _mirrors(aim.Repo.from_path(folder), run_dir)  # such as one that `hookdiff mirror` has made
-            if found:
-                self._hash = found[-1]
-                return aim.Run(self._hash, **options)
-            log.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
-            return aim.Run(**options)
         except Timeout:
             # A process that was killed on another machine has left its lock; the checkpoint shows that the run is ours.
             return aim.Run(run_hash, force_resume=True, **options)
@@ -194,15 +205,37 @@ def _create(folder: str) -> None:
                 repo.from_path(folder, init=True)
 
 
+def _hashes(repo: Any) -> list[str]:
+    _aim().Repo._all_run_hashes.cache_clear()  # half a second old, so that a run that was just made may be missing
+    return sorted(repo.list_all_runs())
+
+
+def _tree(repo: Any, run_hash: str) -> Any:
+    """Return what Aim has of a run; not by aim.Run, which sees nothing of a run that Aim has not indexed yet."""
+    return repo.request_tree("meta", run_hash, read_only=True).subtree("meta").subtree("chunks").subtree(run_hash)
+
+
 def _mirrors(repo: Any, run_dir: Path | None) -> list[str]:
     """Return the hashes of the Aim runs that mirror this run directory."""
     if run_dir is None:
         return []
-    _aim().Repo._all_run_hashes.cache_clear()
-    found = []
-    for run_hash in sorted(repo.list_all_runs()):
-        # Not through aim.Run, which sees nothing of a run that Aim has not indexed yet.
-        tree = repo.request_tree("meta", run_hash, read_only=True).subtree("meta").subtree("chunks").subtree(run_hash)
-        if tree.subtree("attrs").get("run_dir", None) == str(run_dir.resolve()):
-            found.append(run_hash)
-    return found
+    place = str(run_dir.resolve())
+    return [one for one in _hashes(repo) if _tree(repo, one).subtree("attrs").get("run_dir", None) == place]
+
+
+def _goes_on(repo: Any, run_hash: str, step: int) -> bool:
+    """Return whether an Aim run has all that was logged up to `step`, and nothing that was logged after it."""
+    tree = _tree(repo, run_hash)
+    traces = tree.get("traces", {}).values()
+    steps = [trace.get("last_step", 0) for names in traces for name, trace in names.items() if not _is_of_aim(name)]
+    return bool(tree.subtree("attrs").get(_IS_FILLED, True)) and max(steps, default=0) <= step
+
+
+def _is_of_aim(name: str) -> bool:
+    """Return whether Aim itself logs by this name, with steps of its own: the machine's load, the terminal."""
+    return name.startswith("__") or name == "logs"
+
+
+def _delete(repo: Any, run_hash: str) -> None:
+    if not repo.delete_run(run_hash):
+        raise RuntimeError(f"the Aim run {run_hash} in {repo.path} cannot be deleted")

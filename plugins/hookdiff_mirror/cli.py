@@ -13,20 +13,21 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
     """Send RUN, a run directory, to a tracker. Only the files of the run directory are read.
 
     The options are those of [plugins.NAME] in the config of the run, if it has them. A mirror that was made before is
-    replaced; only W&B keeps its older run, which can be deleted on its page. The run may be under way.
+    replaced; only W&B keeps its older run, which can be deleted on its page. The run may be under way, unless it writes
+    to the same place of the tracker itself.
     """
     from hookdiff import Sink, UserError
     from hookdiff.experiment import make_plugin
     from hookdiff.history import History
-    from hookdiff.mirroring import mirror
+    from hookdiff.mirroring import mirror, tracked
 
     history = History.of(run)
-    sink = make_plugin(name, history.config, settings)
-    plugins = history.config.get("run", {}).get("plugins", ())
-    if history.state == "running" and name in plugins and not settings:
-        raise UserError(f"{run} is under way and writes to {name} itself; wait for its end, or --set another place")
-    if not isinstance(sink, Sink):
+    sink, own = make_plugin(name, history.config, settings), make_plugin(name, history.config)
+    if not isinstance(sink, Sink) or not isinstance(own, Sink):
         raise UserError(f"--to {name}: this plugin is no sink; aim, tensorboard and wandb are")
+    is_own = name in history.config.get("run", {}).get("plugins", ())
+    if history.state == "running" and is_own and sink.place(tracked(history)) == own.place(tracked(history)):
+        raise UserError(f"{run} is under way and writes to {name} itself; wait for its end, or --set another place")
     try:
         sent = mirror(history, sink)
     except UserError:

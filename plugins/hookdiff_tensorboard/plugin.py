@@ -14,23 +14,29 @@ from attrs import define, field
 from hookdiff import Sink, TrackedRun
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
-from hookdiff.mirroring import fill
+from hookdiff.mirroring import Call, earlier
 from hookdiff.options import about
 from hookdiff.pictures import Picture
 
 _PREFIX = "events.out.tfevents."  # by which TensorBoard finds its files
+_SUFFIX = ".hookdiff"  # by which we find ours, as `filename_suffix` of a SummaryWriter marks them
 
 
 @define(eq=False)
 class TensorBoard(Sink):
     """Tracks metrics, pictures, texts, histograms and the config for TensorBoard: `tensorboard --logdir runs`.
 
-    A resumed run writes another file beside the earlier ones; TensorBoard shows no step twice.
+    A run that is resumed or rolled back replaces its file, by one that is first filled from the run directory.
     """
 
     needs: ClassVar[Mapping[str, str]] = {"tensorboard": "hookdiff[tensorboard]"}
 
-    dir: str | None = field(default=None, metadata=about("folder; without it `tensorboard` in the run directory"))
+    dir: str | None = field(
+        default=None,
+        metadata=about(
+            "folder, in which a run has its own, by its name; without it `tensorboard` in the run directory"
+        ),
+    )
     _file: FileIO | None = field(init=False, default=None)
     _end: int = field(init=False, default=0)  # bytes of the file that are whole
     _folder: Path = field(init=False, default=Path("tensorboard"))
@@ -40,26 +46,35 @@ class TensorBoard(Sink):
         """The folder."""
         return f"{self._folder} (tensorboard --logdir {self._folder})"
 
+    def place(self, run: TrackedRun) -> Path:
+        """Return the folder of the files."""
+        if self.dir is None:
+            return Path(run.run_dir or ".", "tensorboard").resolve()
+        return Path(self.dir, run.run_dir.resolve().name if run.run_dir else "").resolve()
+
     def clear(self, run: TrackedRun) -> None:
-        """Remove the files of TensorBoard in the folder."""
-        for path in self._place(run).glob(f"{_PREFIX}*"):
+        """Remove our files in the folder."""
+        for path in self.place(run).glob(f"{_PREFIX}*{_SUFFIX}"):
             path.unlink()
 
-    def open(self, run: TrackedRun) -> None:
-        self._folder = self._place(run)
+    def open(self, run: TrackedRun) -> list[Call]:
+        self._folder = self.place(run)
         self._folder.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(self._folder.glob(f"{_PREFIX}*"))
+        if run.has_earlier_steps:
+            self.clear(run)
         # TensorBoard reads the files in the order of their names; two in one second must not change places.
         seconds, rest = divmod(time_ns(), 10**9)
-        name = f"{_PREFIX}{seconds}.{rest:09}.{socket.gethostname()}.{os.getpid()}"
+        name = f"{_PREFIX}{seconds}.{rest:09}.{socket.gethostname()}.{os.getpid()}{_SUFFIX}"
         self._file, self._end = (self._folder / name).open("xb", buffering=0), 0
         self._write(0, now(), file_version="brain.Event:2")
-        self._go_back(run.step, now())
+        # Let a TensorBoard that is running forget what the files before this one have, and this one will have again.
+        session = _events().SessionLog
+        first = 0 if run.has_earlier_steps else run.step + 1
+        self._write(first, now(), session_log=session(status=session.START))
         if run.hparams:
             summary = _module("tensorboard.plugins.hparams.summary_v2").hparams_pb(dict(_flat(run.hparams)))
             self._write(run.step, now(), summary=summary)
-        if is_empty:
-            fill(run, self)
+        return earlier(run, self)
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         self._write_all(step, time, {name: {"simple_value": value} for name, value in values.items()})
@@ -74,22 +89,12 @@ class TensorBoard(Sink):
         self._write_all(step, time, {name: {"histo": _histogram(one)} for name, one in distributions.items()})
 
     def event(self, step: int, time: float, event: Event) -> None:
-        if event.kind == "rollback":
-            self._go_back(step, time)
         self._write_all(step, time, {f"events/{event.kind}": _text(event.text)})
 
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-    def _place(self, run: TrackedRun) -> Path:
-        return Path(self.dir or Path(run.run_dir or ".", "tensorboard"))
-
-    def _go_back(self, step: int, time: float) -> None:
-        """Let TensorBoard forget what earlier files, or earlier parts of this one, have after `step`."""
-        session = _events().SessionLog
-        self._write(step + 1, time, session_log=session(status=session.START))
 
     def _write_all(self, step: int, time: float, values: Mapping[str, Mapping[str, Any]]) -> None:
         summaries = _module("tensorboard.compat.proto.summary_pb2")

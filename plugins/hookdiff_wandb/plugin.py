@@ -17,7 +17,7 @@ from attrs.validators import ge, optional
 from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
-from hookdiff.mirroring import fill
+from hookdiff.mirroring import Call, earlier
 from hookdiff.options import about
 from hookdiff.pictures import Picture
 
@@ -53,11 +53,10 @@ class WandB(Sink):
         validator=optional(ge(0)),
         metadata=about("time between two records of CPU, GPU and memory; without it, or 0, none", "seconds"),
     )
-    _tracked: TrackedRun = field(init=False)
     _library: Any = field(init=False, default=None)
     _run: Any = field(init=False, default=None)
     _step: int = field(init=False, default=0)  # of the newest values
-    _lines: dict[tuple[int, str], list[str]] = field(init=False, factory=dict)  # of events, by step and kind
+    _lines: dict[tuple[int, str], list[str]] = field(init=False, factory=dict)  # of events, by W&B's step and kind
     _exit_code: int = field(init=False, default=0)
     _where: str = field(init=False, default="")
 
@@ -65,6 +64,10 @@ class WandB(Sink):
     def where(self) -> str:
         """The new W&B run, with its address or its folder."""
         return self._where
+
+    def place(self, run: TrackedRun) -> object:
+        """Return an object that equals no other: each W&B run is a new one."""
+        return object()
 
     def check(self, loop: Loop) -> None:
         if (self.mode or os.environ.get("WANDB_MODE")) == "online":
@@ -75,43 +78,8 @@ class WandB(Sink):
             except Exception as error:  # of W&B itself: `open` will warn of it
                 log.debug("W&B cannot be asked for its key:", exc_info=error)
 
-    def open(self, run: TrackedRun) -> None:
-        self._tracked, self._exit_code = run, 0
-        self._begin(run.step)
-
-    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        self._log(step, time, values)
-
-    def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
-        make = _wandb().Image
-        self._log(step, time, {name: make(picture.as_pillow(), file_type="png") for name, picture in images.items()})
-
-    def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
-        self._log(step, time, {name: _page(text) for name, text in texts.items()})
-
-    def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
-        make = _wandb().Histogram
-        ready = {name: make(np_histogram=(one.counts, one.edges)) for name, one in distributions.items()}
-        self._log(step, time, ready)
-
-    def event(self, step: int, time: float, event: Event) -> None:
-        if event.kind == "rollback" and step < self._step:
-            self._end()
-            self._begin(step)
-        if event.kind == "stop":
-            self._exit_code = int(event.severity == "error")
-        # W&B keeps one value of a name and step.
-        lines = self._lines.setdefault((step, event.kind), [])
-        if event.text not in lines:
-            lines.append(event.text)
-        self._log(step, time, {f"events/{event.kind}": _page("\n".join(lines))})
-
-    def close(self) -> None:
-        self._end()
-
-    def _begin(self, step: int) -> None:
-        """Begin a W&B run, with what the run directory has up to `step`."""
-        wandb, run = _wandb(), self._tracked
+    def open(self, run: TrackedRun) -> list[Call]:
+        wandb = _wandb()
         directory = run.run_dir.resolve().name if run.run_dir else None
         folder = Path(self.dir or run.run_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,15 +106,39 @@ class WandB(Sink):
             config=dict(run.hparams),
             settings=settings,
         )
-        self._step, self._lines = 0, {}
+        self._step, self._lines, self._exit_code = 0, {}, 0
         place = self._run.settings.sync_dir
         is_offline = self._run.offline
         self._where = f"the new W&B run {place} (wandb sync {place})" if is_offline else f"the new {self._run.url}"
         if is_offline and self.mode is None:
             log.info("W&B: offline; to upload the run: wandb sync %s", place)
-        fill(run, self, until=step)
+        return earlier(run, self)
 
-    def _end(self) -> None:
+    def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        self._log(step, time, values)
+
+    def images(self, step: int, time: float, images: Mapping[str, Picture]) -> None:
+        make = _wandb().Image
+        self._log(step, time, {name: make(picture.as_pillow(), file_type="png") for name, picture in images.items()})
+
+    def texts(self, step: int, time: float, texts: Mapping[str, str]) -> None:
+        self._log(step, time, {name: _page(text) for name, text in texts.items()})
+
+    def distributions(self, step: int, time: float, distributions: Mapping[str, Distribution]) -> None:
+        make = _wandb().Histogram
+        ready = {name: make(np_histogram=(one.counts, one.edges)) for name, one in distributions.items()}
+        self._log(step, time, ready)
+
+    def event(self, step: int, time: float, event: Event) -> None:
+        if event.kind == "stop":
+            self._exit_code = int(event.severity == "error")
+        # W&B keeps one value of a name and step, and a late event comes to the newest step.
+        lines = self._lines.setdefault((max(step, self._step), event.kind), [])
+        if event.text not in lines:
+            lines.append(event.text)
+        self._log(step, time, {f"events/{event.kind}": _page("\n".join(lines))})
+
+    def close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=self._exit_code)

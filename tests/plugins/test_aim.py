@@ -18,7 +18,7 @@ import numpy
 import pytest
 import torch
 
-from hookdiff import Loop, UserError, hookimpl
+from hookdiff import Loop, UserError, builtin_plugins, hookimpl
 from hookdiff.builtin import Metrics
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
@@ -26,6 +26,7 @@ from hookdiff.structure import Problems, arguments
 from hookdiff.testing import toy_loop
 from hookdiff_aim import Aim
 from tests.conftest import PATIENCE, Restores, check_facts, refused, saved, wait_until, warnings
+from tests.plugins.test_tensorboard import Loses
 
 HAS_AIM = sys.version_info < (3, 13) and importlib.util.find_spec("aim") is not None
 needs_aim = pytest.mark.skipif(not HAS_AIM, reason="aim is not installed; it has packages for Python up to 3.12")
@@ -146,14 +147,13 @@ def test_a_run_can_be_read_back(runs_dir: Path, caplog: pytest.LogCaptureFixture
 @needs_aim
 def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     sink = Aim()
-    loop = make_loop({"aim": sink, "extras": Extras()}, runs_dir / "resumed", steps=3)
-    with loop:
-        (state,) = [saved(loop) for step in loop.steps() if step.step == 2]
-    resumed = Aim()
+    loop = make_loop({"aim": sink, "extras": Extras()}, runs_dir / "resumed", steps=2)
+    loop.run()
+    state, resumed = saved(loop), Aim()
     make_loop({"aim": resumed, "extras": Extras(), "saved": Restores(state)}, runs_dir / "resumed", steps=5).run()
     assert resumed.state_dict() == sink.state_dict()
     run = read(runs_dir)[sink.state_dict()["run"]]
-    assert list(run["metrics"]["loss"]) == [1, 2, 3, 4, 5]  # step 3 was made twice
+    assert list(run["metrics"]["loss"]) == [1, 2, 3, 4, 5]
     assert list(run["images"]["samples"]) == [2, 4]
     assert run["hparams"]["run"]["steps"] == 5
 
@@ -163,6 +163,59 @@ def test_a_resumed_run_goes_on_in_the_same_aim_run(runs_dir: Path) -> None:
     assert fresh.state_dict() != sink.state_dict()
     # A new Aim run begins with the earlier steps, from the run directory.
     assert list(read(runs_dir)[fresh.state_dict()["run"]]["metrics"]["loss"]) == [1, 2, 3]
+
+
+def only(folder: Path, name: str) -> dict[str, Any]:
+    """Return the only Aim run with this name."""
+    (found,) = (run for run in read(folder).values() if run["name"] == name)
+    return found
+
+
+@needs_aim
+def test_steps_that_a_resumed_run_does_not_log_again_are_gone(runs_dir: Path) -> None:
+    class Odd:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step % 2:
+                loop.log({"odd": 1.0})
+
+    state, own = Restores(at=2), builtin_plugins(signals=False)
+    make_loop({**own, "aim": Aim(), "odd": Odd(), "extras": Extras(), "state": state}, runs_dir / "again", 5).run()
+    plugins = {**builtin_plugins(signals=False), "aim": Aim(), "state": Restores(state.state)}
+    make_loop(plugins, runs_dir / "again", steps=3, resume=True).run()
+    run = only(runs_dir, "again")
+    assert (list(run["metrics"]["loss"]), list(run["metrics"]["odd"])) == ([1, 2, 3], [1])
+    assert (list(run["images"]["samples"]), list(run["texts"]["prompt"])) == ([2], [2])
+    assert run["events"]["finding"] == {2: "found at 2\nanother"}
+    assert list(run["events"]["resume"]) == [2]
+
+
+@needs_aim
+def test_after_a_rollback_no_step_stands_twice(runs_dir: Path) -> None:
+    plugins = {**builtin_plugins(signals=False), "aim": Aim(), "loses": Loses()}
+    make_loop(plugins, runs_dir / "back", steps=4).run()
+    run = only(runs_dir, "back")
+    assert list(run["metrics"]["loss"]) == [1, 2, 3, 4]
+    assert list(run["events"]["rollback"]) == [1]
+    assert "nan" not in run["events"]  # of step 3, which was made again
+
+
+@needs_aim
+def test_a_fill_that_was_broken_off_is_made_again(runs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Aim):
+        def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
+            if step == 2:
+                raise ValueError("the repository has moved")
+            Aim.scalars(self, step, time, values)
+
+    state, end, folder = Restores(at=3), Restores(at=4), runs_dir / "broken"
+    make_loop({"state": state}, folder, steps=3).run()
+    make_loop({"aim": Fails(), "from": Restores(state.state), "end": end}, folder, 4, fresh=["aim"]).run()
+    (warning,) = warnings(caplog)
+    check_facts(warning, "Fails", "scalars", "the repository has moved")
+    assert list(only(runs_dir, "broken")["metrics"]["loss"]) == [1]
+    make_loop({"aim": Aim(), "from": Restores(end.state)}, folder, steps=5).run()
+    assert list(only(runs_dir, "broken")["metrics"]["loss"]) == [1, 2, 3, 4, 5]
 
 
 @needs_aim
@@ -332,7 +385,8 @@ def test_the_load_of_the_machine_and_the_terminal_are_recorded_if_asked(tmp_path
 @needs_aim
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of playwright
 def test_the_page_shows_metrics_and_images(tmp_path: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    from playwright.sync_api import sync_playwright
+
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("there is no chromium")
@@ -347,7 +401,7 @@ def test_the_page_shows_metrics_and_images(tmp_path: Path) -> None:
         server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         wait_until(lambda: server.poll() is not None or answers(port))
-        with playwright.sync_playwright() as driver:
+        with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
             page = browser.new_page()
             page.set_default_timeout(1000 * PATIENCE)

@@ -1,14 +1,17 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hookdiff import Loop, builtin_plugins, hookimpl
+from hookdiff import Loop, Sink, TrackedRun, builtin_plugins, hookimpl
 from hookdiff.testing import toy_loop
-from tests.conftest import check_facts, warnings
+from hookdiff_aim import Aim
+from hookdiff_tensorboard import TensorBoard
+from hookdiff_wandb import WandB
+from tests.conftest import Restores, check_facts, warnings
 from tests.plugins import test_aim, test_tensorboard, test_wandb
 
 no_account = test_wandb.no_account
@@ -55,10 +58,16 @@ class Extras:
             loop.log.distributions({"weights": torch.tensor([0.0, 0.0, 0.5, 1.0])})
 
 
-def make_loop(run_dir: Path, steps: int = 4, **tables: Any) -> Loop:
-    hparams = {"run": {"steps": steps}, **tables}
-    plugins = {**builtin_plugins(signals=False), "extras": Extras()}
-    return toy_loop(plugins, run_dir=run_dir, steps=steps, log_every=1, hparams=hparams)
+def make_loop(
+    run_dir: Path,
+    steps: int = 4,
+    plugins: Mapping[str, object] | None = None,
+    tables: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Loop:
+    hparams = {"run": {"steps": steps}, **(tables or {})}
+    everything = {**builtin_plugins(signals=False), "extras": Extras(), **(plugins or {})}
+    return toy_loop(everything, run_dir=run_dir, steps=steps, log_every=1, hparams=hparams, **options)
 
 
 @pytest.fixture
@@ -94,7 +103,8 @@ def test_wandb_gets_a_new_run(run: Path, hookdiff: Callable[..., tuple[int, str,
     _, second = test_wandb.runs(run)
     assert (second["name"], second["project"], second["config"]["run"]) == ("x", "tests", {"steps": 4})
     assert [step for step, row in second["history"].items() if "loss" in row] == [1, 2, 3, 4]
-    assert [step for step, row in second["history"].items() if "samples/colour" in row or "samples" in row] == [2, 4]
+    for name in ("samples", "samples/colour"):
+        assert [step for step, row in second["history"].items() if name in row] == [2, 4]
     assert "events/stop" in second["history"][4]
 
 
@@ -147,7 +157,7 @@ def test_options_come_from_the_config_of_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     install("hookdiff-recorder", {"recorder": "recorder:Recorder"}, recorder=RECORDER)
-    make_loop(Path("run"), plugins={"recorder": {"path": "configured.txt"}}).run()
+    make_loop(Path("run"), tables={"plugins": {"recorder": {"path": "configured.txt"}}}).run()
     assert hookdiff("mirror", "run", "--to", "recorder")[0] == 0
     assert calls(Path("configured.txt"))
     assert hookdiff("mirror", "run", "--to", "recorder", "--set", "path=other.txt")[0] == 0
@@ -191,8 +201,39 @@ def test_a_run_that_writes_to_the_tracker_itself_is_left_alone(
         code, _, err = hookdiff("mirror", "live", "--to", "tensorboard")
         assert code == 2
         check_facts(err, "live", "under way", "tensorboard")
+        assert hookdiff("mirror", "live", "--to", "tensorboard", "--set", "timeout=60")[0] == 2
         assert hookdiff("mirror", "live", "--to", "tensorboard", "--set", "dir=elsewhere")[0] == 0
     assert hookdiff("mirror", "live", "--to", "tensorboard")[0] == 0
+
+
+def test_the_places_of_the_sinks(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path / "runs" / "x", {}, is_branch=False, step=0)
+    assert Aim().place(run) == Aim(name="other", experiment="other").place(run) == str(tmp_path / "runs")
+    assert Aim().place(run) != Aim(repo=str(tmp_path)).place(run)
+    assert TensorBoard().place(run) == TensorBoard(timeout=60).place(run) != TensorBoard(dir="here").place(run)
+    assert WandB().place(run) != WandB().place(run)  # each mirror is a new W&B run
+    assert Sink().place(run) == Sink(timeout=60).place(run)
+
+
+def test_the_outcome_of_a_run_is_its_last_end_though_an_earlier_one_had_more_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Callable[..., tuple[int, str, str]]
+) -> None:
+    class Fails:
+        @hookimpl
+        def before_step(self, loop: Loop) -> None:
+            if loop.progress.step == 5:
+                raise ZeroDivisionError
+
+    monkeypatch.chdir(tmp_path)
+    state = Restores(at=2)
+    with pytest.raises(ZeroDivisionError):
+        make_loop(Path("run"), steps=6, plugins={"fails": Fails(), "state": state}).run()
+    make_loop(Path("run"), steps=3, plugins={"state": Restores(state.state)}, resume=True).run()
+    code, out, _ = hookdiff("mirror", "run", "--to", "wandb", "--set", "timeout=300")
+    assert code == 0
+    check_facts(out, "4 steps", "up to 3")
+    (found,) = test_wandb.runs(Path("run"))
+    assert found["exit"] == 0
 
 
 @pytest.mark.parametrize("failing", ["open", "event", "close"])

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams import metadata
 
 from hookdiff import PASS, Loop, TrackedRun, builtin_plugins, hookimpl
@@ -47,6 +49,12 @@ def read(folder: Path) -> EventAccumulator:
     accumulator = EventAccumulator(str(folder), size_guidance=EVERYTHING)
     accumulator.Reload()
     return accumulator
+
+
+def entries(folder: Path) -> list[tuple[str, int]]:
+    """Return the name and the step of each value in the files, as a reader sees them that ignores session logs."""
+    events = (event for path in sorted(folder.iterdir()) for event in EventFileLoader(str(path)).Load())
+    return [(value.tag, event.step) for event in events for value in event.summary.value]
 
 
 def values(read: EventAccumulator, name: str) -> dict[int, float]:
@@ -92,7 +100,7 @@ def test_a_run_can_be_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture
 def test_the_config_is_in_the_tab_of_hparams(tmp_path: Path) -> None:
     make_loop({"tensorboard": TensorBoard(dir=str(tmp_path / "elsewhere"))}, tmp_path / "run").run()
     assert not (tmp_path / "run" / "tensorboard").exists()
-    found = read(tmp_path / "elsewhere").summary_metadata[metadata.SESSION_START_INFO_TAG]
+    found = read(tmp_path / "elsewhere" / "run").summary_metadata[metadata.SESSION_START_INFO_TAG]
     hparams = metadata.parse_session_start_info_plugin_data(found.plugin_data.content).hparams
     assert hparams["run.steps"].number_value == 4
     assert hparams["run.plugins"].string_value == "['tensorboard']"
@@ -103,24 +111,52 @@ def test_the_config_is_in_the_tab_of_hparams(tmp_path: Path) -> None:
 def test_after_a_resume_no_step_stands_twice(tmp_path: Path) -> None:
     state = Restores(at=2)
     make_loop({"tensorboard": TensorBoard(), "state": state}, tmp_path / "run", steps=4).run()
-    (first,) = (tmp_path / "run" / "tensorboard").iterdir()
     make_loop({"tensorboard": TensorBoard(), "state": Restores(state.state)}, tmp_path / "run", 5, resume=True).run()
-    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 2
     found = read(tmp_path / "run" / "tensorboard")
     assert list(values(found, "loss")) == [1, 2, 3, 4, 5]
     assert [event.step for event in found.Images("samples")] == [2, 4]
     assert [event.step for event in found.Histograms("weights")] == [2, 4]
     assert list(texts(found, "events/resume")) == [2]
+    made = entries(tmp_path / "run" / "tensorboard")
+    assert len(set(made)) == len(made)
 
     # A run that had no TensorBoard before, or a branch, begins with the earlier steps.
-    first.unlink()
-    for path in (tmp_path / "run" / "tensorboard").iterdir():
-        path.unlink()
+    shutil.rmtree(tmp_path / "run" / "tensorboard")
     plugins = {"tensorboard": TensorBoard(), "state": Restores(state.state)}
     make_loop(plugins, tmp_path / "branch", steps=3, resume=tmp_path / "run").run()
     found = read(tmp_path / "branch" / "tensorboard")
     assert list(values(found, "loss")) == [1, 2, 3]
     assert [event.step for event in found.Images("samples")] == [2]
+
+
+def test_steps_that_a_resumed_run_does_not_log_again_are_gone(tmp_path: Path) -> None:
+    class Odd:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step % 2:
+                loop.log({"odd": 1.0})
+
+    state = Restores(at=2)
+    make_loop({"tensorboard": TensorBoard(), "odd": Odd(), "state": state}, tmp_path / "run", steps=5).run()
+    plugins = {"tensorboard": TensorBoard(), "state": Restores(state.state)}
+    make_loop(plugins, tmp_path / "run", steps=3, resume=True).run()
+    made = entries(tmp_path / "run" / "tensorboard")
+    assert [step for name, step in made if name == "odd"] == [1]
+    assert [step for name, step in made if name == "loss"] == [1, 2, 3]
+
+
+def test_runs_share_a_folder_with_others(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    (shared / "a").mkdir(parents=True)
+    foreign = shared / "a" / "events.out.tfevents.1.of.another.program"
+    foreign.write_bytes(b"precious")
+    state = Restores(at=2)
+    make_loop({"tensorboard": TensorBoard(dir=str(shared)), "state": state}, tmp_path / "a", steps=4).run()
+    plugins = {"tensorboard": TensorBoard(dir=str(shared)), "state": Restores(state.state)}
+    make_loop(plugins, tmp_path / "b", steps=3, resume=tmp_path / "a").run()
+    assert foreign.read_bytes() == b"precious"
+    foreign.unlink()
+    assert [list(values(read(shared / name), "loss")) for name in "ab"] == [[1, 2, 3, 4], [1, 2, 3]]
 
 
 class Loses:
@@ -155,6 +191,8 @@ def test_after_a_rollback_no_step_stands_twice(tmp_path: Path) -> None:
     assert list(values(found, "loss")) == [1, 2, 3, 4]
     assert list(texts(found, "events/rollback")) == [1]
     assert [event.step for event in found.Images("samples")] == [2, 4]
+    made = entries(tmp_path / "run" / "tensorboard")
+    assert len(set(made)) == len(made)
 
 
 def test_a_write_that_failed_is_not_doubled(disk: Path) -> None:

@@ -19,6 +19,7 @@ from hookdiff.events import Event
 from hookdiff.testing import toy_loop
 from hookdiff_wandb import WandB
 from tests.conftest import PATIENCE, Restores, check_facts, finish, refused, wait_for, wait_until, warnings
+from tests.plugins.test_tensorboard import Loses
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:google")
 
@@ -145,21 +146,13 @@ def test_a_resumed_run_goes_on_in_a_new_run_that_has_the_earlier_steps(tmp_path:
     assert [second["history"][step]["loss"] for step in (1, 2)] == [first["history"][step]["loss"] for step in (1, 2)]
 
 
-class Loses:
-    """Logs after step 3 that the run went back to step 1, as the loop does."""
-
-    @hookimpl(trylast=True)
-    def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.progress.step == 3:
-            loop.log.event(Event("rollback", "from step 3 back to step 1", "warning", {"from": 3}), step=1)
-
-
 def test_a_rollback_begins_a_new_run(tmp_path: Path) -> None:
     make_loop({"wandb": WandB(timeout=300), "loses": Loses()}, tmp_path / "run", steps=4).run()
     first, second = runs(tmp_path / "run")
-    assert [step for step, row in first["history"].items() if "loss" in row] == [1, 2]
-    assert [step for step, row in second["history"].items() if "loss" in row] == [1, 3, 4]
-    assert "events/rollback" in second["history"][1]
+    assert [step for step, row in first["history"].items() if "loss" in row] == [1, 2, 3]
+    assert [step for step, row in second["history"].items() if "loss" in row] == [1, 2, 3, 4]
+    assert [step for step, row in second["history"].items() if "events/rollback" in row] == [1]
+    assert [run["exit"] for run in (first, second)] == [0, 0]
 
 
 def test_two_events_of_a_step_are_both_kept(tmp_path: Path) -> None:
@@ -172,6 +165,20 @@ def test_two_events_of_a_step_are_both_kept(tmp_path: Path) -> None:
     make_loop({"wandb": WandB(timeout=300), "finds": Finds()}, tmp_path / "run", steps=1).run()
     (found,) = runs(tmp_path / "run")
     assert (found["folder"] / found["history"][0]["events/finding"]["path"]).read_text() == "<pre>one\ntwo</pre>"
+
+
+def test_late_events_of_a_kind_are_all_kept(tmp_path: Path) -> None:
+    class Late:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step == 4:
+                loop.log.event(Event("finding", "of two"), 2)
+                loop.log.event(Event("finding", "of three"), 3)
+
+    make_loop({"wandb": WandB(timeout=300), "late": Late()}, tmp_path / "run", steps=5).run()
+    (found,) = runs(tmp_path / "run")
+    shown = [row["events/finding"] for row in found["history"].values() if "events/finding" in row]
+    assert [(found["folder"] / one["path"]).read_text() for one in shown] == ["<pre>of two\nof three</pre>"]
 
 
 def test_online_without_a_key_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
