@@ -266,8 +266,8 @@ class Hooks(Protocol):
     def on_event(self, loop: Loop, step: int, event: Event) -> None:
         """Moment: the events given to `loop.log.event`, and the findings given to `loop.log.report`.
 
-        Such as a start, resume or stop, a step without an update, a checkpoint. What happens before the first step is
-        reported when the run is ready.
+        The loop itself reports starts, resumes, rollbacks, ends, steps without an update and checkpoints. What is
+        logged before the first step arrives when the run is ready.
         May change: files; no state.
         """
 
