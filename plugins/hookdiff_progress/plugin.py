@@ -56,10 +56,12 @@ class _Run:
     def line(self, values: Mapping[str, tuple[int, float]], newest: int) -> Facts:
         """Return the facts with these values; one that is older than the step `newest` says its step."""
         loop, texts = self.loop, dict[str, str]()
-        for name in [*(name for name in FIRST if name in values), *self._rarest_first(values)]:
+        usual = [name for name in FIRST if name in values]
+        for name in [*usual, *self._rarest_first(values)]:
             step, value = values[name]
             is_old = step < newest and (name not in FIRST or values is not self.values)
-            texts[name] = f"{value:.4g} (step {step})" if is_old else f"{value:.4g}"
+            is_said = name in usual[:-1] and values[usual[-1]][0] == step  # by the last one of them
+            texts[name] = f"{value:.4g} (step {step})" if is_old and not is_said else f"{value:.4g}"
         return Facts(loop.progress.step, self.total, list(self._pace()), texts, (), list(self._notes()))
 
     def _rarest_first(self, values: Mapping[str, tuple[int, float]]) -> list[str]:

@@ -166,6 +166,12 @@ def test_a_pipe_gets_a_line_each_minute_and_one_at_the_end(monkeypatch: pytest.M
     assert "ETA 0:00" in lines[-1]
 
 
+def test_values_of_an_earlier_step_say_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pipe(monkeypatch) as output:
+        make_loop({"bar": ProgressBar()}, steps=5, log_every=2).run()
+    assert re.search(r"step 5/5  loss [\d.]+  grad_norm [\d.]+ \(step 4\)  ", output.text().splitlines()[-1])
+
+
 def test_lines_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pipe(monkeypatch) as output:
         loop = make_loop({"bar": ProgressBar()}, steps=4)
