@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -20,7 +21,7 @@ from attrs.validators import gt
 
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
-from hookdiff.history import METRICS, picture_path
+from hookdiff.history import EVENTS, METRICS, picture_path
 from hookdiff.hookspecs import hookimpl
 from hookdiff.options import about
 from hookdiff.pictures import Picture, read_info
@@ -47,7 +48,7 @@ class TrackedRun:
     @property
     def has_earlier_steps(self) -> bool:
         """Whether the run directory has earlier steps of the run, with which a tracker can be filled."""
-        return self.step > 0 and self.run_dir is not None and (self.run_dir / METRICS).exists()
+        return self.step > 0 and any(self.run_dir and (self.run_dir / name).exists() for name in (METRICS, EVENTS))
 
 
 @define(eq=False)
@@ -227,7 +228,7 @@ class _Worker:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._calls: Queue[Call | None] = Queue(_WAITING)
-        self._earlier: Sequence[Call] = ()  # those of a fill
+        self._earlier: deque[Call] = deque()  # those of a fill
         self.is_filling = False
         self._current: tuple[str, float] | None = None  # name of the call under way, and the time of its begin
         self._is_off = False  # after a call that failed, only "close" is made
@@ -238,6 +239,8 @@ class _Worker:
 
     def open(self, run: TrackedRun, again: bool = False) -> None:
         """Open the sink, and wait for it; a sink that is open is closed first (`again`)."""
+        if self.is_filling:  # it will be filled again, also with what waits
+            self._drop()
         self.send("open", self._open, run, again, wait=True)
 
     def send(self, name: str, method: Callable[..., object], *arguments: Any, wait: bool = False) -> None:
@@ -269,10 +272,14 @@ class _Worker:
         if self.is_filling:
             reason += ", and it has not all of the run yet; `hookdiff mirror` makes it anew"
         self._switch_off(current[0] if current else name, TimeoutError(reason))
+        self._drop()
+        self._calls.put(None)  # the thread may have become idle meanwhile
+
+    def _drop(self) -> None:
+        self._earlier.clear()
         with suppress(Empty):
             while True:
                 self._calls.get_nowait()
-        self._calls.put(None)  # the thread may have become idle meanwhile
 
     def _switch_off(self, name: str, error: Exception) -> None:
         with self._lock:
@@ -295,17 +302,16 @@ class _Worker:
     def _open(self, run: TrackedRun, again: bool) -> None:
         if again:
             self._sink.close()
-        self._earlier = self._sink.open(run) or ()
+        self._earlier = deque(self._sink.open(run) or ())
         if self._earlier:
             self.is_filling, self._calls.maxsize = True, sys.maxsize
 
     def _fill(self) -> None:
         """Make the calls for the earlier steps. Training does not wait: its own calls are queued, however many."""
-        for call in self._earlier:
-            if self._is_off or self._is_left.is_set():
-                break
-            self._make(call)
-        self._earlier, self.is_filling = (), False
+        with suppress(IndexError):  # there are no more
+            while not (self._is_off or self._is_left.is_set()):
+                self._make(self._earlier.popleft())
+        self.is_filling = False
         self._calls.maxsize = max(_WAITING, self._calls.qsize())
 
     def _make(self, call: Call) -> None:

@@ -39,8 +39,9 @@ class Recorder(Sink):
     threads: set[int] = field(init=False, factory=set)
     times: list[float] = field(init=False, factory=list)
 
-    def open(self, run: TrackedRun) -> None:
+    def open(self, run: TrackedRun) -> list[Call] | None:
         self.note("open", run.step)
+        return None
 
     def scalars(self, step: int, time: float, values: Mapping[str, float]) -> None:
         self.note("scalars", step, dict(values))
@@ -506,6 +507,28 @@ def test_a_rollback_opens_the_sink_again() -> None:
     assert sink.calls[again - 1] == ("close",)
     assert sink.calls[again + 1] == ("event", 1, "rollback")
     assert [call[1] for call in sink.calls[again:] if call[0] == "scalars"] == [2, 3, 4]
+
+
+def test_a_rollback_breaks_off_a_fill(caplog: pytest.LogCaptureFixture) -> None:
+    class Long(Filled):
+        def open(self, run: TrackedRun) -> list[Call]:
+            return Filled.open(self, run) * (0 if run.step else 1000)
+
+    sink = Long(release=lambda: sleep(0.02), timeout=15)
+    make_loop({**builtin_plugins(signals=False), "sink": sink, "loses": Loses()}, steps=4).run()
+    assert sink.names.count("open") == 2
+    assert sink.calls[-1] == ("close",)
+    assert not any("Long" in warning for warning in warnings(caplog))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_tracker_can_be_filled_from_the_files_of_a_resumed_run(name: str, tmp_path: Path) -> None:
+    new, resumed = (TrackedRun(tmp_path, {}, is_branch=False, step=step) for step in (0, 3))
+    assert not resumed.has_earlier_steps
+    (tmp_path / name).touch()
+    assert resumed.has_earlier_steps
+    assert not new.has_earlier_steps
+    assert not TrackedRun(None, {}, is_branch=False, step=3).has_earlier_steps
 
 
 def test_nan_and_infinity_arrive_unchanged() -> None:
