@@ -153,7 +153,8 @@ class Aim(Sink):
                 log.warning("Aim has lost the run %s in %s; a new one begins", run_hash, folder)
             self._hash = run_hash = found[-1] if found else None
         if run_hash and run.has_earlier_steps and not _goes_on(repo, run_hash, run.step):
-            _delete(repo, run_hash)
+            if run_hash in _mirrors(repo, run.run_dir):  # not that of a run of which this directory is a copy
+                _delete(repo, run_hash)
             run_hash = None
         options = {
             "repo": folder,

@@ -191,6 +191,15 @@ def test_steps_that_a_resumed_run_does_not_log_again_are_gone(runs_dir: Path) ->
 
 
 @needs_aim
+def test_the_aim_run_of_a_run_stays_when_a_copy_of_its_directory_is_resumed(runs_dir: Path) -> None:
+    state = Restores(at=2)
+    make_loop({"aim": Aim(), "state": state}, runs_dir / "source", steps=4).run()
+    shutil.copytree(runs_dir / "source", runs_dir / "copy")
+    make_loop({"aim": Aim(), "state": Restores(state.state)}, runs_dir / "copy", steps=3, resume=True).run()
+    assert [list(only(runs_dir, name)["metrics"]["loss"]) for name in ("source", "copy")] == [[1, 2, 3, 4], [1, 2, 3]]
+
+
+@needs_aim
 def test_after_a_rollback_no_step_stands_twice(runs_dir: Path) -> None:
     plugins = {**builtin_plugins(signals=False), "aim": Aim(), "loses": Loses()}
     make_loop(plugins, runs_dir / "back", steps=4).run()
