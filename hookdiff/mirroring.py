@@ -8,7 +8,7 @@ from functools import partial
 from attrs import frozen
 
 from hookdiff.history import History, LoggedEvent
-from hookdiff.sinks import Call, Sink, TrackedRun, read_picture
+from hookdiff.sinks import Call, Sink, TrackedRun, send_picture
 
 __all__ = ["Call", "Mirrored", "earlier", "mirror", "tracked"]
 
@@ -76,7 +76,7 @@ def _calls(history: History, sink: Sink) -> Iterator[tuple[int, Call]]:
         yield found.step, Call("distributions", partial(sink.distributions, found.step, found.time, found.values))
     for name, pictures in history.pictures.items():
         for step, path in pictures.items():
-            yield step, Call("images", partial(read_picture, sink, step, name, path))
+            yield step, Call("images", partial(send_picture, sink, step, name, path))
 
 
 def _event(sink: Sink, logged: LoggedEvent) -> tuple[int, Call]:

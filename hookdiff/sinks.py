@@ -21,7 +21,7 @@ from attrs.validators import gt
 
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
-from hookdiff.history import EVENTS, METRICS, picture_path
+from hookdiff.history import EVENTS, METRICS, picture_path, read_picture
 from hookdiff.hookspecs import hookimpl
 from hookdiff.options import about
 from hookdiff.pictures import Picture, read_info
@@ -154,7 +154,7 @@ class Sink:
         worker = self._open(loop)
         if worker and worker.is_filling and loop.run_dir:  # many calls may wait for the end of the fill
             for name in images:
-                worker.send("images", read_picture, self, step, name, picture_path(loop.run_dir, name, step))
+                worker.send("images", send_picture, self, step, name, picture_path(loop.run_dir, name, step))
         else:
             self._send(loop, "images", step, dict(images))
 
@@ -206,17 +206,14 @@ class Call:
     is_over: threading.Event = field(init=False, factory=threading.Event)
 
 
-def read_picture(sink: Sink, step: int, name: str, path: Path) -> None:
+def send_picture(sink: Sink, step: int, name: str, path: Path) -> None:
     """Send the picture in a file of the run directory to `sink`; a file that is missing or damaged is left out."""
-    from PIL import Image
-
     try:
-        with Image.open(path) as image:
-            picture = Picture(numpy.array(image), read_info(image))
         written = path.stat().st_mtime
-    except (OSError, ValueError, SyntaxError):
+    except OSError:
         return
-    sink.images(step, written, {name: picture})
+    if picture := read_picture(path):
+        sink.images(step, written, {name: Picture(numpy.array(picture), read_info(picture))})
 
 
 class _Worker:
