@@ -68,7 +68,8 @@ class Events:
         if step and step.outcome in _WHY:
             batch = loop.progress.position - 1
             text = f"batch {batch} changed no weight: {_WHY[step.outcome]}"
-            loop.log.event(Event(step.outcome, text, "warning", {"position": batch}))
+            severity: Severity = "info" if step.outcome == "held" else "warning"  # a plugin holds on purpose
+            loop.log.event(Event(step.outcome, text, severity, {"position": batch}))
 
     @hookimpl
     def on_checkpoint(self, loop: Loop, path: Path, step: int) -> None:

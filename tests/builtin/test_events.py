@@ -104,6 +104,7 @@ def test_a_step_that_a_plugin_holds_back_is_an_event(tmp_path: Path) -> None:
     train(tmp_path, {"holds": Holds()}, steps=3)
     held = [one for one in read_events(tmp_path / "events.jsonl") if one.event.kind == "held"]
     assert [(one.step, one.event.details["position"]) for one in held] == [(2, 2), (2, 3)]
+    assert {one.event.severity for one in held} == {"info"}
 
 
 class Explodes:
