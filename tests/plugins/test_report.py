@@ -387,7 +387,7 @@ def test_several_runs_are_compared(
     assert page.curves("Loss").keys() == {"first: as logged", "second: as logged"}
     assert page.curves("Learning rate").keys() == {"first: lr/head", "second: lr/head"}
     assert page.curves("Gradient norm").keys() == {"first"}
-    check_facts(page.text, "Problems that the runs", "The run has reported no problem.")
+    check_facts(page.text, "What the runs have reported", "The run has reported no problem.")
 
 
 def test_configs_differ_in_types_and_in_ends_of_long_values(tmp_path: Path, hookdiff: Command) -> None:
