@@ -1,13 +1,14 @@
 """Measure what Aim, TensorBoard and W&B add to the time of a step.
 
-    python benchmarks/sinks.py [50 10 1] [--rounds N] [--threads 1]
+    python benchmarks/sinks.py [50 10 1] [--plain] [--rounds N] [--threads 1]
 
 The arguments are values of log_every. One loop trains a U-Net on digits, in steps of about 10 ms, with the plugins
-`gradients` and `loss`, and writes metrics.jsonl. It has all three sinks (W&B offline), but what it logs goes to none of
-them, to one, or to all, in turns of 50 steps and in an order shuffled for each round. Two loops, one of them without
-sinks, would differ by one to three percent by the places of their tensors in memory alone. After a turn the sinks may
-finish what is queued, which is not timed. The table has the median time of a step without sinks, and the median over
-the rounds of the share that the sinks add to it, with its 95 % confidence interval (order statistics).
+`gradients` and `loss`, which log many values (not with `--plain`), and writes metrics.jsonl. It has all three sinks
+(W&B offline), but what it logs goes to none of them, to one, or to all, in turns of 50 steps and in an order shuffled
+for each round. Two loops, one of them without sinks, would differ by one to three percent by the places of their
+tensors in memory alone. After a turn the sinks may finish what is queued, which is not timed. The table has the median
+time of a step without sinks, and the median over the rounds of the share that the sinks add to it, with its 95 %
+confidence interval (order statistics).
 """
 
 import argparse
@@ -58,18 +59,19 @@ class Switch:
             self.sinks[name].on_log(loop, step, values)
 
 
-def compare(folder: Path, log_every: int, rounds: int) -> tuple[int, dict[str, list[float]]]:
+def compare(folder: Path, log_every: int, rounds: int, is_plain: bool) -> tuple[int, dict[str, list[float]]]:
     """Return the number of values of a log, and for each row of the table the seconds of a step in each round."""
     torch.manual_seed(0)
     model = UNet(channels=32, num_res_blocks=1)
     switch = Switch()
+    monitors = {} if is_plain else {"gradients": GradientMonitor(), "loss": LossMonitor()}
     loop = Loop(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
         Diffusion(VP(schedule="cosine")),
         digits(),
         LoopConfig(steps=10**9, batch_size=8, log_every=log_every),
-        {**builtin_plugins(signals=False), "gradients": GradientMonitor(), "loss": LossMonitor(), "sinks": switch},
+        {**builtin_plugins(signals=False), **monitors, "sinks": switch},
         run_dir=folder,
     )
     modes: dict[str, Collection[str]] = {"none": (), **{name: (name,) for name in SINKS}, "all three": SINKS}
@@ -102,6 +104,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log_every", nargs="*", type=int, default=[50, 10, 1])
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--rounds", type=int, default=80)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
@@ -112,7 +115,7 @@ def main() -> None:
     print("| log_every | values | without | sinks | added | 95 % |\n|---|---|---|---|---|---|")
     for log_every in options.log_every:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            values, seconds = compare(Path(folder, "run"), log_every, options.rounds)
+            values, seconds = compare(Path(folder, "run"), log_every, options.rounds, options.plain)
         bare = seconds.pop("none")
         for name, times in seconds.items():
             added = [with_sinks / without - 1 for with_sinks, without in zip(times, bare, strict=True)]
