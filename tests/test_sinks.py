@@ -477,26 +477,47 @@ def test_training_does_not_wait_while_a_sink_is_filled(tmp_path: Path, caplog: p
     assert not warnings(caplog)
 
 
-def test_each_call_of_a_fill_has_the_whole_deadline(caplog: pytest.LogCaptureFixture) -> None:
-    class Waits:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
-            if loop.progress.step == 2:
-                wait_until(lambda: ("scalars", -1, {}) in sink.calls)
+class Slow:
+    """Makes each call of a fill take a while by the clock of the sinks; the one of step `blocked` waits for a log."""
 
-    sink = Filled(release=lambda: sleep(1.5), timeout=4)
-    make_loop({"sink": sink, "waits": Waits()}).run()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, blocked: int) -> None:
+        self.late, self.seconds, self.blocked = 0.0, seconds, blocked
+        self.calls, self.begun, self.logged = 0, threading.Event(), threading.Event()
+        monkeypatch.setattr("hookdiff.sinks.monotonic", lambda: time.monotonic() + self.late)
+
+    def __call__(self) -> None:
+        self.late += self.seconds
+        self.calls += 1
+        if self.calls == self.blocked:
+            self.begun.set()
+            assert self.logged.wait(PATIENCE)
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        if loop.progress.step == 1:
+            assert self.begun.wait(PATIENCE)
+        if loop.progress.step == 2:
+            self.logged.set()
+
+
+def test_each_call_of_a_fill_has_the_whole_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = Slow(monkeypatch, seconds=0.4 * PATIENCE, blocked=3)
+    sink = Filled(release=slow, timeout=PATIENCE)
+    make_loop({"sink": sink, "slow": slow}).run()
     assert [call[1] for call in sink.calls if call[0] == "scalars"] == [-3, -2, -1, 1, 2, 3, 4]
     assert not warnings(caplog)
 
 
-def test_a_run_ends_within_the_deadline_of_a_sink_that_is_being_filled(caplog: pytest.LogCaptureFixture) -> None:
-    released = threading.Event()
-    sink = Filled(release=lambda: released.wait(PATIENCE), timeout=0.5)
-    assert make_loop({"sink": sink}).run() == "done"
+def test_training_leaves_a_sink_whose_fill_is_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = Slow(monkeypatch, seconds=2 * PATIENCE, blocked=1)
+    assert make_loop({"sink": Filled(release=slow, timeout=PATIENCE), "slow": slow}).run() == "done"
     (warning,) = warnings(caplog)
-    check_facts(warning, "Filled", "scalars", "0.5 s", "hookdiff mirror")
-    released.set()
+    check_facts(warning, "Filled", "scalars", f"{PATIENCE} s", "hookdiff mirror")
+    assert slow.calls == 1
 
 
 def test_a_rollback_opens_the_sink_again() -> None:
@@ -512,11 +533,19 @@ def test_a_rollback_opens_the_sink_again() -> None:
 def test_a_rollback_breaks_off_a_fill(caplog: pytest.LogCaptureFixture) -> None:
     class Long(Filled):
         def open(self, run: TrackedRun) -> list[Call]:
-            return Filled.open(self, run) * (0 if run.step else 1000)
+            return Filled.open(self, run) * (0 if run.step else 10_000)
 
-    sink = Long(release=lambda: sleep(0.02), timeout=15)
-    make_loop({**builtin_plugins(signals=False), "sink": sink, "loses": Loses()}, steps=4).run()
+    class Rolls(Loses):
+        @hookimpl
+        def on_nan(self) -> str:
+            lost.set()
+            return "rollback"
+
+    lost = threading.Event()
+    sink = Long(release=lambda: lost.wait(PATIENCE) and sleep(0.02), timeout=PATIENCE)
+    make_loop({**builtin_plugins(signals=False), "sink": sink, "loses": Rolls()}, steps=4).run()
     assert sink.names.count("open") == 2
+    assert sink.names.count("scalars") < 20_000  # 200 seconds
     assert sink.calls[-1] == ("close",)
     assert not any("Long" in warning for warning in warnings(caplog))
 

@@ -201,7 +201,7 @@ def test_a_run_that_writes_to_the_tracker_itself_is_left_alone(
         code, _, err = hookdiff("mirror", "live", "--to", "tensorboard")
         assert code == 2
         check_facts(err, "live", "under way", "tensorboard")
-        assert hookdiff("mirror", "live", "--to", "tensorboard", "--set", "timeout=60")[0] == 2
+        assert hookdiff("mirror", "live", "--to", "tensorboard", "--set", "timeout=300")[0] == 2
         assert hookdiff("mirror", "live", "--to", "tensorboard", "--set", "dir=elsewhere")[0] == 0
     assert hookdiff("mirror", "live", "--to", "tensorboard")[0] == 0
 
@@ -210,9 +210,9 @@ def test_the_places_of_the_sinks(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path / "runs" / "x", {}, is_branch=False, step=0)
     assert Aim().place(run) == Aim(name="other", experiment="other").place(run) == str(tmp_path / "runs")
     assert Aim().place(run) != Aim(repo=str(tmp_path)).place(run)
-    assert TensorBoard().place(run) == TensorBoard(timeout=60).place(run) != TensorBoard(dir="here").place(run)
+    assert TensorBoard().place(run) == TensorBoard(timeout=300).place(run) != TensorBoard(dir="here").place(run)
     assert WandB().place(run) != WandB().place(run)  # each mirror is a new W&B run
-    assert Sink().place(run) == Sink(timeout=60).place(run)
+    assert Sink().place(run) == Sink(timeout=300).place(run)
 
 
 def test_the_outcome_of_a_run_is_its_last_end_though_an_earlier_one_had_more_steps(
