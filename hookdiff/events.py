@@ -1,7 +1,7 @@
 """What happens in a run and is no number: findings, steps without an update, checkpoints, the end of the run."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import define, field
@@ -9,15 +9,22 @@ from attrs import define, field
 from hookdiff.findings import Finding, Severity
 
 
-def as_json(value: Any) -> Any:
-    """Return `value` as strict JSON has it: NaN and infinities become null, and lone surrogates are escaped."""
+def _escaped(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def as_json(value: Any, text: Callable[[str], str] = _escaped) -> Any:
+    """Return `value` as strict JSON has it: NaN and infinities become null, and lone surrogates are escaped.
+
+    `text` is what each string becomes instead.
+    """
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
+        return text(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {as_json(name): as_json(one) for name, one in value.items()}
-    return [as_json(one) for one in value] if isinstance(value, list | tuple) else value
+        return {as_json(name, text): as_json(one, text) for name, one in value.items()}
+    return [as_json(one, text) for one in value] if isinstance(value, list | tuple) else value
 
 
 @define(frozen=True)

@@ -5,11 +5,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from attrs import define, field
+from attrs import define
 
 from hookdiff.disk.files import discard
 from hookdiff.disk.paths import run_of
 from hookdiff.errors import UserError
+from hookdiff.events import Event
 from hookdiff.history import find_pictures, picture_path
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
@@ -27,20 +28,17 @@ class Images:
     it continues.
     """
 
-    _step: int = field(init=False, default=0)  # updates at the end of the newest step
-
     @hookimpl(trylast=True)
     def on_ready(self, loop: Loop, resumed: bool) -> None:
-        self._step = loop.progress.step
-        self._cut(loop, self._step if resumed else -1)
+        step = loop.progress.step
+        self._cut(loop, step if resumed else -1)
         if resumed and loop.is_branch and loop.resume and loop.run_dir and loop.is_main:
-            self._copy(loop.resume, loop.run_dir, self._step)
+            self._copy(loop.resume, loop.run_dir, step)
 
     @hookimpl
-    def between_steps(self, loop: Loop) -> None:
-        now, before, self._step = loop.progress.step, self._step, loop.progress.step
-        if now < before:  # the run was rolled back
-            self._cut(loop, now)
+    def on_event(self, loop: Loop, event: Event) -> None:
+        if event.kind == "rollback":
+            self._cut(loop, loop.progress.step)
 
     def _cut(self, loop: Loop, step: int) -> None:
         """Remove the pictures of later steps than `step`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy
 from attrs import define, evolve, field
 from numpy.typing import NDArray
+
+from hookdiff.events import as_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -45,17 +46,9 @@ class Picture:
         from hookdiff.disk.files import new_file  # which imports torch
 
         chunks = PngInfo()
-        chunks.add_itxt(CHUNK, json.dumps(_finite(self.info), allow_nan=False))
+        chunks.add_itxt(CHUNK, json.dumps(as_json(self.info, text=str), allow_nan=False))
         with new_file(path) as partial:
             self.as_pillow().save(partial, "PNG", pnginfo=chunks)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_info(image: Image) -> dict[str, Any]:
