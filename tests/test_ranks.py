@@ -76,7 +76,7 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     first, second = two_ranks(RAISED, tmp_path)
     own, other = "the disk is gone", "on another rank: the disk is gone"
     assert first == [[0, 10], ("ValueError", other), ("UserError", own), ("RuntimeError", other), [0, 1]]
-    assert second == [[0, 10], ("ValueError", own), ("UserError", other), ("OSError", own), [0, 1]]
+    assert second == [[0, 10], ("ValueError", own), ("OnAnotherRank", other), ("OSError", own), [0, 1]]
 
 
 def test_alone_an_error_is_raised_as_it_is() -> None:
