@@ -3,6 +3,7 @@
 Nothing is unpickled. Nothing is memory-mapped either: a mapped file that shrinks would kill the process.
 """
 
+import io
 import math
 import os
 import zipfile
@@ -50,6 +51,15 @@ def open_array(path: Path, name: str, whole: bool = False) -> Any:
                 return found
         header = _header(file, os.fstat(file.fileno()).st_size)
         return _read(file, header) if whole or header.fortran_order else Rows(path, file, header)
+
+
+def array_in(content: bytes) -> Any:
+    """Return the array in the bytes of an .npy.
+
+    Raises ValueError for Python objects and for missing bytes, and any error of numpy for broken ones.
+    """
+    file = io.BytesIO(content)
+    return _read(file, _header(file, len(content)))
 
 
 @contextmanager

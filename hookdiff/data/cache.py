@@ -69,10 +69,10 @@ def load_or_make(path: Path, source: Images, transforms: Transforms, skip: bool,
     """
     try:
         make_folder(path.parent)
-        with _locked(path, shared=True):  # so that several processes verify it at a time
+        with locked(path, shared=True):  # so that several processes verify it at a time
             kept = _load(path, len(source), transforms)
         if kept is None:
-            with _locked(path, shared=False):
+            with locked(path, shared=False):
                 kept = _load(path, len(source), transforms, report=True)
                 if kept is None:
                     logger.info("data: decoding %d images into %s", len(source), path)
@@ -85,7 +85,8 @@ def load_or_make(path: Path, source: Images, transforms: Transforms, skip: bool,
 
 
 @contextmanager
-def _locked(path: Path, shared: bool) -> Iterator[None]:
+def locked(path: Path, shared: bool) -> Iterator[None]:
+    """Hold the lock of a cache, with other processes that hold it `shared`, or alone. Raises OSError."""
     with open_file(path.with_suffix(".lock"), "ab") as lock:
         if os.name != "nt":  # Windows has no such lock
             import fcntl

@@ -26,11 +26,8 @@ def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, ind
 
     Raises UserError for an item that cannot be used.
     """
-    own_seed = derive_seed(seed, "augment", epoch, part=index)
-    random.seed(own_seed)
-    numpy.random.seed(own_seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(own_seed)
-    image, label, others = _parts(source[index], index)
+    seed_all(seed, epoch, index)
+    image, label, others = parts_of(source[index], index)
     if not isinstance(image, Tensor) and not hasattr(image, "convert"):  # as an image of Pillow has
         kind = type(image).__name__
         raise UserError(f"sample {index} of the data is a {kind}, expected a tensor c h w or a Pillow image")
@@ -46,8 +43,19 @@ def read_item(source: Source, transforms: Transforms, seed: int, epoch: int, ind
     return pixels, label, index, conditions
 
 
-def _parts(item: Any, index: int) -> tuple[Any, int | None, dict[str, Any]]:
-    """Return the picture, the label and all else in an item, by name."""
+def seed_all(seed: int, epoch: int, index: int) -> None:
+    """Seed the default generators of Python, numpy and torch for the item at `index`, which may augment itself."""
+    own_seed = derive_seed(seed, "augment", epoch, part=index)
+    random.seed(own_seed)
+    numpy.random.seed(own_seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(own_seed)
+
+
+def parts_of(item: Any, index: int) -> tuple[Any, int | None, dict[str, Any]]:
+    """Return the picture, the label and all else, by name, in the item at `index` of a map-style data set.
+
+    Raises UserError for an item without a picture, and for a label that is no integer.
+    """
     if isinstance(item, Mapping):
         others = dict(item)
         key = "image" if "image" in others else "inputs"

@@ -27,9 +27,10 @@ class Images(Protocol):
     threads and processes.
 
     Optional attributes: `shape` (c, h, w), if all samples have the same, so that their headers are not read;
-    `fingerprint()`, a string that changes with the data, for the store "disk"; `one_at_a_time`, True if a process must
-    call `load` from one thread only; `problems`, a list of what is wrong with the labels, say: all of it is reported
-    together with what is wrong with the pictures, and no run starts.
+    `known_kinds()`, the `Kind`s of pictures with a known header, and the positions of all others, of which the headers
+    are read; `fingerprint()`, a string that changes with the data, for the store "disk"; `one_at_a_time`, True if a
+    process must call `load` from one thread only; `problems`, a list of what is wrong with the labels, say: all of it
+    is reported together with what is wrong with the pictures, and no run starts.
     """
 
     labels: Tensor | None  # n, int64, from 0; -1: unknown

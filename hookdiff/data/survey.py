@@ -47,7 +47,7 @@ class Survey:
 
 
 def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
-    """Read the header of every sample of `source`, or of none if the source has a `shape`.
+    """Read the header of every sample of `source` that is not known from its `shape` or `known_kinds()`.
 
     Raises UserError that lists all problems: those of the source, pictures to which `transforms` cannot give one shape,
     and, unless `skip` or none can be read, pictures that cannot be read.
@@ -56,11 +56,12 @@ def survey(source: Images, transforms: Transforms, skip: bool) -> Survey:
         kinds = [kind_of_shape(shape, len(source), name_of(source, 0))]
         refuse([*problems_of(source), *_misfits(kinds, transforms)])
         return Survey(first_stage_shape(kinds, transforms), kinds)
-    if len(source) > _MANY:
-        logger.info("data: reading the headers of %d images", len(source))
-    found: dict[tuple[str, int, int], Kind] = {}
+    known, unknown = source.known_kinds() if hasattr(source, "known_kinds") else ([], range(len(source)))
+    if len(unknown) > _MANY:
+        logger.info("data: reading the headers of %d images", len(unknown))
+    found = {(kind.mode, kind.width, kind.height): kind for kind in known}
     unreadable = {}
-    for index, kind in with_images(source, range(len(source)), _kind_of, "data: headers"):
+    for index, kind in with_images(source, unknown, _kind_of, "data: headers"):
         if isinstance(kind, Unreadable):
             unreadable[index] = str(kind)
             continue

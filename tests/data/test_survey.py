@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hookdiff import Feed, InMemory, UserError
 from hookdiff.data import Folder, Store, Transforms
+from hookdiff.data.survey import Kind
 from hookdiff_array import Arrays
 from tests.conftest import check_facts, refused, warnings
 
@@ -211,6 +212,30 @@ class Blank:
 
     def describe(self, index: int) -> str:
         return f"blank {index}"
+
+
+class HalfKnown(Folder):
+    """A folder that knows the headers of its first four pictures, and says that they are larger than the others."""
+
+    opened: list[int]
+
+    def known_kinds(self) -> tuple[list[Kind], list[int]]:
+        self.opened = []
+        return [Kind("RGB", 20, 20, 4, self.describe(0))], [4, 5]
+
+    def load(self, index: int) -> Any:
+        self.opened.append(index)
+        return super().load(index)
+
+
+def test_only_headers_that_are_not_known_are_read(tmp_path: Path, write_folder: Write) -> None:
+    write_folder(tmp_path / "set", 6)
+    source = HalfKnown(str(tmp_path / "set"))
+    feed = Feed(source, Transforms(image_size=9), Store(store="none"))
+    kinds = [(kind.width, kind.height, kind.count) for kind in feed.prepared.survey.kinds]
+    assert (kinds, source.opened) == ([(20, 20, 4), (12, 9, 2)], [4, 5])
+    with refused(UserError, "4 of 20 x 20", "2 of 12 x 9", "image_size"):
+        Feed(source, store=Store(store="none"))
 
 
 def test_images_of_a_known_shape_are_not_opened() -> None:
