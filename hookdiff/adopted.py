@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from attrs import define
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdiff.errors import PluginError, UserError, nearest
 from hookdiff.models.optimizer_state import load_optimizer, optimizer_state
+from hookdiff.ranks import first_rank_says, num_ranks, summed
 
 ADOPTED = "adopted"  # in the saved state of a plugin, the key of its modules
 
@@ -77,6 +79,7 @@ class Adopted:
             )
         if every < 1:
             raise PluginError(f"the plugin {name!r}: loop.adopt takes `every` from 1 up, got {every}")
+        module.load_state_dict(first_rank_says(module.state_dict()))  # each rank may have drawn its own weights
         self._trained.setdefault(name, []).append(Trained(module.to(self._like.device), optimizer, every))
 
     def __iter__(self) -> Iterator[Trained]:
@@ -106,6 +109,15 @@ class Adopted:
             for name, parameter in one.module.named_parameters()
             if parameter.requires_grad
         ]
+
+    def average_gradients(self) -> None:
+        """Average the gradients over the ranks, as those of the model are."""
+        gradients = [p.grad for one in self for p in one.module.parameters() if p.grad is not None]
+        if not gradients or num_ranks() == 1:
+            return
+        mean = summed(torch.cat([gradient.flatten() for gradient in gradients])) / num_ranks()
+        for gradient, values in zip(gradients, torch.split(mean, [g.numel() for g in gradients]), strict=True):
+            gradient.copy_(values.view_as(gradient))
 
     def update(self, step: int) -> None:
         """Call the optimizers that are due in update number `step` (1 is the first)."""

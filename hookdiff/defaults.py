@@ -61,7 +61,7 @@ class Defaults:
             loss = loop.hook.reduce_loss(loop=loop, batch=batch, output=output)
             output = output if loss is output.loss else evolve(output, loss=_scalar(loss))
         # Weighted by its number of samples, because the last micro-batch may be smaller.
-        share = len(batch) * loop.num_ranks / batch.total
+        share = batch.weight * loop.num_ranks
         loop.hook.backward(loop=loop, loss=output.loss if share == 1 else output.loss * share)
         return output.detach()
 

@@ -26,6 +26,10 @@ class StorageError(UserError):
     """The disk failed; the exit code is 1, since the input was right."""
 
 
+class OnAnotherRank(UserError):
+    """A mistake that another process of the same run shows."""
+
+
 class HookError(RuntimeError):
     """A plugin broke the contract of a hook."""
 

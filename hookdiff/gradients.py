@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdiff.adopted import Adopted
+from hookdiff.ranks import local, norms, num_ranks, squares, summed
 
 
 class Gradients:
@@ -26,12 +27,23 @@ class Gradients:
     A step may have several passes (see the hook `accumulate`). Norms and names are those of the last pass, but the step
     is finite only if all its passes are. The same holds for the gradients of the modules `adopted` from plugins, which
     are in no norm.
+
+    With several ranks, loss and norms are those of the whole step, also if each rank holds a part of each gradient. The
+    ranks exchange them once in a step, together with the numbers that `votes` returns, which are summed. All ranks must
+    ask for norms at the same places.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], adopted: Adopted | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        adopted: Adopted | None = None,
+        votes: Callable[[], list[float]] = list,
+    ) -> None:
         self._optimizers = (*optimizers, *(adopted.optimizers if adopted else ()))
         self._adopted = adopted.named_parameters() if adopted else []
         self._no_loss = torch.zeros(())
+        self._vote = votes
         # The gradients of other parameters are never cleared: they grow from step to step, and move no weight.
         held = {p: None for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in model.named_parameters() if p in held}
@@ -55,12 +67,18 @@ class Gradients:
         self._pass_loss: Tensor | None = None  # of the last pass
         self._loss = self._no_loss  # of the step
         self._host_loss: float | None = None
+        self._weight = 1.0  # share of this rank in the step
+        self._votes: list[float] = []  # sums over the ranks
         self.clear()
 
-    def reset(self) -> None:
-        """Begin a step without gradients; forget the passes of the step before."""
+    def reset(self, weight: float = 1.0) -> None:
+        """Begin a step without gradients; forget the passes of the step before.
+
+        `weight` is the share of this rank in the samples of the step.
+        """
         self._drop()
         self._forget()
+        self._weight = weight
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -105,6 +123,7 @@ class Gradients:
         self._norms: Tensor | None = None
         self._measured: list[Tensor] = []  # the gradients that `_norms` were computed from
         self._host_norms: list[float] | None = None  # the total norm, and then losses and norms of all other parts
+        self._exchanged: Tensor | None = None  # loss, `_host_norms` and votes, on the device
 
     def named(self) -> dict[str, Tensor]:
         """Return the gradients of the parameters that have one, by parameter name."""
@@ -120,15 +139,32 @@ class Gradients:
         if self._norms is None:
             # The list is kept: reading `grad` of hundreds of parameters takes as long as a small kernel.
             self._measured = self.tensors()
-            self._norms = self._measure(self._measured)
+            if num_ranks() == 1:
+                self._norms = norms(self._measured, self.dtype)
+            else:
+                self._exchange()
+        assert self._norms is not None
         return self._norms
 
     def measure(self) -> Tensor:
-        """Return the current norms, also between two micro-batches, without keeping them."""
-        return self._measure(self.tensors())
+        """Return the current norms, also between two micro-batches, without keeping them.
 
-    def _measure(self, tensors: list[Tensor]) -> Tensor:
-        return torch.stack(torch._foreach_norm(tensors, 2, self.dtype)) if tensors else torch.zeros(0, dtype=self.dtype)
+        With several ranks they may be those of this rank's samples, until the last micro-batch.
+        """
+        return norms(self.tensors(), self.dtype)
+
+    def _exchange(self) -> None:
+        """Exchange norms, losses and votes with the other ranks, in one go."""
+        squared = squares(self._measured, self.dtype)
+        adopted = squares([p.grad for _, p in self._adopted if p.grad is not None], self.dtype).to(squared)
+        losses = torch.stack([loss.to(squared) for loss in (self._loss, *self._earlier[::2])]) * self._weight
+        parts = [squared, adopted, losses, torch.tensor(self._vote(), dtype=torch.float64).to(squared)]
+        squared, adopted, losses, votes = torch.split(summed(torch.cat(parts)), [len(part) for part in parts])
+        earlier = [norm.to(squared) for norm in self._earlier[1::2]]  # they are those of all ranks already
+        values = [losses[0], squared.sum().sqrt()]
+        values += [value for pair in zip(losses[1:], earlier, strict=True) for value in pair]
+        values += [losses[0], adopted.sum().sqrt()] if len(adopted) else []
+        self._norms, self._exchanged = squared.sqrt().to(self.dtype), torch.stack([*values, *votes])
 
     @property
     def loss(self) -> float:
@@ -139,6 +175,12 @@ class Gradients:
     def total_norm(self) -> float:
         """L2 norm over all gradients, on the host."""
         return self._look()[1] if self._host_norms is None else self._host_norms[0]
+
+    @property
+    def votes(self) -> list[float]:
+        """The sums over the ranks of what `votes` returned; empty on one rank."""
+        self._look()
+        return self._votes
 
     @property
     def finite(self) -> bool:
@@ -155,11 +197,17 @@ class Gradients:
     def _look(self) -> list[float]:
         # All are copied together: this is the only transfer to the host in a step.
         if self._host_loss is None or self._host_norms is None:
-            total = torch.linalg.vector_norm(self.norms)
-            values = [self._loss, total, *self._earlier]
-            if adopted := [p.grad for _, p in self._adopted if p.grad is not None]:
-                values += [self._loss, torch.linalg.vector_norm(self._measure(adopted))]
-            self._host_loss, *self._host_norms = torch.stack([value.to(total) for value in values]).tolist()
+            own = self.norms
+            if self._exchanged is None:
+                total = torch.linalg.vector_norm(own)
+                values = [self._loss, total, *self._earlier]
+                if adopted := [p.grad for _, p in self._adopted if p.grad is not None]:
+                    values += [self._loss, torch.linalg.vector_norm(norms(adopted, self.dtype))]
+                self._host_loss, *self._host_norms = torch.stack([value.to(total) for value in values]).tolist()
+            else:
+                self._host_loss, *found = self._exchanged.tolist()
+                num = len(found) - len(self._vote())
+                self._host_norms, self._votes = found[:num], found[num:]
         return [self._host_loss, *self._host_norms]
 
     def nonfinite(self) -> list[str]:
@@ -175,19 +223,22 @@ class Gradients:
         everything = [*named.items(), *((name, p.grad) for name, p in self._adopted if p.grad is not None)]
         if not everything:
             return found
-        flags = torch.stack([torch.isfinite(gradient).all() for _, gradient in everything]).tolist()
-        names = [name for (name, _), finite in zip(everything, flags, strict=True) if not finite]
+        wrong = torch.stack([(~torch.isfinite(local(gradient))).any().float() for _, gradient in everything])
+        names = [name for (name, _), flag in zip(everything, summed(wrong).tolist(), strict=True) if flag]
         if not names:
             self._measured = list(named.values())
-            self._norms = torch.stack([torch.linalg.vector_norm(g.cpu().double()) for g in self._measured])
+            if num_ranks() == 1:
+                self._norms = torch.stack([torch.linalg.vector_norm(g.cpu().double()) for g in self._measured])
+            else:
+                self._norms = summed(squares(self._measured, torch.float64)).sqrt()
             self._host_norms = [float(torch.linalg.vector_norm(self._norms)), *earlier]
         return [*names, *found]
 
     def scale_(self, factor: float) -> None:
         """Multiply all gradients by `factor` >= 0 in place; the norms follow."""
-        norms = self.norms
+        before = self.norms
         _, total, *others = self._look()
         if self._measured:
-            torch._foreach_mul_(self._measured, factor)
-        self._norms = norms * factor
+            torch._foreach_mul_([local(gradient) for gradient in self._measured], factor)
+        self._norms = before * factor
         self._host_norms = [total * factor, *others]

@@ -30,6 +30,9 @@ class Log:
 
     All else is sent at once, but what is logged before the first step waits until every plugin is ready for it.
 
+    With several ranks, what the first rank logs counts, and the plugins of the first rank alone get it. What each rank
+    measures of its own samples goes through `loop.reduce` before.
+
     every: steps between two logs. call: calls the hook "on_log", "on_event", "on_images", "on_texts" or
     "on_distributions" with `step` and what is logged.
     """
@@ -91,6 +94,8 @@ class Log:
         self._claim("picture", images)
         for name in images:
             _check_name(name)
+        if rank():
+            return
         ready = {name: image if isinstance(image, Picture) else grid(image) for name, image in images.items()}
         self._send("on_images", self._progress.step, images=ready)
 
@@ -102,6 +107,8 @@ class Log:
     def distributions(self, tensors: Mapping[str, Tensor | Distribution]) -> None:
         """Log the distribution of the values of each tensor, of any shape, by name. It waits for the device."""
         self._claim("distribution", tensors)
+        if rank():
+            return
         ready = {n: one if isinstance(one, Distribution) else Distribution.of(one) for n, one in tensors.items()}
         self._send("on_distributions", self._progress.step, distributions=ready)
 
@@ -134,6 +141,8 @@ class Log:
                 raise ValueError(f"{name!r} is the name of a {known} already, and cannot be that of a {kind} too")
 
     def _send(self, hook: str, step: int, **what: object) -> None:
+        if rank():
+            return
         call = partial(self._call, hook, step=step, **what)
         if self._early is None:
             call()
@@ -142,6 +151,9 @@ class Log:
 
     def flush(self) -> None:
         """Send the logged values to the sinks."""
+        if rank():
+            self._records, self._window = {}, {}
+            return
         if self.due and self._closed != self._progress.step and (self._window or self._sums):
             self._close_window()
         records, self._records = self._records, {}

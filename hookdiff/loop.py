@@ -79,6 +79,8 @@ class Loop(ReadOnly):
         self.first_step: Final = 0  # updates made before this process began
         self.end: Final = End()  # why the run is over
         self.stop: Final = self.end.stop
+        self.reduce: Final = ranks.reduced  # the means of values over the ranks
+        self.agree: Final = ranks.agree  # whether a flag is true on any rank
         self.log: Final = Log(self.progress, self.config.log_every, partial(self.plugins.call, loop=self))
         self.output: Final = LossOutput(torch.zeros(()))  # of the newest step
         self.resources: Final = ExitStack()  # plugins push their clean-up
@@ -89,6 +91,7 @@ class Loop(ReadOnly):
         self.random: Final = Randomness(self.config.seed, self.rank)
         self.feed: Final = Feed.of(data).bind(config.batch_size, config.seed, self.device, self.rank, self.num_ranks)
         parts = (model, self.plugins, self.adopted, self.progress, self.log, self.feed, self.hparams)
+        self._makes_batches: Final = self.plugins.implement("make_batch", by_wrapper=True)
         self._state: Final = RunState(*parts, self.resume, not isinstance(resume, bool), tuple(fresh))
         self._set(_is_made=True)
 
@@ -119,7 +122,8 @@ class Loop(ReadOnly):
             self.hook.prepare_model(loop=self)
         self._set(net=self.hook.wrap_net(loop=self, net=self.model).train(), buffers=Buffers(self.model))
         optimizers = self._state.hold(self._make_optimizers(self.model))
-        self._set(optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted))
+        gradients = Gradients(self.model, optimizers, self.adopted, self.end.votes)
+        self._set(optimizers=optimizers, gradients=gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the run, which the seam `restore` returns later. The tensors are not copied."""
@@ -154,9 +158,9 @@ class Loop(ReadOnly):
     def run_epoch(self) -> Iterator[Step]:
         """Train on the rest of the current epoch."""
         self.hook.on_ready(loop=self, resumed=self._state.is_resumed)  # the first time only
-        if not self.end.reason and self.feed.begin(self.progress.epoch):
+        if not self.end.is_agreed() and self.feed.begin(self.progress.epoch):
             self.hook.before_epoch(loop=self)
-        if self.end.reason:  # a plugin has stopped the run
+        if self.end.is_agreed():  # a plugin has stopped the run
             return
         for batch in self.feed.batches(self.progress.epoch, self.progress.samples):
             yield (step := self.run_step(batch))
@@ -174,22 +178,21 @@ class Loop(ReadOnly):
         progress, total = self.progress, batch.total
         if self.end.reason:
             return progress.consume(total, "stopped")
-        if not len(made := self.hook.make_batch(loop=self, batch=batch)):
+        self.end.begin_step()
+        batch = self.hook.make_batch(loop=self, batch=batch).in_place_of(batch, self._makes_batches)
+        if not batch.total:
             return progress.consume(total, "skipped")
-        batch = made.in_place_of(batch)
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
         self.buffers.keep()
-        self.gradients.reset()
+        self.gradients.reset(batch.weight)
         self._set(output=self.hook.accumulate(loop=self, batch=batch))
         self.gradients.conclude(self.output.loss)
-        if not self.hook.unscale(loop=self):
-            self.buffers.put_back()
-            return progress.consume(total, "void", self.gradients.loss, self.gradients.total_norm)
-        report = nonfinite.examine(batch, self.output, self.gradients, progress, self.feed)
+        self.adopted.average_gradients()
+        refused = self._refused(batch)
         loss, norm = self.gradients.loss, self.gradients.total_norm  # before any clipping
-        if report:
-            return progress.consume(total, self._not_finite(report), loss, norm)
+        if refused:
+            return progress.consume(total, refused, loss, norm)
         self.hook.after_backward(loop=self)
         if not self.hook.optimizer_step(loop=self):
             return progress.consume(total, "held", loss, norm)
@@ -210,10 +213,18 @@ class Loop(ReadOnly):
         self.gradients.begin(output.loss)
         return output
 
-    def _not_finite(self, report: nonfinite.NonFinite) -> Outcome:
+    def _refused(self, batch: Batch) -> Outcome | None:
+        """Return the outcome of a step that must not change the weights, or None."""
+        is_void, is_over = not self.hook.unscale(loop=self), self.end.count(self.gradients.votes)
+        if is_void or is_over:
+            self.buffers.put_back()
+            return "stopped" if is_over else "void"
+        report = nonfinite.examine(batch, self.output, self.gradients, self.progress, self.feed)
+        if report is None:
+            return None
         self.buffers.put_back()
         verdict = nonfinite.decide(report, self.hook.on_nan(loop=self, report=report))
         if verdict == "skip" or (verdict == "rollback" and self._state.roll_back(self.hook.restore(loop=self))):
             return "skipped"
-        self.stop("on_nan", "" if verdict == "stop" else "there is no checkpoint to go back to")
+        self.end.conclude("on_nan", "" if verdict == "stop" else "there is no checkpoint to go back to")
         return "stopped"

@@ -12,6 +12,7 @@ from hookdiff.findings import listed
 from hookdiff.gradients import Gradients
 from hookdiff.objective import LossOutput
 from hookdiff.progress import Progress, Verdict
+from hookdiff.ranks import gathered, rank
 
 log = logging.getLogger("hookdiff")
 
@@ -33,8 +34,8 @@ class NonFinite:
     loss: float
     parameters: list[str]  # names of those with a gradient that is not finite, in the model's order
     samples: list[int]  # positions in `batch` with a loss that is not finite, if the objective returns it for each
-    batch: Batch  # with the draws of the step
-    names: list[str] = field(factory=list)  # of `samples`: their files, if the data knows them
+    batch: Batch  # with the draws of the step; this rank's share
+    names: list[str] = field(factory=list)  # of the `samples` of all ranks: their files, if the data knows them
     notes: dict[str, str] = field(factory=dict)  # texts that plugins add in on_nan, by title
 
     def __str__(self) -> str:
@@ -62,14 +63,17 @@ def examine(batch: Batch, output: LossOutput, gradients: Gradients, progress: Pr
         return None
     rows = [] if output.per_sample is None else (~output.per_sample.isfinite()).nonzero().flatten().tolist()
     indices = [] if batch.indices is None else batch.indices[rows].tolist()
-    return NonFinite(progress.step, progress.position, loss, names, rows, batch, [feed.describe(i) for i in indices])
+    described = [name for own in gathered([feed.describe(index) for index in indices]) for name in own]
+    return NonFinite(progress.step, progress.position, loss, names, rows, batch, described)
 
 
 def decide(report: NonFinite, verdicts: Any) -> Verdict:
-    """Return the strongest verdict, "stop" > "rollback" > "skip", and log it; without a verdict return "stop"."""
+    """Return the strongest verdict of all ranks, "stop" > "rollback" > "skip", and log it; without one "stop"."""
     for verdict in verdicts:
         if verdict not in _STRENGTH:
             raise HookError(f"on_nan returned {verdict!r}; expected one of {', '.join(map(repr, _STRENGTH))}")
-    strongest: Verdict = max(verdicts, key=_STRENGTH.index, default="stop")
-    log.error("%s\n  on_nan: %s%s", report, strongest, _NEXT[strongest])
+    given: list[Verdict] = [verdict for own in gathered(list(verdicts)) for verdict in own]
+    strongest: Verdict = max(given, key=_STRENGTH.index, default="stop")
+    if rank() == 0:
+        log.error("%s\n  on_nan: %s%s", report, strongest, _NEXT[strongest])
     return strongest

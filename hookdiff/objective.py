@@ -46,7 +46,9 @@ class Objective(Protocol):
     def draw(self, batch: Batch, generator: Generator) -> Batch:
         """Return `batch` with this step's randomness in `draws`, one row per sample.
 
-        Called once in a step, before the batch is sliced, so that the noise does not depend on `micro_batch`.
+        Called once in a step, before the batch is sliced, so that the noise does not depend on `micro_batch`. The
+        generator is the same on all ranks: draw for the `batch.total` samples of the step, and keep those of
+        `batch.own`, so that the noise does not depend on the number of ranks either.
         """
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput | Tensor:
@@ -77,6 +79,8 @@ def join(outputs: Sequence[LossOutput], parts: Sequence[Batch]) -> LossOutput:
     """Return the loss of a whole batch from those of its `parts`, weighted by their samples."""
     if len(outputs) == 1:
         return outputs[0]
+    counted = [pair for pair in zip(outputs, parts, strict=True) if not pair[1].is_filler]
+    outputs, parts = [output for output, _ in counted], [part for _, part in counted]
     samples = sum(len(part) for part in parts)
     loss = torch.stack([o.loss * (len(part) / samples) for o, part in zip(outputs, parts, strict=True)]).sum()
     columns = zip(*(output.columns for output in outputs), strict=True)

@@ -83,9 +83,10 @@ class Plugins(Mapping[str, object]):
     def call(self, hook: str, **arguments: Any) -> Any:
         return getattr(self._calls, hook)(**arguments)
 
-    def implement(self, hook: str) -> bool:
-        """Return whether a plugin implements the seam `hook`."""
-        return any(not impl.wrapper and impl.plugin_name != "defaults" for impl in self.order(hook))
+    def implement(self, hook: str, by_wrapper: bool = False) -> bool:
+        """Return whether a plugin implements the seam `hook`, or also `by_wrapper`."""
+        others = [impl for impl in self.order(hook) if impl.plugin_name != "defaults"]
+        return any(by_wrapper or not impl.wrapper for impl in others)
 
     def instrument(self, watch: Watch | None) -> None:
         """Run each implementation of a hook inside of `watch(plugin, hook)` from now on; None ends it.

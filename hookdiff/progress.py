@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 from attrs import Attribute, asdict, define, field, setters, validators
 
 from hookdiff.errors import UserError
 from hookdiff.options import about
-from hookdiff.ranks import first_rank_says
+from hookdiff.ranks import first_rank_says, gathered, num_ranks, rank
 from hookdiff.readonly import ReadOnly
 
 _UNITS = {"step": 1, "steps": 1, "epoch": 1, "epochs": 1, "s": 1, "sec": 1, "min": 60, "h": 3600}
@@ -198,44 +199,80 @@ class LoopConfig:
             totals.append(progress.step + (self.epochs - progress.epoch) * num_batches - made)
         return min(totals, default=None)
 
-    def limit_reached(self, progress: Progress, start_time: float) -> Reason | None:
-        """Return the reason why a run at `progress` is over, or None.
-
-        start_time: `time.monotonic()` when the run began; with several ranks, that of the first counts.
-        """
-        if self.steps is not None and progress.step >= self.steps:
-            return "done"
-        if self.epochs is not None and progress.epoch >= self.epochs:
-            return "done"
-        limit = self.max_time.amount
-        return "time" if limit and first_rank_says(time.monotonic() - start_time >= limit) else None
+    def is_done(self, progress: Progress) -> bool:
+        """Return whether a run at `progress` has the length that is asked for."""
+        steps = self.steps is not None and progress.step >= self.steps
+        return steps or (self.epochs is not None and progress.epoch >= self.epochs)
 
 
 class End(ReadOnly):
-    """Whether, why and since when the part of a run in this process is over."""
+    """Whether, why and since when the part of a run in this process is over.
+
+    With several ranks, `stop` on one of them is a request. It travels with what the ranks exchange in the next step
+    anyway. A request from between two steps ends the run before that step, as it would on one rank: the step has begun,
+    but no weight has changed yet.
+    """
 
     def __init__(self) -> None:
         self.reason: Final[Reason | None] = None  # None: it goes on
         self.message: Final = ""  # for people
         self.start_time: Final = time.monotonic()
+        self._asked: Final[tuple[Reason, str] | None] = None  # request that the ranks have not agreed on yet
+        self._is_early: Final = False  # it is from before the current step
         self._set(_is_made=True)
 
     def begin(self) -> None:
         """Forget an earlier end, and start the clock."""
-        self._set(start_time=time.monotonic(), reason=None, message="")
+        self._set(start_time=time.monotonic(), reason=None, message="", _asked=None, _is_early=False)
 
     def stop(self, reason: Reason = "plugin", message: str = "") -> None:
-        """End the run after the current step. `message` stands in the summary of the run.
+        """End the run after the current step, on all ranks. `message` stands in the summary of the run.
 
         The first call counts, but "on_nan" replaces another reason: weights that are not finite may be found last.
         """
+        if num_ranks() == 1 or self.reason:
+            self.conclude(reason, message)
+        elif self._asked is None or reason == "on_nan":
+            self._set(_asked=(reason, message))
+
+    def conclude(self, reason: Reason, message: str = "") -> None:
+        """End the run for a reason that all ranks have."""
         if self.reason is None or (reason == "on_nan" and self.reason not in ("on_nan", "error")):
             self._set(reason=reason, message=message)
 
+    def begin_step(self) -> None:
+        """Note that a request up to now is from before this step."""
+        self._set(_is_early=self._asked is not None)
+
+    def votes(self) -> list[float]:
+        """Return what the ranks add up in a step: the number of requests, and of those from before the step."""
+        return [] if num_ranks() == 1 else [float(self._asked is not None), float(self._is_early)]
+
+    def count(self, votes: Sequence[float]) -> bool:
+        """Agree on a request, if the sums of the `votes` hold one; return whether the step must not be made."""
+        if any(votes) and not self.reason:
+            self._agree()
+        return any(votes[1:])
+
+    def _agree(self) -> None:
+        requests = [asked for asked in gathered(self._asked) if asked]
+        if requests:
+            self.conclude(*max(requests, key=lambda asked: asked[0] == "on_nan"))  # else that of the lowest rank
+
+    def is_agreed(self) -> bool:
+        """Return whether the run is over, after all ranks have said so; all of them must call this."""
+        if num_ranks() > 1 and not self.reason:
+            self._agree()
+        return self.reason is not None
+
     def is_reached(self, config: LoopConfig, progress: Progress) -> bool:
-        """Return whether the run is over, by `stop` or by a limit of `config`."""
-        if self.reason is None and (reason := config.limit_reached(progress, self.start_time)):
-            self.stop(reason)  # unless a signal has stopped it meanwhile
+        """Return whether the run is over, by `stop` or by a limit of `config`; the clock is that of the first rank."""
+        limit = config.max_time.amount
+        if config.is_done(progress):
+            if not self.is_agreed():
+                self.conclude("done")
+        elif limit and rank() == 0 and time.monotonic() - self.start_time >= limit:
+            self.stop("time")
         return self.reason is not None
 
     def close(self, failed: bool) -> Reason:

@@ -1,4 +1,4 @@
-"""All randomness of a run: a pure function of (seed, stream, position, rank), never stored.
+"""All randomness of a run: a pure function of (seed, stream, position), never stored; dropout depends on the rank too.
 
 A stream names the purpose of the numbers. `position` counts consumed batches, skipped ones too. If it counted only
 updates, noise that causes a NaN would be drawn again for ever.
@@ -78,7 +78,7 @@ def _shifted(values: Tensor, bits: int) -> Tensor:
 
 
 class Randomness:
-    """The generators of one rank of a run; each is kept and seeded anew, which takes about 1 us."""
+    """The generators of a run; each is kept and seeded anew, which takes about 1 us."""
 
     def __init__(self, seed: int, rank: int = 0) -> None:
         self.seed = seed
@@ -86,14 +86,17 @@ class Randomness:
         self._generators: dict[tuple[str, torch.device], Generator] = {}
 
     def generator(self, stream: str, position: int, device: torch.device) -> Generator:
-        """Return the generator of `stream` at `position` on `device`; the next call for the stream seeds it anew."""
+        """Return the generator of `stream` at `position` on `device`; the next call for the stream seeds it anew.
+
+        It is the same on all ranks: draw for the `total` samples of a batch, and keep those of `Batch.own`.
+        """
         generator = self._generators.get((stream, device))
         if generator is None:
             generator = self._generators[stream, device] = Generator(device)
-        return generator.manual_seed(derive_seed(self.seed, stream, position, self.rank))
+        return generator.manual_seed(derive_seed(self.seed, stream, position))
 
     def seed_dropout(self, position: int, part: int, device: torch.device, stream: str = "model") -> None:
-        """Seed the default generators that dropout draws from, for micro-batch `part` of `position`.
+        """Seed the default generators that dropout draws from, for micro-batch `part` of `position` on this rank.
 
         Dropout must use the default ones: activation checkpointing replays no other. `torch.manual_seed` does the
         same, eighty times slower.

@@ -6,8 +6,12 @@ costs anything.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,17 +19,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from hookdiff.errors import UserError
+from hookdiff.errors import OnAnotherRank, UserError
 
 Value = TypeVar("Value")
 
 TIMEOUT = timedelta(minutes=10)  # for which a rank waits in a step for the others
 _PATIENCE = timedelta(hours=4)  # the same between steps, where one rank may compute while the others wait
 _patient: dict[Any, Any] = {}  # by the default group: the group in which ranks wait that long
-
-
-class OnAnotherRank(UserError):
-    """An error of the user that another rank has met, and shows."""
+_said: Counter[str] = Counter()  # how often this process has said each text
 
 
 def rank() -> int:
@@ -58,6 +59,12 @@ def num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def launch() -> str:
+    """Return the name of the job for which torchrun has started this process, the same in all its attempts; or ""."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{name} of {platform.node()} {os.getppid()}" if name == "none" else name  # the user has given no name
+
+
 @contextmanager
 def joined(device: str = "auto") -> Iterator[None]:
     """Join the processes that torchrun has started until the end of the `with`; alone, do nothing.
@@ -69,7 +76,7 @@ def joined(device: str = "auto") -> Iterator[None]:
         yield
         return
     # Imported after the group is made, it would keep the group and its threads until Python ends.
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
 
     backend = "gloo"
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
@@ -85,9 +92,35 @@ def joined(device: str = "auto") -> Iterator[None]:
     distributed.init_process_group(backend, timeout=TIMEOUT)
     try:
         yield
+    except UserError as error:
+        if is_news(f"error: {error}"):
+            raise
+        raise OnAnotherRank(str(error)) from error
     finally:
         _patient.clear()
+        _said.clear()
         distributed.destroy_process_group()
+
+
+@contextmanager
+def shown_once() -> Iterator[None]:
+    """Let only the first process of each machine show an error of the user that all of them meet before `joined`."""
+    try:
+        yield
+    except UserError as error:
+        if local_rank() == 0:
+            raise
+        raise OnAnotherRank(str(error)) from error
+
+
+def is_news(text: str) -> bool:
+    """Return whether this is the first rank to say `text`; a text that is said again is news once more."""
+    if num_ranks() == 1:
+        return True
+    _said[text] += 1
+    key = hashlib.sha256(f"{_said[text]} {text}".encode()).hexdigest()
+    first: int = distributed.distributed_c10d._get_default_store().add(f"hookdiff/said/{key}", 1)
+    return first == 1
 
 
 def _between_steps() -> Any:
@@ -156,6 +189,54 @@ def agree(flag: bool) -> bool:
     return any(gathered(flag))
 
 
+class Aside:
+    """What threads that run beside the training agree on, in a group of their own.
+
+    A collective operation of such a thread must not meet those of the training. All ranks must make and close it, and
+    one thread of each may use it.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None if num_ranks() == 1 else distributed.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None and _is_set_up():
+            distributed.destroy_process_group(self._group)
+        self._group = None
+
+    def gathered_or_raised(self, call: Callable[[], Value]) -> list[Value]:
+        """Return what `call` returns on each rank, in their order, on all of them.
+
+        If it fails, all ranks raise the error of the lowest rank that has one, so that they all decide alike. Raises
+        ConnectionError, an OSError, if a rank has ended.
+        """
+        if self._group is None:
+            return [call()]
+        value, own = None, None
+        try:
+            value = call()
+        except Exception as error:  # raised below, as soon as the other ranks know
+            own = error
+        found: list[Any] = [None] * num_ranks()
+        try:
+            distributed.all_gather_object(found, (value, own and _portable(own)), group=self._group)
+        except RuntimeError as error:
+            raise ConnectionError("another rank has ended") from (own or error)
+        if problem := next(filter(None, (problem for _, problem in found)), None):
+            raise problem from own
+        return [value for value, _ in found]
+
+
+def _portable(error: Exception) -> Exception:
+    """Return `error`, or one with its text if another process could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
 def summed(values: Tensor) -> Tensor:
     """Return the sum of `values` over the ranks, on the same device; all ranks must call this."""
     if num_ranks() == 1:
@@ -163,6 +244,24 @@ def summed(values: Tensor) -> Tensor:
     total = values.detach().clone()
     distributed.all_reduce(total)
     return total
+
+
+def reduced(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mean of each of `values` over the ranks, and of each pair (sum, count) the sums, as `loop.log` takes.
+
+    The values are numbers or scalar tensors, with the same names on all ranks, which must all call this. Alone, they
+    stay as they are.
+    """
+    if num_ranks() == 1:
+        return dict(values)
+    numbers = [number for value in values.values() for number in (value if isinstance(value, tuple) else (value,))]
+    device = next((number.device for number in numbers if isinstance(number, Tensor)), torch.device("cpu"))
+    found = [torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers]
+    sums = iter(summed(torch.stack(found)).unbind()) if found else iter(())
+    return {
+        name: (next(sums), next(sums)) if isinstance(value, tuple) else next(sums) / num_ranks()
+        for name, value in values.items()
+    }
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -196,14 +295,26 @@ def counts(tensor: Tensor) -> bool:
 
 
 def place(tensor: Tensor) -> tuple[slice, ...]:
-    """Return where this rank's part of `tensor` is in the whole: a slice for each dimension."""
+    """Return where this rank's part of `tensor` is in the whole: a slice for each dimension.
+
+    Raises UserError for a part that is no such block.
+    """
     if not is_sharded(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     placed: Any = tensor
+    if odd := [placement for placement in placed.placements if type(placement) not in (Replicate, Shard)]:
+        raise UserError(f"a tensor of shape {tuple(tensor.shape)} is sharded as {odd[0]}, which is no block")
     sizes, starts = compute_local_shape_and_global_offset(placed.shape, placed.device_mesh, placed.placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def layout(tensor: Tensor) -> object:
+    """Return what decides where the parts of `tensor` lie, to compare and to hash; None if it is not sharded."""
+    placed: Any = tensor
+    return (placed.device_mesh, tuple(placed.placements)) if is_sharded(tensor) else None
 
 
 @torch.no_grad()
@@ -212,13 +323,33 @@ def fill_(tensor: Tensor, values: Tensor) -> None:
     local(tensor).copy_(local(values) if is_sharded(values) else values[place(tensor)])
 
 
-def squares(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the squared L2 norm of each of `tensors`, of the parts that count on this rank: float64, (tensors,).
+def stacked(values: Tensor) -> Tensor:
+    """Return the `values` (n) of each rank: ranks n, on the same device; all ranks must call this."""
+    rows = values.new_zeros(num_ranks(), len(values))
+    rows[rank()] = values
+    return summed(rows)
 
-    The norms are computed in `dtype`. The sum over the ranks is the squared norm of the whole.
+
+def norms(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Sequence[Tensor] | None = None) -> Tensor:
+    """Return the L2 norm of each of `tensors`, computed in `dtype`: (tensors,).
+
+    Of sharded ones it is the norm of the whole, and all ranks must call this. `parts` replaces this rank's parts of
+    them, such as by their differences to earlier ones.
     """
-    norms = torch.stack(torch._foreach_norm([local(tensor) for tensor in tensors], 2, dtype)).double()
+    own = [local(tensor) for tensor in tensors] if parts is None else list(parts)
+    if any(map(is_sharded, tensors)):
+        return summed(squares(tensors, dtype, own)).sqrt().to(dtype)
+    return torch.stack(torch._foreach_norm(own, 2, dtype)) if own else torch.zeros(0, dtype=dtype)
+
+
+def squares(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Sequence[Tensor] | None = None) -> Tensor:
+    """Return what this rank adds to the squared L2 norm of each of `tensors`: float64, (tensors,).
+
+    The norms are computed in `dtype`; `parts` is as in `norms`. Summed over the ranks it is the squared norm.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    own = [local(tensor) for tensor in tensors] if parts is None else list(parts)
+    squared = torch.stack(torch._foreach_norm(own, 2, dtype)).double().square()
     counted = [counts(tensor) for tensor in tensors]
-    if all(counted):
-        return norms.square()
-    return norms.square() * torch.tensor(counted, dtype=norms.dtype).to(norms.device)
+    return squared if all(counted) else squared * torch.tensor(counted).to(squared)

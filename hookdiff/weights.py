@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff.errors import UnknownWeights
+from hookdiff.ranks import fill_
 from hookdiff.readonly import ReadOnly
 
 Tensors = Callable[[], Mapping[str, Tensor]]
@@ -68,7 +69,7 @@ def holding(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
 @torch.no_grad()
 def _copy(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
-        parameters[name].copy_(value)
+        fill_(parameters[name], value)
 
 
 @contextmanager

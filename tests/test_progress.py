@@ -135,8 +135,11 @@ def test_a_run_is_over_when_a_limit_is_reached(
     config: dict[str, Any], place: tuple[int, int], seconds: float, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, epoch = place
+    monkeypatch.setattr("time.monotonic", lambda: 1000.0)
+    end = End()
     monkeypatch.setattr("time.monotonic", lambda: 1000.0 + seconds)
-    assert LoopConfig(**config).limit_reached(Progress(step, step, epoch, 0), start_time=1000.0) == reason
+    assert end.is_reached(LoopConfig(**config), Progress(step, step, epoch, 0)) == (reason is not None)
+    assert end.reason == reason
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import torch
 from attrs import define
-from torch import distributed
 
 from hookdiff.data import Batch
 from hookdiff.errors import UserError
@@ -14,6 +13,7 @@ from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.memory import optimizer_bytes
 from hookdiff.objective import LossOutput
+from hookdiff.ranks import gathered
 from hookdiff.rehearsal import rehearsing
 
 log = logging.getLogger("hookdiff")
@@ -36,10 +36,7 @@ class FitMicroBatch:
         batch = loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))
         with rehearsing(loop) as passes:
             size = _largest(loop, batch, passes)
-        if loop.num_ranks > 1:
-            smallest = torch.tensor(size, device=loop.device)
-            distributed.all_reduce(smallest, distributed.ReduceOp.MIN)
-            size = int(smallest)
+        size = min(gathered(size))
         if not size:
             raise UserError(
                 f"run.micro_batch: not even one sample fits in the memory of {loop.device}; use a smaller model, "

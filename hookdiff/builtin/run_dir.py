@@ -13,11 +13,12 @@ from attrs import asdict, define, field
 
 from hookdiff.disk.files import cannot_write, discard, make_folder, new_file, write_file, writing
 from hookdiff.disk.lock import LOCK, check_place, lock_run_dir
-from hookdiff.disk.paths import CONFIG, OUTCOME, check_run_dir
+from hookdiff.disk.paths import CONFIG, LAUNCH, OUTCOME, check_run_dir
 from hookdiff.errors import StorageError, UserError, shown
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.progress import Every
+from hookdiff.ranks import launch
 
 log = logging.getLogger("hookdiff")
 
@@ -71,6 +72,10 @@ class RunDir:
             if not self._existed and (path / CONFIG).exists():
                 check_run_dir(path)
             discard(path / OUTCOME)  # it is that of an earlier process
+            discard(path / LAUNCH)
+            if launch():
+                with new_file(path / LAUNCH) as partial:
+                    write_file(partial, launch().encode())
             with new_file(path / CONFIG) as partial:
                 write_file(partial, config)
         self._is_ready = True

@@ -1,16 +1,23 @@
 """`hookdiff run`: train a model from a config."""
 
+from __future__ import annotations
+
 import logging
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hookdiff.cli.options import config_argument, training_options
 from hookdiff.cli.output import say
-from hookdiff.errors import UserError, nearest
+from hookdiff.disk.paths import LAUNCH, check_run_dir
+from hookdiff.errors import NoCheckpoint, UserError, nearest
+
+if TYPE_CHECKING:
+    from hookdiff.experiment import Config
+    from hookdiff.loop import Loop
 
 EXIT_CODES = {"done": 0, "plugin": 0, "on_nan": 3, "time": 75, "signal": 130}  # 75 is EX_TEMPFAIL: try again
 log = logging.getLogger("hookdiff")
@@ -48,49 +55,91 @@ def train(
     run_dir: None means runs/NAME. resume: see `build_loop`; True also starts a run that has no directory yet.
     trust: see `load_config`.
     """
-    from hookdiff import experiment
-    from hookdiff.builtin.signals import Signals
-    from hookdiff.cli.summary import summary
-    from hookdiff.disk.paths import check_run_dir
-    from hookdiff.experiment.build import unused_classes
     from hookdiff.experiment.config import load_config
+    from hookdiff.experiment.launch import launched
+    from hookdiff.ranks import first_rank_does, shown_once
 
     log.setLevel(logging.INFO)
     if lr is not None:
         settings = (*settings, f"optimizer.lr={lr}")
-    config = load_config(path, plugins, settings, trust=trust)
-    for name in fresh:
-        if name not in config.plugins:
-            near = nearest(name, config.plugins) or f"; its plugins: {', '.join(config.plugins) or 'none'}"
-            raise UserError(f"--fresh {name}: this run has no such plugin{near}")
+    with shown_once():
+        config = load_config(path, plugins, settings, trust=trust)
+        for name in fresh:
+            if name not in config.plugins:
+                near = nearest(name, config.plugins) or f"; its plugins: {', '.join(config.plugins) or 'none'}"
+                raise UserError(f"--fresh {name}: this run has no such plugin{near}")
     run_dir = run_dir or Path("runs") / config.run.name
-    if resume is True and not run_dir.exists():
-        resume = False
+    options = {"fresh": fresh, "skip_batches": skip_batches}
+    with launched(config):
+        is_again, code = first_rank_does(lambda: _earlier_attempt(run_dir))
+        if is_again and code is None:
+            try:
+                code = _train(config, run_dir, resume=run_dir, overwrite=False, usr1=usr1, **options)
+            except NoCheckpoint:  # from the beginning, or from where another run was branched off
+                overwrite = resume is not True
+        if code is None:
+            code = _train(config, run_dir, resume=resume, overwrite=overwrite, usr1=usr1, **options)
+    sys.exit(code)
+
+
+def _earlier_attempt(run_dir: Path) -> tuple[bool, int | None]:
+    """Return whether torchrun starts the run of `run_dir` again, and the exit code with which an attempt has ended it.
+
+    torchrun does so after every exit code but 0. There is none if the run has crashed, or was killed.
+    """
+    from hookdiff.history import History
+    from hookdiff.ranks import launch, num_restarts
+
+    if not num_restarts() or not (run_dir / LAUNCH).is_file() or (run_dir / LAUNCH).read_text("utf-8") != launch():
+        return False, None
+    return True, EXIT_CODES.get(History(run_dir).outcome.get("reason", "error"))
+
+
+def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: bool, usr1: bool, **options: Any) -> int:
+    """Train, print a summary, and return the exit code."""
+    from hookdiff import experiment
+    from hookdiff.builtin.signals import Signals
+    from hookdiff.experiment.build import unused_classes
+    from hookdiff.ranks import first_rank_does
+
+    def settled() -> bool | Path:
+        """Return whether and from where to resume; only the first rank asks, before it makes the directory itself."""
+        goes_on = resume if resume is not True or run_dir.exists() else False
+        check_run_dir(run_dir, goes_on in (True, run_dir), overwrite)
+        return goes_on
+
+    goes_on = first_rank_does(settled)
+    if resume is True and not goes_on:
         log.info("%s does not exist: the run starts anew", run_dir)
-    check_run_dir(run_dir, resume in (True, run_dir), overwrite)
-    experiment.try_config(config, resume=bool(resume))
+    experiment.try_config(config, resume=bool(goes_on))
     signals = Signals(usr1)
-    added = {"signals": signals}
     loop = experiment.build_loop(
-        config, run_dir, resume=resume, overwrite=overwrite, fresh=fresh, skip_batches=skip_batches, plugins=added
+        config, run_dir, resume=goes_on, overwrite=overwrite, plugins={"signals": signals}, **options
     )
     if warning := unused_classes(config, loop.feed.num_classes):
         log.warning(warning)
     reason = loop.run()
+    if loop.is_main:
+        say(_report(config, loop, reason, goes_on, run_dir))
+    return 128 + signals.caught if signals.caught and reason == "signal" else EXIT_CODES[reason]
+
+
+def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_dir: Path) -> str:
+    """Return what the command says at the end: the summary, and how to go on."""
+    from hookdiff.cli.summary import summary
+
     and_trust = " --trust" * bool(config.own_code)
     if reason == "done" and resume and loop.progress.step == loop.first_step:
         unit = "steps" if config.run.epochs is None else "epochs"
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))
-        out += and_trust
         length, made = getattr(config.run, unit), getattr(loop.progress, unit.removesuffix("s"))
         known = f"is already done, with {made} of {length} {unit}"
         if made > length:
             known = (
                 f"already has {made} {unit}, and --{unit} {length} is the length of the whole run: nothing was trained"
             )
-        say(f"{source} {known}; to train longer: hookdiff resume {source} --{unit} N{out}")
-    else:
-        say(summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time))
-        if reason in ("signal", "time") and loop.progress.step and loop.plugins.implement("restore"):
-            say(f"to continue: hookdiff resume {run_dir}{and_trust}")
-    sys.exit(128 + signals.caught if signals.caught and reason == "signal" else EXIT_CODES[reason])
+        return f"{source} {known}; to train longer: hookdiff resume {source} --{unit} N{out}{and_trust}"
+    report = summary(loop, reason, config.run.name, time.monotonic() - loop.end.start_time)
+    if reason in ("signal", "time") and loop.progress.step and loop.plugins.implement("restore"):
+        report += f"\nto continue: hookdiff resume {run_dir}{and_trust}"
+    return report

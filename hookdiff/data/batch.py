@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from attrs import Factory, define, evolve
 from torch import Tensor
 
+from hookdiff.ranks import gathered, rank
+
 
 @define(eq=False, frozen=True)
 class Batch:
-    """The samples of one step; a slice of it is a micro-batch with everything that belongs to its samples."""
+    """The samples of one step; a slice of it is a micro-batch with everything that belongs to its samples.
+
+    With several ranks it holds this rank's share of the step: `rows` of its `total` samples.
+    """
 
     inputs: Tensor  # n c h w, float32 in [-1, 1]; or samples of another shape
     labels: Tensor | None = None  # n, int64
@@ -20,9 +25,20 @@ class Batch:
     total: int = Factory(lambda batch: len(batch.inputs), takes_self=True)
     # All else in the samples, such as masks, by name: one row per sample.
     conditions: Mapping[str, Tensor] = Factory(dict)
+    # Which of the samples of the step these are.
+    rows: range = Factory(lambda batch: range(len(batch.inputs)), takes_self=True)
+    # The most samples of the step that a rank has.
+    most: int = Factory(lambda batch: len(batch.inputs), takes_self=True)
+    # It repeats a sample, so that all ranks make as many passes, and does not count.
+    is_filler: bool = False
 
     def __len__(self) -> int:
         return self.inputs.shape[0]  # len() of a tensor is ten times slower
+
+    @property
+    def weight(self) -> float:
+        """The share of these samples in the step."""
+        return 0.0 if self.is_filler else len(self) / self.total
 
     def __getitem__(self, rows: slice) -> Batch:
         """Return the micro-batch of `rows`, with the same `total`, which gives its share of the step."""
@@ -33,16 +49,36 @@ class Batch:
             {name: draw[rows] for name, draw in self.draws.items()},
             self.total,
             {name: column[rows] for name, column in self.conditions.items()},
+            self.rows[rows],
+            self.most,
         )
 
-    def in_place_of(self, other: Batch) -> Batch:
-        """Return this batch, which replaces `other` in a step, with the `total` that fits its number of samples."""
-        if len(self) == len(other):
+    def own(self, drawn: Tensor) -> Tensor:
+        """Return the rows of these samples out of `drawn`, which has one for each of the `total` samples of the step.
+
+        Random numbers are drawn like this, with a generator that is the same on all ranks: each sample of a step then
+        has the same ones on any number of ranks.
+        """
+        return drawn[self.rows.start : self.rows.stop : self.rows.step]
+
+    def in_place_of(self, other: Batch, can_differ: bool) -> Batch:
+        """Return this batch, which replaces `other` in a step, with the `total` and the `rows` that fit.
+
+        If its number of samples `can_differ`, all ranks must call this: a step in which one rank has no samples has
+        none at all.
+        """
+        if not can_differ:
             return self
-        return evolve(self, total=other.total * len(self) // len(other))
+        sizes = gathered((len(self), len(other)))
+        if all(own == before for own, before in sizes):
+            return evolve(self, total=other.total, rows=other.rows, most=other.most)
+        own = [size for size, _ in sizes]
+        start, total = sum(own[: rank()]), sum(own) if all(own) else 0
+        return evolve(self, total=total, rows=range(start, start + len(self)), most=max(own))
 
     def split(self, size: int | None) -> list[Batch]:
-        """Return micro-batches of at most `size` samples; None gives one micro-batch with all samples."""
-        if size is None or size >= len(self):
+        """Return micro-batches of at most `size` samples, equally many on all ranks; None: one with all samples."""
+        if size is None or size >= self.most:
             return [self]
-        return [self[start : start + size] for start in range(0, len(self), size)]
+        parts = [self[start : start + size] for start in range(0, len(self), size)]
+        return parts + [evolve(self[:1], is_filler=True)] * (-(-self.most // size) - len(parts))

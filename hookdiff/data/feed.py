@@ -328,8 +328,19 @@ class Feed:
 
         Samples that are cropped at random are cropped at the centre. A `Source` draws its own augmentation of epoch 0.
         """
+        yield from self._unaugmented(indices, batch_size, 0, 1)
+
+    def shared(self, indices: Tensor) -> Iterator[Batch]:
+        """Yield this rank's share of the samples `indices`, in batches of a step, without augmentation.
+
+        A last batch with fewer samples than ranks is left out.
+        """
+        yield from self._unaugmented(indices, self.batch_size, self.rank, self.num_ranks)
+
+    def _unaugmented(self, indices: Tensor, batch_size: int, rank: int, num_ranks: int) -> Iterator[Batch]:
         parts = torch.split(indices, batch_size) if len(indices) else ()
-        yield from self._make(0, parts, 0, 1, lambda samples: center_crop(samples, self.transforms))
+        whole = [part for part in parts if len(part) >= num_ranks]
+        yield from self._make(0, whole, rank, num_ranks, lambda samples: center_crop(samples, self.transforms))
 
     def _make(self, epoch: int, parts: Sequence[Tensor], rank: int, num_ranks: int, finish: Finish) -> Iterator[Batch]:
         shares = [part[rank::num_ranks] for part in parts]
@@ -338,7 +349,8 @@ class Feed:
         else:
             made = self._load(epoch, shares, finish)
         for part, (inputs, labels, indices, conditions) in zip(parts, made, strict=True):
-            yield Batch(inputs, labels, indices, total=len(part), conditions=conditions)
+            rows, most = range(rank, len(part), num_ranks), -(-len(part) // num_ranks)
+            yield Batch(inputs, labels, indices, total=len(part), conditions=conditions, rows=rows, most=most)
 
     def _fetch(self, samples: InMemory, shares: list[Tensor], finish: Finish) -> Iterator[Stack]:
         if not shares:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from attrs import Attribute, Factory, define, field
+from attrs import Attribute, Factory, define, evolve, field
 from torch import Generator, Tensor
 
 from hookdiff.choices import chosen
@@ -166,22 +166,22 @@ class Diffusion:
         `noise` is standard normal, float32, of the shape of the inputs. `timesteps` (n) are times of the process: int64
         in 0..T-1, or float32. `labels`, only for a conditional objective, and its `conditions`, by name, are those of
         the batch; of some samples they are replaced by -1 and 0. All are drawn on the generator's device, so a CPU
-        generator gives the same numbers for every device.
+        generator gives the same numbers for every device. They are drawn for all samples of the step, also those of
+        other ranks, so a sample gets the same ones on any number of ranks.
 
         Raises ValueError if the batch has no labels for a conditional objective, or lacks one of the conditions.
         """
-        shape, device, where = batch.inputs.shape, batch.inputs.device, generator.device
-        noise = torch.randn(shape, generator=generator, device=where, dtype=torch.float32)
-        times = self.times.draw(self.process, len(batch), generator)
+        shape, device, where = (batch.total, *batch.inputs.shape[1:]), batch.inputs.device, generator.device
+        noise = batch.own(torch.randn(shape, generator=generator, device=where, dtype=torch.float32))
+        times = batch.own(self.times.draw(self.process, batch.total, generator))
         drawn = {"noise": to_device(noise, device), "timesteps": to_device(times, device)}
         if given := self.given(batch):
-            chance = torch.rand(len(batch), generator=generator, device=where, dtype=torch.float32)
+            chance = batch.own(torch.rand(batch.total, generator=generator, device=where, dtype=torch.float32))
             dropped = to_device(chance < self.label_dropout, device)
             for name, nothing in without(given).items():
                 rows = dropped.view(-1, *[1] * (nothing.dim() - 1))
                 drawn[name] = torch.where(rows, nothing, given[name])
-        draws = {**batch.draws, **drawn}
-        return Batch(batch.inputs, batch.labels, batch.indices, draws, batch.total, batch.conditions)
+        return evolve(batch, draws={**batch.draws, **drawn})
 
     def given(self, batch: Batch) -> dict[str, Tensor]:
         """Return what the network gets of `batch` beside its inputs, by name: labels, if conditional, and conditions.

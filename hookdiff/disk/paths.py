@@ -8,6 +8,7 @@ from hookdiff.errors import UserError, why_missing
 
 CONFIG = "config.toml"
 OUTCOME = "outcome.json"  # why and where the run has ended
+LAUNCH = ".torchrun"  # name of the job of torchrun that trains, to tell a second attempt from another run
 _LEFTOVERS = {LOCK, f".{CONFIG}.partial"}  # files of a run that was killed before its first step
 
 

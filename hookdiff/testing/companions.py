@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
+from hookdiff.ranks import fill_
 from hookdiff.sampling import SampleRequest
 from hookdiff.testing.toy import ToyObjective
 
@@ -44,7 +45,7 @@ class Average:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
-            self.shadow[name].copy_(value)
+            fill_(self.shadow[name], value)
 
 
 @define(eq=False)

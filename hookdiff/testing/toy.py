@@ -22,9 +22,9 @@ class ToyObjective:
     """
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
-        noise = torch.randn(batch.inputs.shape, generator=generator)
-        timesteps = torch.randint(0, 10, (len(batch),), generator=generator)
-        return evolve(batch, draws={"noise": noise, "timesteps": timesteps})
+        noise = torch.randn((batch.total, *batch.inputs.shape[1:]), generator=generator)
+        timesteps = torch.randint(0, 10, (batch.total,), generator=generator)
+        return evolve(batch, draws={"noise": batch.own(noise), "timesteps": batch.own(timesteps)})
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:
         noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]

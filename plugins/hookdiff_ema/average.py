@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from attrs import Attribute, define, field
 from torch import Tensor
 
+from hookdiff.ranks import is_sharded, local, norms, summed
 from hookdiff_ema.profiles import Warmup, gamma_of, half_life_decay, power_decay
 
 Length = float | list[float] | None  # how long one average, or several, remember
@@ -36,24 +38,28 @@ class Average:
     def start(self, weights: Mapping[str, Tensor]) -> None:
         """Begin with a copy of `weights`."""
         self.shadow = {name: value.detach().clone() for name, value in weights.items()}
-        self._values = list(self.shadow.values())
+        self._values = [local(value) for value in self.shadow.values()]
 
     def update(self, weights: list[Tensor], num_updates: int) -> None:
-        """Include `weights`, after `num_updates` earlier updates."""
+        """Include `weights`, this rank's parts of them, after `num_updates` earlier updates."""
         torch._foreach_lerp_(self._values, weights, 1 - self.decay(num_updates))
 
     def distance(self, weights: list[Tensor]) -> Tensor:
         """Return |weights - shadow| / |weights|, L2 over all parameters: scalar, on the device.
 
-        At 0 the average equals the weights; near 1 it no longer follows them.
+        `weights` are this rank's parts. At 0 the average equals the weights; near 1 it no longer follows them.
         """
-        apart = torch._foreach_norm(torch._foreach_sub(weights, self._values))
-        distance: Tensor = _total(apart) / _total(torch._foreach_norm(weights))
+        whole = list(self.shadow.values())
+        dtype = functools.reduce(torch.promote_types, (value.dtype for value in whole), torch.float32)
+        apart = norms(whole, dtype, torch._foreach_sub(weights, self._values))
+        distance: Tensor = torch.linalg.vector_norm(apart) / torch.linalg.vector_norm(norms(whole, dtype, weights))
         return distance
 
     def count_still(self, updates: int) -> Tensor:
         """Return the number of updates since the shadow last changed; `updates` were made since the last call."""
         now = torch.stack([_bits(value).sum() for value in self._values]).sum()
+        if any(map(is_sharded, self.shadow.values())):
+            now = summed(now)
         moved = torch.ones_like(now) if self._seen is None else now != self._seen
         self.still = torch.where(moved.bool(), 0.0, self.still + updates)
         self._seen = now
@@ -72,11 +78,6 @@ class Average:
 def _bits(value: Tensor) -> Tensor:
     real = torch.view_as_real(value) if value.is_complex() else value
     return real.view(_INTEGERS[real.element_size()])
-
-
-def _total(norms: Sequence[Tensor]) -> Tensor:
-    total: Tensor = torch.linalg.vector_norm(torch.stack(tuple(norms)))
-    return total
 
 
 def each(*checks: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Attribute[Any], Length], None]:

@@ -16,6 +16,7 @@ from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hooki
 from hookdiff.choices import chosen
 from hookdiff.findings import Raised, judge, listed, warning
 from hookdiff.options import about
+from hookdiff.ranks import fill_, local, whole
 from hookdiff.structure import COUNT, REST, numbers
 from hookdiff_ema.average import Average, Length, each, make_averages
 from hookdiff_ema.profiles import MAX_STD, Ratio, Warmup
@@ -96,7 +97,7 @@ class EMA:
     num_updates: int = field(default=0, init=False)
     _averages: list[Average] = field(init=False)
     _weights: Weights = field(init=False)
-    _taken: list[Tensor] = field(init=False)  # values of the weights, with the device and dtype of the averages
+    _taken: list[Tensor] = field(init=False)  # this rank's parts of the weights, with the averages' device and dtype
     _pending: bool = field(default=False, init=False)  # the averages lack the weights that were fetched last
     _due: Due = field(init=False)
     _folder: Path = field(init=False)  # of the snapshots
@@ -119,7 +120,7 @@ class EMA:
             raise UserError("plugins.ema.snapshot_every needs a place for files: Loop(..., run_dir=Path('runs/mine'))")
         self._folder = (loop.run_dir or Path()) / FOLDER
         self._weights = Weights(loop.model, torch.device("cpu") if self.device == "cpu" else None)
-        self._taken = list(self._weights.tensors.values())
+        self._taken = [local(value) for value in self._weights.tensors.values()]
         self._due = Due(self.snapshot_every)
         for average in self._averages:
             average.start(self._weights.tensors)
@@ -210,15 +211,18 @@ class EMA:
     def _snapshot(self, loop: Loop) -> None:
         self._settle()
         step, start = loop.progress.step, loop.progress.step - self.num_updates
-        if not loop.is_main or self._snapped == step or not self.num_updates:
+        if self._snapped == step or not self.num_updates:
             return
         self._snapped = step
-        remove_later(self._folder, step)  # those from before a rollback
+        if loop.is_main:
+            remove_later(self._folder, step)  # those from before a rollback
         for average in self._averages:
             if average.std is not None:
                 path = self._folder / f"step-{step:08d}-std={average.std}.safetensors"
                 snapshot = Snapshot(path, average.std, step, start, self.snapshot_dtype)
-                values = self._weights.in_model_keys(average.shadow)
+                values = {key: whole(value) for key, value in self._weights.in_model_keys(average.shadow).items()}
+                if not loop.is_main:
+                    continue
                 try:
                     write_snapshot(snapshot, values, self._weights.names.keys())
                 except OSError as error:
@@ -263,7 +267,7 @@ class EMA:
         self._pending = False
         for average, values, still in zip(self._averages, _averages_of(state), state[OWN]["still"], strict=True):
             for name, value in average.shadow.items():
-                value.copy_(values[name])
+                fill_(value, values[name])
             average.still_state = still
         self._alarms.load_state_dict(state[OWN]["alarms"])
         self.num_updates = state[OWN]["num_updates"]

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from hookdiff.ranks import local
+
 
 class Weights:
     """The parameters of `model`, tied ones once: `tensors` has them by name, in at least float32, on `device`.
@@ -52,8 +54,8 @@ class Weights:
 
     def replaced(self) -> list[str]:
         """Return the names of the parameters with another address than at the start."""
-        now = {name: parameter.data_ptr() for name, parameter in self._model.named_parameters()}
-        return [name for name, value in self._own.items() if now.get(name) != value.data_ptr()]
+        now = {name: local(parameter).data_ptr() for name, parameter in self._model.named_parameters()}
+        return [name for name, value in self._own.items() if now.get(name) != local(value).data_ptr()]
 
     def in_model_keys(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return `values`, by parameter name, under all keys of the model, with the current buffers.
@@ -79,6 +81,6 @@ def _widened(value: Tensor) -> Tensor:
 
 
 def _pairs(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the sources that differ from their targets, and these targets."""
+    """Return this rank's parts of the sources that differ from their targets, and of these targets."""
     names = [name for name, value in sources.items() if targets[name] is not value]
-    return [sources[name] for name in names], [targets[name] for name in names]
+    return [local(sources[name]) for name in names], [local(targets[name]) for name in names]

@@ -1,17 +1,34 @@
 """Further measurements of gradients, for the steps that are logged; all results stay on the device."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
+
+from hookdiff.ranks import counts, is_sharded, local, num_ranks, stacked, summed
 
 CHUNK = 2**22  # entries measured together: few kernels for many small tensors, and little memory
 
 
 def entry_sizes(tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Return mean, max and min of |entry| over all entries of `tensors`: scalars; an empty dict for no tensors."""
+    """Return mean, max and min of |entry| over all entries of `tensors`: scalars; an empty dict for no tensors.
+
+    All ranks must call this for sharded ones.
+    """
+    num = sum(tensor.numel() for tensor in tensors)
+    if not num:
+        return {}
+    is_shared = any(map(is_sharded, tensors))
+    held = [local(tensor) for tensor in tensors if not is_shared or counts(tensor)]
+    own = _sizes(held) if sum(tensor.numel() for tensor in held) else torch.tensor([0.0, 0.0, math.inf])
+    totals, largest, smallest = stacked(own.to(local(tensors[0]).device)).unbind(1) if is_shared else own[:, None]
+    return {"mean": totals.sum() / num, "max": largest.max(), "min": smallest.min()}
+
+
+def _sizes(tensors: list[Tensor]) -> Tensor:
+    """Return sum, max and min of |entry|: (3,)."""
     parts = []
     for group in _groups(tensors, CHUNK):
         sizes = torch.cat([_flat(tensor) for tensor in group]).abs_()
@@ -19,11 +36,8 @@ def entry_sizes(tensors: list[Tensor]) -> dict[str, Tensor]:
         # Half precision would lose the sum.
         total = sizes.sum(dtype=torch.promote_types(sizes.dtype, torch.float32))
         parts.append(torch.stack((total, largest.to(total), smallest.to(total))))
-    if not parts:
-        return {}
     totals, largest, smallest = torch.stack(parts).unbind(1)
-    num = sum(tensor.numel() for tensor in tensors)
-    return {"mean": totals.sum() / num, "max": largest.max(), "min": smallest.min()}
+    return torch.stack((totals.sum(), largest.max(), smallest.min()))
 
 
 def _groups(tensors: list[Tensor], size: int) -> Iterator[list[Tensor]]:
@@ -94,21 +108,19 @@ class NoiseScale:
         self._first, self._part = torch.linalg.vector_norm(norms) / share, part
 
     def after_last(self, norms: Tensor, whole: int) -> None:
-        """Take the norms of the `whole` samples of all ranks, at the same loss scale as those of the part."""
-        assert self._first is not None
+        """Take the norms of the `whole` samples of all ranks, at the same loss scale as those of the part, if any."""
+        if self._first is None:
+            return
         self._measured = (self._first / torch.linalg.vector_norm(norms)).square(), whole
 
-    def update(self, norms: Tensor, num_ranks: int = 1) -> None:
+    def update(self, norms: Tensor) -> None:
         """Smooth the measurement; `norms` are those of the whole step at true scale. All ranks call it together."""
         if self._measured is None:
             return
         (ratio, B), self._measured = self._measured, None
-        b: Any = self._part
-        if num_ranks > 1:
-            # The mean over ranks of |G_b|^2 is |G|^2 + S times the mean of 1 / b.
-            means = torch.stack((ratio, torch.full_like(ratio, 1 / b)))
-            distributed.all_reduce(means)
-            ratio, b = means[0] / num_ranks, num_ranks / means[1]
+        # The mean over ranks of |G_b|^2 is |G|^2 + S times the mean of 1 / b.
+        means = summed(torch.stack((ratio, torch.full_like(ratio, 1 / self._part)))) / num_ranks()
+        ratio, b = means[0], 1 / means[1]
         of_whole = torch.linalg.vector_norm(norms).float().square()
         of_part = of_whole * ratio
         signal = (B * of_whole - b * of_part) / (B - b)

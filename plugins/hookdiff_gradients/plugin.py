@@ -18,6 +18,7 @@ from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookim
 from hookdiff.distribution import Distribution
 from hookdiff.findings import Raised, listed
 from hookdiff.options import about
+from hookdiff.ranks import local, norms, whole
 from hookdiff.structure import COUNT, numbers, shaped
 from hookdiff_gradients.diagnosis import EARLY, Cause, Limits, Numbers, conclude, diagnose, diagnose_nan, num_recent
 from hookdiff_gradients.measures import NoiseScale, entry_sizes, own_norms
@@ -108,23 +109,24 @@ class GradientMonitor(Limits):
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
         if not loop.log.next_due or len(batch) == batch.total:
             return (yield)
-        # With several ranks the backward pass averages gradients: only a hook gets those of this rank.
+        # With several ranks the backward pass averages gradients: only a hook gets those of this rank. A sharded
+        # parameter has no such hook, and no noise scale.
         is_own = loop.num_ranks > 1 and index == 0
         own: list[Tensor] = []
         trained = [parameter for parameter in loop.gradients.parameters if parameter.requires_grad]
         with own_norms(trained, own, self._ring.dtype) if is_own else nullcontext():
             output = yield
-        if index == 0:
-            norms = torch.stack(own or [torch.tensor(math.nan)]) if is_own else loop.gradients.measure()
-            self._noise.after_first(norms, len(batch), len(batch) * loop.num_ranks / batch.total)
+        if index == 0 and (own or not is_own):
+            first = torch.stack(own) if is_own else loop.gradients.measure()
+            self._noise.after_first(first, len(batch), batch.weight * loop.num_ranks)
         if index == count - 1:
             self._noise.after_last(loop.gradients.measure(), batch.total)
         return output
 
     @hookimpl
     def after_backward(self, loop: Loop) -> None:
-        norms = self._norms(loop)  # first, because it may begin a new history
-        self._ring[self._count % self.window].copy_(norms)
+        own = self._norms(loop)  # first, because it may begin a new history
+        self._ring[self._count % self.window].copy_(own)
         self._count += 1
         if loop.progress.step % self.window == 0:  # also before the first update
             size = self._norm(self._weights)
@@ -132,31 +134,32 @@ class GradientMonitor(Limits):
             self._size = size
         self._before, self._histograms = [], {}
         if self.histograms and (loop.progress.step + 1) % self.histograms == 0:
-            self._histograms = {f"gradients/{n}": Distribution.of(g) for n, g in loop.gradients.named().items()}
+            self._histograms = {f"gradients/{n}": Distribution.of(whole(g)) for n, g in loop.gradients.named().items()}
         if loop.log.next_due:
             self._before = [weight.clone() for weight in self._weights]
             self._sizes = entry_sizes(loop.gradients.tensors())
-            self._noise.update(loop.gradients.norms, loop.num_ranks)
+            self._noise.update(loop.gradients.norms)
 
     def _norms(self, loop: Loop) -> Tensor:
         """Return the norms of the step, with zeros for parameters without a gradient: (tensors,)."""
-        norms = loop.gradients.norms
-        if len(norms) == len(self._names):
-            return norms
+        found = loop.gradients.norms
+        if len(found) == len(self._names):
+            return found
         names = list(loop.gradients.named())
         if not set(names) <= set(self._names):  # some were thawed
             self._watch(loop)
             return self._norms(loop)
         if self._columns[0] != names:
             index = {name: column for column, name in enumerate(self._names)}
-            self._columns = names, torch.tensor([index[name] for name in names], device=norms.device)
-        return norms.new_zeros(len(self._names)).index_copy_(0, self._columns[1], norms)
+            self._columns = names, torch.tensor([index[name] for name in names], device=found.device)
+        return found.new_zeros(len(self._names)).index_copy_(0, self._columns[1], found)
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         if self._histograms:
             trained = zip(self._names, self._weights, strict=True)
-            loop.log.distributions({**self._histograms, **{f"weights/{name}": weight for name, weight in trained}})
+            weights = {f"weights/{name}": whole(weight) for name, weight in trained}
+            loop.log.distributions({**self._histograms, **weights})
         if not loop.log.due or not self._before:
             return
         values = {**self._sizes, **self._over_window(), **self._update()}
@@ -173,8 +176,8 @@ class GradientMonitor(Limits):
         """Return the change of the weights by the update, and their growth: scalars, on the device."""
         before, self._before = self._before, []
         size = self._norm(before)
-        torch._foreach_sub_(before, self._weights)
-        self._changes = torch.stack(torch._foreach_norm(before, 2, self._ring.dtype))
+        torch._foreach_sub_([local(one) for one in before], [local(weight) for weight in self._weights])
+        self._changes = norms(before, self._ring.dtype)
         growth = torch.maximum(self._growth, size / self._size)
         self._growth = torch.zeros_like(growth)
         return {"update_ratio": torch.linalg.vector_norm(self._changes) / size, "weight_growth": growth}
@@ -182,8 +185,7 @@ class GradientMonitor(Limits):
     def _norm(self, weights: list[Tensor]) -> Tensor:
         """Return the L2 norm over all `weights`, at least that of weights of `MIN_RMS`."""
         floor = MIN_RMS * math.sqrt(sum(weight.numel() for weight in weights))
-        norms = torch.stack(torch._foreach_norm(weights, 2, self._ring.dtype))
-        total: Tensor = torch.linalg.vector_norm(norms).clamp(min=floor)
+        total: Tensor = torch.linalg.vector_norm(norms(weights, self._ring.dtype)).clamp(min=floor)
         return total
 
     def _over_window(self) -> dict[str, Tensor]:
@@ -257,12 +259,12 @@ class GradientMonitor(Limits):
 
     @hookimpl
     def on_nan(self, loop: Loop, report: NonFinite) -> None:
-        norms = torch.linalg.vector_norm(self._rows(), dim=1).tolist()
+        totals = torch.linalg.vector_norm(self._rows(), dim=1).tolist()
         bad, known = len(report.parameters), len(self._names)
         loop.log({"gradients/nonfinite_share": bad / max(1, known)}, detail=True)
         # A NaN spreads backward from the output, so the last bad tensor in the model's order had it first.
         nearest = f"; nearest to the output {report.parameters[-1]}" if bad else ""
-        found = diagnose_nan(norms, report.loss, bad, known, self)
+        found = diagnose_nan(totals, report.loss, bad, known, self)
         report.notes["gradients"] = str(evolve(found, why=found.why + nearest))
         self._num_nan += 1
 

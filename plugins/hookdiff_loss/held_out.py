@@ -8,6 +8,7 @@ from torch import Generator, Tensor
 
 from hookdiff import Alarms, Finding, Loop
 from hookdiff.randomness import derive_seed
+from hookdiff.ranks import summed
 from hookdiff.structure import COUNT, numbers
 
 RISE = 1.03  # ratio to the lowest held-out loss
@@ -21,18 +22,15 @@ def fixed_loss(loop: Loop, indices: Tensor) -> Tensor:
     Noise and times depend on the place in `indices` alone, so that two measurements differ by the weights. Each rank
     takes its share.
     """
-    # Equal shares: a sharded model must be called equally often on all ranks.
-    share = indices[loop.rank : len(indices) - len(indices) % loop.num_ranks : loop.num_ranks]
-    size = loop.config.micro_batch or loop.config.batch_size
     generator = Generator(loop.device)
     total = torch.zeros(2, device=loop.device)  # loss, samples
-    for position, batch in enumerate(loop.feed.unaugmented(share, size)):
-        generator.manual_seed(derive_seed(loop.config.seed, "evaluate", position, loop.rank))
-        drawn = loop.objective.draw(batch, generator)
-        loss = loop.hook.compute_loss(loop=loop, batch=drawn).loss.float()
-        total += torch.stack((loss * len(batch), torch.full_like(loss, len(batch))))
-    if loop.num_ranks > 1:
-        torch.distributed.all_reduce(total)
+    for position, batch in enumerate(loop.feed.shared(indices)):
+        generator.manual_seed(derive_seed(loop.config.seed, "evaluate", position))
+        for part in loop.objective.draw(batch, generator).split(loop.config.micro_batch):
+            loss = loop.hook.compute_loss(loop=loop, batch=part).loss.float()
+            if not part.is_filler:
+                total += torch.stack((loss * len(part), torch.full_like(loss, len(part))))
+    total = summed(total)
     return total[0] / total[1]
 
 

@@ -8,6 +8,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from hookdiff.ranks import num_ranks, rank, summed
 from hookdiff.structure import COUNT, numbers, shaped
 
 MOST = 1 << 14  # samples that are kept before they are summed
@@ -112,12 +113,13 @@ class NoiseLevels:
         for row, values in zip(self.sums, rows, strict=False):
             row += torch.where(here, values.float(), 0.0).sum(1)
 
-    def close(self, updates: int, across_ranks: bool) -> dict[str, Any]:
-        """Return means and counts since the last call, which was `updates` ago, as `loop.log` takes them."""
+    def close(self, updates: int) -> dict[str, Any]:
+        """Return means and counts since the last call, which was `updates` ago, as `loop.log` takes them.
+
+        They are those of all ranks, which must all call this.
+        """
         self._sum()
-        if across_ranks:
-            torch.distributed.all_reduce(self.sums)
-        counts, errors, floors, variances = sums = self.sums.clone()
+        counts, errors, floors, variances = sums = summed(self.sums).clone()
         self.sums.zero_()
         values: dict[str, Any] = {}
         for name, count, error in zip(self.names, counts, errors, strict=True):
@@ -154,7 +156,15 @@ class NoiseLevels:
         return f"log-SNR {', '.join(ranges)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return sums, streaks, the moments of the data, and the samples that are not summed yet."""
+        """Return sums, streaks, the moments of the data, and the samples that are not summed yet.
+
+        Several ranks hand over to the first one, so that the run goes on with what is saved.
+        """
+        if num_ranks() > 1:
+            self._sum()
+            self.moments = summed(self.moments) / num_ranks()
+            sums = summed(self.sums)
+            self.sums = sums if rank() == 0 else torch.zeros_like(sums)
         state: dict[str, Any] = {"sums": self.sums, "streak": self.streak}
         state |= {"moments": self.moments, "num_measured": self.num_measured}
         if self._waiting:
@@ -169,6 +179,9 @@ class NoiseLevels:
         if state["sums"].shape != self.sums.shape:
             return
         self.sums, self.streak = (state[name].to(self.device, copy=True) for name in ("sums", "streak"))
+        if rank():
+            self.sums.zero_()
+            return
         if "error" in state:
             log_snr, error, times = (state[name].to(self.device, copy=True) for name in ("log_snr", "error", "times"))
             self._waiting, self._num_waiting = [(log_snr, error, times)], len(error)

@@ -124,7 +124,7 @@ class LossMonitor(Evaluation):
             shape = {"loss/deviation": self._smoothed.deviation, "loss/spikes": self._diagnosis.num_spikes}
             loop.log(shape, detail=True)
             if len(columns) == 3:
-                loop.log(self._levels.close(self._updates, loop.num_ranks > 1), detail=True)
+                loop.log(self._levels.close(self._updates), detail=True)
             self._updates = 0
 
     @hookimpl
