@@ -1,4 +1,4 @@
-"""`hookdiff data`: report on the data of a config, and draw its first batch."""
+"""`hookdiff data`: report on the data of a config, draw its first batch, or write it as shards."""
 
 import json
 import math
@@ -20,13 +20,27 @@ _DRAWN = 64  # the most images in the picture
 @click.option("--out", type=click.Path(path_type=Path), help="Draw the first batch in this PNG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")
+@click.option("--to-shards", type=click.Path(path_type=Path), metavar="DIR", help="Write all samples to tar files.")
+@click.option(
+    "--shard-size", default=256.0, type=click.FloatRange(0, min_open=True), metavar="MIB", help="Size of a tar file."
+)
 def command(
-    config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], out: Path | None, as_json: bool, seconds: float
+    config: Path,
+    plugins: tuple[str, ...],
+    settings: tuple[str, ...],
+    out: Path | None,
+    as_json: bool,
+    seconds: float,
+    to_shards: Path | None,
+    shard_size: float,
 ) -> None:
     """Report on the data of CONFIG, and with --out, draw its first batch.
 
     Every sample is read once. The report lists sizes, classes, broken files, duplicates and the loading speed. The
     picture shows the first batch as the model sees it, augmentation included.
+
+    With --to-shards there is no report: the samples, as they are before any resizing, are written in their order into
+    tar files in a new folder DIR. The table [data] that trains on them is printed.
     """
     from hookdiff import load_config
     from hookdiff.disk import writing
@@ -35,6 +49,12 @@ def command(
     from hookdiff_data.report import report
 
     checked = load_config(config, plugins, settings)
+    if to_shards is not None:
+        if out is not None:
+            raise click.UsageError("--to-shards makes no report and draws no batch: leave out --out")
+        written = _to_shards(checked, to_shards, shard_size)
+        click.echo(json.dumps(written) if as_json else _text(written))
+        return
     device = pick_device(checked.run.device)
     feed = build_feed(checked).bind(checked.run.batch_size, checked.run.seed, device)
     found = {"source": checked.data.use, **report(feed, seconds), "picture": None}
@@ -48,6 +68,26 @@ def command(
         rows = [names[start : start + columns] for start in range(0, len(names), columns)]
         found["picture"] = {"path": str(out), "images": len(batch), "labels": rows}
     click.echo(json.dumps(found) if as_json else "\n".join(f"{name:<12} {text}" for name, text in _rows(found)))
+
+
+def _to_shards(config: Any, folder: Path, size: float) -> dict[str, Any]:
+    """Write the shards, and return what `write_shards` does, with all keys of [data] that the config sets."""
+    from hookdiff.experiment import build_feed
+    from hookdiff.structure import as_toml
+    from hookdiff_data.shards import check_free, write_shards
+
+    check_free(folder)  # before the data is looked at
+    feed = build_feed(config, decode=False).bind(1, config.run.seed)
+    written = write_shards(feed, folder, int(size * 2**20))
+    shared = {name: value for keys in config.data.shared.values() for name, value in keys.items()}
+    return {**written, "data": as_toml({**written["data"], **shared})}
+
+
+def _text(written: dict[str, Any]) -> str:
+    import tomli_w
+
+    counts = f"{written['samples']:,} samples, {written['shards']:,} shards, {written['bytes'] / 2**20:,.1f} MiB"
+    return f"{counts}; to train on them:\n\n{tomli_w.dumps({'data': written['data']})}"
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

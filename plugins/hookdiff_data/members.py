@@ -1,0 +1,139 @@
+"""The members of a sample in a shard: its picture, its label and its conditions as the content of files."""
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from hookdiff import Feed, InMemory, UserError
+from hookdiff.data import Images
+from hookdiff.data.decode import Unreadable
+from hookdiff.data.items import parts_of, seed_all
+from hookdiff.data.source import open_picture, reason, with_images
+
+logger = logging.getLogger("hookdiff")
+
+_AT_ONCE = 512  # samples that may wait in memory to be written
+_SUFFIXES = {
+    "PNG": "png",
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "WEBP": "webp",
+    "BMP": "bmp",
+    "TIFF": "tif",
+    "GIF": "gif",
+}
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,60}")  # of a condition, as part of the name of a file
+
+Members = dict[str, bytes]  # by extension
+
+
+def members(feed: Feed) -> Iterator[tuple[int, Members]]:
+    """Yield each usable sample of `feed`, in order: its position and its members, the picture first.
+
+    A picture keeps the bytes of its file; one without a file becomes a PNG, and pixels that no PNG holds an .npy.
+    Raises UserError for a sample that cannot be read or written; those of `Images` may be skipped.
+    """
+    for index, found in _parts(feed):
+        if isinstance(found, Unreadable):
+            if feed.store.unreadable == "stop":
+                raise found
+            logger.warning("data: left out: %s", found)
+            continue
+        (suffix, content), label, others = found
+        if label is None and feed.labels is not None:
+            label = int(feed.labels[index])
+        sample = {suffix: content} if label is None else {suffix: content, "cls": str(label).encode()}
+        for name, value in others.items():
+            if not _NAME.fullmatch(name):
+                raise UserError(f"conditions {name!r}: the name cannot be that of a file in a shard; rename it")
+            suffix, content = _written(feed, index, value, name)
+            sample[f"{name.lower()}.{suffix}"] = content
+        if len(sample) < 1 + (label is not None) + len(others):
+            raise UserError(f"the names of the conditions differ only by capitals: {', '.join(others)}")
+        yield index, sample
+
+
+def conditions_of(feed: Feed, sample: Members) -> dict[str, str]:
+    """Return the extension of each condition in a sample that `members` has yielded, by its name."""
+    names = {name.lower(): name for name in feed.blank(1).conditions}
+    return {names[extension.rpartition(".")[0]]: extension for extension in sample if "." in extension}
+
+
+def _parts(feed: Feed) -> Iterator[tuple[int, Any]]:
+    """Yield the position of each sample, and its written picture, its label and its conditions, or an Unreadable."""
+    source = InMemory(feed.source) if isinstance(feed.source, Tensor) else feed.source
+    if isinstance(source, Images):
+        for block in torch.split(feed.usable, _AT_ONCE):
+            yield from with_images(source, block.tolist(), lambda _, image: (_content(image, False), None, {}))
+        return
+    if isinstance(source, InMemory) and source.images.dtype == torch.uint8 and source.images.shape[1] in (2, 4):
+        channels = source.images.shape[1]
+        raise UserError(f"images in memory with {channels} channels of uint8 would become transparent in a shard")
+    for index in feed.usable.tolist():
+        if isinstance(source, InMemory):
+            image, label = source.images[index], None if source.labels is None else int(source.labels[index])
+            others: Mapping[str, Any] = {name: column[index] for name, column in source.conditions.items()}
+        else:
+            seed_all(feed.seed, 0, index)
+            image, label, others = parts_of(source[index], index)
+        yield index, (_written(feed, index, image), label, others)
+
+
+def _written(feed: Feed, index: int, value: Any, name: str = "") -> tuple[str, bytes]:
+    """Return the extension and the content of the file that holds a picture, or a condition called `name`."""
+    try:
+        return _content(value, bool(name))
+    except (OSError, TypeError, ValueError, OverflowError) as error:
+        place = feed.describe(index) + (f": {name!r}" if name else "")
+        raise UserError(f"{place}: cannot be written to a shard: {reason(error)}") from error
+
+
+def _content(value: Any, is_condition: bool) -> tuple[str, bytes]:
+    if hasattr(value, "convert"):  # an image of Pillow
+        return _original(value) or ("png", _png(value))
+    if is_condition and isinstance(value, (bool, int, float, list)):
+        return "json", json.dumps(value).encode()
+    array = value.detach().cpu().numpy() if isinstance(value, Tensor) else numpy.asarray(value)
+    if array.dtype.kind not in "biufc":
+        raise ValueError(f"holds {array.dtype}, expected numbers")
+    is_picture = array.dtype == numpy.uint8 and (array.ndim == 2 or array.shape[:-2] in ((1,), (3,)))
+    if is_picture and not is_condition:
+        return "png", _png(_image(array))
+    file = io.BytesIO()
+    numpy.save(file, array, allow_pickle=False)
+    return "npy", file.getvalue()
+
+
+def _original(image: Any) -> tuple[str, bytes] | None:
+    """Return the bytes of the file that a lazy image of Pillow is read from; None if it has none of its own."""
+    suffix, file = _SUFFIXES.get(image.format or ""), getattr(image, "fp", None)
+    if suffix is None or file is None:
+        return None
+    file.seek(0)
+    content: bytes = file.read()
+    try:
+        with open_picture(io.BytesIO(content)) as again:
+            is_it = (again.format, again.size) == (image.format, image.size)
+    except (OSError, ValueError):  # it is a part of a file of another kind
+        return None
+    return (suffix, content) if is_it else None
+
+
+def _image(pixels: Any) -> Any:
+    from PIL import Image
+
+    whole = pixels if pixels.ndim == 2 else pixels.transpose(1, 2, 0).squeeze()
+    return Image.fromarray(numpy.ascontiguousarray(whole))
+
+
+def _png(image: Any) -> bytes:
+    file, exif = io.BytesIO(), image.getexif()
+    image.save(file, "PNG", **({"exif": exif} if exif else {}))  # it may turn the picture
+    return file.getvalue()

@@ -1,0 +1,108 @@
+"""Writes samples into shards: tar files that the source "shards" and the library webdataset read."""
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from attrs import define, field
+
+from hookdiff import Feed, UserError
+from hookdiff.disk import new_folder, write_file, writing
+from hookdiff.errors import shown
+from hookdiff.pace import paced
+from hookdiff_data.members import Members, conditions_of, members
+
+_BLOCK = tarfile.BLOCKSIZE
+
+
+def check_free(folder: Path) -> None:
+    """Raise UserError if there is something at `folder`, other than an empty folder."""
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists, and is not overwritten; choose another folder")
+
+
+def write_shards(feed: Feed, folder: Path, most: int) -> dict[str, Any]:
+    """Write all usable samples of `feed` into shards of at most `most` bytes, and the names of the classes beside them.
+
+    The folder is there when all of it is written, or not at all. Returns the numbers of "samples", "shards" and
+    "bytes", and as "data" the keys of [data] that read them. Raises UserError for samples that cannot be written, or
+    not alike, and if the folder cannot be written.
+    """
+    check_free(folder)
+    data: dict[str, Any] = {"source": "shards", "path": str(folder)}
+    with writing(folder), new_folder(folder) as partial:
+        with closing(_Writer(partial, most)) as writer:
+            samples = paced(_alike(feed), len(feed.usable), "data: shards", "samples", size=lambda _: 1)
+            with closing(samples):
+                for sample in samples:
+                    writer.add(sample)
+        if not writer.samples:
+            raise UserError("no sample can be read: there is nothing to write")
+        if feed.classes:
+            write_file(partial / "classes.json", json.dumps(list(feed.classes)).encode())
+    if "npy" in sample:
+        data["image"] = "npy"
+    if conditions := conditions_of(feed, sample):
+        data["conditions"] = conditions
+    return {"samples": writer.samples, "shards": writer.shards, "bytes": writer.bytes, "data": data}
+
+
+def _alike(feed: Feed) -> Iterator[Members]:
+    """Yield the members of all samples. Raises UserError if one has other extensions, save that of its picture."""
+    first, named = None, ""
+    for index, sample in members(feed):
+        picture, *others = sample
+        kinds = [picture if picture == "npy" else "a picture", *(f".{other}" for other in others)]
+        first, named = first or kinds, named or feed.describe(index)
+        if kinds != first:
+            one, other = (", ".join(map(shown, each)) for each in (first, kinds))
+            raise UserError(f"{named} would be written as {one}, {feed.describe(index)} as {other}: expected the same")
+        yield sample
+
+
+@define
+class _Writer:
+    """Writes one shard after the other; each is whole before the next one begins."""
+
+    folder: Path
+    most: int  # bytes of a shard; one with a single sample may have more
+    samples: int = 0
+    shards: int = 0
+    bytes: int = 0
+    _file: BinaryIO | None = field(default=None, init=False)
+    _tar: tarfile.TarFile | None = field(default=None, init=False)
+
+    def add(self, sample: Members) -> None:
+        size = sum(_BLOCK + _rounded(len(content), _BLOCK) for content in sample.values())
+        if self._tar and _rounded(self._tar.offset + size + 2 * _BLOCK, tarfile.RECORDSIZE) > self.most:
+            self.close()
+        if self._tar is None:
+            self._file = (self.folder / f"shard-{self.shards:06}.tar").open("xb")
+            self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
+            self.shards += 1
+        for extension, content in sample.items():
+            # Neither the time nor the user is written: the same samples give the same bytes.
+            member = tarfile.TarInfo(f"{self.samples:09}.{extension}")
+            member.size = len(content)
+            self._tar.addfile(member, io.BytesIO(content))
+        self.samples += 1
+
+    def close(self) -> None:
+        """Finish the shard that is being written."""
+        if self._tar is None or self._file is None:
+            return
+        with self._file as file:
+            self._tar.close()
+            file.flush()
+            os.fsync(file.fileno())
+            self.bytes += os.fstat(file.fileno()).st_size
+        self._file = self._tar = None
+
+
+def _rounded(size: int, block: int) -> int:
+    return -(-size // block) * block

@@ -1,0 +1,110 @@
+"""What samples have beside the picture and its label."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define
+
+from hookdiff.data.arrays import array_in
+from hookdiff.data.decode import Unreadable
+from hookdiff.data.source import open_picture, reason
+from hookdiff.data.survey import refuse
+from hookdiff.errors import nearest, shown
+from hookdiff_shards.index import Index, is_picture
+from hookdiff_shards.samples import Samples, extension_of, is_array
+
+_TEXTS = ("cls", "index", "inx", "id", "txt")  # that may hold a number
+_TAKEN = ("image", "inputs", "label")  # names that a sample of a data set has for other things
+
+
+@define(frozen=True)
+class Condition:
+    """A condition: the extension of its member, and for JSON perhaps the key of a value in it."""
+
+    extension: str
+    key: str = ""
+
+    @property
+    def format(self) -> str:
+        """The last part of the extension."""
+        return self.extension.rpartition(".")[2]
+
+    def read(self, content: bytes) -> Any:
+        """Return what the member holds; raises any error for broken content."""
+        if is_picture(self.extension):
+            return _opened(content)
+        if self.format == "npy":
+            return array_in(content)
+        if self.format != "json":
+            return _number(content)
+        value = json.loads(content)
+        if not self.key:
+            return value
+        if not isinstance(value, dict) or self.key not in value:
+            known = nearest(self.key, value) if isinstance(value, dict) else ""
+            raise ValueError(f"there is no key {self.key!r}{known}")
+        return value[self.key]
+
+
+def parse(given: Mapping[str, str]) -> dict[str, Condition]:
+    """Return the conditions that a config names. Raises ValueError for an extension that is not read."""
+    found = {}
+    for name, text in given.items():
+        extension, _, key = text.partition(":")
+        condition = found[name] = Condition(extension_of(extension, f"conditions.{name}"), key)
+        known = ("npy", "json", *_TEXTS)
+        if name in _TAKEN:
+            raise ValueError(f"conditions: {name!r} is the name of something else in a sample")
+        if not is_picture(condition.extension) and condition.format not in known:
+            unknown = f".{shown(condition.format)} is not read{nearest(condition.format, known)}"
+            raise ValueError(f"conditions.{name}: {unknown}; expected a picture or {', '.join(known)}")
+        if key and condition.format != "json":
+            raise ValueError(f"conditions.{name}: {text!r} has a key, which only .json has")
+    return found
+
+
+class Items(Samples):
+    """Pictures or arrays in shards, and all that they have beside them. Raises UserError if there are any problems."""
+
+    def __init__(
+        self, conditions: Mapping[str, Condition], files: Any, indices: Sequence[Index], *options: Any
+    ) -> None:
+        super().__init__(files, indices, *options)
+        self.conditions = dict(conditions)
+        self.columns = [self.column(indices, [one.extension]) for one in self.conditions.values()]
+        refuse(self.problems)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a sample as a `Source` does. Raises Unreadable for one that cannot be read."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        name = self.describe(index)
+        try:
+            picture, *others = self.members(index, [self.pictures, *self.columns])
+            item = {"image": torch.from_numpy(array_in(picture)) if is_array(self.image) else _opened(picture)}
+            for key, condition, content in zip(self.conditions, self.conditions.values(), others, strict=True):
+                name = self.name(index, condition.extension)
+                item[key] = condition.read(content)
+        except Exception as error:  # a decoder may raise any error on broken bytes
+            raise Unreadable(f"{shown(name)}: {reason(error)}") from error
+        return item
+
+
+def _opened(content: bytes) -> Any:
+    return open_picture(io.BytesIO(content))
+
+
+def _number(content: bytes) -> int | float:
+    try:
+        value = json.loads(content)
+    except ValueError:
+        value = None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        text = shown(content[:30].decode(errors="replace"))
+        raise ValueError(f"{text!r} is no number; a condition is made of numbers, such as tokens in .npy")
+    return value

@@ -1,0 +1,103 @@
+"""Ranges of bytes of many shards, which any thread, and any process that was forked or got a pickle, may read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+from attrs import define
+
+from hookdiff.disk import open_file
+from hookdiff_shards.places import missing
+from hookdiff_shards.remote import is_url, read_range, state_of
+
+THREADS = 16  # that wait for servers
+_OPEN = 64  # files that a process keeps open; a system may allow 256 in all
+
+
+@define(frozen=True)
+class Shard:
+    """A shard as it was when it was first looked at."""
+
+    name: str  # its path or URL
+    size: int
+    mark: str  # changes with the content
+
+    @property
+    def place(self) -> str:
+        """The URL, or the path from the root."""
+        return self.name if is_url(self.name) else os.path.realpath(self.name)
+
+
+class Files:
+    """The files of the shards `names`. Raises ValueError for those that are missing."""
+
+    def __init__(self, names: Sequence[str], options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        with ThreadPoolExecutor(THREADS) as pool:
+            found = list(pool.map(partial(_look, options=self.options), names))
+        if absent := [name for name, shard in zip(names, found, strict=True) if shard is None]:
+            raise missing(absent)
+        self.shards = [shard for shard in found if shard is not None]
+
+    def read(self, number: int, start: int, size: int) -> bytes:
+        """Return `size` bytes of a shard, from `start`; fewer at its end.
+
+        Raises OSError, and ValueError for a local file that has changed.
+        """
+        shard = self.shards[number]
+        if is_url(shard.name):
+            return read_range(shard.name, self.options, start, size)
+        found: bytes = self._opened(shard).read(start, size)
+        return found
+
+    @cached_property
+    def _opened(self) -> Any:
+        return lru_cache(_OPEN)(_Local)  # a file that is dropped here stays open until no thread reads it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_opened"}  # each process opens its own
+
+
+def _look(name: str, options: Mapping[str, Any]) -> Shard | None:
+    """Return the shard `name`; None if there is none."""
+    try:
+        if is_url(name):
+            return Shard(name, *state_of(name, options))
+        if os.path.isdir(name):  # a folder that has the name of a shard in a range
+            raise ValueError(f"{name}: is a folder, expected a .tar")
+        with open_file(Path(name)) as file:
+            return Shard(name, *_state(file.fileno()))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror or error}") from None
+
+
+def _state(descriptor: int) -> tuple[int, str]:
+    about = os.fstat(descriptor)
+    return about.st_size, str(about.st_mtime_ns)
+
+
+class _Local:
+    """An open file; it is closed when nothing uses it any more."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.path = Path(shard.name)
+        with open_file(self.path) as file:
+            if _state(file.fileno()) != (shard.size, shard.mark):
+                raise ValueError(f"{shard.name} has changed since it was first looked at")
+            self.descriptor = os.dup(file.fileno())
+        finalize(self, os.close, self.descriptor)
+
+    def read(self, start: int, size: int) -> bytes:
+        if hasattr(os, "pread"):
+            return os.pread(self.descriptor, size, start)
+        with open_file(self.path) as file:  # Windows
+            file.seek(start)
+            return file.read(size) or b""

@@ -1,0 +1,241 @@
+"""The index of one shard: where its members are, what its pictures look like, and what its small members hold."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from attrs import define
+from torch import Tensor
+
+from hookdiff.data.decode import SUFFIXES, num_channels, upright_size
+from hookdiff.data.source import open_picture
+from hookdiff.disk import new_file, open_tensors, write_tensors
+from hookdiff.errors import shown
+from hookdiff.structure import structured
+from hookdiff_shards.files import Shard
+from hookdiff_shards.tar import Read, members
+
+PICTURES = tuple(suffix.removeprefix(".") for suffix in SUFFIXES)
+SMALL = 64  # bytes of the largest member that is kept in the index, such as a label
+
+_FORMAT = 1  # an index of another format is not used
+_HEAD = 60 << 10  # bytes at the beginning of a picture that are read for its header
+_LARGEST = 1 << 15  # width and height that are taken from a header; larger ones are read again
+_NAME = re.compile(r"(?s)((?:.*/)?[^./]+)\.([^/]+)")  # as the library webdataset splits names
+_COLUMNS = ("sample", "kind", "start", "size", "mode", "width", "height", "end")
+
+
+def is_picture(extension: str) -> bool:
+    """Return whether members of this extension, such as "png" or "mask.png", are pictures."""
+    return extension.rpartition(".")[2] in PICTURES
+
+
+@define(eq=False)
+class Index:
+    """The samples of a shard in the order of their first members, which need not stand together.
+
+    A sample is all members that have the same name up to the first dot; the rest of the name is the extension, in
+    lower case.
+    """
+
+    keys: Any  # uint8, the names of the samples one after the other
+    key_ends: Any  # for each sample, the end of its name in `keys`
+    table: Any  # for each member a row with `_COLUMNS`
+    texts: Any  # uint8, what small members hold, one after the other
+    extensions: tuple[str, ...]  # by `kind`
+    modes: tuple[str, ...]  # of Pillow, by `mode`; the first one stands for a picture without a known header
+
+    def __len__(self) -> int:
+        return len(self.key_ends)
+
+    def column(self, name: str) -> Any:
+        """Return a column of the table: int64, a value for each member."""
+        return self.table[:, _COLUMNS.index(name)]
+
+    def rows(self, extensions: Collection[str]) -> tuple[Any, Any]:
+        """Return, for each sample, a row of the table with one of `extensions`, -1 if it has none; and their number."""
+        kinds = [number for number, extension in enumerate(self.extensions) if extension in extensions]
+        (rows,) = numpy.isin(self.column("kind"), kinds).nonzero()
+        samples = self.column("sample")[rows]
+        found = numpy.full(len(self), -1)
+        found[samples] = rows
+        return found, numpy.bincount(samples, minlength=len(self))
+
+    def key(self, sample: int) -> str:
+        """Return the name of a sample."""
+        begin = self.key_ends[sample - 1] if sample else 0
+        return bytes(self.keys[begin : self.key_ends[sample]]).decode("utf-8", "surrogateescape")
+
+    def text(self, row: int) -> bytes:
+        """Return what a small member holds."""
+        ends = self.column("end")
+        return bytes(self.texts[ends[row - 1] if row else 0 : ends[row]])
+
+
+def make(read: Read, total: int, block: int) -> Index:
+    """Read the headers of a shard of `total` bytes, and of its pictures; `block` is the least to read at a time.
+
+    Raises ValueError for a shard that cannot be read, and for a sample with two members of one name.
+    """
+    read = _buffered(read, block)
+    samples, kinds, modes, rows, texts = dict[str, int](), dict[str, int](), {"": 0}, list[list[int]](), bytearray()
+    for member in members(read, total):
+        name = _NAME.fullmatch(member.name)
+        if not name or re.fullmatch(r"__[^/]*__", member.name):  # webdataset's own notes are called so
+            continue
+        key, extension = name[1], name[2].lower()
+        mode, width, height = "", 0, 0
+        if is_picture(extension):
+            mode, width, height = _header(read(member.start, min(member.size, _HEAD)), member.size)
+        elif member.size <= SMALL:
+            texts += read(member.start, member.size)
+        sample, kind = samples.setdefault(key, len(samples)), kinds.setdefault(extension, len(kinds))
+        mode_number = modes.setdefault(mode, len(modes))
+        rows.append([sample, kind, member.start, member.size, mode_number, width, height, len(texts)])
+    twice = Counter((row[0], row[1]) for row in rows).most_common(1)
+    if twice and twice[0][1] > 1:
+        sample, kind = twice[0][0]
+        name_of_both = f"{list(samples)[sample]}.{list(kinds)[kind]}"
+        raise ValueError(f"has {twice[0][1]} members called {shown(name_of_both)}")
+    names = [key.encode("utf-8", "surrogateescape") for key in samples]
+    return Index(
+        numpy.frombuffer(b"".join(names), numpy.uint8),
+        numpy.cumsum([len(name) for name in names], dtype=numpy.int64),
+        numpy.array(rows, numpy.int64).reshape(-1, len(_COLUMNS)),
+        numpy.frombuffer(bytes(texts), numpy.uint8),
+        tuple(kinds),
+        tuple(modes),
+    )
+
+
+def _buffered(read: Read, block: int) -> Read:
+    """Return `read` that reads at least `block` bytes, and keeps the last of them: members mostly lie side by side."""
+    begin, kept = 0, b""
+
+    def buffered(start: int, size: int) -> bytes:
+        nonlocal begin, kept
+        if not begin <= start <= start + size <= begin + len(kept):
+            begin, kept = start, read(start, max(size, block))
+        return kept[start - begin : start - begin + size]
+
+    return buffered
+
+
+def _header(head: bytes, size: int) -> tuple[str, int, int]:
+    """Return mode, width and height of a picture of `size` bytes that begins with `head`; ("", 0, 0) if that fails."""
+    try:
+        with open_picture(io.BytesIO(head)) as image:
+            # In other formats, what turns a picture may stand behind its pixels.
+            if len(head) < size and image.format not in ("JPEG", "PNG"):
+                return "", 0, 0
+            width, height = upright_size(image)
+            is_usual = 0 < width <= _LARGEST and 0 < height <= _LARGEST
+            return (str(image.mode), width, height) if is_usual else ("", 0, 0)
+    except Exception:  # a decoder may raise any error; if it is not for lack of bytes, the survey finds it again
+        return "", 0, 0
+
+
+@define(frozen=True)
+class _About:
+    """All else in the file of an index. The digest finds damage; who can write an index can also forge it."""
+
+    format: int
+    shard: str
+    size: int
+    mark: str
+    extensions: tuple[str, ...]
+    modes: tuple[str, ...]
+
+
+def save(index: Index, shard: Shard, path: Path) -> None:
+    """Write the index of `shard`. Raises OSError."""
+    about = _about(shard, index.extensions, index.modes)
+    tensors = {
+        "keys": index.keys,
+        "key_ends": index.key_ends,
+        "table": index.table,
+        "texts": index.texts,
+    }
+    with new_file(path) as partial:
+        write_tensors(
+            partial,
+            {name: _tensor(values) for name, values in tensors.items()},
+            {"about": about, "sha256": _digest(about, tensors)},
+        )
+
+
+def _tensor(values: Any) -> Tensor:
+    # An empty array of numpy would keep its stride of 0, with which its bytes cannot be viewed.
+    found = torch.tensor(values)
+    return torch.empty(found.shape, dtype=found.dtype).copy_(found)
+
+
+def load(path: Path, shard: Shard) -> Index | None:
+    """Return the index of `shard` in a file; None if it is of an earlier state of that shard.
+
+    Raises OSError, ValueError and many kinds of error for a file that is missing or damaged.
+    """
+    with open_tensors(path) as file:
+        given = file.metadata()
+        values = json.loads(given["about"])
+        if values["format"] != _FORMAT:
+            return None
+        about = structured(_About, values)
+        if about != structured(_About, json.loads(_about(shard, about.extensions, about.modes))):
+            return None
+        tensors = {name: file.get_tensor(name).numpy() for name in ("keys", "key_ends", "table", "texts")}
+    if given["sha256"] != _digest(given["about"], tensors):
+        raise ValueError("it has another digest")
+    index = Index(**tensors, extensions=about.extensions, modes=about.modes)
+    _check(index, shard.size)
+    return index
+
+
+def _about(shard: Shard, extensions: tuple[str, ...], modes: tuple[str, ...]) -> str:
+    values = {"format": _FORMAT, "shard": shard.place, "size": shard.size, "mark": shard.mark}
+    return json.dumps({**values, "extensions": extensions, "modes": modes})
+
+
+def _digest(about: str, tensors: dict[str, Any]) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        digest.update(tensors[name].tobytes())
+    return digest.hexdigest()
+
+
+def _check(index: Index, total: int) -> None:
+    """Raise ValueError if a forged index would make the reading of samples fail."""
+    shapes = [(each.dtype.name, each.ndim) for each in (index.keys, index.key_ends, index.table, index.texts)]
+    good: list[Callable[[], Any]] = [
+        lambda: shapes == [("uint8", 1), ("int64", 1), ("int64", 2), ("uint8", 1)],
+        lambda: index.table.shape[1] == len(_COLUMNS),
+        lambda: _are_ends(index.key_ends, len(index.keys)),
+        lambda: _are_ends(index.column("end"), len(index.texts)),
+        lambda: _within(index.column("sample"), len(index) - 1),
+        lambda: _within(index.column("kind"), len(index.extensions) - 1),
+        lambda: _within(index.column("mode"), len(index.modes) - 1),
+        lambda: _within(index.column("width"), _LARGEST) and _within(index.column("height"), _LARGEST),
+        lambda: _within(index.column("start"), total) and _within(index.column("size"), total),
+        lambda: _within(index.column("start") + index.column("size"), total),
+        lambda: index.modes[0] == "" and all(num_channels(mode) for mode in index.modes[1:]),
+    ]
+    if not all(check() for check in good):
+        raise ValueError("it is of another shard")
+
+
+def _are_ends(ends: Any, total: int) -> bool:
+    last = int(ends[-1]) if len(ends) else 0
+    return last == total and bool((numpy.diff(ends, prepend=0) >= 0).all())
+
+
+def _within(values: Any, most: int) -> bool:
+    return bool(((values >= 0) & (values <= most)).all())

@@ -1,0 +1,104 @@
+"""The labels of samples in shards, and the names of their classes."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hookdiff.data.labels import encode, some
+from hookdiff.data.source import reason
+from hookdiff.disk import read_file
+from hookdiff.errors import nearest, why_missing
+from hookdiff_shards.remote import file_system, is_url
+
+_NAMES = ("classes.json", "classes.txt")
+_LARGEST = 1 << 24  # bytes of a file of names
+
+
+def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the names of the classes: `given`, or those in a file, which may also stand beside the first `shard`.
+
+    A .txt has a name on each line, a .json a list of names. None if there are no names. Raises ValueError for a file
+    that is missing or holds anything else.
+    """
+    if given is None:
+        folder = shard.partition("?")[0].rpartition("/")[0] if is_url(shard) else os.path.dirname(shard)
+        beside = [f"{folder}/{name}" if is_url(shard) else os.path.join(folder, name) for name in _NAMES]
+        given = next((path for path in beside if _exists(path, options)), None)
+        if given is None:
+            return None
+    if not isinstance(given, str):
+        return tuple(given)
+    try:
+        content = _content(given, options).decode("utf-8-sig")
+        if given.lower().endswith(".json"):
+            names = json.loads(content)
+        elif given.lower().endswith(".txt"):
+            names = content.removesuffix("\n").splitlines()
+        else:
+            raise ValueError("expected names of classes in a .txt or a .json")
+    except FileNotFoundError:
+        raise ValueError(f"{given}: {'no such file' if is_url(given) else why_missing(Path(given))}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{given}: {reason(error)}") from error
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"{given}: expected a list of names of classes")
+    return tuple(names)
+
+
+def _exists(path: str, options: Mapping[str, Any]) -> bool:
+    if not is_url(path):
+        return os.path.lexists(path)
+    system, inner = file_system(path, options)
+    try:
+        return bool(system.exists(inner))
+    except Exception as error:  # of any library for any kind of server
+        raise ValueError(f"{path}: cannot be read: {reason(error)}") from error
+
+
+def _content(path: str, options: Mapping[str, Any]) -> bytes:
+    if not is_url(path):
+        return read_file(Path(os.path.expanduser(path)))
+    system, inner = file_system(path, options)
+    try:
+        content: bytes = system.cat_file(inner, start=0, end=_LARGEST)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # of any library for any kind of server
+        raise ValueError(f"cannot be read: {reason(error)}") from error
+    return content
+
+
+def encode_labels(
+    texts: Sequence[bytes], name_of: Callable[[int], str], classes: tuple[str, ...] | None
+) -> tuple[Tensor | None, tuple[str, ...] | None, list[str]]:
+    """Return labels (n, int64) and the names of the classes; `name_of(i)` is for messages.
+
+    A label is an integer, or the name of a class: one of `classes`, or else any. The third value lists what is wrong.
+    """
+    values: list[str | int] = []
+    for index, text in enumerate(texts):
+        try:
+            value = text.decode().strip()
+        except UnicodeDecodeError:
+            return None, None, [f"{name_of(index)}: expected a label, got bytes that are no text"]
+        if not value:
+            return None, None, [f"{name_of(index)}: expected a label, it is empty"]
+        values.append(int(value) if re.fullmatch(r"-1|[0-9]{1,9}", value) else value)
+    try:
+        if classes is None or not any(isinstance(value, str) for value in values):
+            labels, found = encode(values)
+            return labels, found if classes is None else classes, []
+        encode(values)  # which refuses integers among names
+    except ValueError as error:
+        return None, None, [str(error)]
+    position = {name: number for number, name in enumerate(classes)}
+    if strange := sorted({str(value) for value in values}.difference(position)):
+        near = nearest(strange[0], classes)
+        return None, None, [f"{len(strange)} labels are no names of classes: {some(strange)}{near}"]
+    labels, _ = encode([position[str(value)] for value in values])
+    return labels, classes, []

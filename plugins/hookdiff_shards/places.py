@@ -1,0 +1,122 @@
+"""From what a config names to the shards: a path, a glob, a range in braces, a folder, or a list of these."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from glob import glob, has_magic
+from pathlib import Path
+from typing import Any
+
+from hookdiff.data.labels import some
+from hookdiff.data.source import reason
+from hookdiff.errors import why_missing
+from hookdiff_shards.remote import file_system, is_url
+
+_MOST = 1_000_000  # shards
+
+
+def expand(given: str | Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """Return the paths and URLs of all shards that `given` names, in order; globs and folders are sorted.
+
+    Raises ValueError for a range of too many shards, and for a glob or a folder without shards.
+    """
+    paths = [given] if isinstance(given, str) else given
+    found = [shard for path in paths for shard in (_urls(path, options) if is_url(path) else _files(path))]
+    if not found:
+        raise ValueError("the list of shards is empty")
+    return found
+
+
+def _files(given: str) -> list[str]:
+    path = os.path.expanduser(given)
+    if os.path.lexists(path):  # a name may have braces and stars of its own
+        return _inside(path)
+    found = []
+    for one in braces(path):
+        matches = sorted(glob(one, recursive=True)) if has_magic(one) else [one]
+        if not matches:
+            folder = os.path.dirname(re.split(r"[*?[]", one)[0]) or "."
+            names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+            why = f"{folder} has {some(names)}" if names else f"{folder} is no folder, or empty"
+            raise ValueError(f"{one}: no file has such a name; {why}")
+        found += [shard for match in matches for shard in _inside(match)]
+    return found
+
+
+def _inside(path: str) -> list[str]:
+    """Return the shards in a folder, or the path of a file itself."""
+    if not os.path.isdir(path):
+        return [path]
+    names = sorted(os.listdir(path))
+    if shards := [os.path.join(path, name) for name in names if _is_shard(name)]:
+        return shards
+    others = Counter("".join(Path(name).suffixes[-2:]) or name for name in names)
+    kinds = some([f"{count} {suffix}" for suffix, count in others.most_common()]) or "nothing, it is empty"
+    way_out = "; compressed ones must be unpacked" if any(".tar." in name or ".tgz" in name for name in names) else ""
+    raise ValueError(f"{path} has no .tar; found: {kinds}{way_out}")
+
+
+def _urls(given: str, options: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for url in braces(given):
+        has_stars = any(sign in url for sign in "*[")  # a question mark begins a query
+        if not has_stars and _is_shard(url.partition("?")[0]):
+            found.append(url)
+            continue
+        system, path = file_system(url, options)
+        try:
+            if not has_stars and not system.isdir(path):
+                found.append(url)
+                continue
+            pattern = path if has_stars else f"{path.rstrip('/')}/*.tar"
+            matches = sorted(name for name in system.glob(pattern) if has_stars or _is_shard(name))
+        except Exception as error:  # of any library for any kind of server
+            raise ValueError(f"{url}: cannot be listed: {reason(error)}") from error
+        if not matches:
+            raise ValueError(f"{url}: {'no file has such a name' if has_stars else 'the folder has no .tar'}")
+        found += [system.unstrip_protocol(name) for name in matches]
+    return found
+
+
+def _is_shard(name: str) -> bool:
+    return name.lower().endswith(".tar") and not os.path.basename(name).startswith(".")
+
+
+def braces(text: str) -> list[str]:
+    """Return the texts that the ranges {000..123} and lists {a,b} in `text` stand for, as in a shell.
+
+    Raises ValueError if these are too many.
+    """
+    parts = re.split(r"\{(\d+\.\.\d+|[^{}]*,[^{}]*)\}", text)
+    found = [parts[0]]
+    for choices, rest in zip(parts[1::2], parts[2::2], strict=True):
+        options, count = _choices(choices)
+        if count * len(found) > _MOST:
+            raise ValueError(f"{text}: names more than {_MOST:,} shards")
+        found = [f"{before}{option}{rest}" for before in found for option in options]
+    return found
+
+
+def _choices(text: str) -> tuple[Iterable[str], int]:
+    """Return the texts in a pair of braces, and their number."""
+    if "," in text:
+        options = text.split(",")
+        return options, len(options)
+    first, last = text.split("..")
+    width = max(len(first), len(last)) if "0" in (first[0], last[0]) else 0
+    if len(first) > 18 or len(last) > 18:
+        raise ValueError(f"{{{text}}}: a range of numbers that are too long")
+    low, high = int(first), int(last)
+    if low > high:
+        raise ValueError(f"{{{text}}}: the range ends before it begins")
+    return [f"{number:0{width}}" for number in range(low, min(high, low + _MOST) + 1)], high - low + 1
+
+
+def missing(paths: Sequence[str]) -> ValueError:
+    """Return the error for shards that do not exist."""
+    first = paths[0]
+    why = "no such file" if is_url(first) else why_missing(Path(first))
+    if len(paths) == 1:
+        return ValueError(f"{first}: {why}")
+    return ValueError(f"{len(paths)} shards are missing ({some(paths)}): {why}")

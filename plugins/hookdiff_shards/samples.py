@@ -1,0 +1,187 @@
+"""The samples of all shards: the place of the picture of each, its label and its name."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+from hookdiff.data.labels import some
+from hookdiff.data.source import open_picture
+from hookdiff.data.survey import Kind
+from hookdiff.errors import nearest, shown
+from hookdiff_shards.files import Files
+from hookdiff_shards.index import PICTURES, SMALL, Index, is_picture
+from hookdiff_shards.labels import encode_labels
+
+_PICKLED = ("pkl", "pickle", "pyd", "pth", "pt")
+_LABEL = "cls"  # the extension that webdataset has for labels
+_LARGEST = 1 << 30  # bytes that are read for one sample
+_WORTH = 1 << 16  # bytes between two members that take less time than a second request
+
+
+class Column:
+    """The member of one kind of each sample, as rows of the tables of `indices`."""
+
+    def __init__(self, indices: Sequence[Index], rows: Sequence[Any]) -> None:
+        self.kind, self.start, self.size, self.mode, self.width, self.height = (
+            numpy.concatenate([index.column(name)[own] for index, own in zip(indices, rows, strict=True)])
+            for name in ("kind", "start", "size", "mode", "width", "height")
+        )
+
+
+class Samples:
+    """The samples of `files`, in the order of the shards and, in a shard, of their first members.
+
+    `problems` lists what is wrong with single samples. Raises ValueError if there is no sample, or none with a member
+    that is asked for.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        indices: Sequence[Index],
+        image: str | None = None,
+        label: str | None = None,
+        classes: tuple[str, ...] | None = None,
+    ) -> None:
+        self.files, self.problems, self.image = files, list[str](), image
+        self.names = [(index.keys, index.key_ends) for index in indices]
+        self.extensions, self.modes = [index.extensions for index in indices], [index.modes for index in indices]
+        lengths = [len(index) for index in indices]
+        self.first = numpy.cumsum([0, *lengths])[:-1]  # sample of each shard
+        self.shard = numpy.repeat(numpy.arange(len(indices), dtype=numpy.int32), lengths)
+        if not len(self):
+            raise ValueError(f"there is no sample in {some([shard.name for shard in files.shards])}")
+        self.pictures = self.column(indices, [extension_of(image, "image")] if image else PICTURES)
+        self.labels: Tensor | None = None
+        self.classes: Sequence[str] | None = None
+        has_labels = any(_LABEL in known for known in self.extensions)
+        if label != "none" and (label or has_labels):
+            self._read_labels(indices, extension_of(label or _LABEL, "label"), classes)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def column(self, indices: Sequence[Index], extensions: Collection[str]) -> Column:
+        """Return the member of each sample that has one of `extensions`; samples without one become a problem.
+
+        Raises ValueError if no sample has one, or one has several.
+        """
+        rows, counts = map(numpy.concatenate, zip(*[index.rows(extensions) for index in indices], strict=True))
+        wanted = " or ".join(f".{shown(one)}" for one in extensions)
+        if not counts.any():
+            known = Counter(self.extensions[number][kind] for number, kind in _kinds(indices))
+            near = nearest(next(iter(extensions)), known) if len(extensions) == 1 else ""
+            raise ValueError(f"no sample has a {wanted}{near}; they have {some([f'.{one}' for one in known])}")
+        if (counts > 1).any():
+            index = int(counts.argmax())
+            raise ValueError(f"{self.name(index)} has {counts[index]} pictures ({wanted}): set image to one of these")
+        if lacking := (counts == 0).nonzero()[0].tolist():
+            names = some([self.name(index) for index in lacking])
+            self.problems.append(f"{len(lacking)} of {len(self)} samples have no {wanted}: {names}")
+        return Column(indices, numpy.split(rows, self.first[1:]))
+
+    def _read_labels(self, indices: Sequence[Index], extension: str, classes: tuple[str, ...] | None) -> None:
+        before = len(self.problems)
+        sizes = self.column(indices, [extension]).size
+
+        def name_of(index: int) -> str:
+            return self.name(index, extension)
+
+        if is_picture(extension) or (sizes > SMALL).any():
+            largest = int(sizes.argmax())
+            text = f"{name_of(largest)} has {sizes[largest]} bytes, expected a label of at most {SMALL}"
+            self.problems.append(text)
+        if len(self.problems) == before:
+            texts = [index.text(row) for index in indices for row in index.rows([extension])[0].tolist()]
+            self.labels, self.classes, problems = encode_labels(texts, name_of, classes)
+            self.problems += problems
+
+    def name(self, index: int, extension: str = "") -> str:
+        """Return the name of a sample, or of one of its members, for messages."""
+        shard = int(self.shard[index])
+        keys, ends = self.names[shard]
+        sample = index - int(self.first[shard])
+        key = bytes(keys[ends[sample - 1] if sample else 0 : ends[sample]]).decode("utf-8", "surrogateescape")
+        return f"{self.files.shards[shard].name}[{key}{'.' * bool(extension)}{extension}]"
+
+    def describe(self, index: int) -> str:
+        return self.name(index, self.extensions[self.shard[index]][self.pictures.kind[index]])
+
+    def members(self, index: int, columns: Sequence[Column]) -> list[bytes]:
+        """Return what the members of a sample in these columns hold; one that is nearby takes no request of its own.
+
+        Raises OSError, and ValueError for members that are too large or cut.
+        """
+        spans = sorted((int(column.start[index]), int(column.size[index]), k) for k, column in enumerate(columns))
+        found, begin, content = dict[int, bytes](), 0, b""
+        for place, (start, size, number) in enumerate(spans):
+            if start + size > begin + len(content):
+                end = start + size
+                for later, more, _ in spans[place + 1 :]:
+                    end = later + more if later - end <= _WORTH else end
+                begin, content = start, self._read(index, start, end - start)
+            found[number] = content[start - begin : start - begin + size]
+        return [found[number] for number in range(len(columns))]
+
+    def _read(self, index: int, start: int, size: int) -> bytes:
+        if size > _LARGEST:
+            raise ValueError(f"its {size} bytes are too many, expected at most {_LARGEST}")
+        content = self.files.read(int(self.shard[index]), start, size)
+        if len(content) != size:
+            raise ValueError(f"the shard ends {size - len(content)} bytes early")
+        return content
+
+    def fingerprint(self) -> str:
+        found = hashlib.sha256(repr(self.image).encode())
+        for shard in self.files.shards:
+            found.update(f"\n{shard.place}\0{shard.size}\0{shard.mark}".encode("utf-8", "surrogateescape"))
+        return found.hexdigest()
+
+
+class Shards(Samples):
+    """Pictures in shards, and their labels."""
+
+    def load(self, index: int) -> Any:
+        (content,) = self.members(index, [self.pictures])
+        return open_picture(io.BytesIO(content))
+
+    def known_kinds(self) -> tuple[list[Kind], list[int]]:
+        """Return the kinds of the pictures whose headers are in the indices, and the positions of all others."""
+        kinds, known = dict[tuple[str, int, int], Kind](), self.pictures.mode > 0
+        about = numpy.stack([self.shard, self.pictures.mode, self.pictures.width, self.pictures.height], 1)[known]
+        (positions,) = known.nonzero()
+        rows, firsts, counts = numpy.unique(about, axis=0, return_index=True, return_counts=True)
+        for (shard, mode, width, height), first, count in zip(rows.tolist(), firsts, counts.tolist(), strict=True):
+            key = (self.modes[shard][mode], width, height)
+            kind = kinds.setdefault(key, Kind(*key, example=shown(self.describe(int(positions[first])))))
+            kind.count += count
+        return list(kinds.values()), (~known).nonzero()[0].tolist()
+
+
+def _kinds(indices: Sequence[Index]) -> list[tuple[int, int]]:
+    """Return each extension as the number of its shard and its number there, the most frequent in a shard first."""
+    found = []
+    for number, index in enumerate(indices):
+        kinds, counts = numpy.unique(index.column("kind"), return_counts=True)
+        found += [(number, int(kind)) for kind in kinds[numpy.argsort(-counts, kind="stable")]]
+    return found
+
+
+def extension_of(given: str, option: str) -> str:
+    """Return an extension as the indices have it, such as "mask.png". Raises ValueError for one of pickles."""
+    extension = given.lower().removeprefix(".")
+    if (last := extension.rpartition(".")[2]) in _PICKLED:
+        raise ValueError(f"{option}: .{last} is pickled, and is never read; arrays are read from .npy")
+    return extension
+
+
+def is_array(image: str | None) -> bool:
+    """Return whether `image`, the extension of the pictures, is that of arrays."""
+    return image is not None and extension_of(image, "image").rpartition(".")[2] == "npy"

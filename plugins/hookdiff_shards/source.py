@@ -1,0 +1,53 @@
+"""`source = "shards"`: samples in tar files."""
+
+from pathlib import Path
+from typing import Any
+
+from hookdiff.data import Store
+from hookdiff_shards.conditions import Items, parse
+from hookdiff_shards.files import Files
+from hookdiff_shards.indices import indices_of
+from hookdiff_shards.labels import read_classes
+from hookdiff_shards.places import expand
+from hookdiff_shards.samples import Shards, is_array
+
+
+def shards(
+    path: str | list[str],
+    image: str | None = None,
+    label: str | None = None,
+    classes: str | list[str] | None = None,
+    conditions: dict[str, str] | None = None,
+    storage_options: dict[str, Any] | None = None,
+    index_dir: str | None = None,
+) -> Shards | Items:
+    """Return the samples in shards: tar files as the library webdataset writes them.
+
+    Nothing is streamed: an index of each shard, which is made once, says where each sample is.
+
+    Raises ValueError for shards, members or labels that are missing or cannot be read, and UserError if a URL needs a
+    package that is missing.
+
+    Args:
+        path: the shards: a path or a URL that fsspec reads, with ranges as in "train-{000..123}.tar", or stars; a
+            folder, which means its .tar files; or a list of these
+        image: extension of the pictures, such as "jpg"; unless given, any format, of which each sample must have one;
+            "npy": arrays, such as latents
+        label: extension of the labels: integers from 0 (-1: unknown), or names; unless given, "cls" if there are any;
+            "none": no labels
+        classes: the names of the classes in the order of their numbers, or a file of them, a .txt with a name on each
+            line or a .json; unless given, classes.json or classes.txt beside the first shard, if there is one
+        conditions: what else a sample has, as a table of names and extensions, such as { text = "t5.npy", size =
+            "json:size" }: arrays (npy), numbers or lists of numbers (json, or the value of a key in it), a number (txt,
+            cls) or a picture
+        storage_options: options of fsspec for URLs. They stand in the config of the run: passwords belong in the
+            environment
+        index_dir: folder of the indices; unless given, `hookdiff/shards` in the user's cache
+    """
+    options, asked = storage_options or {}, parse(conditions or {})
+    files = Files(expand(path, options), options)
+    indices = indices_of(files, Path(index_dir).expanduser() if index_dir else Store().folder / "shards")
+    names = read_classes(classes, files.shards[0].name, options) if label != "none" else None
+    if asked or is_array(image):
+        return Items(asked, files, indices, image, label, names)
+    return Shards(files, indices, image, label, names)

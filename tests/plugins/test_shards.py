@@ -1,0 +1,406 @@
+"""Samples in shards, with real tar files."""
+
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from hookdiff import Feed, UserError
+from hookdiff.data import Folder, Store, Transforms
+from hookdiff.data.survey import survey
+from hookdiff_shards import Items, Shards, shards
+from tests.conftest import pixels, refused
+
+Members = Mapping[str, bytes]
+
+
+def encoded(seed: int, kind: str = "PNG", side: int = 10) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels(seed, side)).save(file, kind)
+    return file.getvalue()
+
+
+def array(values: Any) -> bytes:
+    file = io.BytesIO()
+    numpy.save(file, numpy.asarray(values))
+    return file.getvalue()
+
+
+def write(path: Path, members: Members, **options: Any) -> Path:
+    """Write a tar with these members, in order."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", **options) as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def sample(number: int, **more: bytes) -> Members:
+    return {f"{number:04}.png": encoded(number), **{f"{number:04}.{name}": each for name, each in more.items()}}
+
+
+def labelled(numbers: range) -> Members:
+    return {name: each for k in numbers for name, each in sample(k, cls=str(k % 3).encode()).items()}
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a folder with 24 pictures of three classes in the shards set/000.tar to set/002.tar; return it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for number in range(3):
+        write(tmp_path / "set" / f"{number:03}.tar", labelled(range(8 * number, 8 * number + 8)))
+    return tmp_path
+
+
+def assert_is_whole(data: Any, num: int = 24) -> None:
+    assert isinstance(data, Shards)
+    assert len(data) == num
+    assert data.labels is not None
+    assert data.labels.tolist() == [k % 3 for k in range(num)]
+    for index in range(num):
+        assert numpy.array_equal(numpy.asarray(data.load(index)), pixels(index))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "set",
+        "set/",
+        "set/*.tar",
+        "set/{000..002}.tar",
+        "set/00{0,1,2}.tar",
+        "s{et,}/00[0-2].tar",
+        ["set/000.tar", "set/{001..002}.tar"],
+    ],
+)
+def test_shards_are_found(made: Path, path: Any) -> None:
+    if path == "s{et,}/00[0-2].tar":
+        with refused(ValueError, "s/00[0-2].tar"):
+            shards(path)
+        return
+    assert_is_whole(shards(path))
+
+
+def test_a_name_with_braces_is_taken_as_it_is(made: Path) -> None:
+    write(made / "set" / "{0..9}*.tar", sample(0))
+    assert len(shards("set/{0..9}*.tar")) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "facts"),
+    [
+        ("ste", ["ste", "'set'"]),
+        ("set/003.tar", ["set/003.tar", "'002.tar'"]),
+        ("set/{000..012}.tar", [10, "set/003.tar", "set/004.tar"]),
+        ("set/*.tra", ["set/*.tra", "000.tar"]),
+        ("no/*.tar", ["no/*.tar", "no is no folder"]),
+        ("set/{0..99999999}.tar", ["1,000,000"]),
+        ("set/{9..0}.tar", ["{9..0}"]),
+        ([], ["empty"]),
+        ("cache", ["cache", ".tar", "empty"]),
+        ("packed", ["packed", "2 .tar.gz", "unpacked"]),
+        ("packed/a.tar.gz", ["packed/a.tar.gz", "gzip", ".tar"]),
+        ("text", ["text", "no tar"]),
+        ("nothing", ["nothing", "cut", 0]),
+        ("nosuch://a/b.tar", ["nosuch://a/b.tar", "'nosuch'"]),
+    ],
+)
+def test_what_is_no_shard_is_refused(made: Path, path: Any, facts: list[Any]) -> None:
+    (made / "cache").mkdir()
+    for name in ("a", "b"):
+        write(made / "packed" / f"{name}.tar", sample(0))
+        with tarfile.open(made / "packed" / f"{name}.tar.gz", "w:gz") as tar:
+            tar.add(made / "packed" / f"{name}.tar")
+        (made / "packed" / f"{name}.tar").unlink()
+    (made / "text").write_text("hello " * 200)
+    (made / "nothing").write_bytes(b"")
+    with refused(ValueError, *facts):
+        shards(path)
+
+
+def feed_of(source: Any, workers: int = 0, **options: Any) -> Feed:
+    transforms = Transforms(resize=9, image_size=8, flip=True)
+    return Feed(source, transforms, Store(store="none"), workers=workers, held_out=0.2, balanced=True, **options)
+
+
+def taken(feed: Feed, *, ranks: tuple[int, int] = (0, 1), start: int = 0) -> list[tuple[Any, Any, Any]]:
+    """Return the batches of two epochs; the first one begins after `start` samples."""
+    feed.bind(4, 7, rank=ranks[0], num_ranks=ranks[1])
+    made = [batch for epoch in (0, 1) for batch in feed.batches(epoch, start if epoch == 0 else 0)]
+    feed.close()
+    return [(batch.inputs, batch.labels, batch.indices) for batch in made]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("start", [0, 8])
+def test_the_shards_of_a_folder_give_the_batches_of_the_folder(
+    hookdiff: Any, pictures: Path, workers: int, ranks: tuple[int, int], start: int
+) -> None:
+    with Image.open("pictures/ant/04.png") as picture:
+        picture.save("pictures/ant/04.jpg")
+    Path("pictures/ant/04.png").unlink()
+    code, _, err = hookdiff("data", "config.toml", "--to-shards", "out", "--shard-size", "0.02")
+    assert code == 0, err
+    assert len(list(Path("out").glob("*.tar"))) > 2
+    folder, ours = feed_of(Folder("pictures")), feed_of(shards("out"), workers)
+    assert folder.classes == ours.classes == ("ant", "bee")
+    assert torch.equal(folder.held_out_indices, ours.held_out_indices)
+    expected, found = taken(folder, ranks=ranks, start=start), taken(ours, ranks=ranks, start=start)
+    assert len(expected) == len(found) > 4
+    for one, other in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_run_trains_on_shards_and_resumes_exactly(hookdiff: Any, pictures: Path) -> None:
+    code, out, err = hookdiff("data", "config.toml", "--to-shards", "out", "--json")
+    assert code == 0, err
+    text = (pictures / "config.toml").read_text()
+    ours = text.replace('"folder"', '"shards"').replace('"pictures"', '"out"')
+    (pictures / "ours.toml").write_text(ours)
+    assert json.loads(out)["data"]["path"] == "out"
+    losses = []
+    for config, steps in (("config", 4), ("ours", 4)):
+        code, _, err = hookdiff("run", f"{config}.toml", "--set", f"run.steps={steps}", "--out", config)
+        assert code == 0, err
+        lines = (pictures / config / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert losses[0] == losses[1]
+
+
+def test_every_store_gives_the_same_batch(made: Path) -> None:
+    found: list[Any] = []
+    store: Any
+    for store, workers in (("memory", 0), ("disk", 0), ("none", 2)):
+        feed = Feed(shards("set"), Transforms(image_size=6), Store(store=store, cache_dir="kept"), workers=workers)
+        batch = next(feed.bind(24).batches(0))
+        feed.close()
+        found.append(batch.inputs)
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+
+
+def test_a_pickle_reads_the_files_again(made: Path) -> None:
+    data = shards("set")
+    assert numpy.array_equal(numpy.asarray(data.load(20)), pixels(20))  # which opens a file
+    assert_is_whole(pickle.loads(pickle.dumps(data)))
+
+
+def test_more_shards_than_files_that_may_be_open(made: Path) -> None:
+    for number in range(150):
+        write(made / "many" / f"{number:03}.tar", sample(number))
+    data = shards("many", label="none")
+    for index in (*range(150), 0, 149, 3):
+        assert numpy.array_equal(numpy.asarray(data.load(index)), pixels(index))
+
+
+# How members make samples
+
+
+def test_members_of_a_name_make_a_sample_wherever_they_stand(made: Path) -> None:
+    members = {
+        "__notes__": b"of webdataset",
+        "b/x.a.b.png": b"no picture of a sample: its extension has dots",
+        "b/x.PNG": encoded(0),
+        "a/y.cls": b"1",
+        "./z.jpg": encoded(2, "JPEG"),
+        "b/x.cls": b" 0\n",
+        ".hidden": b"",
+        "b/.x.png": b"",
+        "noextension": b"",
+        "a/y.png": encoded(1),
+        "./z.cls": b"-1",
+        "./z.txt": b"a caption",
+    }
+    write(made / "one.tar", members)
+    data = shards("one.tar")
+    assert [data.describe(index) for index in range(3)] == ["one.tar[b/x.png]", "one.tar[a/y.png]", "one.tar[./z.jpg]"]
+    assert data.labels is not None
+    assert data.labels.tolist() == [0, 1, -1]
+    assert numpy.array_equal(numpy.asarray(data.load(1)), pixels(1))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_every_format_of_tar_is_read(made: Path, kind: int) -> None:
+    folder = "/".join(["long" * 12] * 3)
+    name = f"{folder}/{'x' * 90}" if kind == tarfile.USTAR_FORMAT else f"{folder}/{'é' * 99}/y"
+    write(
+        made / "one.tar",
+        {f"{name}.png": encoded(5), f"{name}.cls": b"2", "z.png": encoded(6), "z.cls": b"0"},
+        format=kind,
+    )
+    data = shards("one.tar")
+    assert data.describe(0) == f"one.tar[{name}.png]"
+    assert numpy.array_equal(numpy.asarray(data.load(1)), pixels(6))  # type: ignore[union-attr]
+
+
+def test_folders_in_a_tar_are_passed_over(made: Path) -> None:
+    (made / "in" / "x.png").mkdir(parents=True)
+    (made / "in" / "y.png").write_bytes(encoded(1))
+    with tarfile.open("one.tar", "w") as tar:
+        tar.add("in")
+    assert len(shards("one.tar")) == 1
+
+
+@pytest.mark.parametrize(
+    ("members", "options", "facts"),
+    [
+        ({"a.cls": b"1"}, {}, [".png", ".cls"]),
+        ({"a.png": b"", "a.jpg": b""}, {}, ["one.tar[a]", 2, "image"]),
+        ({"a.png": b""}, {"image": "pgn"}, [".pgn", "'png'"]),
+        ({"a.pth": b""}, {"image": "pth"}, ["image", ".pth", "pickled"]),
+        ({"a.png": b"", "a.pkl": b""}, {"label": ".PKL"}, ["label", ".pkl", "pickled"]),
+        ({"a.png": b""}, {"label": "cls"}, [".cls", ".png"]),
+        ({"a.png": b"", "a.pt": b""}, {"conditions": {"x": "pt"}}, ["conditions.x", ".pt", "pickled"]),
+        ({"a.png": b"", "a.npyy": b""}, {"conditions": {"x": "npyy"}}, ["conditions.x", "'npy'"]),
+        ({"a.png": b"", "a.npy": b""}, {"conditions": {"x": "npy:k"}}, ["conditions.x", "'npy:k'", ".json"]),
+        ({"a.png": b"", "a.npy": b""}, {"conditions": {"label": "npy"}}, ["conditions", "'label'"]),
+        ({"a.png": b""}, {"conditions": {"x": "npy"}}, [".npy", ".png"]),
+        ({}, {}, ["one.tar"]),
+        ({"a": b""}, {}, ["one.tar"]),
+        ({"a.png": b"", "a.cls": b"0"}, {"classes": "names.txt"}, ["names.txt"]),
+        ({"a.png": b"", "a.cls": b"0"}, {"classes": "names.csv"}, ["names.csv", ".txt", ".json"]),
+        ({"a.png": b"", "a.cls": b"0"}, {"classes": "bad.json"}, ["bad.json", "list"]),
+    ],
+)
+def test_members_that_cannot_be_samples_are_refused(made: Path, members: Members, options: Any, facts: Any) -> None:
+    write(made / "one.tar", members)
+    (made / "names.csv").write_text("a\n")
+    (made / "bad.json").write_text('{"a": 1}')
+    with refused(ValueError, *facts):
+        shards("one.tar", **options)
+
+
+def test_what_is_wrong_with_samples_is_reported_together(made: Path) -> None:
+    members = {**sample(0, cls=b"1"), "0001.cls": b"1", **sample(2), "0003.png": b"nothing", "0003.cls": b"0"}
+    write(made / "one.tar", members)
+    with refused(UserError, 2, "1 of 4 samples have no .png", "one.tar[0001]", "1 of 4 samples have no .cls", "[0002]"):
+        survey(shards("one.tar", image="png"), Transforms(), skip=False)  # type: ignore[arg-type]
+    with refused(UserError, "one.tar[0003.png]"):
+        Feed(shards("one.tar", label="none"))
+
+
+# Labels and classes
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "labels", "classes"),
+    [
+        ([b"2", b"0", b"-1"], {}, [2, 0, -1], None),
+        ([b"cat", b"ant", b"cat"], {}, [1, 0, 1], ("ant", "cat")),
+        ([b"2", b"0", b"1"], {"classes": ["x", "y", "z"]}, [2, 0, 1], ("x", "y", "z")),
+        ([b"cat", b"ant", b"cat"], {"classes": ["cat", "bee", "ant"]}, [0, 2, 0], ("cat", "bee", "ant")),
+        ([b"2", b"0", b"1"], {"classes": "lines.txt"}, [2, 0, 1], ("a b", "", " c")),
+        ([b"2", b"0", b"1"], {"label": "none"}, None, None),
+    ],
+)
+def test_labels_are_numbers_or_names(made: Path, texts: list[bytes], options: Any, labels: Any, classes: Any) -> None:
+    (made / "lines.txt").write_bytes(b"a b\n\n c\n")
+    write(made / "one.tar", {k: v for n, text in enumerate(texts) for k, v in sample(n, cls=text).items()})
+    data = shards("one.tar", **options)
+    assert (None if data.labels is None else data.labels.tolist(), data.classes) == (labels, classes)
+
+
+@pytest.mark.parametrize("name", ["classes.txt", "classes.json"])
+def test_names_beside_the_shards_are_those_of_the_classes(made: Path, name: str) -> None:
+    (made / "set" / name).write_text('["x", "y", "z"]' if name.endswith("json") else "x\ny\nz\n")
+    assert shards("set").classes == ("x", "y", "z")
+    assert shards("set", label="none").classes is None
+    (made / "set" / name).write_text('["x"]' if name.endswith("json") else "x\n")
+    with refused(UserError, 2, 1):
+        Feed(shards("set"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "facts"),
+    [
+        ([b"1", b"cat"], {}, ["names"]),
+        ([b"1", b""], {}, ["one.tar[0001.cls]", "empty"]),
+        ([b"1", b"\xff"], {}, ["one.tar[0001.cls]"]),
+        ([b"1", b"x" * 65], {}, ["one.tar[0001.cls]", 65, 64]),
+        ([b"99999999", b"1"], {}, [99999999]),
+        ([b"ant", b"bea"], {"classes": ["ant", "bee"]}, ["bea", "'bee'"]),
+        ([b"1", b"1"], {"label": "png"}, ["one.tar[0000.png]", 64]),
+    ],
+)
+def test_labels_that_are_none_are_refused(made: Path, texts: list[bytes], options: Any, facts: list[Any]) -> None:
+    write(made / "one.tar", {k: v for n, text in enumerate(texts) for k, v in sample(n, cls=text).items()})
+    with refused(UserError, *facts):
+        Feed(shards("one.tar", **options))
+
+
+# Conditions
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_conditions_are_read_with_the_picture(made: Path, workers: int) -> None:
+    def one(number: int) -> Members:
+        more = {
+            "t5.npy": array(numpy.full((2, 3), number, "float32")),
+            "json": json.dumps({"size": [number, 7], "text": "a caption"}).encode(),
+            "txt": str(number / 2).encode(),
+            "mask.png": encoded(number + 50),
+            "pth": b"never read",
+        }
+        return sample(number, cls=str(number).encode(), **more)
+
+    write(made / "one.tar", {name: each for number in range(8) for name, each in one(number).items()})
+    conditions = {"text": "t5.npy", "size": "json:size", "age": "txt", "Mask": "mask.png"}
+    data = shards("one.tar", conditions=conditions)
+    assert isinstance(data, Items)
+    feed = Feed(data, Transforms(image_size=8), workers=workers).bind(8)
+    (batch,) = feed.batches(0)
+    feed.close()
+    assert batch.indices is not None
+    assert batch.labels is not None
+    order = batch.indices.tolist()
+    assert sorted(order) == list(range(8))
+    assert batch.labels.tolist() == order
+    assert {name: (each.dtype, each[:, ...].shape[1:]) for name, each in batch.conditions.items()} == {
+        "text": (torch.float32, (2, 3)),
+        "size": (torch.int64, (2,)),
+        "age": (torch.float32, ()),
+        "Mask": (torch.float32, (3, 8, 8)),
+    }
+    assert batch.conditions["text"][:, 1, 2].tolist() == order
+    assert batch.conditions["size"].tolist() == [[number, 7] for number in order]
+    assert batch.conditions["age"].tolist() == [number / 2 for number in order]
+    pairs = Feed(shards("one.tar", image="mask.png"), Transforms(image_size=8))
+    assert torch.equal(next(pairs.unaugmented(batch.indices)).inputs, batch.conditions["Mask"])
+
+
+def test_arrays_are_inputs_as_they_are(made: Path) -> None:
+    latents = [torch.randn(4, 5, 5) for _ in range(4)]
+    write(made / "one.tar", {f"{k}.npy": array(each) for k, each in enumerate(latents)})
+    (batch,) = Feed(shards("one.tar", image="npy")).unaugmented(torch.arange(4))
+    assert torch.equal(batch.inputs, torch.stack(latents))
+
+
+@pytest.mark.parametrize(
+    ("content", "condition", "facts"),
+    [
+        (b"a cat", "txt", ["one.tar[0000.txt]", "'a cat'"]),
+        (b"true", "txt", ["one.tar[0000.txt]", "'true'"]),
+        (b"[1", "json", ["one.tar[0000.json]"]),
+        (b"[" * 100_000, "json", ["one.tar[0000.json]"]),
+        (b'{"size": 1}', "json:sise", ["one.tar[0000.json]", "'sise'", "'size'"]),
+        (b"[1]", "json:size", ["one.tar[0000.json]", "'size'"]),
+        (b"nothing", "npy", ["one.tar[0000.npy]"]),
+        (array([1, 2, 3])[:-4], "npy", ["one.tar[0000.npy]", "few"]),
+        (b"nothing", "mask.png", ["one.tar[0000.mask.png]"]),
+    ],
+)
+def test_conditions_that_cannot_be_read_are_refused(made: Path, content: bytes, condition: str, facts: Any) -> None:
+    write(made / "one.tar", sample(0, **{condition.partition(":")[0]: content}))
+    with refused(UserError, *facts):
+        next(Feed(shards("one.tar", conditions={"x": condition})).bind(1).batches(0))
