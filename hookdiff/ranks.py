@@ -6,6 +6,7 @@ costs anything.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import pickle
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
@@ -25,7 +27,9 @@ Value = TypeVar("Value")
 
 TIMEOUT = timedelta(minutes=10)  # for which a rank waits in a step for the others
 _PATIENCE = timedelta(hours=4)  # the same between steps, where one rank may compute while the others wait
-_patient: dict[Any, Any] = {}  # by the default group: the group in which ranks wait that long
+# By the default group, the group in which ranks wait that long. Kept longer, its threads would abort Python at its end.
+_patient: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+atexit.register(_patient.clear)  # later, the threads of a group would end the process with an abort
 _said: Counter[str] = Counter()  # how often this process has said each text
 
 
