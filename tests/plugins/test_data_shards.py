@@ -1,0 +1,279 @@
+"""`hookdiff data --to-shards`."""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from hookdiff import Feed, InMemory
+from hookdiff.data import Store
+from hookdiff_shards import Items, shards
+from tests.conftest import PICTURES, check_facts
+
+
+@pytest.fixture(autouse=True)
+def folder(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pictures / "cache"))
+    return pictures
+
+
+def test_golden_shards_of_a_folder(hookdiff: Any, folder: Path) -> None:
+    code, out, err = hookdiff("data", "config.toml", "--to-shards", "out", "--shard-size", "0.02")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "24 samples, 3 shards, 0.1 MiB; to train on them:",
+        "",
+        "[data]",
+        'source = "shards"',
+        'path = "out"',
+        "image_size = 8",
+        "flip = true",
+        "held_out = 4",
+        "",
+    ]
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "classes.json",
+        *(f"shard-{number:06}.tar" for number in range(3)),
+    ]
+    assert json.loads(Path("out/classes.json").read_text()) == ["ant", "bee"]
+    with tarfile.open("out/shard-000000.tar") as tar:
+        assert [(one.name, one.mtime) for one in tar][:3] == [
+            ("000000000.png", 0),
+            ("000000000.cls", 0),
+            ("000000001.png", 0),
+        ]
+        member = tar.extractfile("000000001.png")
+        assert member is not None
+        assert member.read() == Path("pictures/ant/01.png").read_bytes()
+    assert all(path.stat().st_size <= 0.02 * 2**20 for path in Path("out").glob("*.tar"))
+
+
+def test_the_same_samples_give_the_same_bytes(hookdiff: Any) -> None:
+    for name in ("a", "b"):
+        assert hookdiff("data", "config.toml", "--to-shards", name)[0] == 0
+    assert Path("a/shard-000000.tar").read_bytes() == Path("b/shard-000000.tar").read_bytes()
+
+
+def test_shards_of_shards_are_the_same(hookdiff: Any, folder: Path) -> None:
+    assert hookdiff("data", "config.toml", "--to-shards", "a")[0] == 0
+    text = PICTURES.replace('"folder"', '"shards"').replace('"pictures"', '"a"')
+    (folder / "shards.toml").write_text(text)
+    assert hookdiff("data", "shards.toml", "--to-shards", "b")[0] == 0
+    for name in ("shard-000000.tar", "classes.json"):
+        assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
+
+
+@pytest.mark.parametrize("where", ["out", "out/inner", "config.toml"])
+def test_nothing_is_overwritten(hookdiff: Any, folder: Path, where: str) -> None:
+    (folder / "out" / "inner").mkdir(parents=True)
+    (folder / "out" / "inner" / "mine").write_text("precious")
+    code, out, err = hookdiff("data", "config.toml", "--to-shards", where)
+    assert (code, out) == (2, "")
+    check_facts(err, where, "exists")
+    assert (folder / "out" / "inner" / "mine").read_text() == "precious"
+
+
+def test_an_empty_folder_is_filled(hookdiff: Any, folder: Path) -> None:
+    (folder / "out").mkdir()
+    code, out, _ = hookdiff("data", "config.toml", "--to-shards", "out", "--json")
+    found = json.loads(out)
+    assert (code, found["samples"], found["shards"]) == (0, 24, 1)
+    assert found["bytes"] == Path("out/shard-000000.tar").stat().st_size
+    assert found["data"] == {"source": "shards", "path": "out", "image_size": 8, "flip": True, "held_out": 4}
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (["--to-shards", "config.toml/out"], ["config.toml"]),
+        (["--to-shards", "out", "--out", "a.png"], ["--to-shards", "--out"]),
+        (["--to-shards", "out", "--shard-size", "0"], ["--shard-size", 0]),
+        (["--to-shards", "out", "--set", "data.path=picture"], ["'pictures'"]),
+    ],
+)
+def test_wrong_options_are_one_message(hookdiff: Any, words: list[str], facts: list[Any]) -> None:
+    code, _, err = hookdiff("data", "config.toml", *words)
+    assert code == 2
+    check_facts(err, *facts)
+    assert not Path("out").exists()
+
+
+def test_unreadable_pictures_are_refused_or_left_out(hookdiff: Any, folder: Path) -> None:
+    (folder / "pictures" / "ant" / "01.png").write_bytes(b"nothing")
+    code, _, err = hookdiff("data", "config.toml", "--to-shards", "out")
+    assert code == 2
+    check_facts(err, "pictures/ant/01.png")
+    assert not list(folder.glob("*out*"))
+    assert hookdiff("data", "config.toml", "--to-shards", "out", "--set", "data.unreadable=skip")[0] == 0
+    assert len(shards("out")) == 23
+
+
+@pytest.mark.parametrize("source", ["torchvision:FakeData", "digits"])
+def test_data_without_files_become_png(hookdiff: Any, folder: Path, source: str) -> None:
+    lines = PICTURES.replace('"folder"', f'"{source}"').replace('path = "pictures"', "").replace("image_size = 8\n", "")
+    (folder / "other.toml").write_text(
+        lines.replace("[model]", "size = 20\n[model]" if "Fake" in source else "[model]")
+    )
+    code, _, err = hookdiff("data", "other.toml", "--to-shards", "out")
+    assert code == 0, err
+    from hookdiff import load_config
+    from hookdiff.experiment import build_feed
+
+    known, ours = build_feed(load_config(Path("other.toml"))), Feed(shards("out"), store=Store(store="none"))
+    for one, other in zip(known.unaugmented(known.usable), ours.unaugmented(ours.usable), strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert one.labels is not None
+        assert other.labels is not None
+        assert torch.equal(one.labels, other.labels)
+
+
+USER = """
+import numpy, random, torch
+from PIL import Image
+from hookdiff import InMemory
+
+class Pairs:
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        image = Image.fromarray(numpy.random.default_rng(index).integers(0, 256, (10, 10, 3), dtype=numpy.uint8))
+        return {
+            "image": image,
+            "label": index % 2,
+            "Mask": image.convert("L"),
+            "embedding": torch.full((2, 3), index, dtype=torch.float16),
+            "age": index / 2,
+            "tokens": [index, random.randint(0, 99)],
+        }
+
+def latents() -> InMemory:
+    torch.manual_seed(0)
+    return InMemory(torch.randn(6, 4, 5, 5), conditions={"mask": torch.rand(6, 5, 5) > 0.5})
+
+def layers() -> InMemory:
+    return InMemory(torch.zeros(6, 4, 5, 5, dtype=torch.uint8))
+
+class Mixed:
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.zeros(3, 4, 4) if index == 4 else torch.zeros(3, 4, 4).byte()
+
+class Rough(Mixed):
+    def __getitem__(self, index):
+        return {"image": torch.zeros(3, 4, 4), "x": torch.zeros(2, dtype=torch.bfloat16)}
+
+class Named(Mixed):
+    def __getitem__(self, index):
+        return {"image": torch.zeros(3, 4, 4), "a/b": 1}
+
+class Twice(Mixed):
+    def __getitem__(self, index):
+        return {"image": torch.zeros(3, 4, 4), "a": 1, "A": 2}
+"""
+
+
+def write_user(folder: Path, user_module: Any, name: str) -> None:
+    user_module("hd_shards_user", USER)
+    text = '[run]\nsteps = 1\nbatch_size = 2\n[data]\nsource = "hd_shards_user:NAME"\n[model]\nuse = "unet"\n'
+    (folder / "user.toml").write_text(text.replace("NAME", name))
+
+
+@pytest.mark.parametrize("name", ["Pairs", "latents"])
+def test_conditions_and_arrays_come_back_as_they_are(hookdiff: Any, folder: Path, user_module: Any, name: str) -> None:
+    write_user(folder, user_module, name)
+    code, out, err = hookdiff("data", "user.toml", "--to-shards", "out", "--json")
+    assert code == 0, err
+    data = json.loads(out)["data"]
+    assert data.pop("source") == "shards"
+    from hookdiff import load_config
+    from hookdiff.experiment import build_feed
+
+    known, source = build_feed(load_config(Path("user.toml"))), shards(**data)
+    assert isinstance(source, Items)
+    (one,), (other,) = ([*feed.unaugmented(torch.arange(6))] for feed in (known, Feed(source)))
+    assert torch.equal(one.inputs, other.inputs)
+    assert (one.labels is None) == (other.labels is None) == (name == "latents")
+    assert one.conditions.keys() == other.conditions.keys() != set()
+    for key, column in one.conditions.items():
+        assert column.dtype == other.conditions[key].dtype
+        assert torch.equal(column, other.conditions[key])
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("layers", [4, "transparent"]),
+        ("Mixed", ["sample 0", "sample 4", "npy", "a picture"]),
+        ("Rough", ["sample 0", "'x'", "BFloat16"]),
+        ("Named", ["'a/b'"]),
+        ("Twice", ["a, A"]),
+    ],
+)
+def test_data_that_no_shard_holds_are_refused(
+    hookdiff: Any, folder: Path, user_module: Any, name: str, facts: list[Any]
+) -> None:
+    write_user(folder, user_module, name)
+    code, out, err = hookdiff("data", "user.toml", "--to-shards", "out")
+    assert (code, out) == (2, "")
+    check_facts(err, *facts)
+    assert not list(folder.glob("*out*"))
+
+
+def test_pictures_keep_what_turns_them_and_their_transparency(hookdiff: Any, folder: Path, user_module: Any) -> None:
+    lines = [
+        "import numpy",
+        "from PIL import Image",
+        "class Turned:",
+        "    def __len__(self): return 3",
+        "    def __getitem__(self, index):",
+        "        values = numpy.random.default_rng(index).integers(0, 256, (6, 9, 4), dtype=numpy.uint8)",
+        "        image = Image.fromarray(values)",
+        "        image.getexif()[0x0112] = 6",
+        "        return image",
+    ]
+    user_module("hd_turned", "\n".join(lines) + "\n")
+    text = '[run]\nsteps = 1\nbatch_size = 2\n[data]\nsource = "hd_turned:Turned"\n[model]\nuse = "unet"\n'
+    (folder / "user.toml").write_text(text)
+    assert hookdiff("data", "user.toml", "--to-shards", "out")[0] == 0
+    import hd_turned  # type: ignore[import-not-found]
+
+    (one,), (other,) = ([*Feed(source).unaugmented(torch.arange(3))] for source in (hd_turned.Turned(), shards("out")))
+    assert one.inputs.shape == (3, 3, 9, 6)
+    assert torch.equal(one.inputs, other.inputs)
+
+
+def test_a_full_disk_leaves_nothing(hookdiff: Any, folder: Path, disk: Path) -> None:
+    for k in range(40):
+        Image.fromarray(numpy.random.default_rng(k).integers(0, 256, (200, 200, 3), dtype=numpy.uint8)).save(
+            folder / "pictures" / "ant" / f"x{k:02}.png"
+        )
+    code, _, err = hookdiff("data", "config.toml", "--to-shards", disk / "out", "--shard-size", "1")
+    assert code == 1
+    check_facts(err, disk / "out")
+    assert not list(disk.iterdir())
+
+
+def test_in_memory_labels_are_written(hookdiff: Any, folder: Path, user_module: Any) -> None:
+    user_module(
+        "hd_labelled",
+        "import torch\nfrom hookdiff import InMemory\n\n\ndef data() -> InMemory:\n"
+        "    labels = torch.tensor([1, -1, 0])\n"
+        "    return InMemory(torch.arange(48).reshape(3, 1, 4, 4).byte(), labels, ['a b', 'c\\nd'])\n",
+    )
+    text = '[run]\nsteps = 1\nbatch_size = 2\n[data]\nsource = "hd_labelled:data"\n[model]\nuse = "unet"\n'
+    (folder / "user.toml").write_text(text)
+    assert hookdiff("data", "user.toml", "--to-shards", "out")[0] == 0
+    source = shards("out")
+    assert source.labels is not None
+    assert (source.labels.tolist(), source.classes) == ([1, -1, 0], ("a b", "c\\nd"))
+    known = InMemory(torch.arange(48).reshape(3, 1, 4, 4).byte())
+    (one,), (other,) = ([*Feed(each).unaugmented(torch.arange(3))] for each in (known, source))
+    assert torch.equal(one.inputs, other.inputs)

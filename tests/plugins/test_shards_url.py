@@ -1,0 +1,199 @@
+"""Samples in shards by URL, of real file systems of fsspec, and of a server on this machine."""
+
+import os
+import re
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from hookdiff import Feed, UserError
+from hookdiff.data import Store, Transforms
+from hookdiff_shards import shards
+from tests.conftest import pixels, refused, warnings
+from tests.plugins.test_shards import labelled, sample, taken, write
+
+fsspec: Any = pytest.importorskip("fsspec")
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a folder with 24 pictures in the shards set/0.tar to set/2.tar, which memory://set has too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    for number in range(3):
+        path = write(tmp_path / "set" / f"{number}.tar", labelled(range(8 * number, 8 * number + 8)))
+        memory.pipe(f"/set/{number}.tar", path.read_bytes())
+    memory.pipe("/set/classes.txt", b"x\ny\nz\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("path", ["memory://set", "memory://set/{0..2}.tar", "memory://set/*.tar", "file://{here}/set"])
+def test_shards_by_url_give_the_batches_of_the_files(made: Path, path: str, workers: int) -> None:
+    source, here = shards(path.replace("{here}", str(made))), shards("set")
+    assert source.labels is not None
+    assert here.labels is not None
+    assert torch.equal(source.labels, here.labels)
+    options = Transforms(image_size=8, flip=True)
+    ours, known = Feed(source, options, Store(store="none"), workers=workers), Feed(here, options, Store(store="none"))
+    for one, other in zip(taken(ours), taken(known), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_names_of_classes_are_found_beside_the_shards(made: Path) -> None:
+    assert shards("memory://set").classes == ("x", "y", "z")
+    assert shards("set", classes="memory://set/classes.txt").classes == ("x", "y", "z")
+    with refused(ValueError, "memory://set/names.txt", "no such file"):
+        shards("set", classes="memory://set/names.txt")
+
+
+@pytest.mark.parametrize(
+    ("path", "facts"),
+    [
+        ("memory://set/{0..4}.tar", [2, "memory://set/3.tar", "memory://set/4.tar"]),
+        ("memory://set/7.tar", ["memory://set/7.tar", "no such file"]),
+        ("memory://set/*.tra", ["memory://set/*.tra"]),
+        ("memory://empty", ["memory://empty", ".tar"]),
+        ("memory://set/classes.txt", ["memory://set/classes.txt", "cut"]),
+        ("memroy://set/0.tar", ["'memroy'", "'memory'"]),
+    ],
+)
+def test_urls_without_shards_are_refused(made: Path, path: str, facts: list[Any]) -> None:
+    fsspec.filesystem("memory").makedirs("/empty", exist_ok=True)
+    with refused(ValueError, *facts):
+        shards(path)
+
+
+def test_options_that_the_file_system_needs_are_named(made: Path) -> None:
+    with refused(ValueError, "storage_options", "reference://set/0.tar", "'fo'"):
+        shards("reference://set/0.tar", storage_options={"of": "x"})
+
+
+def test_a_shard_that_is_written_again_is_indexed_again(made: Path) -> None:
+    before = shards("memory://set/0.tar").fingerprint()
+    fsspec.filesystem("memory").pipe("/set/0.tar", write(made / "new.tar", sample(7)).read_bytes())
+    data = shards("memory://set/0.tar")
+    assert (len(data), data.fingerprint() == before) == (1, False)
+
+
+class Flaky(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
+    """Fails at each first and second read, and for good after `left` reads."""
+
+    protocol = "flaky"
+    reads, left = 0, 1000
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return f"/{path.removeprefix('flaky://').lstrip('/')}"
+
+    def cat_file(self, *args: Any, **options: Any) -> bytes:
+        kind = type(self)
+        kind.reads += 1
+        if kind.reads % 3 or kind.reads > kind.left:
+            raise ConnectionResetError("the line is broken")
+        content: bytes = super().cat_file(*args, **options)
+        return content
+
+
+@pytest.fixture
+def flaky(made: Path, monkeypatch: pytest.MonkeyPatch) -> type[Flaky]:
+    """Let flaky:// be such a file system, and no attempt wait."""
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    Flaky.reads, Flaky.left = 0, 1000
+    return Flaky
+
+
+def test_a_server_that_fails_is_asked_again(flaky: type[Flaky], caplog: pytest.LogCaptureFixture) -> None:
+    data = shards("flaky://set/0.tar", label="none")
+    assert numpy.array_equal(numpy.asarray(data.load(5)), pixels(5))  # type: ignore[union-attr]
+    assert len(warnings(caplog)) == 4
+    assert all("flaky://set/0.tar" in line and "broken" in line for line in warnings(caplog))
+    flaky.left = 0
+    with refused(UserError, "flaky://set/0.tar[0000.png]", "the server fails", "broken"):
+        Feed(data, store=Store(store="memory"))
+
+
+# A server on this machine
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serves the files of the working directory, in parts if these are asked for."""
+
+    protocol_version = "HTTP/1.1"
+    gives_parts = True
+
+    def do_HEAD(self) -> None:
+        self.answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(has_body=True)
+
+    def answer(self, has_body: bool) -> None:
+        path = Path(self.path.lstrip("/").partition("?")[0])
+        content = path.read_bytes() if path.is_file() else b""
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        part = content
+        if asked and self.gives_parts and path.is_file():
+            part = content[int(asked[1]) : int(asked[2]) + 1 if asked[2] else None]
+        self.send_response(404 if not path.is_file() else 206 if part is not content else 200)
+        self.send_header("Content-Length", str(len(part)))
+        if self.gives_parts:
+            self.send_header("Accept-Ranges", "bytes")
+        if path.is_file():
+            self.send_header("ETag", f'"{os.stat(path).st_mtime_ns}"')
+        if part is not content and asked:
+            self.send_header("Content-Range", f"bytes {asked[1]}-{int(asked[1]) + len(part) - 1}/{len(content)}")
+        self.end_headers()
+        if has_body:
+            self.wfile.write(part)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def server(made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Serve the folder, and return its URL."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(Server, "gives_parts", True)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as started:
+        thread = Thread(target=started.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{started.server_port}"
+        started.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_are_read_by_http(server: str, workers: int) -> None:
+    ours = Feed(shards(f"{server}/set/{{0..2}}.tar"), store=Store(store="none"), workers=workers)
+    known = Feed(shards("set"), store=Store(store="none"))
+    for one, other in zip(taken(ours), taken(known), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_change_on_the_server_is_seen(server: str) -> None:
+    url = f"{server}/set/0.tar?token=x"
+    before = shards(url).fingerprint()
+    assert shards(url).fingerprint() == before
+    status = os.stat("set/0.tar")
+    os.utime("set/0.tar", ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+    assert shards(url).fingerprint() != before
+
+
+def test_a_server_that_gives_no_parts_is_refused(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Path("set/large.tar"), {f"{k:04}.txt": bytes(300_000) for k in range(9)})
+    monkeypatch.setattr(Server, "gives_parts", False)
+    with refused(ValueError, f"{server}/set/large.tar", "parts"):
+        shards(f"{server}/set/large.tar")
+    with refused(ValueError, f"{server}/set/9.tar", "no such file"):
+        shards(f"{server}/set/9.tar")
