@@ -482,7 +482,7 @@ def test_a_run_at_its_target_stays_ended_unless_the_target_is_harder(
 
 
 def test_the_first_rank_decides_whether_the_target_is_reached(
-    installed: None, second_rank: None, monkeypatch: pytest.MonkeyPatch
+    installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import hookdiff_target
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hookdiff import Due, Every, LoopConfig, Progress, parse_every
+from hookdiff.progress import End
 from tests.conftest import refused
 
 amounts = st.integers(0, 10**15)

@@ -81,7 +81,7 @@ def test_a_generator_starts_anew_whatever_was_drawn_before(address: tuple[str, i
     random = Randomness(seed=5, rank=1)
     random.generator(*address, CPU)
     torch.rand(drawn, generator=random.generator("noise", 3, CPU))
-    expected = torch.Generator().manual_seed(derive_seed(5, *address, 1))
+    expected = torch.Generator().manual_seed(derive_seed(5, *address))
     got = random.generator(*address, CPU)
     assert torch.equal(torch.randn(20, generator=got), torch.randn(20, generator=expected))
 
@@ -97,9 +97,14 @@ def test_asking_for_one_stream_leaves_the_others_alone() -> None:
     assert torch.equal(torch.cat((first, rest)), whole)
 
 
-def test_ranks_draw_different_noise() -> None:
-    draws = [torch.randn(8, generator=Randomness(5, rank).generator("noise", 3, CPU)) for rank in range(4)]
-    assert len({draw.numpy().tobytes() for draw in draws}) == 4
+def test_all_ranks_draw_the_noise_of_the_whole_step_and_dropout_of_their_own() -> None:
+    noise, dropped = set(), set()
+    for rank in range(4):
+        random = Randomness(5, rank)
+        noise.add(torch.randn(8, generator=random.generator("noise", 3, CPU)).numpy().tobytes())
+        random.seed_dropout(3, 0, CPU)
+        dropped.add(torch.nn.functional.dropout(torch.ones(100)).numpy().tobytes())
+    assert (len(noise), len(dropped)) == (1, 4)
 
 
 def test_the_drawn_numbers_never_change() -> None:

@@ -50,7 +50,6 @@ class Batch:
             self.total,
             {name: column[rows] for name, column in self.conditions.items()},
             self.rows[rows],
-            self.most,
         )
 
     def own(self, drawn: Tensor) -> Tensor:
