@@ -29,17 +29,21 @@ def indices_of(files: Files, folder: Path) -> list[Index]:
     An index that is damaged is reported and made again. Raises ValueError that names the shards that cannot be read,
     and UserError if the folder cannot be written.
     """
-    paths = [folder / f"{hashlib.sha256(os.fsencode(each.place)).hexdigest()[:32]}.index" for each in files.shards]
+    names = [_hash(shard.place) for shard in files.shards]
+    paths = [folder / f"{name}.index" for name in names]
     try:
         make_folder(folder)
-        with locked(folder / "all", shared=True):  # so that several processes read it at a time
-            found = [_load(path, shard) for path, shard in zip(paths, files.shards, strict=True)]
+        found = [_load(path, shard) for path, shard in zip(paths, files.shards, strict=True)]
         if None in found:
-            with locked(folder / "all", shared=False):
+            with locked(folder / _hash("\n".join(names)), shared=False):  # so that only one rank makes them
                 return _with_others(files, paths, found)
     except OSError as error:
         raise cannot_write(Path(error.filename or folder), error) from None
     return [index for index in found if index is not None]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:32]
 
 
 def _load(path: Path, shard: Shard, report: bool = False) -> Index | None:
@@ -72,7 +76,8 @@ def _with_others(files: Files, paths: Sequence[Path], found: list[Index | None])
                     problems.append(f"{shards[number].name}: {result}")
                     continue
                 made[number] = result
-                save(result, shards[number], paths[number])
+                with locked(paths[0].with_name("writing"), shared=False):  # another set may have the same shard
+                    save(result, shards[number], paths[number])
     finally:
         pool.shutdown(cancel_futures=True)
     if problems:

@@ -1,6 +1,7 @@
 """Shards by URL: any that fsspec reads in parts, such as https://, s3:// or gs://. It is imported for a URL alone."""
 
 import logging
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +14,18 @@ logger = logging.getLogger("hookdiff")
 _WAITS = (1, 4, 16)  # seconds before each further attempt
 _FINAL = (FileNotFoundError, PermissionError, UserError, ValueError)  # another attempt would fail too
 # What servers say about the content, by the names that the file systems of fsspec have for it.
-_MARKS = ("ETag", "etag", "md5Hash", "Content-MD5", "Last-Modified", "LastModified", "last_modified", "updated")
-_TIMES = ("mtime", "modified", "created")
+_MARKS = (
+    *("ETag", "etag", "generation", "blob_id", "md5Hash", "Content-MD5"),
+    *("Last-Modified", "LastModified", "last_modified", "updated"),
+)
+_TIMES = ("mtime", "modified", "modify", "created")
+# They read what another file says: some run a template in it, or unpickle what lies in a folder.
+_WRAPPERS = ("reference", "cached", "blockcache", "filecache", "simplecache", "dir", "generic", "dask")
 
 
 def is_url(path: str) -> bool:
-    """Return whether `path` is for fsspec: "protocol://path", or several protocols with "::" between them."""
-    return "://" in path or "::" in path
+    """Return whether `path` is for fsspec: "protocol://path"."""
+    return "://" in path
 
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -32,7 +38,9 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         import fsspec
     except ImportError:
         raise UserError(f"{url}: a URL needs the package fsspec: pip install 'hookdiff[shards]'") from None
-    protocol = url.partition("::")[0].partition("://")[0]
+    protocol = re.split("::|://", url)[0]
+    if "::" in url or protocol in _WRAPPERS:
+        raise ValueError(f"{url}: {protocol} is about the files of another URL; give that URL")
     if protocol not in (known := [*fsspec.available_protocols(), *fsspec.registry]):
         raise ValueError(f"{url}: fsspec knows no {protocol!r}{nearest(protocol, known)}")
     try:

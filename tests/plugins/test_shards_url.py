@@ -63,6 +63,8 @@ def test_names_of_classes_are_found_beside_the_shards(made: Path) -> None:
         ("memory://set/*.tra", ["memory://set/*.tra"]),
         ("memory://empty", ["memory://empty", ".tar"]),
         ("memory://set/classes.txt", ["memory://set/classes.txt", "cut"]),
+        ("simplecache::memory://set/0.tar", ["simplecache::memory://set/0.tar", "another URL"]),
+        ("reference://set/0.tar", ["reference://set/0.tar", "another URL"]),
         ("memroy://set/0.tar", ["'memroy'", "'memory'"]),
     ],
 )
@@ -73,8 +75,8 @@ def test_urls_without_shards_are_refused(made: Path, path: str, facts: list[Any]
 
 
 def test_options_that_the_file_system_needs_are_named(made: Path) -> None:
-    with refused(ValueError, "storage_options", "reference://set/0.tar", "'fo'"):
-        shards("reference://set/0.tar", storage_options={"of": "x"})
+    with refused(ValueError, "storage_options", "github://set/0.tar", "'org'"):
+        shards("github://set/0.tar", storage_options={"repository": "x"})
 
 
 def test_a_shard_that_is_written_again_is_indexed_again(made: Path) -> None:
