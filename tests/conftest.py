@@ -128,6 +128,28 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             process.kill()
 
 
+Torchrun = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Torchrun:
+    """Return a function that runs a module or script in `num` processes of torchrun: exit code, stdout and stderr."""
+
+    def call(num: int, *words: object, options: Iterable[str] = (), **environment: str) -> tuple[int, str, str]:
+        started = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", *options]
+        done = subprocess.run(
+            [*started, *map(str, words)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
+            text=True,
+            capture_output=True,
+            timeout=PATIENCE,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return call
+
+
 PATIENCE = 300  # seconds that a process may take on a busy machine
 
 

@@ -1,0 +1,55 @@
+"""The modules of a model that are sharded on their own."""
+
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from hookdiff import UserError, nearest
+from hookdiff.findings import listed
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # they only hold modules, and are never called
+KEY = "plugins.fsdp.blocks"
+
+
+def blocks_of(model: nn.Module, patterns: Collection[str]) -> dict[str, nn.Module]:
+    """Return the modules to shard on their own, by name, inner ones first.
+
+    They match one of `patterns`; without patterns, they are the repeated blocks: what the outermost lists of the model
+    hold, or else what an outermost Sequential holds. Raises UserError if there is none, or for a pattern without one.
+    """
+    if not patterns:
+        found = dict(_held(model, _LISTS)) or dict(_held(model, (nn.Sequential,)))
+        if len(found) < 2:
+            raise UserError(
+                f"{KEY}: the model has no repeated blocks, and as a single unit it would be gathered as a whole on "
+                f"each device; name its largest modules: {_examples(model)}; or train with the plugin ddp"
+            )
+        return found
+    named = {name: module for name, module in model.named_modules() if name and _is_unit(module)}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in named):
+            raise UserError(
+                f"{KEY}: {pattern!r} matches no module with parameters{nearest(pattern, named)}; there are: "
+                f"{_examples(model)}"
+            )
+    found = {name: module for name, module in named.items() if any(fnmatchcase(name, one) for one in patterns)}
+    return dict(reversed(found.items()))  # named_modules yields the outer ones first
+
+
+def _held(module: nn.Module, kinds: tuple[type[nn.Module], ...], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    is_list = isinstance(module, kinds)
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if is_list and _is_unit(child):
+            yield path, child
+        else:
+            yield from _held(child, kinds, f"{path}.")
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return not isinstance(module, _LISTS) and any(True for _ in module.parameters())
+
+
+def _examples(model: nn.Module) -> str:
+    return listed([name for name, module in model.named_modules() if name and _is_unit(module)], 8)

@@ -1,0 +1,93 @@
+"""The plugin `fsdp`."""
+
+from collections.abc import Generator
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from attrs import define, field
+from attrs.validators import ge
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from hookdiff import Loop, LossOutput, UserError, hookimpl
+from hookdiff.options import about
+from hookdiff_fsdp.blocks import blocks_of
+
+DTYPES = {"float32": None, "bf16": torch.bfloat16}  # None: that of the weights
+
+
+@define(eq=False)
+class FSDP:
+    """Trains on several ranks, with a part of weights, gradients and averages on each (PyTorch's `fully_shard`).
+
+    torchrun starts the ranks, as in `torchrun --nproc-per-node 8 -m hookdiff run CONFIG --plugins fsdp`; without it the
+    plugin does nothing. A block is gathered from all ranks while it computes, and freed afterwards. `run.batch_size` is
+    that of all ranks together, so the samples of a step, their order and their noise are the same on any number of
+    ranks.
+    """
+
+    trains_on_ranks: ClassVar[bool] = True
+    conflicts: ClassVar[tuple[str, ...]] = ("ddp",)
+    blocks: tuple[str, ...] = field(
+        default=(),
+        metadata=about(
+            'patterns of the modules to shard on their own, such as `["blocks.*"]`; by default repeated blocks'
+        ),
+    )
+    reshard: bool = field(
+        default=True,
+        metadata=about("free a block after its forward pass; false needs more memory and less communication"),
+    )
+    precision: Literal["float32", "bf16"] = field(
+        default="float32",
+        metadata=about(
+            '"bf16": gather and compute the blocks in bf16; weights, sums and what is outside stay as they are'
+        ),
+    )
+    checkpointing: bool = field(
+        default=False,
+        metadata=about("compute each block again in the backward pass, to save the memory of its activations"),
+    )
+    replicas: int = field(
+        default=1, validator=ge(1), metadata=about("copies of the model; each is sharded over ranks / replicas")
+    )
+    _model: FSDPModule | None = field(default=None, init=False)
+
+    @hookimpl(trylast=True)  # other plugins may add weights
+    def prepare_model(self, loop: Loop) -> None:
+        self._model = None
+        if loop.num_ranks == 1:
+            return
+        found = blocks_of(loop.model, self.blocks)
+        mesh = self._mesh(loop)
+        dtype = DTYPES[self.precision]
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+        for parameter in loop.model.parameters():  # fully_shard takes no other memory format
+            parameter.data = parameter.data.contiguous()
+        for block in found.values():
+            if self.checkpointing:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard, mp_policy=policy)
+        # What is outside of the blocks keeps its precision: it gets the times, which bf16 would round. It is freed
+        # after each forward pass: after one without gradients, plain weights would take the place of their parts.
+        self._model = fully_shard(loop.model, mesh=mesh, reshard_after_forward=True)
+
+    def _mesh(self, loop: Loop) -> DeviceMesh:
+        if loop.num_ranks % self.replicas or self.replicas == loop.num_ranks:
+            raise UserError(
+                f"plugins.fsdp.replicas: {self.replicas} copies cannot be sharded over {loop.num_ranks} ranks; "
+                "expected a divisor of the number of ranks, and less than it"
+            )
+        if self.replicas == 1:
+            return init_device_mesh(loop.device.type, (loop.num_ranks,))
+        return init_device_mesh(
+            loop.device.type, (self.replicas, loop.num_ranks // self.replicas), mesh_dim_names=("copies", "parts")
+        )
+
+    @hookimpl(wrapper=True)
+    def micro_step(self, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
+        if self._model is not None:
+            self._model.set_requires_gradient_sync(index == count - 1)
+        return (yield)

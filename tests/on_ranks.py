@@ -1,0 +1,159 @@
+"""A short training as a script, on one process or under torchrun: `python -m tests.on_ranks SPEC OUT`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Generator, Tensor, nn
+
+from hookdiff import Batch, Loop, LoopConfig, LossOutput, hookimpl
+from hookdiff.experiment import make_plugin
+from hookdiff.ranks import gathered, joined, rank, whole
+
+
+class Net(nn.Module):
+    """Blocks in a list, one tensor smaller than the number of ranks, and weights outside of the blocks."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 10)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 7), nn.SiLU(), nn.Linear(7, 10)) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(10, 4)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(self.dropout(x))
+        made: Tensor = self.last(x) * self.scale
+        return made
+
+
+class Denoise:
+    """Predicts the noise, in the precision of the network."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def draw(self, batch: Batch, generator: Generator) -> Batch:
+        noise = torch.randn((batch.total, 4), generator=generator)
+        return evolve(batch, draws={"noise": batch.own(noise)})
+
+    def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:
+        inputs, noise = batch.inputs.to(self.dtype), batch.draws["noise"].to(self.dtype)
+        error = (net(inputs + noise) - noise).square().mean(1)
+        return LossOutput(error.mean(), error)
+
+
+class Halves:
+    """Makes a pass over every second sample, then one over the others: what two ranks do, in one process."""
+
+    @hookimpl
+    def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
+        outputs = [loop.run_pass(batch[start::2]) for start in (0, 1)]
+        return LossOutput(torch.stack([output.loss for output in outputs]).mean())
+
+
+class Asks:
+    """Asks for the end after one step, or within it, on one rank alone."""
+
+    def __init__(self, at: int, rank: int, within: bool) -> None:
+        self.at, self.rank, self.within = at, rank, within
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        if self.within and (loop.progress.step, loop.rank) == (self.at - 1, self.rank):
+            loop.stop("plugin", "enough")
+
+    @hookimpl
+    def between_steps(self, loop: Loop) -> None:
+        if not self.within and (loop.progress.step, loop.rank) == (self.at, self.rank):
+            loop.stop("plugin", "enough")
+
+
+class Spoils:
+    """Makes the samples of one step not finite, on one rank alone."""
+
+    def __init__(self, position: int, rank: int) -> None:
+        self.position, self.rank = position, rank
+
+    @hookimpl
+    def make_batch(self, loop: Loop, batch: Batch) -> Batch:
+        is_here = (loop.progress.position, loop.rank) == (self.position, self.rank)
+        return evolve(batch, inputs=batch.inputs * torch.nan) if is_here else batch
+
+
+class Drops:
+    """Leaves out the samples with an odd number: each rank is left with another number of them."""
+
+    @hookimpl
+    def make_batch(self, batch: Batch) -> Batch:
+        assert batch.indices is not None
+        kept = (batch.indices % 2 == 0).nonzero().flatten()
+        return Batch(batch.inputs[kept], indices=batch.indices[kept])
+
+
+class Sees:
+    """Notes the samples and the noise of each step, and how many passes are made."""
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+        self.passes = 0
+
+    @hookimpl
+    def before_step(self, batch: Batch) -> None:
+        assert batch.indices is not None
+        noise = batch.draws["noise"].double().sum(1).tolist()
+        self.steps.append(sorted(zip(batch.indices.tolist(), noise, strict=True)))
+
+    @hookimpl(wrapper=True)
+    def micro_step(self) -> Any:
+        self.passes += 1
+        return (yield)
+
+
+OWN = {"halves": Halves, "asks": Asks, "spoils": Spoils, "drops": Drops}
+
+
+def train(spec: dict[str, Any]) -> dict[str, Any]:
+    """Train as `spec` says; return weights, averages, losses and norms, and what each rank has seen."""
+    dtype = getattr(torch, spec.get("dtype", "float32"))
+    torch.manual_seed(0)
+    net = Net(spec.get("dropout", 0.0)).to(dtype)
+    data = torch.randn(60, 4, generator=Generator().manual_seed(1))
+    sees = Sees()
+    plugins: dict[str, Any] = {"sees": sees}
+    for name, options in spec["plugins"].items():
+        plugins[name] = OWN[name](**options) if name in OWN else make_plugin(name, {"plugins": {name: options}})
+    loop = Loop(
+        net,
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        Denoise(dtype),
+        data,
+        LoopConfig(**{"steps": 20, "batch_size": 12, "log_every": 5, **spec.get("config", {})}),
+        plugins,
+    )
+    with loop:
+        steps = [(step.step, step.outcome, step.loss, step.grad_norm) for step in loop.steps()]
+        weights = {name: whole(value) for name, value in loop.model.state_dict().items()}
+        averages = {name: whole(value) for name, value in getattr(plugins.get("ema"), "shadow", {}).items()}
+    end = (loop.end.reason, loop.end.message)
+    shown = gathered({"steps": steps, "seen": sees.steps, "passes": sees.passes, "end": end})
+    return {"weights": weights, "averages": averages, "ranks": shown}
+
+
+def main() -> None:
+    spec, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    with joined("cpu"):
+        result = train(spec)
+        if rank() == 0:
+            torch.save(result, out)
+
+
+if __name__ == "__main__":
+    main()

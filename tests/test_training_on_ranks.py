@@ -1,0 +1,126 @@
+"""Training under torchrun equals training on one process; real processes that talk over gloo."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Torchrun
+from tests.on_ranks import train
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+
+USUAL: dict[str, Any] = {"ema": {"decay": 0.9}, "clip": {"rule": {"use": "norm", "max_norm": 0.5}}}
+Trained = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def on_ranks(torchrun: Torchrun, tmp_path: Path) -> Trained:
+    """Return a function that trains as a spec says on `num` ranks, and returns what `train` returns."""
+
+    def call(num: int, **spec: Any) -> dict[str, Any]:
+        (tmp_path / "spec.json").write_text(json.dumps(spec))
+        code, _, err = torchrun(num, "-m", "tests.on_ranks", tmp_path / "spec.json", tmp_path / "out.pt")
+        assert code == 0, err
+        result: dict[str, Any] = torch.load(tmp_path / "out.pt")
+        return result
+
+    return call
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return the largest difference of the weights and averages of two runs."""
+    assert one["weights"].keys() == other["weights"].keys()
+    assert one["averages"].keys() == other["averages"].keys()
+    pairs = [(one[part][name], other[part][name]) for part in ("weights", "averages") for name in one[part]]
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def samples(result: dict[str, Any]) -> list[Any]:
+    """Return the samples of each step with their noise, over all ranks."""
+    return [sorted(sum(shares, [])) for shares in zip(*(one["seen"] for one in result["ranks"]), strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
+@pytest.mark.parametrize(
+    ("num", "plugins"),
+    [
+        (2, {"ddp": {}}),
+        (2, {"fsdp": {}}),
+        (2, {"fsdp": {"reshard": False, "checkpointing": True}}),
+        (4, {"fsdp": {"replicas": 2}}),
+    ],
+    ids=str,
+)
+def test_ranks_train_as_one_process(
+    on_ranks: Trained, num: int, plugins: dict[str, Any], dtype: str, tolerance: float
+) -> None:
+    # Shares of 4 and 3 samples, in passes of 2 and 1, and a last batch that is smaller.
+    config = {"batch_size": 7, "micro_batch": 2, "epochs": 3, "steps": 20}
+    alone = train({"plugins": {**plugins, **USUAL}, "dtype": dtype, "config": config})
+    together = on_ranks(num, plugins={**plugins, **USUAL}, dtype=dtype, config=config)
+    assert apart(alone, together) < tolerance
+    assert samples(alone) == samples(together)
+    (own,) = alone["ranks"]
+    clipped = [norm > 0.5 for *_, norm in own["steps"]]
+    assert any(clipped)
+    for one in together["ranks"]:
+        assert one["steps"] == together["ranks"][0]["steps"]
+        assert one["passes"] == together["ranks"][0]["passes"]
+        assert len(one["steps"]) == len(own["steps"]) == 20
+        for (step, outcome, *values), (*expected, loss, norm) in zip(one["steps"], own["steps"], strict=True):
+            assert [step, outcome] == expected
+            assert values == pytest.approx([loss, norm], rel=10 * tolerance)
+
+
+def test_bf16_equals_one_process_that_averages_the_gradients_of_the_ranks(on_ranks: Trained) -> None:
+    amp = {"amp": {"precision": "bf16"}, **USUAL}
+    halves = train({"plugins": {**amp, "halves": {}}})
+    assert apart(halves, on_ranks(2, plugins={"ddp": {}, **amp})) < 1e-6
+    assert apart(halves, train({"plugins": amp})) > 1e-5  # the gradients of a whole batch are rounded in another way
+
+
+def test_dropout_alone_depends_on_the_rank(on_ranks: Trained) -> None:
+    spec = {"plugins": {"ddp": {}}, "dropout": 0.3}
+    alone, together = train(spec), on_ranks(2, **spec)
+    assert samples(alone) == samples(together)
+    assert apart(alone, together) > 1e-3
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_on_one_rank_ends_all_at_the_same_step(on_ranks: Trained, plugin: str, within: bool, rank: int) -> None:
+    asks = {"asks": {"at": 7, "rank": rank, "within": within}}
+    result = on_ranks(2, plugins={plugin: {}, **USUAL, **asks})
+    for one in result["ranks"]:
+        made = [step for step, outcome, *_ in one["steps"] if outcome == "updated"]
+        assert made == list(range(1, 8))
+        assert one["end"] == ["plugin", "enough"] or one["end"] == ("plugin", "enough")
+    alone = train({"plugins": {plugin: {}, **USUAL}, "config": {"steps": 7}})
+    assert apart(alone, result) < 1e-5
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+def test_a_nan_on_one_rank_is_met_by_all(on_ranks: Trained, plugin: str) -> None:
+    spec = {"plugins": {plugin: {}, **USUAL, "spoils": {"position": 5, "rank": 1}, "nan": {"keep": 0}}}
+    result = on_ranks(2, **spec)
+    for one in result["ranks"]:
+        outcomes = [outcome for _, outcome, *_ in one["steps"]]
+        assert outcomes == result["ranks"][0]["end"] or outcomes[5] in ("skipped", "stopped")
+        assert one["end"] == result["ranks"][0]["end"]
+    assert all(value.isfinite().all() for value in result["weights"].values())
+
+
+def test_a_plugin_may_leave_out_another_number_of_samples_on_each_rank(on_ranks: Trained) -> None:
+    config = {"micro_batch": 2, "steps": 20}
+    alone = train({"plugins": {"drops": {}, **USUAL}, "config": config})
+    together = on_ranks(2, plugins={"ddp": {}, "drops": {}, **USUAL}, config=config)
+    indices = [[[index for index, _ in step] for step in samples(result)] for result in (alone, together)]
+    assert indices[0] == indices[1]
+    steps = [[outcome for _, outcome, *_ in one["steps"]] for one in together["ranks"]]
+    assert steps[0] == steps[1]
+    assert together["ranks"][0]["passes"] == together["ranks"][1]["passes"]
