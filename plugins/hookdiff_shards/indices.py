@@ -66,7 +66,8 @@ def _with_others(files: Files, paths: Sequence[Path], found: list[Index | None])
         if known is not None:
             made[number] = known
     lacking = [number for number in range(len(shards)) if number not in made]
-    logger.info("data: reading the headers of %d shards for their index in %s", len(lacking), paths[0].parent)
+    if lacking:
+        logger.info("data: reading the headers of %d shards for their index in %s", len(lacking), paths[0].parent)
     pool = ThreadPoolExecutor(THREADS)
     try:
         new = pool.map(partial(_make, files), lacking)

@@ -81,7 +81,9 @@ class Samples:
             raise ValueError(f"no sample has a {wanted}{near}; they have {some([f'.{one}' for one in known])}")
         if (counts > 1).any():
             index = int(counts.argmax())
-            raise ValueError(f"{self.name(index)} has {counts[index]} pictures ({wanted}): set image to one of these")
+            raise ValueError(
+                f"{shown(self.name(index))} has {counts[index]} pictures ({wanted}): set image to one of these"
+            )
         if lacking := (counts == 0).nonzero()[0].tolist():
             names = some([self.name(index) for index in lacking])
             self.problems.append(f"{len(lacking)} of {len(self)} samples have no {wanted}: {names}")
@@ -92,7 +94,7 @@ class Samples:
         sizes = self.column(indices, [extension]).size
 
         def name_of(index: int) -> str:
-            return self.name(index, extension)
+            return shown(self.name(index, extension))
 
         if is_picture(extension) or (sizes > SMALL).any():
             largest = int(sizes.argmax())

@@ -144,6 +144,9 @@ class Server(BaseHTTPRequestHandler):
         content = path.read_bytes() if path.is_file() else b""
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         part = content
+        if asked and self.gives_parts and int(asked[1]) >= max(len(content), 1):
+            self.send_error(416)
+            return
         if asked and self.gives_parts and path.is_file():
             part = content[int(asked[1]) : int(asked[2]) + 1 if asked[2] else None]
         self.send_response(404 if not path.is_file() else 206 if part is not content else 200)
@@ -181,6 +184,14 @@ def test_shards_are_read_by_http(server: str, workers: int) -> None:
     known = Feed(shards("set"), store=Store(store="none"))
     for one, other in zip(taken(ours), taken(known), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_nothing_beyond_the_end_is_asked_for(server: str) -> None:
+    whole = write(Path("set/cut.tar"), {**sample(0), "0000.txt": b""}).read_bytes()
+    assert len(shards(f"{server}/set/cut.tar")) == 1
+    Path("set/cut.tar").write_bytes(whole[:1536])  # two headers and the picture between them, and no end mark
+    with refused(ValueError, f"{server}/set/cut.tar", "cut"):
+        shards(f"{server}/set/cut.tar")
 
 
 def test_a_change_on_the_server_is_seen(server: str) -> None:
