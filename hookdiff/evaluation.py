@@ -56,7 +56,8 @@ class Evaluation(Periodic):
         The network holds the weights that were asked for, named `loop.weights.name`, and is in eval mode; gradients are
         off. To sample with these weights, name them: `SampleRequest(16, weights=loop.weights.name)`. The global
         generators of torch, numpy and Python have the same seed in each measurement, and another one on each rank. It
-        is called on all ranks; to measure a share of the samples on each, reduce the results over the ranks.
+        is called on all ranks, and must return the same names there: what is logged is the mean of their values, and of
+        pairs (sum, count) the ratio of the sums.
         """
 
     @hookimpl(specname="on_start")
@@ -72,7 +73,7 @@ class Evaluation(Periodic):
         if not isinstance(values, Mapping):
             kind = type(self).__name__
             raise HookError(f"{kind}.evaluate returned a {type(values).__name__}, expected values by name, as a dict")
-        loop.log({f"val/{name}": value for name, value in values.items()})
+        loop.log({f"val/{name}": value for name, value in loop.reduce(values).items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step of the newest measurement."""

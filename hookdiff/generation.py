@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 
 import torch
@@ -88,13 +88,22 @@ class Generated:
 
         `what` is for messages, such as "fid: images". Raises ValueError on all ranks for an image that is not finite.
         """
-        share = range(*shares(num)[self.loop.rank])
-        with closing(paced(self.images(share), len(share), what)) as made:
-            pixels = (_pixels(part, what) for part in made)
+        start, end = shares(num)[self.loop.rank]
+        # As many on all ranks, because those that share one model must call it equally often.
+        most = max(last - first for first, last in shares(num))
+        with closing(paced(self.images(range(start, start + most)), most, what)) as made:
+            pixels = (_pixels(part, what) for part in _first(made, end - start))
             return Collected.merged(gathered_or_raised(lambda: Collected.of(self.space, pixels)))
 
     def _request(self, numbers: range) -> SampleRequest:
         return SampleRequest(len(numbers), self.seed, numbers.start, stream="evaluate", weights=self.weights)
+
+
+def _first(parts: Iterable[Tensor], num: int) -> Iterator[Tensor]:
+    """Yield the first `num` images of `parts`, which are made to the last."""
+    for part in parts:
+        yield part[: max(0, num)]
+        num -= len(part)
 
 
 def _pixels(images: Tensor, what: str) -> Tensor:

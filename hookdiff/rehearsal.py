@@ -11,6 +11,7 @@ from torch import Tensor
 from hookdiff.data import Batch
 from hookdiff.loop import Loop
 from hookdiff.objective import LossOutput
+from hookdiff.ranks import local
 from hookdiff.weights import Buffers
 
 # Hooks in which a plugin may change its state during a trial.
@@ -26,13 +27,13 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
 
     The end of the `with` restores weights, buffers and gradients, those of adopted modules too, the states of plugins,
     the generators of torch and the micro-batch, also after an error. What was logged is dropped. The weights are kept
-    on the CPU, so that a GPU needs no more memory for a trial than for a step. With several ranks no gradient is
-    exchanged, so each rank may make other passes.
+    on the CPU, so that a GPU needs no more memory for a trial than for a step. With several ranks all of them must make
+    the same passes, because a sharded model exchanges its weights; what is a copy on each exchanges no gradient.
     """
     optimizers = (*loop.optimizers, *loop.adopted.optimizers)
     held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     parameters: list[Tensor] = list(dict.fromkeys((*loop.model.parameters(), *held)))
-    kept = [(parameter, parameter.grad, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+    kept = [(parameter, parameter.grad, local(parameter).detach().to("cpu", copy=True)) for parameter in parameters]
     buffers = [Buffers(module) for module in (loop.model, *(trained.module for trained in loop.adopted))]
     for each in buffers:
         each.keep()
@@ -58,7 +59,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
         with torch.no_grad():
             for parameter, gradient, values in kept:
                 parameter.grad = gradient
-                parameter.copy_(values)
+                local(parameter).copy_(values)
         for each in buffers:
             each.put_back()
         for plugin, state in states:

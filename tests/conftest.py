@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,16 +137,21 @@ def torchrun(tmp_path: Path) -> Torchrun:
     """Return a function that runs a module or script in `num` processes of torchrun: exit code, stdout and stderr."""
 
     def call(num: int, *words: object, options: Iterable[str] = (), **environment: str) -> tuple[int, str, str]:
-        started = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", *options]
-        done = subprocess.run(
-            [*started, *map(str, words)],
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", *options]
+        process = subprocess.Popen(
+            [*command, *map(str, words)],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
             text=True,
-            capture_output=True,
-            timeout=PATIENCE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
-        return done.returncode, done.stdout, done.stderr
+        try:
+            return finish(process)
+        finally:
+            with suppress(ProcessLookupError):  # torchrun and its processes, if they hang
+                os.killpg(process.pid, signal.SIGKILL)
 
     return call
 

@@ -13,7 +13,7 @@ from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.memory import optimizer_bytes
 from hookdiff.objective import LossOutput
-from hookdiff.ranks import gathered
+from hookdiff.ranks import gathered, is_sharded
 from hookdiff.rehearsal import rehearsing
 
 log = logging.getLogger("hookdiff")
@@ -31,6 +31,11 @@ class FitMicroBatch:
     @hookimpl(trylast=True)
     def on_start(self, loop: Loop) -> None:
         """Set the micro-batch; raises UserError when not even one sample fits."""
+        if any(map(is_sharded, loop.model.parameters())):
+            raise UserError(
+                "run.micro_batch = 'auto': ranks that share one model cannot try other sizes than each other; give a "
+                "number, such as the samples of a batch that one rank has, or a half of it"
+            )
         rows = loop.feed.training[: -(-loop.config.batch_size // loop.num_ranks)]
         (batch,) = loop.feed.unaugmented(rows, len(rows))
         batch = loop.objective.draw(batch, loop.random.generator("noise", 0, loop.device))

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff import Batch, Loop, NonFinite
 from hookdiff.disk import flatten, unflatten
+from hookdiff.ranks import gathered, local, summed, whole
 from hookdiff.rehearsal import rehearsing
-from hookdiff_nan.divergence import Update, divergence
+from hookdiff_nan.divergence import Update, divergence, size_of
 from hookdiff_nan.watch import Backward, Forward, Watch, describe, is_bad, name_of
 
 Cause = Literal["weight", "data", "draw", "divergence", "overflow", "forward", "loss", "backward", "unclear"]
@@ -54,6 +55,17 @@ class Diagnosis:
         return f"{self.cause}: {self.text}"
 
 
+def diagnose_all(
+    loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update] = (), sizes: Sequence[float] = ()
+) -> Diagnosis:
+    """Return the diagnosis of the first rank that finds a cause; the arguments are those of `diagnose`."""
+    found = gathered(diagnose(loop, report, watch, updates, sizes))
+    number = next((number for number, one in enumerate(found) if one.cause != "unclear"), 0)
+    if len(found) == 1:
+        return found[0]
+    return evolve(found[number], details={**found[number].details, "rank": f"{number} of {len(found)}"})
+
+
 def diagnose(
     loop: Loop, report: NonFinite, watch: Watch, updates: Sequence[Update] = (), sizes: Sequence[float] = ()
 ) -> Diagnosis:
@@ -63,7 +75,7 @@ def diagnose(
     The buffers must have the values from before the step. The loop calls `begin` and `finish` of `watch` around each
     micro-batch. Costs all passes of the step, once or twice.
     """
-    weights = _bad_weights(loop)
+    weights, size = _bad_weights(loop), float(size_of(loop))  # on all ranks, whatever each of them finds
     data = (report.batch.inputs, *report.batch.conditions.values())
     inputs = sorted({row for values in data for row in _bad_rows(values)})
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
@@ -71,7 +83,7 @@ def diagnose(
     try:
         with rehearsing(loop) as passes, eagerly(), watch:
             watch.finish(passes(report.batch).loss)
-        happens_again = watch.bad_loss or watch.backward
+        happens_again = loop.agree(bool(watch.bad_loss or watch.backward))
         loss = _loss_without_autocast(loop, report.batch, watch) if happens_again else math.nan
     except torch.OutOfMemoryError:
         watch, loss = Watch(loop.model), math.nan
@@ -95,7 +107,7 @@ def diagnose(
         return found("data", f"inputs hold values that are not finite: {names}{more}")
     if draws:
         return found("draw", f"the objective drew values that are not finite: {', '.join(draws)}")
-    if watch.given_finite and (diverged := divergence(loop, updates, sizes, loss)):
+    if watch.given_finite and (diverged := divergence(loop, updates, sizes, size, loss)):
         return found("divergence", diverged)
     if math.isfinite(loss):
         place = f"first in {forward.place}" if forward else "in the backward"
@@ -173,15 +185,16 @@ def _without_autocast(loop: Loop) -> Iterator[None]:
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `state`, tensors included."""
+    """Return a copy of `state`, with its tensors whole; all ranks must call this."""
     values, tree = flatten(state)
-    return unflatten({name: value.detach().clone() for name, value in values.items()}, tree)
+    return unflatten({name: whole(value).detach().clone() for name, value in values.items()}, tree)
 
 
 def _bad_weights(loop: Loop) -> dict[str, str]:
     """Return the values of bad parameters and buffers, as text; a buffer, such as a mask, may hold infinities."""
     weights = (*loop.model.named_parameters(), *loop.adopted.named_parameters())
-    bad = {name: describe(value) for name, value in weights if is_bad(value)}
+    is_wrong = summed(torch.tensor([float(is_bad(local(value))) for _, value in weights], device=loop.device)).tolist()
+    bad = {name: describe(whole(value)) for (name, value), wrong in zip(weights, is_wrong, strict=True) if wrong}
     return bad | {name: describe(value) for name, value in loop.model.named_buffers() if value.isnan().any()}
 
 
@@ -194,12 +207,12 @@ def _bad_rows(values: Tensor) -> list[int]:
 def _samples(loop: Loop, batch: Batch, rows: Sequence[int]) -> list[dict[str, Any]]:
     samples = []
     for row in rows[:_SHOWN]:
-        sample: dict[str, Any] = {"row": row}
+        sample: dict[str, Any] = {"row": batch.rows[row]}
         if batch.indices is not None:
             index = int(batch.indices[row])
             sample |= {"index": index, "name": loop.feed.describe(index)}
         else:
-            sample["name"] = f"row {row} of the batch"
+            sample["name"] = f"row {batch.rows[row]} of the batch"
         levels = {"timestep": batch.draws.get("timesteps", loop.output.timesteps), "log_snr": loop.output.log_snr}
         sample |= {name: round(float(values[row]), 6) for name, values in levels.items() if values is not None}
         samples.append(sample)

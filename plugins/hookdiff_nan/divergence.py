@@ -12,6 +12,7 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import Loop
+from hookdiff.ranks import norms
 
 REMEMBERED = 10  # updates
 GROWN = 100.0  # losses or gradient norms that grew this much, together with weights that grew at all ...
@@ -39,26 +40,25 @@ def rate_of(loop: Loop) -> float:
 @torch.no_grad()
 def size_of(loop: Loop) -> Tensor:
     """Return the L2 norm of the weights that are trained, as a scalar on the device."""
-    norms = torch._foreach_norm([*loop.gradients.parameters], 2, loop.gradients.dtype)
-    size: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    size: Tensor = torch.linalg.vector_norm(norms(loop.gradients.parameters, loop.gradients.dtype))
     return size
 
 
-def divergence(loop: Loop, updates: Sequence[Update], sizes: Sequence[float], loss: float) -> str | None:
+def divergence(loop: Loop, updates: Sequence[Update], sizes: Sequence[float], size: float, loss: float) -> str | None:
     """Return a text about the divergence that the last `updates` show, or None.
 
-    sizes: the norms of the weights at one or two earlier updates. loss: of the step that is not finite, if other
-    numbers than its own give it a loss; else NaN.
+    sizes: the norms of the weights at one or two earlier updates. size: their norm now. loss: of the step that is not
+    finite, if other numbers than its own give it a loss; else NaN.
     """
     if not updates:
         return None
     losses = [one.loss for one in updates] + ([loss] if math.isfinite(loss) else [])
     begin, end, growth = _rise(losses)
-    norms = _rise([one.grad_norm for one in updates])
-    size, before = float(size_of(loop)), min(sizes)
+    rise = _rise([one.grad_norm for one in updates])
+    before = min(sizes)
     num_weights = sum(weight.numel() for weight in loop.gradients.parameters)
     is_ruined = size >= RUINED * before and size > math.sqrt(num_weights)  # not those that began at zero
-    has_grown = size >= MOVED * before and max(growth, norms[2]) >= GROWN
+    has_grown = size >= MOVED * before and max(growth, rise[2]) >= GROWN
     if not (is_ruined or has_grown) or _is_of_one_batch(losses, updates):
         return None
     seen = growth >= _CALM

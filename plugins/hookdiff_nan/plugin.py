@@ -10,10 +10,11 @@ from torch import Tensor
 
 from hookdiff import Batch, Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
 from hookdiff.options import about
+from hookdiff.ranks import first_rank_says
 from hookdiff.structure import COUNT, numbers
-from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose
+from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose_all
 from hookdiff_nan.divergence import REMEMBERED, Update, rate_of, size_of
-from hookdiff_nan.record import batch_state, kept_in, write_record
+from hookdiff_nan.record import batch_state, kept_in, outcome, write_record
 from hookdiff_nan.watch import Watch
 
 log = logging.getLogger("hookdiff")
@@ -102,7 +103,7 @@ class NaN:
             states, problem = {}, str(error)
         verdicts = yield
         sizes = [float(size) for _, size in self._sizes]
-        self.diagnosis = found = diagnose(loop, report, self._watch, self._last, sizes)
+        self.diagnosis = found = diagnose_all(loop, report, self._watch, self._last, sizes)
         others = dict(report.notes)
         report.notes.clear()  # the cause comes first
         report.notes.update({"cause": str(found), "try": ADVICE[found.cause], **found.details, **others})
@@ -134,16 +135,20 @@ class NaN:
         return self.policy
 
     def _keep(self, loop: Loop, report: NonFinite, found: Diagnosis, states: Mapping[str, Any]) -> None:
-        if loop.run_dir is None or not loop.is_main or not self.keep:
+        if loop.run_dir is None or not self.keep:
             return
         root = loop.run_dir / self.folder
         path = root / f"step-{report.step:08d}-position-{report.position:08d}"
-        if len(kept_in(root) - {path.name}) >= self.keep:
+        if first_rank_says(len(kept_in(root) - {path.name}) >= self.keep):
             report.notes["replay"] = f"not kept: {root} has {self.keep} steps already (plugins.nan.keep)"
             return
+        parts = {**states, "buffers": loop.buffers.kept, "model": copied(loop.model.state_dict())}
+        parts["batch"] = batch_state(self._batch, loop.feed)
+        results = outcome(loop, report.batch)
+        if not loop.is_main:
+            return
         try:
-            parts = {**states, "buffers": loop.buffers.kept, "batch": batch_state(self._batch, loop.feed)}
-            write_record(path, loop, report, found, parts, self.num_begun == 1)
+            write_record(path, loop, report, found, parts, results, self.num_begun == 1)
         except OSError as error:
             report.notes["replay"] = f"not kept: {path} cannot be written: {error.strerror or error}"
             return

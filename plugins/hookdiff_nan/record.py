@@ -28,6 +28,7 @@ from torch import Tensor
 
 from hookdiff import Batch, Feed, Loop, NonFinite, UserError, nearest
 from hookdiff.disk import flatten, is_intact, new_folder, read_file, stamped, unflatten, write_file, write_tensors
+from hookdiff.ranks import gathered, num_ranks, whole
 from hookdiff.structure import Problems, structured
 from hookdiff.versions import versions
 from hookdiff_nan.diagnose import Diagnosis
@@ -63,19 +64,20 @@ def write_record(
     report: NonFinite,
     found: Diagnosis,
     parts: Mapping[str, Mapping[str, Any]],
+    results: Mapping[str, Any],
     is_first: bool,
 ) -> None:
     """Write the step of `report`, which has not changed the weights, to the folder `path`, completely or not at all.
 
-    `is_first`: of a process, because compiled code may give other bits once it has met other sizes. Raises OSError if
-    `path` cannot be written.
+    `parts` are the states of all `PARTS`, `results` what `outcome` returns. `is_first`: of a process, because compiled
+    code may give other bits once it has met other sizes. Raises OSError if `path` cannot be written.
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
         "progress": loop.progress.state_dict(),
         "is_first": is_first,
         **surroundings(loop),
-        **outcome(loop, report.batch),
+        **results,
         "values": {},
         "files": {},
     }
@@ -97,7 +99,7 @@ def write_record(
     if loop.hparams:
         texts[CONFIG] = tomli_w.dumps(loop.hparams)
     with new_folder(path) as folder:  # replaces the folder of the same step before a resume
-        for name, content in {"model": loop.model.state_dict(), **parts}.items():
+        for name, content in parts.items():
             tensors, facts["values"][name] = flatten(content, name)
             file = f"{name}.safetensors"
             facts["files"][file] = write_tensors(folder / file, tensors).sha256
@@ -196,29 +198,44 @@ def surroundings(loop: Loop) -> dict[str, Any]:
 
 
 def outcome(loop: Loop, batch: Batch) -> dict[str, Any]:
-    """Return digests of inputs and results of the current step."""
+    """Return digests of inputs and results of the current step, over all ranks, which must all call this."""
     per_sample = loop.output.per_sample
     adopted = {name: p.grad for name, p in loop.adopted.named_parameters() if p.grad is not None}
+    per_sample = None if per_sample is None else in_order(per_sample, batch)
     return {
         "inputs": digest_of(batch),
         "results": {
             "loss": _plain(loop.gradients.loss),
             "per_sample": [] if per_sample is None else _plain(per_sample.tolist()),
-            "gradients": {name: digest(value) for name, value in (loop.gradients.named() | adopted).items()},
+            "gradients": {name: digest(whole(g)) for name, g in (loop.gradients.named() | adopted).items()},
         },
     }
 
 
 def batch_state(batch: Batch, feed: Feed) -> dict[str, Any]:
-    """Return `batch`, before any draw, as a state, with the names of its samples."""
-    names = [] if batch.indices is None else [feed.describe(index) for index in batch.indices.tolist()]
-    values = {name: getattr(batch, name) for name in ("inputs", "labels", "indices", "total", "conditions")}
-    return {**values, "names": names}
+    """Return the samples of the step of `batch`, before any draw, as a state with their names.
+
+    They are those of all ranks, so that one process can run the step again. All ranks must call this.
+    """
+    columns = {name: getattr(batch, name) for name in ("inputs", "labels", "indices")}
+    values = {name: None if column is None else in_order(column, batch) for name, column in columns.items()}
+    conditions = {name: in_order(column, batch) for name, column in batch.conditions.items()}
+    indices = [] if values["indices"] is None else values["indices"].tolist()
+    return {**values, "total": batch.total, "conditions": conditions, "names": [feed.describe(i) for i in indices]}
+
+
+def in_order(column: Tensor, batch: Batch) -> Tensor:
+    """Return `column`, which has a row for each sample of `batch`, for all samples of the step in their order."""
+    if num_ranks() == 1:
+        return column
+    parts = gathered((list(batch.rows), column.cpu()))
+    order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
+    return torch.cat([part for _, part in parts])[order]
 
 
 def digest_of(batch: Batch) -> str:
-    """Return the digest of the inputs and conditions of `batch`."""
-    return "-".join(map(digest, (batch.inputs, *batch.conditions.values())))
+    """Return the digest of the inputs and conditions of the step of `batch`; all ranks must call this."""
+    return "-".join(digest(in_order(column, batch)) for column in (batch.inputs, *batch.conditions.values()))
 
 
 def digest(values: Tensor) -> str:

@@ -165,9 +165,7 @@ class SampleGrid(Periodic):
             yield f", guidance {scale:g}", evolve(sampler, guidance=evolve(guidance, scale=scale))
 
     def act(self, loop: Loop) -> None:
-        """Make the images, on the main rank."""
-        if not loop.is_main:
-            return
+        """Make the images, on all ranks, because these may share one model; the first one shows them."""
         names = self.weights or tuple(dict.fromkeys((loop.sample(SampleRequest(0)).weights, "model")))
         samplers = list(self._samplers(loop))
         (_, first), *_ = samplers
@@ -178,6 +176,9 @@ class SampleGrid(Periodic):
                 used = evolve(sampler, sampler=recorded) if recorded and not panels else sampler
                 title = f"{name}{text}" if len(names) * len(samplers) > 1 else ""
                 panels.append(self._panel(self._made(loop, used, name), title))
+        between = self._between(loop, first, names[0]) if self.interpolation else None
+        if not loop.is_main:
+            return
         rows = tuple(dict.fromkeys(self._labels))
         info = {**self._info(loop, first, names[0], rows), "weights": list(names)}
         if len(samplers) > 1:
@@ -188,8 +189,8 @@ class SampleGrid(Periodic):
             strip = recorded.strip(self.denoising, _SHOWN)
             info = self._info(loop, first, names[0], self._labels[: len(recorded.frames[0][:_SHOWN])])
             pictures[f"{NAME}/denoising"] = sheet([strip], scale=self.scale, info=info)
-        if self.interpolation:
-            pictures[f"{NAME}/interpolation"] = self._between(loop, first, names[0])
+        if between:
+            pictures[f"{NAME}/interpolation"] = between
         loop.log.images(pictures)
         self._film(loop, recorded, self._info(loop, first, names[0], rows))
 

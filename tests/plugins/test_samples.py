@@ -189,11 +189,11 @@ def test_sampling_does_not_change_the_training() -> None:
     assert watched.model.training
 
 
-def test_other_ranks_make_no_images(second_rank: None, tmp_path: Path) -> None:
+def test_other_ranks_make_the_images_too_and_show_none(second_rank: None, tmp_path: Path) -> None:
     sampler = TinySampler()
-    loop, _ = make_loop(SampleGrid(every=Every(1), num=4), tmp_path, sampler=sampler)
+    loop, gallery = make_loop(SampleGrid(every=Every(1), num=4), tmp_path, sampler=sampler)
     loop.run()
-    assert sampler.sizes == []
+    assert (sampler.sizes, gallery.seen) == ([4] * 5, {})
     assert list(tmp_path.iterdir()) == []
 
 
