@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdiff.errors import PluginError, UserError, nearest
+from hookdiff.models.load import load_state
 from hookdiff.models.optimizer_state import load_optimizer, optimizer_state
 from hookdiff.ranks import first_rank_says, num_ranks, summed
 
@@ -32,7 +33,7 @@ class Trained:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
-        self.module.load_state_dict(dict(state["module"]))
+        load_state(self.module, state["module"])
         load_optimizer(self.optimizer, self.module, state["optimizer"])
 
 

@@ -12,7 +12,7 @@ import os
 import pickle
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -191,6 +191,16 @@ def first_rank_does(call: Callable[[], Value]) -> Value:
 def agree(flag: bool) -> bool:
     """Return whether `flag` is true on any rank; all ranks must call this."""
     return any(gathered(flag))
+
+
+def everywhere(found: list[str], tensors: Iterable[Tensor]) -> list[str]:
+    """Return what is `found` on any rank, each once, if one of `tensors` is sharded; all ranks must call this then.
+
+    Else each rank has looked at the same, and returns what it has found.
+    """
+    if not any(map(is_sharded, tensors)):
+        return found
+    return list(dict.fromkeys(text for texts in gathered(found) for text in texts))
 
 
 class Aside:

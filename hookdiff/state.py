@@ -18,10 +18,11 @@ from hookdiff.disk.tree import State, plain
 from hookdiff.errors import NoCheckpoint, UserError
 from hookdiff.findings import listed
 from hookdiff.log import Log
-from hookdiff.models.load import differences
+from hookdiff.models.load import differences, load_state
 from hookdiff.models.names import plain_name
 from hookdiff.models.optimizer_state import check_eps, check_optimizer, load_optimizer, optimizer_state
 from hookdiff.progress import Progress
+from hookdiff.ranks import everywhere, place
 from hookdiff.structure import structured
 from hookdiff.versions import changed, versions
 
@@ -198,7 +199,7 @@ class RunState:
         if not saved:
             return
         with refused_if_unfit("model"):
-            self.model.load_state_dict(dict(saved["model"]))
+            load_state(self.model, saved["model"])
         with refused_if_unfit("optimizers"):
             for index, state in saved.get("optimizers", {}).items():
                 load_optimizer(self.optimizers[int(index)], self.model, state)
@@ -288,7 +289,7 @@ def _check_model(model: nn.Module, saved: State, is_finite: bool, of: str = "mod
     if odd := sorted(own.keys() ^ saved.keys()):  # values of `get_extra_state`
         raise UserError(f"the checkpoint is of another {of}: only one of the two has {listed(odd, 3)}")
     # Buffers, such as a mask, may hold infinities.
-    if is_finite and (
-        bad := [name for name, _ in model.named_parameters() if name in saved and not saved[name].isfinite().all()]
-    ):
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in saved and is_finite}
+    bad = [name for name, parameter in parameters.items() if not saved[name][place(parameter)].isfinite().all()]
+    if bad := everywhere(bad, parameters.values()):
         raise UserError(f"the checkpoint's {of} holds values that are not finite: {listed(bad, 3)}")

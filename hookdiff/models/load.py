@@ -1,10 +1,11 @@
-"""Loads the weights of a safetensors file, ours or of another library, into a model."""
+"""Loads weights into a model: those of a safetensors file, ours or of another library, or of a saved state."""
 
 import logging
 import os
 from collections.abc import Mapping
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from hookdiff.disk.reading import open_file, open_tensors
 from hookdiff.errors import ConfigError, nearest, why_missing
 from hookdiff.models.names import is_inside, plain_name
+from hookdiff.ranks import fill_, is_sharded
 
 KEY = "model.start_from"
 _MOST_SHOWN = 5  # differences in a message
@@ -43,10 +45,19 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
         raise ConfigError(f"{asked_by}: {path} is of another model: {found}{way_out}")
     with open_tensors(path) as file, torch.no_grad():
         for name in fitting:
-            own[name].copy_(file.get_tensor(name))
+            fill_(own[name], file.get_tensor(name))
     log.info("started from %s: %s", path, count)
     if found:
         log.warning("tensors of %s that do not fit: %s", path, found)
+
+
+def load_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Load a saved state, which has the keys of `model.state_dict()`; of a sharded tensor, this rank takes its part."""
+    sharded = {name: own for name, own in model.state_dict().items() if isinstance(own, Tensor) and is_sharded(own)}
+    for name, own in sharded.items():
+        fill_(own, saved[name])
+    others = {name: value for name, value in saved.items() if name not in sharded}
+    model.load_state_dict(others, strict=not sharded)  # torch copies no whole tensor into a sharded one
 
 
 def check_file(path: Path, asked_by: str = KEY) -> Shapes:

@@ -8,11 +8,12 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdiff.errors import UserError
+from hookdiff.ranks import everywhere, fill_, is_sharded, layout, place
 from hookdiff.structure import structured
 
 # Means of squares, as torch and others name them.
@@ -79,23 +80,22 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_fin
 
     A fused kernel does not check its tensors, and would write past the end of a smaller one. The right shapes and
     dtypes are those that a step makes; it is rehearsed on copies. A weight that had no gradient yet has no state. The
-    values must be finite if `is_finite`.
+    values must be finite if `is_finite`. Of sharded state, each rank looks at the values of its part, after all
+    rehearsals, in which the ranks may work together.
     """
     state, kind = structured(_Saved, saved), type(optimizer).__name__
     if state.kind != kind:
         raise ValueError(f"the checkpoint's optimizer is {state.kind}, the run's is {kind}")
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: parameter for parameter, name in _names(model).items() if parameter in groups}
-    made: dict[Any, Entry | None] = {}  # by all that decides about it: a network has few shapes
+    rehearsals, impossible = _Rehearsals(optimizer), list[str]()
     for name, entry in state.weights.items():
         if name not in parameters:
             raise ValueError(f"the checkpoint has optimizer state of {name!r}, which this optimizer does not hold")
         parameter, group = parameters[name], groups[parameters[name]]
-        key = id(group), parameter.shape, parameter.dtype, parameter.device
-        if key not in made:
-            made[key] = _rehearsed(optimizer, group, parameter, {})
-        _check_entry(name, entry, made[key], parameter, is_finite)
-        lacking = [key for key in made[key] or () if key not in entry]
+        made = rehearsals.of(group, parameter)
+        _check_entry(name, entry, made, parameter)
+        lacking = [key for key in made or () if key not in entry]
         # A hyper-parameter that is new, such as momentum, may need state that the checkpoint has of no weight.
         is_new = bool(lacking) and not any(key in state.keys for key in lacking)
         if lacking and not (is_new and _rehearsed(optimizer, group, parameter, entry)):
@@ -112,7 +112,33 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_fin
         own = {key: group[key] for key in counted}
         if own.keys() != saved_group.keys():
             raise ValueError(f"parameter group {index} has {', '.join(saved_group)}; expected {', '.join(own)}")
-        _check_entry(f"parameter group {index}", saved_group, own, None, is_finite)
+        _check_entry(f"parameter group {index}", saved_group, own, None)
+        impossible += [
+            f"{key} of parameter group {index}" for key in saved_group if not _is_possible(key, saved_group[key])
+        ]
+    for name, entry in state.weights.items():
+        made = rehearsals.of(groups[parameters[name]], parameters[name])
+        for key, value in entry.items():
+            pattern = _pattern(parameters[name], key, value, made)
+            part = value if pattern is None else value[place(pattern)]
+            impossible += [] if _is_possible(key, part) else [f"{key} of {name}"]
+    if is_finite and (found := everywhere(impossible, parameters.values())):
+        raise ValueError(f"{found[0]} holds values that no step makes: not finite, or a negative square")
+
+
+@define(frozen=True)
+class _Rehearsals:
+    """The state that a first step of `optimizer` makes, by all that decides about it: a network has few shapes."""
+
+    optimizer: Optimizer
+    _made: dict[Any, Entry | None] = field(factory=dict, init=False)
+
+    def of(self, group: dict[str, Any], parameter: Tensor) -> Entry | None:
+        """Return the state of `parameter`; None if it is not known."""
+        key = id(group), parameter.shape, parameter.dtype, parameter.device, layout(parameter)
+        if key not in self._made:
+            self._made[key] = _rehearsed(self.optimizer, group, parameter, {})
+        return self._made[key]
 
 
 def _rehearsed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, entry: Entry) -> Entry | None:
@@ -130,7 +156,7 @@ def _rehearsed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, e
     twin.param_groups = [{**options, "params": [copy]}]
     twin.state = defaultdict(dict)
     if entry:
-        twin.state[copy] = {key: _like(copy, key, value, twin) for key, value in entry.items()}
+        twin.state[copy] = {key: _like(copy, key, value, twin, None) for key, value in entry.items()}
     try:
         twin.step()
     except Exception:
@@ -139,11 +165,8 @@ def _rehearsed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, e
     return result
 
 
-def _check_entry(where: str, entry: Entry, made: Entry | None, parameter: Tensor | None, is_finite: bool) -> None:
-    """Raise ValueError for a value in `entry` that is of another kind than in `made`, or impossible.
-
-    `made` None: it is not known.
-    """
+def _check_entry(where: str, entry: Entry, made: Entry | None, parameter: Tensor | None) -> None:
+    """Raise ValueError for a value in `entry` that is of another kind than in `made`; None: it is not known."""
     for key, value in entry.items():
         expected = None if made is None else made.get(key)
         later = None if made is None or key in made or parameter is None else ((), parameter.shape)
@@ -156,8 +179,6 @@ def _check_entry(where: str, entry: Entry, made: Entry | None, parameter: Tensor
             raise ValueError(f"{key} of {where} is a {type(value).__name__}, expected a number")
         elif later and isinstance(value, Tensor) and value.shape not in later:  # not made in the first step
             raise ValueError(f"{key} of {where} has the shape {tuple(value.shape)}, expected that of the weight")
-        if is_finite and not _is_possible(key, value):
-            raise ValueError(f"{key} of {where} holds values that no step makes: not finite, or a negative square")
 
 
 def _is_possible(key: str, value: Any) -> bool:
@@ -170,27 +191,44 @@ def _is_possible(key: str, value: Any) -> bool:
 def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry) -> None:
     """Restore what `optimizer_state` has returned and `check_optimizer` has checked."""
     parameters = {name: parameter for parameter, name in _names(model).items()}
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    rehearsals = _Rehearsals(optimizer)
     optimizer.state.clear()  # for a rollback: at the saved step, some parameters may have had no state
     for name, entry in saved["weights"].items():
         parameter = parameters[name]
-        optimizer.state[parameter] = {key: _like(parameter, key, value, optimizer) for key, value in entry.items()}
+        made = rehearsals.of(groups[parameter], parameter) if is_sharded(parameter) else None
+        own = {key: _like(parameter, key, value, optimizer, made) for key, value in entry.items()}
+        optimizer.state[parameter] = own
     for group, counts in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update(counts)
 
 
-def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer) -> Any:
-    """Copy a loaded value to the device and, where it has the parameter's shape, to the parameter's memory format."""
+def _like(parameter: Tensor, key: str, value: Any, optimizer: Optimizer, made: Entry | None) -> Any:
+    """Copy a loaded value to the device and, where it has the parameter's shape, to the parameter's memory format.
+
+    It is sharded as in `made`, what a step makes of the parameter, or as the parameter.
+    """
     if isinstance(value, list):
-        return [_like(parameter, key, item, optimizer) for item in value]
+        return [_like(parameter, key, item, optimizer, None) for item in value]
     if isinstance(value, Mapping):
-        return {name: _like(parameter, name, item, optimizer) for name, item in value.items()}
+        return {name: _like(parameter, name, item, optimizer, None) for name, item in value.items()}
     if not isinstance(value, Tensor):
         return value
-    if key in ("step", "mu_product"):  # the latter is NAdam's
+    pattern = _pattern(parameter, key, value, made)
+    if key in ("step", "mu_product") and (pattern is None or not is_sharded(pattern)):  # the latter is NAdam's
         # Fused and capturable kernels keep values that depend only on the step on the device, others on the host.
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         on_device = group.get("fused") or group.get("capturable")
         return value.to(parameter.device if on_device else "cpu", copy=True)
-    if value.shape != parameter.shape:
+    if pattern is None:
         return value.to(parameter.device, copy=True)
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    fresh = torch.empty_like(pattern, dtype=value.dtype, requires_grad=False)
+    fill_(fresh, value)
+    return fresh
+
+
+def _pattern(parameter: Tensor, key: str, value: Any, made: Entry | None) -> Tensor | None:
+    """Return the tensor that has the layout of `value`, state of `parameter`; None: each rank has the whole value."""
+    first = (made or {}).get(key)
+    pattern = first if isinstance(first, Tensor) else parameter
+    return pattern if isinstance(value, Tensor) and pattern.shape == value.shape else None
