@@ -1,10 +1,12 @@
 from .files import (
+    Written as Written,
     cannot_write as cannot_write,
     check_tensors as check_tensors,
     discard as discard,
     make_folder as make_folder,
     new_file as new_file,
     new_folder as new_folder,
+    partial_of as partial_of,
     write_file as write_file,
     write_tensors as write_tensors,
     writing as writing,

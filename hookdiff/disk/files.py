@@ -108,11 +108,16 @@ def writing(path: Path) -> Iterator[None]:
         raise cannot_write(path, error) from None
 
 
+def partial_of(path: Path) -> Path:
+    """Return the path at which `new_file` and `new_folder` make what becomes `path`."""
+    return path.with_name(f".{path.name}.partial")
+
+
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """Yield a free, temporary path; the file there is renamed to `path` when the `with` ends without an error."""
     make_folder(path.parent)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     discard(partial)
     try:
         yield partial
@@ -130,7 +135,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     It replaces an earlier folder. For an instant no folder has the name: the earlier one is called `.NAME.replaced`,
     the new one `.NAME.partial`.
     """
-    partial, replaced = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "replaced"))
+    partial, replaced = partial_of(path), path.with_name(f".{path.name}.replaced")
     make_folder(path.parent)
     discard(partial)
     partial.mkdir()

@@ -2,6 +2,10 @@
 
 The manifest is written last, and has digests of all files and of itself. A folder with an intact manifest is a complete
 checkpoint, whatever its name; a folder without one is not a checkpoint.
+
+Each part of the state has a file of its own, and each plugin is a part: `model.safetensors` and `ema.safetensors` have
+the keys of the model. Of a tensor that the ranks of a run share, each rank writes its piece, under the tensor's name,
+to a file such as `model-00002-of-00008.safetensors`, and the manifest says where the pieces of each file begin.
 """
 
 from __future__ import annotations
@@ -24,28 +28,23 @@ from torch import Tensor
 from hookdiff import UserError
 from hookdiff.disk import (
     is_intact,
-    new_file,
-    new_folder,
     open_file,
     open_tensors,
     read_file,
-    stamped,
     unflatten,
-    write_file,
-    write_tensors,
 )
+from hookdiff_checkpoint.pieces import pieced
 
-FORMAT = 3
+FORMAT, SHARDED = 3, 4  # without and with sharded tensors, which an earlier hookdiff cannot read
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 REMOVED = ".removed"  # suffix of a folder that is being removed
 STEP = re.compile(r"step-\d{8,}")  # names that a run gives; a run never removes a checkpoint of another name
 _NAME = re.compile(r"[\w%~-][\w.%~-]*\.safetensors", re.ASCII)  # as `file_of` makes them, inside the folder
+PLUGINS = "plugins/"  # before the name of a plugin, in that of its part
 PARTS = ("model", "optimizers", "progress", "log", "data", "random", "config")
 _COUNTS = ("position", "epoch", "step", "samples")
 # Errors from a manifest that is valid JSON, but was not written by hookdiff.
-_FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-
-Parts = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]]  # tensors and other values of a state, by part
+_FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def step_of(path: Path) -> int:
@@ -79,29 +78,11 @@ class CheckpointInfo:
         return cls(path, (position, epoch), number, bool(manifest["scheduled"]), metrics)
 
 
-def file_of(part: str) -> str:
-    """Return the name of the file that holds the tensors of a part."""
-    name = quote(part.removeprefix("plugins/"), safe="")
-    return f"{'%2E' + name[1:] if name.startswith('.') else name}.safetensors"
-
-
-def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any]) -> CheckpointInfo:
-    """Write the folder `path`, which appears completely or not at all.
-
-    Each part with tensors has a file of its own, and each plugin is a part: `model.safetensors` and `ema.safetensors`
-    have the keys of the model. The manifest has the numbers, the strings and the `facts`.
-    """
-    manifest: dict[str, Any] = {"format": FORMAT, **facts, "files": {}, "parts": {}}
-    with new_folder(path) as folder:
-        for part, (tensors, values) in parts.items():
-            name = file_of(part) if tensors else None
-            if name:
-                written = write_tensors(folder / name, tensors)
-                manifest["files"][name] = {"bytes": written.bytes, "sha256": written.sha256}
-            manifest["parts"][part] = {"file": name, "values": values}
-        with new_file(folder / MANIFEST) as unnamed:  # a manifest that exists is complete
-            write_file(unnamed, stamped(manifest))
-    return CheckpointInfo.of(path, manifest)
+def file_of(part: str, of_rank: str = "") -> str:
+    """Return the name of the file that holds the tensors of a part, or the pieces `of_rank`, as "00002-of-00008"."""
+    name = quote(part.removeprefix(PLUGINS), safe="")
+    ending = f"-{of_rank}.safetensors" if of_rank else ".safetensors"
+    return f"{'%2E' + name[1:] if name.startswith('.') else name}{ending}"
 
 
 def find_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[UserError]]:
@@ -151,12 +132,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
         written, version = manifest["format"], manifest["versions"]["hookdiff"]
     except _FOREIGN:
         raise UserError(f"{path}: {MANIFEST} is damaged: it is not the JSON of a checkpoint") from None
-    if type(written) is int and written > FORMAT:
+    if type(written) is int and written > SHARDED:
         raise NewerFormat(
-            f"{path}: hookdiff {version} wrote it in format {written}, this one reads up to {FORMAT}; update hookdiff"
+            f"{path}: hookdiff {version} wrote it in format {written}, this one reads up to {SHARDED}; update hookdiff"
         )
-    if written != FORMAT:
-        raise UserError(f"{path}: its format is {written}, this hookdiff reads {FORMAT}")
+    if written not in (FORMAT, SHARDED):
+        raise UserError(f"{path}: its format is {written}, this hookdiff reads {FORMAT} and {SHARDED}")
     if intact is None:
         raise UserError(f"{path}: {MANIFEST} is damaged: it has no SHA-256 of itself")
     try:
@@ -166,10 +147,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, share: int = 0, num_shares: int = 1) -> dict[str, Any]:
     """Verify the checkpoint at `path`, and return its state, with tensors on the CPU.
 
-    Raises UserError for a file that is missing, cut short, changed, or of another kind.
+    The values of the tensors are read when they are used, from files mapped into memory; see `Pieces` for those that
+    are sharded. Of several processes that read it together, each verifies the digests of one share of the files. Raises
+    UserError for a file that is missing, cut short, changed, or of another kind.
     """
     manifest = read_manifest(path)
     try:
@@ -180,16 +163,24 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             if (path / name).exists() and not (path / name).is_file():
                 raise UserError(f"{path}: {name} is not a file")
         with ThreadPoolExecutor() as pool:  # hashing takes longer than reading, and releases the GIL
-            list(pool.map(lambda name: _verify(path / name, *files[name]), files))
-        tensors: dict[str | None, dict[str, Tensor]] = {None: {}, **{name: _tensors(path / name) for name in files}}
-        parts = {name: unflatten(tensors[part["file"]], part["values"]) for name, part in manifest["parts"].items()}
+            list(pool.map(lambda name: verify(path / name, *files[name]), sorted(files)[share::num_shares]))
+        tensors: dict[str | None, dict[str, Tensor]] = {None: {}, **{name: mapped(path / name) for name in files}}
+        parts = {name: _state(part, tensors) for name, part in manifest["parts"].items()}
     except _FOREIGN as error:
         raise _foreign(path, error) from None
-    plugins = {name.removeprefix("plugins/"): part for name, part in parts.items() if name.startswith("plugins/")}
-    others = {name: part for name, part in parts.items() if not name.startswith("plugins/")}
+    plugins = {name.removeprefix(PLUGINS): part for name, part in parts.items() if name.startswith(PLUGINS)}
+    others = {name: part for name, part in parts.items() if not name.startswith(PLUGINS)}
     if lacking := [name for name in PARTS if name not in others]:
         raise UserError(f"{path}: {MANIFEST} was not written by hookdiff: it lacks the part {lacking[0]!r}")
     return {"versions": manifest["versions"], **others, "plugins": plugins}
+
+
+def _state(part: Mapping[str, Any], files: Mapping[str | None, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """Return the state of a part of the manifest, with its tensors in `files`."""
+    own, sharded = files[part["file"]], part.get("sharded", {})
+    if twice := own.keys() & sharded.keys():
+        raise ValueError(f"{min(twice)} is sharded, and also in {part['file']}")
+    return unflatten({**own, **{name: pieced(name, saved, files) for name, saved in sharded.items()}}, part["values"])
 
 
 def _foreign(path: Path, error: Exception) -> UserError:
@@ -200,7 +191,8 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path.parent}: {path.name} cannot be read: {error.strerror or error}")
 
 
-def _verify(path: Path, bytes: int, sha256: str) -> None:
+def verify(path: Path, bytes: int, sha256: str) -> None:
+    """Raise UserError unless the file of a checkpoint has this size and digest."""
     try:
         with open_file(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -213,7 +205,8 @@ def _verify(path: Path, bytes: int, sha256: str) -> None:
         raise UserError(f"{path.parent}: {path.name} is damaged: its SHA-256 differs")
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def mapped(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file of a checkpoint, which is mapped into memory. Raises UserError for another file."""
     try:
         with open_tensors(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping

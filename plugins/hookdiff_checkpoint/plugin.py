@@ -13,6 +13,7 @@ from torch import Tensor
 from hookdiff import PASS, Alarms, Due, Every, Loop, Reason, StorageError, UserError, Verdict, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff.options import about
+from hookdiff.ranks import first_rank_does, gathered_or_raised, num_ranks, rank
 from hookdiff_checkpoint.folder import (
     FOLDER,
     MANIFEST,
@@ -25,7 +26,8 @@ from hookdiff_checkpoint.folder import (
 )
 from hookdiff_checkpoint.keep import Logged, choose, settle
 from hookdiff_checkpoint.revision import revision
-from hookdiff_checkpoint.writer import NotFinite, Writer, split
+from hookdiff_checkpoint.saving import split
+from hookdiff_checkpoint.writer import NotFinite, Writer
 
 log = logging.getLogger("hookdiff")
 
@@ -35,11 +37,12 @@ _PROBE = ".writable"
 
 @define(eq=False)
 class Checkpoint:
-    """Saves the whole run, and restores it on --resume.
+    """Saves the whole run, and restores it on --resume, also on another number of ranks.
 
     Training waits for a copy of the state in memory, which a thread then writes. A save is complete or absent, and
     earlier ones are removed only after it. The end of a run is always saved, except after an error, when the state may
-    be that of an unfinished step.
+    be that of an unfinished step. Each rank saves its pieces of sharded tensors, and the first rank all else. All ranks
+    go the same way through this class, because a save is done, failed or not finite on all of them at the same step.
     """
 
     every: Every = field(
@@ -76,14 +79,15 @@ class Checkpoint:
     _is_storable: bool = field(default=False, init=False)  # a file can hold the whole state
     _rates: str = field(default="", init=False)  # at the newest save
     _problem: str | None = field(default=None, init=False)  # error of the newest save
-    _writer: Writer | None = field(default=None, init=False)  # on the main rank
+    _is_spoiled: bool = field(default=False, init=False)  # the newest save was not finite
+    _writer: Writer | None = field(default=None, init=False)
 
     @hookimpl
     def prepare_model(self) -> None:
         """Reset the state: a script may use one plugin for several runs."""
         self._logged, self._alarms, self._passed_over = Logged(self.keep_best), Alarms(), set()
         self._saved, self._number, self._wanted, self._problem = None, 0, False, None
-        self._is_open, self._is_storable, self._writer = False, False, None
+        self._is_open, self._is_storable, self._is_spoiled, self._writer = False, False, False, None
 
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any]:
@@ -116,39 +120,45 @@ class Checkpoint:
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
         """Prepare the folder; raises UserError if it cannot be written, or holds another run."""
-        folder = self._folder(loop)
-        if loop.is_main:
-            try:
-                make_folder(folder.parent)
-                lock_run_dir(folder.parent, loop.resources)
-                make_folder(folder)
-                settle(folder)
-                (folder / _PROBE).unlink(missing_ok=True)  # perhaps a link
-                (folder / _PROBE).touch()
-                (folder / _PROBE).unlink()
-            except OSError as error:
-                if error.errno == errno.EROFS and loop.end.reason:
-                    return  # the run is over, and on a read-only disk no process can have left anything
-                raise cannot_write(folder, error) from None
-            found, damaged = find_checkpoints(folder.parent)
-            if (found or damaged) and not self._goes_on(loop):
-                raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
-            # A run removes only its own checkpoints. Damaged ones do not count, and stay for the user to look at.
-            own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
-            known = {one.path: one for one in own if one.path.resolve() not in self._passed_over}
-            self._logged.is_found = any(self.keep_best in one.metrics for one in found)
-            modules = [loop.model, *(trained.module for trained in loop.adopted)]
-            weights = {name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)}
-            self._revision, self._writer = revision(), Writer(folder, weights, known, self._kept)
-            loop.resources.callback(self._writer.close)
+        known = first_rank_does(lambda: self._prepare(loop))
+        if known is None:
+            return
+        modules = [loop.model, *(trained.module for trained in loop.adopted)]
+        weights = {name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)}
+        self._writer = Writer(self._folder(loop), weights, known, self._kept)
+        loop.resources.callback(self._writer.close)
         self._is_open = True
+
+    def _prepare(self, loop: Loop) -> dict[Path, CheckpointInfo] | None:
+        """Make the folder fit for saves, and return the run's checkpoints in it; None if nothing is to be saved."""
+        folder = self._folder(loop)
+        try:
+            make_folder(folder.parent)
+            lock_run_dir(folder.parent, loop.resources)
+            make_folder(folder)
+            settle(folder)
+            (folder / _PROBE).unlink(missing_ok=True)  # perhaps a link
+            (folder / _PROBE).touch()
+            (folder / _PROBE).unlink()
+        except OSError as error:
+            if error.errno == errno.EROFS and loop.end.reason:
+                return None  # the run is over, and on a read-only disk no process can have left anything
+            raise cannot_write(folder, error) from None
+        found, damaged = find_checkpoints(folder.parent)
+        if (found or damaged) and not self._goes_on(loop):
+            raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
+        self._logged.is_found = any(self.keep_best in one.metrics for one in found)
+        self._revision = revision()
+        # A run removes only its own checkpoints. Damaged ones do not count, and stay for the user to look at.
+        own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
+        return {one.path: one for one in own if one.path.resolve() not in self._passed_over}
 
     @hookimpl(tryfirst=True)
     def on_nan(self, loop: Loop) -> Verdict | None:
         """Wait for the current save, so that the target of a rollback does not depend on its speed."""
         if self._writer and self._writer.job:
             self._finish(loop, self._writer)
-        return "stop" if loop.end.reason == "on_nan" else None
+        return "stop" if self._is_spoiled else None
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
@@ -168,7 +178,7 @@ class Checkpoint:
             # Optimizers make their state in the first step. If it cannot be saved, refuse it then: little is lost.
             split(loop.state_dict())
             self._is_storable = True
-        if self._writer and self._writer.job and self._writer.job.done():
+        if self._writer and self._writer.is_done():
             self._finish(loop, self._writer)
         # After the last batch of an epoch this hook fires once more, when the epoch is counted.
         if self._wanted and not loop.feed.exhausted(loop.progress.samples):
@@ -194,11 +204,11 @@ class Checkpoint:
                 except NotFinite as error:
                     log.warning("%s", self._discarded(error, self._writer))
                 else:
-                    loop.hook.on_checkpoint(loop=loop, path=path, step=step_of(path))
+                    self._announce(loop, path)
         elif reason == "done" and not self._is_open and self._goes_on(loop):
             self.on_ready(loop)  # no step was left, but a killed process may not have completed its last save
             if self._writer:
-                self._writer.prune()
+                first_rank_does(self._writer.prune)
         else:
             if self._is_open and self._saved != _place(loop.progress.state_dict()):
                 self._save(loop, scheduled=self._wanted)
@@ -207,8 +217,7 @@ class Checkpoint:
                     raise StorageError(
                         f"the end of the run is not saved: {self._problem}\n  {self._writer.last_good()}"
                     )
-                problem = self._logged.problem(is_over=True)
-                loop.log.report(self._alarms.news(loop.progress.step, "best", problem, over=False))
+                self._report_best(loop, is_over=True)
 
     def _kept(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         return choose(found, self.keep_last, self.keep_every, self.keep_best, self.best == "highest")
@@ -230,11 +239,15 @@ class Checkpoint:
         if self._writer:
             metrics = self._logged.at(step)
             if len(self._writer.known) >= self.keep_last:  # this save removes a checkpoint, perhaps the best
-                problem = self._logged.problem(is_over=False)
-                loop.log.report(self._alarms.news(step, "best", problem, over=False))
+                self._report_best(loop, is_over=False)
             facts = {"versions": versions, "git": self._revision, "number": self._number, "scheduled": scheduled}
             facts["metrics"] = metrics
             self._writer.start(f"step-{step:08d}", parts, facts)
+
+    def _report_best(self, loop: Loop, is_over: bool) -> None:
+        if loop.is_main:  # which alone gets the logged values
+            problem = self._logged.problem(is_over)
+            loop.log.report(self._alarms.news(loop.progress.step, "best", problem, over=False))
 
     def _finish(self, loop: Loop, writer: Writer) -> bool:
         """Wait for the current save; return whether it is on the disk.
@@ -247,19 +260,23 @@ class Checkpoint:
             self._saved, before, self._problem = None, self._problem, self._failed(loop, error)
             if error.errno not in _FULL or self.disk_full == "stop":
                 raise StorageError(f"{self._problem}\n  {writer.last_good()}") from error
-            if before is None:
+            if before is None and loop.is_main:
                 where = writer.last_good()
                 log.warning("%s\n  %s; the run goes on, and tries again at each save", self._problem, where)
             return False
         except NotFinite as error:
-            self._saved = None
+            self._saved, self._is_spoiled = None, True
             loop.stop("on_nan", self._discarded(error, writer))
             return False
-        if self._problem:
+        if self._problem and loop.is_main:
             log.info("%s can be written again", path.parent)
         self._problem = None
-        loop.hook.on_checkpoint(loop=loop, path=path, step=step_of(path))
+        self._announce(loop, path)
         return True
+
+    def _announce(self, loop: Loop, path: Path) -> None:
+        if loop.is_main:
+            loop.hook.on_checkpoint(loop=loop, path=path, step=step_of(path))
 
     def _discarded(self, error: NotFinite, writer: Writer) -> str:
         made_by = f"loss and gradients were finite, so an update made it: {self._rates}"
@@ -278,25 +295,43 @@ class Checkpoint:
         return loop.run_dir / FOLDER
 
     def _newest(self, source: Path, fits: Callable[[CheckpointInfo], bool]) -> dict[str, Any] | None:
-        """Return the state of the newest intact checkpoint that `fits`, with a warning for each damaged one."""
-        found, problems = find_checkpoints(source)
+        """Return the state of the newest intact checkpoint that `fits`, with a warning for each damaged one.
+
+        All ranks return the same one, which is intact for all of them.
+        """
+        found, problems = first_rank_does(lambda: find_checkpoints(source))
         for one in filter(fits, found):
-            try:
-                state = read_checkpoint(one.path)
-            except NewerFormat:
-                raise
-            except UserError as error:
-                problems.append(error)
+            state, problem = _read(one.path)
+            if isinstance(problem, NewerFormat):
+                raise problem
+            if problem:
+                problems.append(problem)
                 self._passed_over.add(one.path.resolve())
                 continue
-            for problem in problems:
-                log.warning("skipped a checkpoint: %s", problem)
-            log.info("resuming from %s", one.path)
+            if rank() == 0:
+                for problem in problems:
+                    log.warning("skipped a checkpoint: %s", problem)
+                log.info("resuming from %s", one.path)
             self._saved, self._number = _place(state["progress"]), one.number
             return state
         if problems:
             raise UserError("\n  ".join([f"{source}: none of its checkpoints can be used:", *map(str, problems)]))
         return None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], UserError | None]:
+    """Return the state in the checkpoint at `path`, and an error if one of the ranks cannot use it."""
+    states: list[dict[str, Any]] = []
+
+    def read() -> UserError | None:
+        try:
+            states.append(read_checkpoint(path, rank(), num_ranks()))
+        except UserError as error:
+            return error
+        return None
+
+    problem = next(filter(None, gathered_or_raised(read)), None)
+    return ({} if problem else states[0]), problem
 
 
 def _rates(loop: Loop) -> str:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
-from hookdiff import UserError
 from hookdiff.adopted import ADOPTED
-from hookdiff.disk import check_place, check_tensors, flatten, make_folder
-from hookdiff_checkpoint.folder import CheckpointInfo, Parts, write_checkpoint
+from hookdiff.disk import check_place, make_folder
+from hookdiff.ranks import Aside, first_rank_says, rank
+from hookdiff_checkpoint.folder import CheckpointInfo
 from hookdiff_checkpoint.keep import remove
+from hookdiff_checkpoint.saving import Parts, write_checkpoint
 
 log = logging.getLogger("hookdiff")
 
@@ -26,24 +27,6 @@ _SPARE = 1 << 20  # bytes for manifest, headers and folders
 
 class NotFinite(Exception):
     """A tensor, which the message names, is not finite. The checkpoint has not been written."""
-
-
-def split(state: Mapping[str, Any]) -> Parts:
-    """Return the parts of the state of a loop; the tensors are not copied, all other values are.
-
-    Raises UserError for a value that no file can hold.
-    """
-    parts = {name: content for name, content in state.items() if name != "plugins"}
-    parts |= {f"plugins/{name}": content for name, content in state["plugins"].items()}
-    result = {}
-    for name, content in parts.items():
-        try:
-            tensors, values = flatten(content, name)
-            check_tensors({f"{name}/{key}": tensor for key, tensor in tensors.items()})
-        except TypeError as error:
-            raise UserError(f"this run cannot be saved: {error}") from None
-        result[name] = tensors, values
-    return result
 
 
 class Staging:
@@ -62,9 +45,9 @@ class Staging:
         before, self._buffers = self._buffers, {}
         sources, targets, result = [], [], {}
         seen: dict[Any, Tensor] = {}  # tied weights are copied once
-        for part, (tensors, values) in parts.items():
+        for part, own in parts.items():
             copies = {}
-            for name, tensor in tensors.items():
+            for name, tensor in (*own.tensors.items(), *own.pieces.items()):
                 tensor = tensor.detach()
                 same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
                 if same not in seen or not tensor.numel():
@@ -75,7 +58,8 @@ class Staging:
                     sources.append(tensor)
                     targets.append(buffer)
                 copies[name] = seen[same]
-            result[part] = copies, values
+            tensors, pieces = ({name: copies[name] for name in names} for names in (own.tensors, own.pieces))
+            result[part] = evolve(own, tensors=tensors, pieces=pieces)
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=source.is_cuda)
         self._events = [
@@ -96,8 +80,8 @@ def check_finite(parts: Parts, weights: Container[str]) -> None:
     `weights` are the names of the parameters. Other tensors may hold infinities on purpose: a mask among the buffers,
     the state of a plugin.
     """
-    for part, (tensors, _) in parts.items():
-        for name, tensor in tensors.items():
+    for part, own in parts.items():
+        for name, tensor in (*own.tensors.items(), *own.pieces.items()):
             of_optimizer = part == "optimizers" or (name.startswith(f"{ADOPTED}/") and "/optimizer/" in name)
             if not tensor.is_floating_point() or not (of_optimizer or name.rpartition("/")[2] in weights):
                 continue
@@ -108,12 +92,18 @@ def check_finite(parts: Parts, weights: Container[str]) -> None:
 
 @define(eq=False)
 class Writer:
-    """Writes the checkpoints of one run, one at a time, and removes those that `choose` does not return."""
+    """Writes the checkpoints of one run, one at a time, and removes those that `choose` does not return.
+
+    Each rank has one, and a thread for it. The threads agree after each part of a save, so that it succeeds or fails on
+    all ranks, with the same error. They do so beside the training, which may be anywhere, and go on if it fails; if the
+    process of a rank dies, the other threads notice it at once.
+    """
 
     folder: Path
     weights: Container[str]  # names of the parameters
     known: dict[Path, CheckpointInfo]  # checkpoints of the run; used by the thread alone during a save
     choose: Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]  # of all, newest first, those to keep
+    _aside: Aside = field(factory=Aside, init=False)
     _staging: Staging = field(factory=Staging, init=False)
     _pool: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
     job: Future[Path] | None = field(default=None, init=False)  # current save, until its `result` is taken
@@ -122,6 +112,10 @@ class Writer:
         """Copy `parts` in memory, and let the thread write the copy to the folder `name`."""
         assert self.job is None, "two saves at once"
         self.job = self._pool.submit(self._write, self.folder / name, self._staging.copy(parts), facts)
+
+    def is_done(self) -> bool:
+        """Return whether there is a save and all its work is done; all ranks must call this between the same steps."""
+        return self.job is not None and first_rank_says(self.job.done())
 
     def result(self) -> Path:
         """Wait for the current save, and return its path or raise its error."""
@@ -138,28 +132,42 @@ class Writer:
     def close(self) -> None:
         """Wait for the thread to end."""
         self._pool.shutdown()
+        self._aside.close()
 
     def _write(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> Path:
         """Run on the thread. Raises NotFinite for weights with which no run can go on."""
-        self._staging.wait()
-        check_finite(parts, self.weights)
+        size = sum(self._aside.gathered_or_raised(lambda: self._checked(parts)))
         try:
-            self._write_once(path, parts, facts)
+            self._write_once(path, parts, facts, size)
         except FileNotFoundError:
-            make_folder(self.folder)  # only in the run directory that is locked
-            log.warning("%s was missing, and was created again", self.folder)
-            self._write_once(path, parts, facts)
-        self.prune()
+            self._aside.gathered_or_raised(self._make_folder)
+            self._write_once(path, parts, facts, size)
+        self.known = self._aside.gathered_or_raised(self.prune)[0]
         return path
 
-    def _write_once(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> None:
-        size = sum(tensor.numel() * tensor.itemsize for tensors, _ in parts.values() for tensor in tensors.values())
-        if shutil.disk_usage(self.folder).free < size + _SPARE:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.known[path] = write_checkpoint(path, parts, facts)
+    def _checked(self, parts: Parts) -> int:
+        """Wait for the copies, check them, and return their size in bytes."""
+        self._staging.wait()
+        check_finite(parts, self.weights)
+        return sum(part.bytes for part in parts.values())
 
-    def prune(self) -> None:
-        """Remove the checkpoints that are not kept. Not to be called during a save."""
+    def _write_once(self, path: Path, parts: Parts, facts: Mapping[str, Any], size: int) -> None:
+        self._aside.gathered_or_raised(lambda: self._check_room(size))
+        self.known[path] = write_checkpoint(path, parts, facts, self._aside)
+
+    def _check_room(self, size: int) -> None:
+        if rank() == 0 and shutil.disk_usage(self.folder).free < size + _SPARE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _make_folder(self) -> None:
+        if rank() == 0:
+            make_folder(self.folder)  # only in the run directory that is locked
+            log.warning("%s was missing, and was created again", self.folder)
+
+    def prune(self) -> dict[Path, CheckpointInfo]:
+        """Remove the checkpoints that are not kept, and return the others. Not to be called during a save."""
+        if rank() > 0:
+            return self.known
         check_place(self.folder)
         found = self._newest_first()  # a checkpoint that the user has removed does not count
         kept = self.choose(found)
@@ -170,6 +178,7 @@ class Writer:
                     remove(one.path)
                 except OSError as error:  # the new checkpoint is complete nevertheless
                     log.warning("%s cannot be removed: %s", one.path, error.strerror or error)
+        return self.known
 
     def _newest_first(self) -> list[CheckpointInfo]:
         found = [one for one in self.known.values() if one.path.exists()]

@@ -227,7 +227,7 @@ def test_the_damaged_file_is_named(damage, facts, broken):
 def test_a_checkpoint_of_a_newer_version_is_not_skipped(broken):
     change("format", 7)(broken / "checkpoints" / name(6))
     change("versions", {"hookdiff": "9.1"})(broken / "checkpoints" / name(6))
-    with refused(UserError, broken / "checkpoints" / name(6), "9.1", 7, 3):
+    with refused(UserError, broken / "checkpoints" / name(6), "9.1", 7, 4):
         build(broken).run()
 
 

@@ -1,0 +1,175 @@
+"""Saves the state of a run in the folder of a checkpoint: each rank its pieces, and the main rank all else."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, define
+from torch import Tensor
+
+from hookdiff import UserError
+from hookdiff.disk import (
+    Written,
+    check_tensors,
+    discard,
+    flatten,
+    new_file,
+    new_folder,
+    partial_of,
+    stamped,
+    write_file,
+    write_tensors,
+)
+from hookdiff.ranks import Aside, is_sharded, local, num_ranks, rank
+from hookdiff_checkpoint.folder import FORMAT, MANIFEST, PLUGINS, SHARDED, CheckpointInfo, file_of, mapped, verify
+from hookdiff_checkpoint.pieces import Pieces, Place, Start
+
+
+@define(frozen=True)
+class Part:
+    """What a rank saves of a part of the state."""
+
+    tensors: Mapping[str, Tensor]  # those that are not in pieces; on the main rank alone
+    values: Mapping[str, Any]
+    pieces: Mapping[str, Tensor]  # those that this rank writes
+    places: Mapping[str, Place]  # of all tensors in pieces
+
+    @property
+    def bytes(self) -> int:
+        """The room on the disk that the tensors take, with the pieces that are there twice for a while."""
+        twice = [piece for name, piece in self.pieces.items() if self.places[name].is_whole]
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.pieces.values(), *twice))
+
+
+Parts = Mapping[str, Part]
+
+
+def split(state: Mapping[str, Any]) -> dict[str, Part]:
+    """Return this rank's share of the state of a loop, by part; the tensors are not copied, all other values are.
+
+    Sharded tensors of a plugin that have keys of the model, such as an average, are written whole, so that other
+    programs can load them. All others stay in pieces. Raises UserError for a value that no file can hold.
+    """
+    parts = {name: content for name, content in state.items() if name != "plugins"}
+    parts |= {f"{PLUGINS}{name}": content for name, content in state["plugins"].items()}
+    flat = {}
+    for name, content in parts.items():
+        try:
+            tensors, values = flatten(content, name)
+            check_tensors({f"{name}/{key}": tensor for key, tensor in tensors.items()})
+        except TypeError as error:
+            raise UserError(f"this run cannot be saved: {error}") from None
+        flat[name] = tensors, values
+    keys = flat["model"][0].keys()
+    return {name: _part(*content, keys if name.startswith(PLUGINS) else ()) for name, content in flat.items()}
+
+
+def _part(tensors: Mapping[str, Tensor], values: Mapping[str, Any], whole: Container[str]) -> Part:
+    sharded = [name for name, tensor in tensors.items() if is_sharded(tensor)]
+    is_main, alone = rank() == 0, num_ranks() == 1
+    if alone or not sharded:
+        return Part({name: local(tensor) for name, tensor in tensors.items() if is_main}, values, {}, {})
+    # A file with the name of the part holds what is whole. Without it, all tensors of the part are pieces: a file with
+    # the buffers alone would be taken for the model.
+    in_pieces = sharded if any(name in whole for name in sharded) else tensors
+    try:
+        places = {name: Place.of(tensors[name], name in whole) for name in in_pieces}
+    except UserError as error:
+        raise UserError(f"this run cannot be saved: {error}") from None
+    pieces = {name: local(tensors[name]) for name, place in places.items() if place.is_mine}
+    others = {name: tensor for name, tensor in tensors.items() if name not in places}
+    return Part(others if is_main else {}, values, pieces, places)
+
+
+@define(frozen=True)
+class PieceFile:
+    """A file of pieces that a rank has written."""
+
+    part: str
+    name: str
+    written: Written
+    starts: Mapping[str, Start]  # by name of the tensor
+    is_kept: bool  # False: the main rank puts its pieces together in the file of the part
+
+    def pieces(self, folder: Path) -> dict[str, Tensor]:
+        """Return the verified pieces, by name of the tensor; they are mapped into memory."""
+        verify(folder / self.name, self.written.bytes, self.written.sha256)
+        return mapped(folder / self.name)
+
+
+def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any], aside: Aside) -> CheckpointInfo:
+    """Write the folder `path`, which appears completely or not at all; all ranks must call this, and agree `aside`.
+
+    The manifest has the numbers, the strings and the `facts` of the main rank. An error on one rank is raised on all.
+    """
+    is_main, folder = rank() == 0, partial_of(path)
+    with ExitStack() as made:
+        aside.gathered_or_raised(lambda: made.enter_context(new_folder(path)) if is_main else None)
+        found = aside.gathered_or_raised(lambda: _write_pieces(folder, parts))
+        files = [file for files in found for file in files]
+
+        def complete() -> CheckpointInfo | None:
+            if not is_main:
+                return None
+            manifest = _write_rest(folder, parts, facts, files)
+            made.close()  # the folder gets its name
+            return CheckpointInfo.of(path, manifest)
+
+        info = aside.gathered_or_raised(complete)[0]
+    assert info
+    return info
+
+
+def _write_pieces(folder: Path, parts: Parts) -> list[PieceFile]:
+    files, of_rank = [], f"{rank() + 1:05d}-of-{num_ranks():05d}"
+    for part, own in parts.items():
+        for is_kept in (True, False):
+            pieces = {name: piece for name, piece in own.pieces.items() if own.places[name].is_whole != is_kept}
+            if pieces:
+                name = "." * (not is_kept) + file_of(part, of_rank)
+                written = write_tensors(folder / name, pieces)
+                starts = {key: own.places[key].start for key in pieces}
+                files.append(PieceFile(part, name, written, starts, is_kept))
+    return files
+
+
+def _write_rest(folder: Path, parts: Parts, facts: Mapping[str, Any], files: Sequence[PieceFile]) -> dict[str, Any]:
+    """Write what is not in pieces, and then the manifest, which is returned."""
+    kept = [file for file in files if file.is_kept]
+    manifest: dict[str, Any] = {"format": SHARDED if kept else FORMAT, **facts, "files": {}, "parts": {}}
+    manifest["files"] = {file.name: asdict(file.written) for file in kept}
+    for part, own in parts.items():
+        its = [file for file in files if file.part == part]
+        tensors = {**own.tensors, **_put_together(folder, own.places, [file for file in its if not file.is_kept])}
+        name = file_of(part) if tensors else None
+        if name:
+            manifest["files"][name] = asdict(write_tensors(folder / name, tensors))
+        manifest["parts"][part] = {"file": name, "values": own.values}
+        sharded = {
+            key: place.manifest({file.name: file.starts[key] for file in its if key in file.starts})
+            for key, place in own.places.items()
+            if not place.is_whole
+        }
+        if sharded:
+            manifest["parts"][part]["sharded"] = sharded
+    for file in files:
+        if not file.is_kept:
+            discard(folder / file.name)
+    with new_file(folder / MANIFEST) as unnamed:  # a manifest that exists is complete
+        write_file(unnamed, stamped(manifest))
+    return manifest
+
+
+def _put_together(folder: Path, places: Mapping[str, Place], files: Sequence[PieceFile]) -> dict[str, Tensor]:
+    """Return the tensors that are written whole. Each is put together when it is written, so one is in memory."""
+    opened = [(file.starts, file.pieces(folder)) for file in files]
+    return {
+        name: Pieces(
+            place.shape, place.dtype, {starts[name]: pieces[name] for starts, pieces in opened if name in starts}
+        )
+        for name, place in places.items()
+        if place.is_whole
+    }
