@@ -93,7 +93,10 @@ def joined(device: str = "auto") -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl"
     elif device.startswith("cuda:"):
         raise UserError(f"run.device: {device!r} is one GPU for all ranks; write 'cuda', and each rank gets its own")
-    distributed.init_process_group(backend, timeout=TIMEOUT)
+    store, own, num = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+    # Of its own in each attempt: else a rank may find the address of a process that was killed, and wait for it.
+    store = distributed.PrefixStore(f"hookdiff/{num_restarts()}", store)
+    distributed.init_process_group(backend, store=store, rank=own, world_size=num, timeout=TIMEOUT)
     try:
         yield
     except UserError as error:

@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager
 from hookdiff.builtin.changes import changes
 from hookdiff.errors import ConfigError
 from hookdiff.experiment.config import Config
-from hookdiff.ranks import gathered, is_news, joined, num_launched, rank
+from hookdiff.ranks import gathered, is_news, joined, num_launched, rank, shown_once
 
+TRAINS = "trains_on_ranks"  # attribute of a plugin with which several ranks train one model
 log = logging.getLogger("hookdiff")
 
 
@@ -19,12 +20,12 @@ def launched(config: Config) -> Iterator[None]:
     A message that several ranks have is shown once. Raises ConfigError if no plugin of the run trains on several ranks,
     and if the ranks have different configs.
     """
-    trains = any(getattr(part.target, "trains_on_ranks", False) for part in config.plugins.values())
-    if num_launched() > 1 and not trains:
-        raise ConfigError(
-            f"torchrun has started {num_launched()} processes, and no plugin of the run trains on several: add "
-            "--plugins ddp, or --plugins fsdp for a model that does not fit on one device"
-        )
+    with shown_once():
+        if num_launched() > 1 and not any(getattr(part.target, TRAINS, False) for part in config.plugins.values()):
+            raise ConfigError(
+                f"torchrun has started {num_launched()} processes, and no plugin of the run trains on several: add "
+                "--plugins ddp, or --plugins fsdp for a model that does not fit on one device"
+            )
     with joined(config.run.device), ExitStack() as stack:
         log.addFilter(_is_shown)
         stack.callback(log.removeFilter, _is_shown)

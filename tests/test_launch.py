@@ -1,0 +1,147 @@
+"""The command under torchrun: how ranks begin, stop, fail, and go on; real processes, killed for real."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import Torchrun, check_facts, records, wait_until, write_small
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+
+# Runs the command; each rank may have words of its own.
+SCRIPT = """
+import os, sys
+from hookdiff.cli import main
+own = os.environ.get(f"WORDS_{os.environ['RANK']}", "").split()
+sys.argv = ["hookdiff", *sys.argv[1:], *own]
+main()
+"""
+
+# Writes down its process, and waits once at a step, so that it can be killed there.
+SLOW = """
+import os, time
+from pathlib import Path
+from hookdiff import hookimpl
+
+class Slow:
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        if loop.progress.step == int(os.environ.get("WAIT_AT", "0")):
+            place = Path(os.environ["PLACE"])
+            pids = place / f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{loop.rank}"
+            pids.write_text(str(os.getpid()))
+            while loop.rank == 1 and pids.name == "0-1":
+                time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def command(torchrun: Torchrun, tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs the command on `num` ranks."""
+    (tmp_path / "command.py").write_text(SCRIPT)
+
+    def call(num: int, *words: object, **options: Any) -> tuple[int, str, str]:
+        return torchrun(num, tmp_path / "command.py", *words, **options)
+
+    return call
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "outcome.json").read_text())
+    return found
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def test_without_a_plugin_for_ranks_torchrun_is_refused(command: Any, tmp_path: Path) -> None:
+    code, _, err = command(2, "run", write_small(tmp_path / "small.toml"))
+    assert code
+    assert err.count("hookdiff: ") == 1
+    check_facts(err, "2", "--plugins ddp", "fsdp")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_in_the_config_is_shown_once(command: Any, tmp_path: Path) -> None:
+    config = write_small(tmp_path / "small.toml", run={"stepz": 3})
+    code, _, err = command(2, "run", config, "--plugins", "ddp")
+    assert code
+    assert err.count("stepz") == 1
+    assert "Traceback (most recent call last):\n  File" not in err.partition("torch/distributed")[0]
+
+
+def test_all_ranks_need_the_same_config_and_the_same_data(command: Any, tmp_path: Path) -> None:
+    config = write_small(tmp_path / "small.toml")
+    for words, facts in (
+        ("--set run.batch_size=8", ("run.batch_size", 16, 8, "rank 1")),
+        ("--set data.held_out=3 --set run.seed=1", ("run.seed", 0, 1)),
+    ):
+        code, _, err = command(2, "run", config, "--plugins", "ddp", WORDS_1=words)
+        assert code
+        assert err.count("hookdiff: ") == 1, err
+        check_facts(err, *facts)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_first_rank_decides_about_the_run_directory(command: Any, tmp_path: Path) -> None:
+    config = write_small(tmp_path / "small.toml", run={"plugins": ["ddp", "checkpoint"]})
+    code, _, err = command(2, "run", config)
+    assert code == 0, err
+    run = tmp_path / "runs" / "small"
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    code, _, err = command(2, "run", config)
+    assert code
+    assert err.count("hookdiff: ") == 1, err
+    check_facts(err, "--resume", "--overwrite")
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+    code, _, err = command(2, "run", config, "--overwrite")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_exactly(
+    command: Any, tmp_path: Path, user_module: Callable[[str, str], None], plugin: str
+) -> None:
+    user_module("slow", SLOW)
+    run = {"steps": 12, "log_every": 1, "plugins": [plugin, "checkpoint", "ema", "clip", "lr", "slow:Slow"]}
+    config = write_small(tmp_path / "small.toml", run=run, plugins={"checkpoint": {"every": 3}})
+    code, _, err = command(2, "run", config, "--out", tmp_path / "whole", PLACE=str(tmp_path))
+    assert code == 0, err
+
+    from threading import Thread
+
+    def kill() -> None:
+        wait_until((tmp_path / "0-1").exists)
+        wait_until(lambda: (tmp_path / "0-1").read_text())
+        wait_until((tmp_path / "broken" / "checkpoints" / "step-00000006" / "manifest.json").exists)
+        os.kill(int((tmp_path / "0-1").read_text()), signal.SIGKILL)
+
+    killer = Thread(target=kill)
+    killer.start()
+    where = ("--out", tmp_path / "broken")
+    environment = {"PLACE": str(tmp_path), "WAIT_AT": "8"}
+    code, _, err = command(2, "run", config, *where, options=["--max-restarts=1"], **environment)
+    killer.join()
+    assert code == 0, err
+    assert "resuming from" in err
+    assert outcome(tmp_path / "broken")["reason"] == "done"
+    whole, broken = (weights(tmp_path / name, 12) for name in ("whole", "broken"))
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert records(tmp_path / "whole") == records(tmp_path / "broken")
+
+
+def test_an_end_that_is_no_failure_is_not_trained_again(command: Any, tmp_path: Path) -> None:
+    run = {"steps": 10_000_000, "max_time": "2 s", "plugins": ["ddp", "checkpoint"]}
+    config = write_small(tmp_path / "small.toml", run=run)
+    code, _, err = command(2, "run", config, options=["--max-restarts=2"])
+    assert code
+    assert outcome(tmp_path / "runs" / "small")["reason"] == "time"
+    assert err.count("starts anew") + err.count("resuming from") == 0
