@@ -30,6 +30,10 @@ class OnAnotherRank(UserError):
     """A mistake that another process of the same run shows."""
 
 
+class RankLost(UserError):
+    """Another process of the same run has ended, or hangs; the exit code is 1, since the input was right."""
+
+
 class HookError(RuntimeError):
     """A plugin broke the contract of a hook."""
 

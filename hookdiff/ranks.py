@@ -6,30 +6,32 @@ costs anything.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
 import pickle
 import platform
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
 
-from hookdiff.errors import OnAnotherRank, UserError
+from hookdiff.errors import OnAnotherRank, RankLost, UserError
 
 Value = TypeVar("Value")
 
 TIMEOUT = timedelta(minutes=10)  # for which a rank waits in a step for the others
+_MOMENT = 3.0  # seconds after which a rank that has not failed too is taken to hang
 _PATIENCE = timedelta(hours=4)  # the same between steps, where one rank may compute while the others wait
 # By the default group, the group in which ranks wait that long. Kept longer, its threads would abort Python at its end.
 _patient: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-atexit.register(_patient.clear)  # later, the threads of a group would end the process with an abort
 _said: Counter[str] = Counter()  # how often this process has said each text
 
 
@@ -93,9 +95,10 @@ def joined(device: str = "auto") -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl"
     elif device.startswith("cuda:"):
         raise UserError(f"run.device: {device!r} is one GPU for all ranks; write 'cuda', and each rank gets its own")
-    store, own, num = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+    torch_distributed: Any = distributed  # its stubs lack some names
+    store, own, num = next(torch_distributed.rendezvous("env://", timeout=TIMEOUT))
     # Of its own in each attempt: else a rank may find the address of a process that was killed, and wait for it.
-    store = distributed.PrefixStore(f"hookdiff/{num_restarts()}", store)
+    store = torch_distributed.PrefixStore(f"hookdiff/{num_restarts()}", store)
     distributed.init_process_group(backend, store=store, rank=own, world_size=num, timeout=TIMEOUT)
     try:
         yield
@@ -103,6 +106,10 @@ def joined(device: str = "auto") -> Iterator[None]:
         if is_news(f"error: {error}"):
             raise
         raise OnAnotherRank(str(error)) from error
+    except RuntimeError as error:
+        if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+            raise
+        raise RankLost(_lost(error)) from error
     finally:
         _patient.clear()
         _said.clear()
@@ -128,6 +135,25 @@ def is_news(text: str) -> bool:
     key = hashlib.sha256(f"{_said[text]} {text}".encode()).hexdigest()
     first: int = distributed.distributed_c10d._get_default_store().add(f"hookdiff/said/{key}", 1)
     return first == 1
+
+
+def _lost(error: RuntimeError) -> str:
+    """Return a message about the collective operation that failed with `error`, and the ranks that did not come."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = next((one for one in reversed(frames) if "torch" not in Path(one.filename).parts), frames[-1])
+    asked = next((one.name for one in frames[frames.index(own) + 1 :] if not one.name.startswith(("_", "wrapper"))), "")
+    place = f"{asked or own.name}, called in {Path(own.filename).name}, line {own.lineno} ({own.name})"
+    waited = f"rank {rank()} waited in {place}"
+    if "imed out" not in str(error):
+        return f"{waited}, and another rank has ended"
+    store, until = distributed.distributed_c10d._get_default_store(), time.monotonic() + _MOMENT
+    store.set(f"hookdiff/lost/{rank()}", place)
+    missing = list(range(num_ranks()))
+    while missing and time.monotonic() < until:
+        missing = [other for other in missing if not store.check([f"hookdiff/lost/{other}"])]
+        time.sleep(0.05)
+    gone = f"rank {', '.join(map(str, missing))} did not come" if missing else "no rank is missing, the network is"
+    return f"{waited} for {TIMEOUT}, and {gone}"
 
 
 def _between_steps() -> Any:

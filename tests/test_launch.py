@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -39,6 +40,37 @@ class Slow:
             pids.write_text(str(os.getpid()))
             while loop.rank == 1 and pids.name == "0-1":
                 time.sleep(0.01)
+"""
+
+# Writes down the process of torchrun, once training is under way.
+PIDS = """
+import os
+from pathlib import Path
+from hookdiff import hookimpl
+
+class Pids:
+    @hookimpl
+    def after_optimizer_step(self, loop):
+        if loop.progress.step == 5 and loop.is_main:
+            (Path(os.environ["PLACE"]) / "torchrun").write_text(str(os.getppid()))
+"""
+
+# Runs the command with a short limit for a step; the second rank does not come to the fifth one.
+HANGS = """
+import sys, time
+from datetime import timedelta
+from hookdiff import hookimpl, ranks
+from hookdiff.cli import main
+
+class Hangs:
+    @hookimpl
+    def before_step(self, loop):
+        while (loop.progress.step, loop.rank) == (5, 1) and not loop.plugins["signals"].caught:
+            time.sleep(0.1)
+
+ranks.TIMEOUT = timedelta(seconds=5)
+sys.modules["hangs"] = sys.modules["__main__"]
+main()
 """
 
 
@@ -116,11 +148,8 @@ def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_exactly(
     code, _, err = command(2, "run", config, "--out", tmp_path / "whole", PLACE=str(tmp_path))
     assert code == 0, err
 
-    from threading import Thread
-
     def kill() -> None:
-        wait_until((tmp_path / "0-1").exists)
-        wait_until(lambda: (tmp_path / "0-1").read_text())
+        wait_until(lambda: (tmp_path / "0-1").exists() and (tmp_path / "0-1").read_text())
         wait_until((tmp_path / "broken" / "checkpoints" / "step-00000006" / "manifest.json").exists)
         os.kill(int((tmp_path / "0-1").read_text()), signal.SIGKILL)
 
@@ -145,3 +174,38 @@ def test_an_end_that_is_no_failure_is_not_trained_again(command: Any, tmp_path: 
     assert code
     assert outcome(tmp_path / "runs" / "small")["reason"] == "time"
     assert err.count("starts anew") + err.count("resuming from") == 0
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_signal_saves_the_run_on_all_ranks(
+    command: Any, tmp_path: Path, user_module: Callable[[str, str], None], to_all: bool
+) -> None:
+    user_module("pids", PIDS)
+    run = {"steps": 10_000_000, "plugins": ["ddp", "checkpoint", "pids:Pids"]}
+    config = write_small(tmp_path / "small.toml", run=run)
+
+    def stop() -> None:
+        wait_until(lambda: (tmp_path / "torchrun").exists() and (tmp_path / "torchrun").read_text())
+        pid = int((tmp_path / "torchrun").read_text())
+        if to_all:
+            os.killpg(pid, signal.SIGINT)  # as a terminal does for Ctrl-C
+        else:
+            os.kill(pid, signal.SIGTERM)
+
+    stopper = Thread(target=stop)
+    stopper.start()
+    code, _, err = command(2, "run", config, PLACE=str(tmp_path))
+    stopper.join()
+    assert code
+    ended = outcome(tmp_path / "runs" / "small")
+    assert ended["reason"] == "signal", err
+    weights(tmp_path / "runs" / "small", ended["step"])
+
+
+def test_a_rank_that_hangs_is_named_with_the_place(torchrun: Torchrun, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    config = write_small(tmp_path / "small.toml", run={"plugins": ["ddp", "hangs:Hangs"]})
+    code, _, err = torchrun(2, tmp_path / "hangs.py", "run", config)
+    assert code
+    check_facts(err, "rank 0", "rank 1 did not come", "backward", "0:00:05")
+    assert outcome(tmp_path / "runs" / "small")["reason"] == "error"

@@ -10,7 +10,7 @@ import click
 
 from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
 from hookdiff.cli.source import file_of
-from hookdiff.errors import OnAnotherRank, StorageError, UserError
+from hookdiff.errors import OnAnotherRank, RankLost, StorageError, UserError
 from hookdiff.terminal import shown_works
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
@@ -80,6 +80,6 @@ def main() -> None:
             raise
         if not isinstance(error, OnAnotherRank):
             say(f"hookdiff: {message}", err=True)
-        sys.exit(1 if isinstance(error, OSError | StorageError) else 2)
+        sys.exit(1 if isinstance(error, OSError | RankLost | StorageError) else 2)
     finally:
         drop_unwritten()
