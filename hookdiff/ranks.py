@@ -385,6 +385,16 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Sequence[Tensor]
     return torch.stack(torch._foreach_norm(own, 2, dtype)) if own else torch.zeros(0, dtype=dtype)
 
 
+def total(tensors: Sequence[Tensor], numbers: Tensor) -> Tensor:
+    """Return the sum of `numbers` (tensors,), which this rank has found in its parts of `tensors`: scalar.
+
+    Of sharded ones it is the sum over all ranks, which must all call this.
+    """
+    if not any(map(is_sharded, tensors)):
+        return numbers.sum()
+    return summed((numbers * torch.tensor([counts(tensor) for tensor in tensors]).to(numbers)).sum())
+
+
 def squares(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Sequence[Tensor] | None = None) -> Tensor:
     """Return what this rank adds to the squared L2 norm of each of `tensors`: float64, (tensors,).
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hookdiff.choices import Choice
 from hookdiff.gradients import Gradients
 from hookdiff.options import about, between
+from hookdiff.ranks import local, total
 from hookdiff.structure import COUNT, numbers
 from hookdiff_clip.units import Units
 
@@ -183,14 +184,15 @@ class Value(Rule):
     max_value: float = field(default=1.0, validator=gt(0), metadata=about("largest absolute value of an entry"))
 
     def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:
-        tensors = gradients.tensors()
+        whole = gradients.tensors()
+        tensors = [local(gradient) for gradient in whole]
         torch._foreach_clamp_min_(tensors, -self.max_value)
         torch._foreach_clamp_max_(tensors, self.max_value)
         gradients.clear()
         if not is_logged:
             return {}
-        counts = [torch.count_nonzero(tensor.abs() >= self.max_value) for tensor in tensors]
-        return {"share": torch.stack(counts).sum() / sum(tensor.numel() for tensor in tensors)}
+        clipped = torch.stack([torch.count_nonzero(tensor.abs() >= self.max_value) for tensor in tensors])
+        return {"share": total(whole, clipped) / sum(tensor.numel() for tensor in whole)}
 
 
 @define

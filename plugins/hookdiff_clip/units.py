@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import UserError, nearest
+from hookdiff.ranks import counts, is_sharded, local, norms, rank, summed
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -15,13 +16,16 @@ class _Parameter:
     """A trained parameter, viewed with its output units as the first dimensions."""
 
     def __init__(self, parameter: nn.Parameter, groups: int) -> None:
-        self._parameter, self._groups = parameter, groups
-        self.weights = self._view(parameter.detach())  # parameters keep their addresses
+        self.parameter, self._groups = parameter, groups
+        self.weights = self._view(local(parameter.detach()))  # parameters keep their addresses
         self.inner = tuple(range(2 if groups else 1, self.weights.ndim))  # dimensions within a unit; () for a vector
+        # The ranks share the first dimension: that of the units, but for a vector and a transposed convolution.
+        self.is_split = is_sharded(parameter) and (bool(groups) or not self.inner)
 
     @property
     def gradient(self) -> Tensor | None:
-        return None if self._parameter.grad is None else self._view(self._parameter.grad)
+        """The gradient; of a sharded parameter this rank's part."""
+        return None if self.parameter.grad is None else self._view(local(self.parameter.grad))
 
     def spread(self, values: Tensor) -> Tensor:
         """Return `values`, one of each unit, in a shape that can be multiplied with the gradient."""
@@ -44,7 +48,8 @@ class Units:
         exclude: patterns of parameter names that are not clipped, such as "out.*".
         dtype: precision of the norms.
 
-    Raises UserError for a pattern that matches no trained parameter.
+    Raises UserError for a pattern that matches no trained parameter, and for a grouped transposed convolution that is
+    sharded.
     """
 
     def __init__(
@@ -61,6 +66,12 @@ class Units:
                     f" (the last is {list(named)[-1]!r})"
                 )
             kept.difference_update(matched)
+        grouped = [name for name, p in named.items() if name in kept and groups.get(p, 0) > 1 and is_sharded(p)]
+        if grouped:
+            raise UserError(
+                f"plugins.clip.rule: agc cannot clip {grouped[0]}, a grouped transposed convolution that is sharded; "
+                f"exclude = [{grouped[0]!r}] leaves it out"
+            )
         self._dtype = dtype
         self._parameters = [_Parameter(p, groups.get(p, 0)) for name, p in named.items() if name in kept]
         self._parameters.sort(key=lambda parameter: len(parameter.inner) > 0)  # vectors first
@@ -76,19 +87,31 @@ class Units:
         if not found:
             return torch.zeros(())
         gradients = [gradient for _, gradient in found]
-        inner = [each.inner for each, _ in found]
-        allowed = self._norms([each.weights for each, _ in found], inner)
-        norms = self._norms(gradients, inner)
+        parameters = [each for each, _ in found]
+        allowed = self._norms(parameters, [each.weights for each in parameters])
+        own = self._norms(parameters, gradients)
         # A gradient of zero gives infinity, which is clamped to 1.
-        scale = torch.cat(allowed).clamp_(min=floor).mul_(factor).div_(torch.cat(norms)).clamp_(max=1)
-        parts = torch.split(scale, [len(part) for part in norms])
+        scale = torch.cat(allowed).clamp_(min=floor).mul_(factor).div_(torch.cat(own)).clamp_(max=1)
+        parts = torch.split(scale, [len(part) for part in own])
         torch._foreach_mul_(gradients, [each.spread(part) for (each, _), part in zip(found, parts, strict=True)])
-        return (scale < 1).float().mean()
+        if not any(is_sharded(each.parameter) for each in parameters):
+            return (scale < 1).float().mean()
+        counted = [part for each, part in zip(parameters, parts, strict=True) if self._counts(each)]
+        clipped = torch.cat([scale.new_zeros(0), *counted]) < 1
+        sums = summed(torch.stack((clipped.sum().float(), torch.full_like(scale[:1], clipped.numel())[0])))
+        return sums[0] / sums[1]
 
-    def _norms(self, tensors: list[Tensor], inner: list[tuple[int, ...]]) -> list[Tensor]:
-        """Return the L2 norms of the units of each tensor: (units,)."""
-        num = inner.count(())
-        norms = [norm.view(1) for norm in torch._foreach_norm(tensors[:num], 2, self._dtype)] if num else []
-        for tensor, dims in zip(tensors[num:], inner[num:], strict=True):
-            norms.append(torch.linalg.vector_norm(tensor, dim=dims, dtype=self._dtype).flatten())
-        return norms
+    @staticmethod
+    def _counts(each: _Parameter) -> bool:
+        """Whether the units of this rank's part count: those that several ranks have do on the first one alone."""
+        return rank() == 0 if each.is_split else counts(each.parameter)
+
+    def _norms(self, parameters: list[_Parameter], tensors: list[Tensor]) -> list[Tensor]:
+        """Return the L2 norms of the units of each of `tensors`, this rank's parts: (units,)."""
+        num = sum(not each.inner for each in parameters)
+        vectors = [each.parameter for each in parameters[:num]]
+        found = [norm.view(1) for norm in norms(vectors, self._dtype, tensors[:num])]
+        for each, tensor in zip(parameters[num:], tensors[num:], strict=True):
+            own = torch.linalg.vector_norm(tensor, dim=each.inner, dtype=self._dtype).flatten()
+            found.append(summed(own.square()).sqrt() if each.is_split else own)
+        return found
