@@ -63,7 +63,8 @@ class FSDP:
         found = blocks_of(loop.model, self.blocks)
         mesh = self._mesh(loop)
         dtype = DTYPES[self.precision]
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+        single = dtype and torch.float32  # of sums over the ranks, and of what the blocks return
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=single, output_dtype=single)
         for parameter in loop.model.parameters():  # fully_shard takes no other memory format
             parameter.data = parameter.data.contiguous()
         for block in found.values():

@@ -15,6 +15,7 @@ from hookdiff import ConfigError, Loop, evaluating, hookimpl, nearest
 from hookdiff.models.init import LAYERS, is_zero, layers_called
 from hookdiff.options import about
 from hookdiff.randomness import derive_seed
+from hookdiff.ranks import whole
 from hookdiff_spectral.sigma import SETTLING, DividedBySigma, normalised
 
 log = logging.getLogger("hookdiff")
@@ -57,7 +58,7 @@ class Spectral:
 
     def _follow(self, times: int) -> None:
         for divided, weight in self._layers:
-            divided.iterate(weight, times)
+            divided.iterate(whole(weight), times)
 
 
 def _output_layer(loop: Loop) -> str | None:
