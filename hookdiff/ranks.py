@@ -10,6 +10,7 @@ import hashlib
 import os
 import pickle
 import platform
+import threading
 import time
 import traceback
 from collections import Counter
@@ -35,13 +36,39 @@ _patient: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _said: Counter[str] = Counter()  # how often this process has said each text
 
 
+class _StandIn(threading.local):
+    """What this thread has in place of torch.distributed: number, number of ranks, and what gathers values."""
+
+    world: tuple[int, int, Callable[[str, Any], list[Any]]] | None = None
+
+
+_stand_in = _StandIn()
+
+
+@contextmanager
+def standing_in(rank: int, num: int, gather: Callable[[str, Any], list[Any]]) -> Iterator[None]:
+    """Let this thread be a rank during the `with`, for tests in one process.
+
+    `gather(kind, value)` returns the values of all ranks, which must all ask for the same kind.
+    """
+    _stand_in.world = rank, num, gather
+    try:
+        yield
+    finally:
+        _stand_in.world = None
+
+
 def rank() -> int:
     """Return the number of this process: 0 unless torch.distributed is set up."""
+    if _stand_in.world:
+        return _stand_in.world[0]
     return distributed.get_rank() if _is_set_up() else 0
 
 
 def num_ranks() -> int:
     """Return the number of processes that train together: 1 unless torch.distributed is set up."""
+    if _stand_in.world:
+        return _stand_in.world[1]
     return distributed.get_world_size() if _is_set_up() else 1
 
 
@@ -129,7 +156,7 @@ def shown_once() -> Iterator[None]:
 
 def is_news(text: str) -> bool:
     """Return whether this is the first rank to say `text`; a text that is said again is news once more."""
-    if num_ranks() == 1:
+    if num_ranks() == 1 or _stand_in.world:
         return True
     _said[text] += 1
     key = hashlib.sha256(f"{_said[text]} {text}".encode()).hexdigest()
@@ -173,6 +200,8 @@ def first_rank_says(value: Value) -> Value:
     """
     if num_ranks() == 1:
         return value
+    if _stand_in.world:
+        return gathered(value)[0]
     agreed = [value]
     # It finds the device that the backend talks over.
     distributed.broadcast_object_list(agreed, src=0, group=_between_steps())
@@ -183,6 +212,8 @@ def gathered(value: Value) -> list[Value]:
     """Return the `value` of each rank, in their order, on all of them; all ranks must call this."""
     if num_ranks() == 1:
         return [value]
+    if _stand_in.world:
+        return _stand_in.world[2]("the values of all ranks", value)
     found: list[Value] = [value] * num_ranks()
     distributed.all_gather_object(found, value, group=_between_steps())
     return found
@@ -285,6 +316,8 @@ def summed(values: Tensor) -> Tensor:
     if num_ranks() == 1:
         return values
     total = values.detach().clone()
+    if _stand_in.world:
+        return torch.stack(_stand_in.world[2](f"a sum of {tuple(total.shape)}", total)).sum(0)
     distributed.all_reduce(total)
     return total
 
