@@ -41,7 +41,10 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def samples(result: dict[str, Any]) -> list[Any]:
     """Return the samples of each step with their noise, over all ranks."""
-    return [sorted(sum(shares, [])) for shares in zip(*(one["seen"] for one in result["ranks"]), strict=True)]
+    return [
+        sorted(row for share in shares for row in share)
+        for shares in zip(*(one["seen"] for one in result["ranks"]), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])

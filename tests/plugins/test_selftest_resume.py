@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 KINDS = [n for n, (entry, *_) in installed().items() if entry.dist is not None and entry.dist.name == "hookdiff"]
 DEAR = {"aim", "compile", "report", "wandb"}  # plugins that cost seconds in each run
-ALL = [name for name in KINDS if name not in DEAR]
+ALL = [name for name in KINDS if name not in DEAR and name != "fsdp"]  # ddp is there, and excludes it
 
 # Data that augments by all three generators, a model with dropout and batch norm, and plugins that do not resume.
 USER = '''

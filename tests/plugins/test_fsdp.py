@@ -1,0 +1,55 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hookdiff import UserError
+from hookdiff.testing import assert_same, toy_loop, weights
+from hookdiff_ddp import DDP
+from hookdiff_fsdp import FSDP
+from hookdiff_fsdp.blocks import blocks_of
+from hookdiff_networks import DiT, UNet
+from tests.conftest import refused
+
+
+def layers(num: int) -> list[nn.Module]:
+    return [nn.Linear(3, 3) for _ in range(num)]
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([nn.ModuleList(layers(2)), nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.SiLU()})])
+        self.middle = nn.Sequential(*layers(2))
+
+
+def test_the_repeated_blocks_are_what_the_outermost_lists_hold() -> None:
+    assert list(blocks_of(Tower(), ())) == ["stages.0.0", "stages.0.1", "stages.1.a"]
+    assert list(blocks_of(nn.Sequential(*layers(3)), ())) == ["0", "1", "2"]
+    dit = DiT(in_channels=1, image_size=8, patch_size=4, hidden_size=16, num_heads=2, depth=3)
+    assert list(blocks_of(dit, ())) == ["blocks.0", "blocks.1", "blocks.2"]
+    unet = blocks_of(UNet(in_channels=1, image_size=8, channels=8, head_dim=8, num_res_blocks=1), ())
+    assert all(name.startswith(("down.", "middle.", "up.")) for name in unet)
+
+
+def test_patterns_name_blocks_inner_ones_first() -> None:
+    assert list(blocks_of(Tower(), ["middle", "middle.*"])) == ["middle.1", "middle.0", "middle"]
+    with refused(UserError, "plugins.fsdp.blocks", "midle", "middle"):
+        blocks_of(Tower(), ["midle"])
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.SiLU())])
+def test_one_unit_for_the_whole_model_is_refused(model: nn.Module) -> None:
+    with refused(UserError, "plugins.fsdp.blocks", "ddp"):
+        blocks_of(model, ())
+
+
+@pytest.mark.parametrize("make", [DDP, FSDP])
+def test_on_one_process_it_changes_nothing(make: Any) -> None:
+    runs = [toy_loop(plugins, micro_batch=3) for plugins in ({}, {"ranks": make()})]
+    for loop in runs:
+        loop.run()
+    assert_same(weights(runs[0]), weights(runs[1]))
+    assert runs[1].net is runs[1].model
+    assert not any(isinstance(value, torch.distributed.tensor.DTensor) for value in runs[1].model.parameters())
