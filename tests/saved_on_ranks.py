@@ -5,8 +5,11 @@ import json
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ddp import DDP
 from hookdiff_ema import EMA
+from tests.conftest import finish
 
 
 class Rows(torch.optim.Optimizer):
@@ -173,9 +177,9 @@ class Sees:
     def __init__(self) -> None:
         self.announced: list[str] = []
         self.said: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: self.said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("hookdiff").addHandler(handler)
+        self.handler = logging.Handler(logging.WARNING)
+        self.handler.emit = lambda record: self.said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("hookdiff").addHandler(self.handler)
 
     @hookimpl
     def on_checkpoint(self, path: Path) -> None:
@@ -194,6 +198,7 @@ class Score:
             loop.log({"score": self.values[at]})
 
 
+SHARDED: dict[str, Any] = {"shard": {}, "keeps": {}, "ema": {"decay": [0.9, 0.99]}, "checkpoint": {"every": 2}}
 PLUGINS: dict[str, Any] = {"shard": Shard, "ddp": DDP, "keeps": Keeps, "spoil": Spoil, "bad": Bad, "fault": Fault}
 PLUGINS |= {"crash": Crash, "score": Score, "ema": EMA, "checkpoint": Checkpoint}
 
@@ -227,9 +232,54 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             ended = values(loop)
     except UserError as caught:
         error = type(caught).__name__, str(caught)
+    finally:
+        logging.getLogger("hookdiff").removeHandler(sees.handler)
     end = [loop.end.reason, loop.end.message]
     seen = {"error": error, "announced": sees.announced, "said": sees.said, "end": end, "step": loop.progress.step}
     return {"begun": begun, "ended": ended, "ranks": gathered(seen)}
+
+
+def written(folder: Path, run_dir: Path, steps: int, **options: Any) -> Path:
+    """Write what `run` is to do, by default with `SHARDED`, and return the file."""
+    run_dir.mkdir(exist_ok=True)
+    spec = {"run_dir": str(run_dir), "steps": steps, "plugins": SHARDED, **options}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    return folder / "spec.json"
+
+
+@contextmanager
+def started(folder: Path, num: int, run_dir: Path, steps: int, **options: Any) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start ranks that nothing watches: if one dies, no torchrun ends the others."""
+    words = ["-m", "tests.saved_on_ranks", str(written(folder, run_dir, steps, **options)), str(folder / "out.pt")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fixed = {"WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    fixed["PYTHONPATH"] = os.pathsep.join(sys.path)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env={**os.environ, **fixed, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(num)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            with process:
+                process.kill()
+
+
+def train_apart(folder: Path, num: int, run_dir: Path, steps: int, **options: Any) -> None:
+    """Train on `num` ranks, in processes of their own."""
+    with started(folder, num, run_dir, steps, **options) as processes:
+        for process in processes:
+            code, _, err = finish(process)
+            assert code == 0, err
 
 
 def main() -> None:

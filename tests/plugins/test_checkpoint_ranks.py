@@ -4,11 +4,7 @@ import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +16,10 @@ from hookdiff.disk import flatten
 from hookdiff.testing import assert_same
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
 from tests.conftest import Torchrun, check_facts, finish, write_small
-from tests.saved_on_ranks import Net, run
+from tests.saved_on_ranks import SHARDED, Net, run, started, train_apart, written
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
-SHARDED: dict[str, Any] = {"shard": {}, "keeps": {}, "ema": {"decay": [0.9, 0.99]}, "checkpoint": {"every": 2}}
 COPIED = {"ddp": {}, "ema": {"decay": 0.9}, "checkpoint": {"every": 2}}
 Run = Callable[..., dict[str, Any]]
 
@@ -33,10 +28,7 @@ Run = Callable[..., dict[str, Any]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run of six steps on two ranks."""
     made = tmp_path_factory.mktemp("six")
-    with started(made, 2, made / "run", 6) as processes:
-        for process in processes:
-            code, _, err = finish(process)
-            assert code == 0, err
+    train_apart(made, 2, made / "run", 6)
     return made
 
 
@@ -54,40 +46,6 @@ def on_ranks(torchrun: Torchrun, tmp_path: Path) -> Run:
         return result
 
     return call
-
-
-def written(folder: Path, run_dir: Path, steps: int, **options: Any) -> Path:
-    """Write what `tests.saved_on_ranks` is to do, and return the file."""
-    run_dir.mkdir(exist_ok=True)
-    (folder / "spec.json").write_text(
-        json.dumps({"run_dir": str(run_dir), "steps": steps, "plugins": SHARDED, **options})
-    )
-    return folder / "spec.json"
-
-
-@contextmanager
-def started(folder: Path, num: int, run_dir: Path, steps: int, **options: Any) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start ranks that nothing watches: if one dies, no torchrun ends the others."""
-    words = ["-m", "tests.saved_on_ranks", str(written(folder, run_dir, steps, **options)), str(folder / "out.pt")]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fixed = {"WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    fixed["PYTHONPATH"] = os.pathsep.join(sys.path)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env={**os.environ, **fixed, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(num)
-    ]
-    yield processes
-    for process in processes:
-        with process:
-            process.kill()
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
