@@ -1,13 +1,19 @@
 """The examples run as a user runs them."""
 
+import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli
+from torch import distributed
 
-from tests.conftest import PATIENCE, check_facts
+from tests.conftest import PATIENCE, check_facts, wait_until, write_small
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -26,3 +32,91 @@ def test_the_basic_example_is_a_valid_config(hookdiff: Any) -> None:
     code, out, err = hookdiff("check", EXAMPLES / "basic.toml", "--plugins", "ema,amp,fid")
     assert code == 0, err
     assert tomli.loads(out)["run"]["plugins"][-3:] == ["ema", "amp", "fid"]
+
+
+# Stand-ins for the commands of SLURM: a job of two nodes, which both are this machine.
+SLURM = {
+    "srun": """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for node in 1 2; do
+    "$@" &
+    echo $! >> torchruns
+done
+wait -n; code=$?
+wait -n || code=$?
+exit $code
+""",
+    "scontrol": """#!/bin/bash
+if [ "$1" = requeue ]; then
+    echo "$2" >> requeued
+else
+    echo localhost
+fi
+""",
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.skipif(not distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_the_slurm_script_saves_at_the_signal_requeues_and_goes_on(tmp_path: Path) -> None:
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    config = write_small(tmp_path / "small.toml", run={"steps": 10_000_000, "log_every": 1, "plugins": ["checkpoint"]})
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    environment = {**os.environ, **job, "SLURM_GPUS_ON_NODE": "1", "PATH": path, "OMP_NUM_THREADS": "1"}
+    run = tmp_path / "runs" / "small"
+
+    def start(**more: str) -> subprocess.Popen[str]:
+        (tmp_path / "torchruns").unlink(missing_ok=True)
+        return subprocess.Popen(
+            ["bash", EXAMPLES / "slurm.sh", config],
+            cwd=tmp_path,
+            env={**environment, **more},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    first = start()
+    try:
+        wait_until((run / "metrics.jsonl").is_file)
+    finally:
+        for number in (tmp_path / "torchruns").read_text().split():
+            os.kill(int(number), signal.SIGUSR1)
+        out, err = first.communicate(timeout=PATIENCE)
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert (first.returncode, outcome["reason"]) == (0, "time"), out + err
+    assert (tmp_path / "requeued").read_text().split() == [job["SLURM_JOB_ID"]]
+
+    config.write_text(config.read_text().replace("10000000", str(outcome["step"] + 2)))
+    second = start(SLURM_RESTART_COUNT="1")
+    out, err = second.communicate(timeout=PATIENCE)
+    assert second.returncode == 0, out + err
+    assert "resuming from" in err
+    assert json.loads((run / "outcome.json").read_text())["step"] == outcome["step"] + 2
+    assert len((tmp_path / "requeued").read_text().split()) == 1
+
+    config.write_text(config.read_text().replace("batch_size", "batch_sizes"))  # refused before anything is written
+    third = start(SLURM_RESTART_COUNT="2")
+    out, err = third.communicate(timeout=PATIENCE)
+    assert third.returncode == 1
+    assert len((tmp_path / "requeued").read_text().split()) == 1
+
+
+def test_the_pods_of_kubernetes_call_the_command_as_it_is(tmp_path: Path, hookdiff: Any) -> None:
+    job = pytest.importorskip("yaml").safe_load((EXAMPLES / "pytorchjob.yaml").read_text())
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert sum(part["replicas"] for part in replicas.values()) == 8
+    for part in replicas.values():
+        (container,) = part["template"]["spec"]["containers"]
+        python, *words = container["command"]
+        assert (python, words[:3], words[4:]) == (
+            "python",
+            ["-m", "hookdiff", "run"],
+            ["--plugins", "ddp", "--out", "runs/mine", "--resume"],
+        )
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in part["template"]["spec"]["volumes"]
+        }
