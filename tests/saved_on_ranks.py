@@ -274,12 +274,14 @@ def started(folder: Path, num: int, run_dir: Path, steps: int, **options: Any) -
                 process.kill()
 
 
-def train_apart(folder: Path, num: int, run_dir: Path, steps: int, **options: Any) -> None:
-    """Train on `num` ranks, in processes of their own."""
+def train_apart(folder: Path, num: int, run_dir: Path, steps: int, **options: Any) -> dict[str, Any]:
+    """Train on `num` ranks, in processes of their own, and return what `run` returns."""
     with started(folder, num, run_dir, steps, **options) as processes:
         for process in processes:
             code, _, err = finish(process)
             assert code == 0, err
+    result: dict[str, Any] = torch.load(folder / "out.pt")
+    return result
 
 
 def main() -> None:

@@ -151,6 +151,8 @@ for placement in (Shard(0), Shard(1), Replicate()):
     result.append((ranks.counts(sharded), fills, ranks.layout(sharded) == ranks.layout(alike)))
 result.append(len({ranks.layout(distribute_tensor(whole, mesh, [kind])) for kind in (Shard(0), Shard(0), Shard(1))}))
 result.append(ranks.layout(whole))
+result.append(ranks.everywhere([f"on {rank}", "on both"], [whole, alike]))
+result.append(ranks.everywhere([f"on {rank}"], [whole]))
 odd = distribute_tensor(whole, mesh, [Shard(0)])
 odd._spec.placements = (_StridedShard(0, split_factor=2),)
 try:
@@ -164,6 +166,7 @@ except UserError as error:
 def test_the_parts_of_a_sharded_tensor_are_blocks(tmp_path: Path) -> None:
     first, second = two_ranks(BLOCKS, tmp_path)
     shared = [(True, True, True), (True, True, True)]
-    assert first[:-1] == [*shared, (True, True, True), 2, None]
-    assert second[:-1] == [*shared, (False, True, True), 2, None]
+    found = ["on 0", "on both", "on 1"]
+    assert first[:-1] == [*shared, (True, True, True), 2, None, found, ["on 0"]]
+    assert second[:-1] == [*shared, (False, True, True), 2, None, found, ["on 1"]]
     check_facts(first[-1], "(5, 3)", "_S(0, 2)")

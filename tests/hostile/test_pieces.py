@@ -107,5 +107,24 @@ def test_a_tensor_that_is_whole_and_in_pieces_is_refused(saved: Path, tmp_path: 
     check_facts(resumed(saved, tmp_path, forge), "manifest.json", FIRST)
 
 
+@pytest.mark.parametrize("part", ["model", "optimizers"])
+def test_values_that_are_not_finite_in_the_part_of_one_rank_are_refused_by_all(
+    part: str, saved: Path, tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(saved, tmp_path / "run")
+    path = run_dir / "checkpoints" / f"step-{STEP:08d}"
+    file = path / f"{part}-00002-of-00002.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "blocks.0.0.weight" in name)
+    tensors[name][-1] = torch.nan
+    save_file(tensors, file)
+    stamp(path, json.loads((path / "manifest.json").read_bytes()))
+    result = train_apart(tmp_path, 2, run_dir, STEP + 1, resume=True)
+    first, second = result["ranks"]
+    assert first["error"] == second["error"]
+    check_facts(first["error"][1], "blocks.0.0.weight")
+    assert not result["begun"]
+
+
 def test_a_run_of_two_ranks_that_is_untouched_goes_on(saved: Path, tmp_path: Path) -> None:
     assert resumed(saved, tmp_path, lambda path, manifest: None) is None

@@ -10,7 +10,7 @@ from torch import nn
 from hookdiff import ConfigError
 from hookdiff.models.load import check_file, load_into
 from hookdiff.testing import assert_same
-from tests.conftest import check_facts, refused
+from tests.conftest import check_facts, refused, two_ranks
 
 
 class Net(nn.Module):
@@ -119,3 +119,34 @@ def test_a_file_cut_anywhere_is_refused(tmp_path_factory, at):
     (folder / "w.safetensors").write_bytes(data[: at % len(data)])
     with refused(ConfigError, folder / "w.safetensors"):
         check_file(folder / "w.safetensors")
+
+
+SHARDED = """
+import tempfile, torch
+from pathlib import Path
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from safetensors.torch import save_file
+from hookdiff import ranks
+from hookdiff.models.load import load_into, load_state
+def work():  # the model goes with it, before the group does
+    torch.manual_seed(0)
+    theirs, ours = (nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)) for _ in range(2))
+    given = {name: value.clone() + 1 for name, value in theirs.state_dict().items()}
+    fully_shard(ours, mesh=init_device_mesh("cpu", (2,)))
+    same = lambda: all(torch.equal(ranks.whole(value), given[name]) for name, value in ours.state_dict().items())
+    load_state(ours, given)
+    found = [same()]
+    given = {name: value + 1 for name, value in given.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(given, folder + "/w.safetensors")
+        load_into(ours, Path(folder) / "w.safetensors")
+    return [*found, same()]
+result = work()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_each_rank_loads_its_part_of_a_sharded_model(tmp_path):
+    assert two_ranks(SHARDED, tmp_path) == [[True, True]] * 2
