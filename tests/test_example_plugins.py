@@ -481,9 +481,7 @@ def test_a_run_at_its_target_stays_ended_unless_the_target_is_harder(
     check_facts(err, "plugins.target.mode", "max")
 
 
-def test_the_first_rank_decides_whether_the_target_is_reached(
-    installed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_decides_whether_the_target_is_reached(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import hookdiff_target
 
     asked: list[bool] = []

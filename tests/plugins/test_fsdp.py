@@ -30,7 +30,7 @@ def test_the_repeated_blocks_are_what_the_outermost_lists_hold() -> None:
     dit = DiT(in_channels=1, image_size=8, patch_size=4, hidden_size=16, num_heads=2, depth=3)
     assert list(blocks_of(dit, ())) == ["blocks.0", "blocks.1", "blocks.2"]
     unet = blocks_of(UNet(in_channels=1, image_size=8, channels=8, head_dim=8, num_res_blocks=1), ())
-    assert all(name.startswith(("down.", "middle.", "up.")) for name in unet)
+    assert all(name.startswith(("down.", "mid.", "up.")) for name in unet)
 
 
 def test_patterns_name_blocks_inner_ones_first() -> None:
