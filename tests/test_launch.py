@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from hookdiff_checkpoint import read_checkpoint
 from tests.conftest import Torchrun, check_facts, records, wait_until, write_small
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
@@ -91,7 +91,8 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+    found: dict[str, torch.Tensor] = read_checkpoint(run / "checkpoints" / f"step-{step:08d}")["model"]
+    return dict(found)
 
 
 def test_without_a_plugin_for_ranks_torchrun_is_refused(command: Any, tmp_path: Path) -> None:
