@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_a_mistake_in_the_config_is_shown_once(command: Any, tmp_path: Path) -> 
     assert "Traceback (most recent call last):\n  File" not in err.partition("torch/distributed")[0]
 
 
-def test_all_ranks_need_the_same_config_and_the_same_data(command: Any, tmp_path: Path) -> None:
+def test_all_ranks_need_the_same_config(command: Any, tmp_path: Path) -> None:
     config = write_small(tmp_path / "small.toml")
     for words, facts in (
         ("--set run.batch_size=8", ("run.batch_size", 16, 8, "rank 1")),
@@ -122,6 +123,18 @@ def test_all_ranks_need_the_same_config_and_the_same_data(command: Any, tmp_path
         assert err.count("hookdiff: ") == 1, err
         check_facts(err, *facts)
     assert not (tmp_path / "runs").exists()
+
+
+def test_all_ranks_need_the_same_data(torchrun: Torchrun, pictures: Path) -> None:
+    script = SCRIPT.replace("main()", "os.chdir(f'{os.getcwd()}/{os.environ[\"RANK\"]}')\nmain()")
+    (pictures / "command.py").write_text(script)
+    for rank in "01":
+        shutil.copytree(pictures / "pictures", pictures / rank / "pictures")
+    (pictures / "1" / "pictures" / "ant" / "00.png").rename(pictures / "1" / "pictures" / "ant" / "new.png")
+    code, _, err = torchrun(2, pictures / "command.py", "run", pictures / "config.toml", "--plugins", "ddp")
+    assert code
+    assert err.count("hookdiff: ") == 1, err
+    check_facts(err, "the same data", "pictures/ant/00.png", "rank 0", "rank 1")
 
 
 def test_the_first_rank_decides_about_the_run_directory(command: Any, tmp_path: Path) -> None:

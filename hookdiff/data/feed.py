@@ -33,11 +33,13 @@ from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError, shown
 from hookdiff.options import about, between
 from hookdiff.randomness import derive_seed
+from hookdiff.ranks import gathered, num_ranks as num_joined
 from hookdiff.structure import structured
 
 logger = logging.getLogger("hookdiff")
 
 _CPU = torch.device("cpu")
+_NAMED = 64  # samples whose names all ranks compare
 _AT_ONCE = 1 << 20  # pixel values that are fetched from memory in one go: 4 MiB in float32
 
 Finish = Callable[[Batch], Batch]  # takes first-stage samples
@@ -145,7 +147,7 @@ class Feed:
         """Make batches of `batch_size` samples, over all ranks, in the order that `seed` gives. Returns self.
 
         Raises UserError if there are fewer samples than a batch needs, if a batch is smaller than the number of ranks,
-        or if samples that are not images are to be augmented.
+        if the ranks have other data than each other, or if samples that are not images are to be augmented.
         """
         self.batch_size, self.seed, self.device = batch_size, seed, device
         self.rank, self.num_ranks, self._idle = rank, num_ranks, []
@@ -154,12 +156,27 @@ class Feed:
             self.samples = self.samples.to(device)
         if batch_size < num_ranks:
             raise UserError(f"batch_size is {batch_size}: too small for {num_ranks} ranks")
+        self._check_same()
         if self.exhausted(0):
             way_out = "lower batch_size or set drop_last = false" if len(self.training) else "nothing to train on"
             raise UserError(f"the data has {len(self.training)} samples, batch_size is {batch_size}: {way_out}")
         if self.transforms.random and len(self.shape) != 3:
             raise UserError(f"samples of {size_text(self.shape)} are no images c h w and cannot be augmented")
         return self
+
+    def _check_same(self) -> None:
+        """Raise UserError unless all ranks have the same data, as far as number, shape, labels and some names show."""
+        if num_joined() == 1:
+            return
+        labels = None if self.labels is None else hashlib.sha256(self.labels.numpy().tobytes()).hexdigest()[:12]
+        places = torch.linspace(0, len(self.training) - 1, min(_NAMED, len(self.training)), dtype=torch.float64).long()
+        named = {f"sample {index}": self.describe(index) for index in self.training[places].tolist()}
+        first, *others = gathered({"samples": len(self.samples), "shape": self.shape, "labels": labels, **named})
+        for number, other in enumerate(others, 1):
+            for what in dict.fromkeys((*first, *other)):
+                one, two = first.get(what, "none"), other.get(what, "none")
+                if one != two:
+                    raise UserError(f"all ranks need the same data: {what}: {one} on rank 0, {two} on rank {number}")
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
