@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from attrs import define, field
 from attrs.validators import min_len
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookdiff import Loop, LossOutput, UserError, hookimpl, nearest
 from hookdiff.options import about
@@ -37,6 +38,14 @@ class Compile:
         default="inductor", validator=min_len(1), metadata=about('backend of torch.compile; "eager" compiles nothing')
     )
 
+    blocks: tuple[str, ...] = field(
+        default=(),
+        metadata=about(
+            'patterns of modules to compile on their own, as `["blocks.*"]`: equal ones are compiled once, which is '
+            "faster for a deep model; without them the model is compiled as a whole"
+        ),
+    )
+
     def __attrs_post_init__(self) -> None:
         if self.mode != "default" and self.backend != "inductor":
             raise ValueError(f"mode = {self.mode!r} needs the backend 'inductor'; {self.backend!r} takes 'default'")
@@ -50,8 +59,18 @@ class Compile:
         options: dict[str, Any] = {"mode": self.mode, "dynamic": self.dynamic, "backend": self.backend}
         with self._one_message():  # the model is compiled at its first call, too late to report a missing compiler
             torch.compile(_probe, **options)(torch.zeros(8, device=loop.device))
-        loop.model.compile(**options)
+        for module in self._modules(loop.model):
+            module.compile(**options)
         log.info("compile: the first step takes longer, a minute or more for a large model")
+
+    def _modules(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules to compile; raises UserError for a pattern that matches none."""
+        named = {name: module for name, module in model.named_modules() if name}
+        for pattern in self.blocks:
+            if not any(fnmatchcase(name, pattern) for name in named):
+                raise UserError(f"plugins.compile.blocks: {pattern!r} matches no module{nearest(pattern, named)}")
+        found = [module for name, module in named.items() if any(fnmatchcase(name, one) for one in self.blocks)]
+        return found or [model]
 
     @hookimpl(wrapper=True)
     def micro_step(self) -> Generator[None, LossOutput, LossOutput]:

@@ -54,7 +54,7 @@ def net(**options):
 
 
 def ran(plugins, steps=6, **options):
-    loop = toy_loop(plugins, steps=steps, micro_batch=3, **{"model": net(), **options})
+    loop = toy_loop(plugins, steps=steps, **{"model": net(), "micro_batch": 3, **options})
     loop.run()
     return loop
 
@@ -183,3 +183,29 @@ def test_a_run_from_a_config_trains_and_makes_images(run, tmp_path):
     code, err = run("run.micro_batch=none", "plugins.compile.dynamic=false")
     assert code == 0, err[-2000:]
     assert (tmp_path / "run" / "samples" / "step-00000004.png").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at the inputs of a block
+def test_blocks_are_compiled_on_their_own_and_equal_ones_once():
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Net(nn.Linear(4, 4), nn.SiLU()) for _ in range(5))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    whole, parts = Counter(), Counter()
+    runs = []
+    for counter, blocks in ((whole, ()), (parts, ("blocks.*",))):
+        torch.manual_seed(0)
+        runs.append(ran({"compile": Compile(backend=registered(counter), blocks=blocks)}, model=Deep(), micro_batch=8))
+    assert_same(weights(runs[0]), weights(runs[1]))
+    assert 0 < parts.graphs < 5
+    assert runs[1].model._compiled_call_impl is None
+    assert all(block._compiled_call_impl is not None for block in runs[1].model.blocks)
+    with refused(UserError, "plugins.compile.blocks", "'block.*'", "blocks.0"):
+        ran({"compile": Compile(backend="eager", blocks=("block.*",))}, model=Deep())
