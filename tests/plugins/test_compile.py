@@ -207,5 +207,5 @@ def test_blocks_are_compiled_on_their_own_and_equal_ones_once():
     assert 0 < parts.graphs < 5
     assert runs[1].model._compiled_call_impl is None
     assert all(block._compiled_call_impl is not None for block in runs[1].model.blocks)
-    with refused(UserError, "plugins.compile.blocks", "'block.*'", "blocks.0"):
+    with refused(UserError, "plugins.compile.blocks", "'block.*'", "did you mean"):
         ran({"compile": Compile(backend="eager", blocks=("block.*",))}, model=Deep())
