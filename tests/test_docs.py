@@ -151,7 +151,7 @@ def test_the_page_of_the_loop_has_every_attribute_and_method_with_a_short_exampl
     for heading, text in page.items():
         name, _, arguments = heading.partition("(")
         own = re.findall(r"(\w+)(?:=[^,)]+)?[,)]", arguments)
-        callables = (*methods, "adopt", "log", "stop", "weights")
+        callables = (*methods, "adopt", "agree", "log", "reduce", "stop", "weights")
         assert own == (list(inspect.signature(getattr(loop, name)).parameters) if name in callables else []), name
         assert re.search(r"\b(changed|called|used) by\b", text, re.I), f"{name}: who may change or call it"
         (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
