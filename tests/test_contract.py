@@ -195,6 +195,22 @@ def test_a_plugin_imports_only_public_names_and_its_own_package(path: Path) -> N
             assert top == own, f"{name(path)} imports {module}"
 
 
+RANKS = {"hookdiff_ddp", "hookdiff_fsdp"}  # plugins with which several ranks train one model
+
+
+@pytest.mark.parametrize("path", [*CORE_FILES, *PLUGIN_FILES], ids=name)
+def test_torch_distributed_is_known_in_one_place(path: Path) -> None:
+    if path == CORE / "ranks.py" or path.relative_to(ROOT).parts[1] in RANKS:
+        return
+    for node in ast.walk(parsed(path)):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [f"{node.module}.{one.name}" for one in node.names] if isinstance(node, ast.ImportFrom) else []
+        names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        assert not any(one.startswith("torch.distributed") for one in names), f"{name(path)}:{node.lineno}"  # type: ignore[attr-defined]
+        is_used = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed")
+        assert not is_used, f"{name(path)}:{node.lineno}"
+
+
 # The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
 ROOMS = [
     *("errors", "fitting", "readonly", "ranks", "pace", "terminal", "versions", "findings", "events", "distribution"),
