@@ -211,7 +211,10 @@ def values(loop: Loop) -> dict[str, Any]:
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Train as `spec` says; return the state when the run begins and when it ends, and what each rank has seen."""
+    """Train as `spec` says; return the state when the run begins and when it ends, and what each rank has seen.
+
+    RANK in the directory of the run stands for the number of the rank.
+    """
     sees = Sees()
     plugins = {"sees": sees, **{name: PLUGINS[name](**options) for name, options in spec["plugins"].items()}}
     torch.manual_seed(spec.get("seed", 0))
@@ -219,7 +222,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         plugins,
         model=Net(),
         optimizers=OPTIMIZERS[spec.get("optimizer", "adamw")],
-        run_dir=Path(spec["run_dir"]),
+        run_dir=Path(spec["run_dir"].replace("RANK", str(rank()))),
         resume=spec.get("resume", False),
         steps=spec["steps"],
     )

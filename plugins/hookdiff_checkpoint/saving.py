@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -124,6 +125,9 @@ def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any], aside: 
 
 
 def _write_pieces(folder: Path, parts: Parts) -> list[PieceFile]:
+    if any(own.pieces for own in parts.values()) and not folder.is_dir():
+        what = f"rank {rank()} does not see what the first rank writes there; all ranks must share the disk"
+        raise FileNotFoundError(errno.ENOENT, what)
     files, of_rank = [], f"{rank() + 1:05d}-of-{num_ranks():05d}"
     for part, own in parts.items():
         for is_kept in (True, False):
@@ -138,9 +142,8 @@ def _write_pieces(folder: Path, parts: Parts) -> list[PieceFile]:
 
 def _write_rest(folder: Path, parts: Parts, facts: Mapping[str, Any], files: Sequence[PieceFile]) -> dict[str, Any]:
     """Write what is not in pieces, and then the manifest, which is returned."""
-    kept = [file for file in files if file.is_kept]
-    manifest: dict[str, Any] = {"format": SHARDED if kept else FORMAT, **facts, "files": {}, "parts": {}}
-    manifest["files"] = {file.name: asdict(file.written) for file in kept}
+    manifest: dict[str, Any] = {"format": FORMAT, **facts, "files": {}, "parts": {}}
+    manifest["files"] = {file.name: asdict(file.written) for file in files if file.is_kept}
     for part, own in parts.items():
         its = [file for file in files if file.part == part]
         tensors = {**own.tensors, **_put_together(folder, own.places, [file for file in its if not file.is_kept])}
@@ -154,7 +157,7 @@ def _write_rest(folder: Path, parts: Parts, facts: Mapping[str, Any], files: Seq
             if not place.is_whole
         }
         if sharded:
-            manifest["parts"][part]["sharded"] = sharded
+            manifest["format"], manifest["parts"][part]["sharded"] = SHARDED, sharded
     for file in files:
         if not file.is_kept:
             discard(folder / file.name)

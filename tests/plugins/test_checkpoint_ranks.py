@@ -218,6 +218,15 @@ def test_a_disk_that_fails_for_one_rank_ends_the_run_on_all(
     assert steps(tmp_path / "run") == [2]
 
 
+def test_ranks_without_a_common_disk_end_at_the_first_save(on_ranks: Run, tmp_path: Path) -> None:
+    (tmp_path / "on 1").mkdir()
+    result = on_ranks(2, tmp_path / "on RANK", 4)
+    first, second = result["ranks"]
+    assert first["error"][0] == second["error"][0] == "StorageError"
+    check_facts(first["error"][1], tmp_path / "on 0", "rank 1")
+    assert not list((tmp_path / "on 0" / "checkpoints").iterdir())
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_is_completed_though_the_training_of_one_rank_fails(rank: int, tmp_path: Path) -> None:
     plugins = {"crash": {"at": 5, "rank": rank}, **SHARDED}
