@@ -45,6 +45,7 @@ from hookdiff_clip import Clip
 from hookdiff_ddp import DDP
 from hookdiff_ema import EMA
 from hookdiff_fsdp import FSDP
+from hookdiff_fsdp.blocks import blocks_of
 from hookdiff_networks import DiT, UNet
 
 RATE, DECAY, LOG_EVERY, MAX_NORM = 1e-3, 0.999, 50, 1.0
@@ -72,7 +73,7 @@ def unet(size: int, channels: int, num_res_blocks: int) -> UNet:
 # Steps of 50 to 200 ms on a CPU: in much shorter ones the exchange is nearly all.
 WORKLOADS = {
     "cpu": {
-        "unet": Workload(lambda: unet(16, 48, 1), 8),
+        "unet": Workload(lambda: unet(16, 48, 1), 12),
         "dit": Workload(lambda: dit(16, 192, 6), 8),
         MEMORY: Workload(lambda: dit(16, 512, 12), 1),
     },
@@ -104,12 +105,6 @@ class Stand:
 
 Steps = Generator[None, None, None]  # yields after each step
 Contestant = Callable[[Stand, bool], Steps]  # trains, with extras or without
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that are sharded on their own: what the lists of the model hold, inner ones first."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return [module for found in reversed(lists) for module in found if not isinstance(module, nn.ModuleList)]
 
 
 def batches(stand: Stand) -> Iterator[Tensor]:
@@ -160,7 +155,7 @@ def replicated(model: nn.Module) -> nn.Module:
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    for block in blocks(model):
+    for block in blocks_of(model, ()).values():  # the same as the plugin
         fully_shard(block)
     net: nn.Module = fully_shard(model)  # type: ignore[assignment]
     return net
