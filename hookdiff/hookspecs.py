@@ -237,8 +237,9 @@ class Hooks(Protocol):
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         """Moment: the `values` of `step`, given to `loop.log` and `loop.log.average`, as numbers on the host.
 
-        It may be called several times for a step, and after a rollback the steps go back. With several ranks, each gets
-        its own values: decide in `between_steps`, with `hookdiff.ranks.first_rank_says`. May change: own state, files.
+        It may be called several times for a step, and after a rollback the steps go back. With several ranks it is
+        called on the first one alone, as are the four hooks below: `loop.stop` works there, and what else it decides
+        the others learn in `between_steps`, by `hookdiff.ranks.first_rank_says`. May change: own state, files.
         """
 
     @hookspec

@@ -114,14 +114,16 @@ def joined(device: str = "auto") -> Iterator[None]:
     backend = "gloo"
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         if local_rank() >= (found := torch.cuda.device_count()):
-            raise UserError(
+            kind = UserError if local_rank() == found else OnAnotherRank  # the first one without a GPU shows it
+            raise kind(
                 f"process {local_rank()} of this machine has no GPU of its own, there are {found}: "
                 f"torchrun --nproc-per-node {max(1, found)}"
             )
         torch.cuda.set_device(local_rank())
         backend = "cpu:gloo,cuda:nccl"
     elif device.startswith("cuda:"):
-        raise UserError(f"run.device: {device!r} is one GPU for all ranks; write 'cuda', and each rank gets its own")
+        with shown_once():
+            raise UserError(f"run.device: {device!r} is one GPU for all ranks; write 'cuda', and each gets its own")
     torch_distributed: Any = distributed  # its stubs lack some names
     store, own, num = next(torch_distributed.rendezvous("env://", timeout=TIMEOUT))
     # Of its own in each attempt: else a rank may find the address of a process that was killed, and wait for it.
@@ -349,7 +351,7 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, which shares its memory; a tensor that is not sharded is its own part."""
     placed: Any = tensor
-    part: Tensor = placed.detach().to_local() if is_sharded(tensor) else tensor
+    part: Tensor = placed.to_local() if is_sharded(tensor) else tensor
     return part
 
 

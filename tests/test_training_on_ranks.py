@@ -53,7 +53,7 @@ def samples(result: dict[str, Any]) -> list[Any]:
     [
         (2, {"ddp": {}}),
         (2, {"fsdp": {}}),
-        (2, {"fsdp": {"reshard": False, "checkpointing": True}}),
+        (2, {"fsdp": {"reshard": False, "checkpointing": True, "sync_once": True}}),
         (4, {"fsdp": {"replicas": 2}}),
     ],
     ids=str,

@@ -171,7 +171,8 @@ class Feed:
         labels = None if self.labels is None else hashlib.sha256(self.labels.numpy().tobytes()).hexdigest()[:12]
         places = torch.linspace(0, len(self.training) - 1, min(_NAMED, len(self.training)), dtype=torch.float64).long()
         named = {f"sample {index}": self.describe(index) for index in self.training[places].tolist()}
-        first, *others = gathered({"number of samples": len(self.samples), "shape": self.shape, "labels": labels, **named})
+        facts = {"number of samples": len(self.samples), "shape": self.shape, "labels": labels}
+        first, *others = gathered({**facts, **named})
         for number, other in enumerate(others, 1):
             for what in dict.fromkeys((*first, *other)):
                 one, two = first.get(what, "none"), other.get(what, "none")

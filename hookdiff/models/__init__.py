@@ -3,5 +3,6 @@
 from hookdiff.models.adapters import adapt
 from hookdiff.models.checks import check_labels
 from hookdiff.models.load import check_file, load_into
+from hookdiff.models.names import modules_named
 
-__all__ = ["adapt", "check_file", "check_labels", "load_into"]
+__all__ = ["adapt", "check_file", "check_labels", "load_into", "modules_named"]

@@ -3,15 +3,15 @@
 import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from attrs import define, field
 from attrs.validators import min_len
-from torch import Tensor, nn
+from torch import Tensor
 
 from hookdiff import Loop, LossOutput, UserError, hookimpl, nearest
+from hookdiff.models import modules_named
 from hookdiff.options import about
 
 log = logging.getLogger("hookdiff")
@@ -59,18 +59,10 @@ class Compile:
         options: dict[str, Any] = {"mode": self.mode, "dynamic": self.dynamic, "backend": self.backend}
         with self._one_message():  # the model is compiled at its first call, too late to report a missing compiler
             torch.compile(_probe, **options)(torch.zeros(8, device=loop.device))
-        for module in self._modules(loop.model):
+        blocks = modules_named(loop.model, self.blocks, "plugins.compile.blocks")
+        for module in blocks.values() or (loop.model,):
             module.compile(**options)
         log.info("compile: the first step takes longer, a minute or more for a large model")
-
-    def _modules(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules to compile; raises UserError for a pattern that matches none."""
-        named = {name: module for name, module in model.named_modules() if name}
-        for pattern in self.blocks:
-            if not any(fnmatchcase(name, pattern) for name in named):
-                raise UserError(f"plugins.compile.blocks: {pattern!r} matches no module{nearest(pattern, named)}")
-        found = [module for name, module in named.items() if any(fnmatchcase(name, one) for one in self.blocks)]
-        return found or [model]
 
     @hookimpl(wrapper=True)
     def micro_step(self) -> Generator[None, LossOutput, LossOutput]:

@@ -43,7 +43,7 @@ class DDP:
             device_ids=[loop.device] if loop.device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_mb,
             find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=True,  # saves the memory of a second copy
+            gradient_as_bucket_view=True,  # the gradients of a single pass need no second copy
         )
         return self._net
 

@@ -1,12 +1,12 @@
 """The modules of a model that are sharded on their own."""
 
 from collections.abc import Collection, Iterator
-from fnmatch import fnmatchcase
 
 from torch import nn
 
-from hookdiff import UserError, nearest
+from hookdiff import UserError
 from hookdiff.findings import listed
+from hookdiff.models import modules_named
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # they only hold modules, and are never called
 KEY = "plugins.fsdp.blocks"
@@ -26,15 +26,11 @@ def blocks_of(model: nn.Module, patterns: Collection[str]) -> dict[str, nn.Modul
                 f"each device; name its largest modules: {_examples(model)}; or train with the plugin ddp"
             )
         return found
-    named = {name: module for name, module in model.named_modules() if name and _is_unit(module)}
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in named):
-            raise UserError(
-                f"{KEY}: {pattern!r} matches no module with parameters{nearest(pattern, named)}; there are: "
-                f"{_examples(model)}"
-            )
-    found = {name: module for name, module in named.items() if any(fnmatchcase(name, one) for one in patterns)}
-    return dict(reversed(found.items()))  # named_modules yields the outer ones first
+    matching = modules_named(model, patterns, KEY)
+    named = {name: module for name, module in matching.items() if _is_unit(module)}
+    if not named:
+        raise UserError(f"{KEY}: no module of {patterns} has parameters; there are: {_examples(model)}")
+    return dict(reversed(named.items()))  # named_modules yields the outer ones first
 
 
 def _held(module: nn.Module, kinds: tuple[type[nn.Module], ...], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

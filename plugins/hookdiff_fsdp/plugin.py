@@ -50,6 +50,12 @@ class FSDP:
         default=False,
         metadata=about("compute each block again in the backward pass, to save the memory of its activations"),
     )
+    sync_once: bool = field(
+        default=False,
+        metadata=about(
+            "exchange gradients after the last micro-batch only: less communication, but whole gradients on each rank"
+        ),
+    )
     replicas: int = field(
         default=1, validator=ge(1), metadata=about("copies of the model; each is sharded over ranks / replicas")
     )
@@ -90,5 +96,5 @@ class FSDP:
     @hookimpl(wrapper=True)
     def micro_step(self, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
         if self._model is not None:
-            self._model.set_requires_gradient_sync(index == count - 1)
+            self._model.set_requires_gradient_sync(not self.sync_once or index == count - 1)
         return (yield)
