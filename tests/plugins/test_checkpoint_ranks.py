@@ -98,7 +98,7 @@ def test_what_is_saved_on_some_ranks_is_loaded_on_any_number(
         assert_equal(resumed["ended"], on_disk(newest(other)))
 
 
-@pytest.mark.parametrize("plugins", [SHARDED, COPIED], ids=["sharded", "copied"])
+@pytest.mark.parametrize("plugins", [SHARDED, pytest.param(COPIED, marks=pytest.mark.slow)], ids=["sharded", "copied"])
 def test_a_run_that_is_resumed_on_as_many_ranks_is_the_unbroken_one(
     plugins: dict[str, Any], on_ranks: Run, tmp_path: Path
 ) -> None:
@@ -145,7 +145,7 @@ def test_ranks_that_share_nothing_write_the_files_of_one_process(on_ranks: Run, 
     assert formats == [3, 3]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_weights_that_one_rank_spoils_are_in_no_checkpoint(rank: int, on_ranks: Run, tmp_path: Path) -> None:
     spoil = {"spoil": {"at": 4, "rank": rank}}
     result = on_ranks(2, tmp_path / "run", 12, plugins={**spoil, **SHARDED})
@@ -180,7 +180,7 @@ def test_the_first_rank_removes_what_is_not_kept(on_ranks: Run, tmp_path: Path) 
 
 PLACES = [
     (1, "optimizers-"),
-    (0, "step-00000004"),
+    pytest.param(0, "step-00000004", marks=pytest.mark.slow),
     pytest.param(0, "model-", marks=pytest.mark.slow),
     pytest.param(1, ".ema", marks=pytest.mark.slow),
     pytest.param(0, "ema.safetensors", marks=pytest.mark.slow),
@@ -202,7 +202,8 @@ def test_a_disk_that_is_full_for_one_rank_costs_all_of_them_this_save(
 
 
 @pytest.mark.parametrize(
-    ("rank", "kind", "disk_full"), [(0, "EIO", "continue"), (1, "EIO", "continue"), (1, "ENOSPC", "stop")]
+    ("rank", "kind", "disk_full"),
+    [(0, "EIO", "continue"), pytest.param(1, "EIO", "continue", marks=pytest.mark.slow), (1, "ENOSPC", "stop")],
 )
 def test_a_disk_that_fails_for_one_rank_ends_the_run_on_all(
     rank: int, kind: str, disk_full: str, on_ranks: Run, tmp_path: Path
@@ -227,7 +228,7 @@ def test_ranks_without_a_common_disk_end_at_the_first_save(on_ranks: Run, tmp_pa
     assert not list((tmp_path / "on 0" / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_save_is_completed_though_the_training_of_one_rank_fails(rank: int, tmp_path: Path) -> None:
     plugins = {"crash": {"at": 5, "rank": rank}, **SHARDED}
     with started(tmp_path, 2, tmp_path / "run", 8, plugins=plugins) as processes:

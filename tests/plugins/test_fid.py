@@ -459,7 +459,7 @@ def test_ranks_share_the_images_and_agree_on_all_values(tmp_path: Path) -> None:
     ranks = two_ranks(RANKS, tmp_path)
     one, other = (found[0] for found in ranks)
     assert one.keys() > {"fd/digits", "fd/digits/floor", "kid/digits", "recall/digits", "is/digits"}
-    assert one == other
+    assert other == {}  # the first rank has the log
     assert [found[1:3] for found in ranks] == [(301, 1797)] * 2
     assert [found[3] for found in ranks] == [2, 0]  # lines of the log: the main rank has them
     single: dict[str, Any] = {}

@@ -199,7 +199,7 @@ def test_pure_noise_is_in_the_first_bin() -> None:
     levels.measure(torch.randn(8, 1, 4, 4))
     log_snr = torch.tensor([-math.inf, -1.0, -0.5, 1.0, 1.5, 30.0])
     levels.add(log_snr, torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0, 13.0]), torch.tensor([999, 700, 600, 300, 200, 0]))
-    values = levels.close(1, False)
+    values = levels.close(1)
     means = {name: float(pair[0] / pair[1]) for name, pair in values.items() if name.startswith("loss/snr-")}
     assert means == {
         "loss/snr-00:-inf..-1.0": 2.0,
