@@ -42,6 +42,7 @@ class Gradients:
     ) -> None:
         self._optimizers = (*optimizers, *(adopted.optimizers if adopted else ()))
         self._adopted = adopted.named_parameters() if adopted else []
+        self._brought = adopted
         self._no_loss = torch.zeros(())
         self._vote = votes
         # The gradients of other parameters are never cleared: they grow from step to step, and move no weight.
@@ -154,7 +155,9 @@ class Gradients:
         return norms(self.tensors(), self.dtype)
 
     def _exchange(self) -> None:
-        """Exchange norms, losses and votes with the other ranks, in one go."""
+        """Exchange norms, losses and votes with the other ranks, once adopted modules have averaged their gradients."""
+        if self._brought:
+            self._brought.average_gradients()
         squared = squares(self._measured, self.dtype)
         adopted = squares([p.grad for _, p in self._adopted if p.grad is not None], self.dtype).to(squared)
         losses = torch.stack([loss.to(squared) for loss in (self._loss, *self._earlier[::2])]) * self._weight

@@ -56,8 +56,7 @@ class Loop(ReadOnly):
         resume: bool | str | Path = False,
         fresh: Iterable[str] = (),
     ) -> None:
-        config = config or LoopConfig()
-        self.config: Final = config
+        self.config: Final = config or LoopConfig()
         self.plugins: Final = Plugins(plugins or {})
         self.hook: Final = self.plugins.hook
         self.model: Final = model
@@ -89,9 +88,8 @@ class Loop(ReadOnly):
         self.is_main: Final = self.rank == 0  # only this rank writes files and calls sinks
         self.device: Final = next(model.parameters()).device
         self.random: Final = Randomness(self.config.seed, self.rank)
-        self.feed: Final = Feed.of(data).bind(config.batch_size, config.seed, self.device, self.rank, self.num_ranks)
+        self.feed: Final = Feed.of(data).bind(self.config.batch_size, self.config.seed, self.device)
         parts = (model, self.plugins, self.adopted, self.progress, self.log, self.feed, self.hparams)
-        self._makes_batches: Final = self.plugins.implement("make_batch", by_wrapper=True)
         self._state: Final = RunState(*parts, self.resume, not isinstance(resume, bool), tuple(fresh))
         self._set(_is_made=True)
 
@@ -122,8 +120,7 @@ class Loop(ReadOnly):
             self.hook.prepare_model(loop=self)
         self._set(net=self.hook.wrap_net(loop=self, net=self.model).train(), buffers=Buffers(self.model))
         optimizers = self._state.hold(self._make_optimizers(self.model))
-        gradients = Gradients(self.model, optimizers, self.adopted, self.end.votes)
-        self._set(optimizers=optimizers, gradients=gradients)
+        self._set(optimizers=optimizers, gradients=Gradients(self.model, optimizers, self.adopted, self.end.votes))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the run, which the seam `restore` returns later. The tensors are not copied."""
@@ -176,10 +173,9 @@ class Loop(ReadOnly):
         """Train on `batch` and return the outcome; a run that is stopped already trains nothing."""
         self.hook.on_ready(loop=self, resumed=self._state.is_resumed)  # the first time only
         progress, total = self.progress, batch.total
-        if self.end.reason:
+        if self.end.begin_step():
             return progress.consume(total, "stopped")
-        self.end.begin_step()
-        batch = self.hook.make_batch(loop=self, batch=batch).in_place_of(batch, self._makes_batches)
+        batch = self.hook.make_batch(loop=self, batch=batch).in_place_of(batch, self.plugins.make_batches)
         if not batch.total:
             return progress.consume(total, "skipped")
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
@@ -188,11 +184,9 @@ class Loop(ReadOnly):
         self.gradients.reset(batch.weight)
         self._set(output=self.hook.accumulate(loop=self, batch=batch))
         self.gradients.conclude(self.output.loss)
-        self.adopted.average_gradients()
-        refused = self._refused(batch)
+        if refused := self._refused(batch):
+            return progress.consume(total, refused, self.gradients.loss, self.gradients.total_norm)
         loss, norm = self.gradients.loss, self.gradients.total_norm  # before any clipping
-        if refused:
-            return progress.consume(total, refused, loss, norm)
         self.hook.after_backward(loop=self)
         if not self.hook.optimizer_step(loop=self):
             return progress.consume(total, "held", loss, norm)
@@ -215,16 +209,11 @@ class Loop(ReadOnly):
 
     def _refused(self, batch: Batch) -> Outcome | None:
         """Return the outcome of a step that must not change the weights, or None."""
-        is_void, is_over = not self.hook.unscale(loop=self), self.end.count(self.gradients.votes)
-        if is_void or is_over:
+        outcome = self.end.count(not self.hook.unscale(loop=self), self.gradients.votes)
+        report = None if outcome else nonfinite.examine(batch, self.output, self.gradients, self.progress, self.feed)
+        if outcome or report:
             self.buffers.put_back()
-            return "stopped" if is_over else "void"
-        report = nonfinite.examine(batch, self.output, self.gradients, self.progress, self.feed)
         if report is None:
-            return None
-        self.buffers.put_back()
-        verdict = nonfinite.decide(report, self.hook.on_nan(loop=self, report=report))
-        if verdict == "skip" or (verdict == "rollback" and self._state.roll_back(self.hook.restore(loop=self))):
-            return "skipped"
-        self.end.conclude("on_nan", "" if verdict == "stop" else "there is no checkpoint to go back to")
-        return "stopped"
+            return outcome
+        verdicts = self.hook.on_nan(loop=self, report=report)
+        return nonfinite.settle(report, verdicts, lambda: self._state.roll_back(self.hook.restore(loop=self)), self.end)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 from attrs import define, field
@@ -11,7 +12,7 @@ from hookdiff.errors import HookError
 from hookdiff.findings import listed
 from hookdiff.gradients import Gradients
 from hookdiff.objective import LossOutput
-from hookdiff.progress import Progress, Verdict
+from hookdiff.progress import End, Outcome, Progress, Verdict
 from hookdiff.ranks import gathered, rank
 
 log = logging.getLogger("hookdiff")
@@ -65,6 +66,15 @@ def examine(batch: Batch, output: LossOutput, gradients: Gradients, progress: Pr
     indices = [] if batch.indices is None else batch.indices[rows].tolist()
     described = [name for own in gathered([feed.describe(index) for index in indices]) for name in own]
     return NonFinite(progress.step, progress.position, loss, names, rows, batch, described)
+
+
+def settle(report: NonFinite, verdicts: Any, roll_back: Callable[[], bool], end: End) -> Outcome:
+    """Do what the `verdicts` of on_nan say, and return the outcome; `roll_back` returns whether it could."""
+    verdict = decide(report, verdicts)
+    if verdict == "skip" or (verdict == "rollback" and roll_back()):
+        return "skipped"
+    end.conclude("on_nan", "" if verdict == "stop" else "there is no checkpoint to go back to")
+    return "stopped"
 
 
 def decide(report: NonFinite, verdicts: Any) -> Verdict:

@@ -62,6 +62,8 @@ class Plugins(Mapping[str, object]):
             self._register(name, plugin)
         self._started: set[str] = set()
         self._is_ready = True  # on_ready has been called since on_start
+        # Whether a plugin implements or wraps `make_batch`.
+        self.make_batches = any(impl.plugin_name != "defaults" for impl in self.order("make_batch"))
         self._calls = SimpleNamespace()
         self.hook = cast(Hooks, self._calls)
         self.instrument(None)
@@ -83,10 +85,9 @@ class Plugins(Mapping[str, object]):
     def call(self, hook: str, **arguments: Any) -> Any:
         return getattr(self._calls, hook)(**arguments)
 
-    def implement(self, hook: str, by_wrapper: bool = False) -> bool:
-        """Return whether a plugin implements the seam `hook`, or also `by_wrapper`."""
-        others = [impl for impl in self.order(hook) if impl.plugin_name != "defaults"]
-        return any(by_wrapper or not impl.wrapper for impl in others)
+    def implement(self, hook: str) -> bool:
+        """Return whether a plugin implements the seam `hook`."""
+        return any(not impl.wrapper and impl.plugin_name != "defaults" for impl in self.order(hook))
 
     def instrument(self, watch: Watch | None) -> None:
         """Run each implementation of a hook inside of `watch(plugin, hook)` from now on; None ends it.

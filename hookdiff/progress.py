@@ -240,19 +240,20 @@ class End(ReadOnly):
         if self.reason is None or (reason == "on_nan" and self.reason not in ("on_nan", "error")):
             self._set(reason=reason, message=message)
 
-    def begin_step(self) -> None:
-        """Note that a request up to now is from before this step."""
+    def begin_step(self) -> bool:
+        """Return whether the run is over; if not, a request up to now is from before this step."""
         self._set(_is_early=self._asked is not None)
+        return self.reason is not None
 
     def votes(self) -> list[float]:
         """Return what the ranks add up in a step: the number of requests, and of those from before the step."""
         return [] if num_ranks() == 1 else [float(self._asked is not None), float(self._is_early)]
 
-    def count(self, votes: Sequence[float]) -> bool:
-        """Agree on a request, if the sums of the `votes` hold one; return whether the step must not be made."""
+    def count(self, is_void: bool, votes: Sequence[float]) -> Outcome | None:
+        """Agree on a request, if the sums of the `votes` hold one; return the outcome of a step that ends here."""
         if any(votes) and not self.reason:
             self._agree()
-        return any(votes[1:])
+        return "stopped" if any(votes[1:]) else "void" if is_void else None
 
     def _agree(self) -> None:
         requests = [asked for asked in gathered(self._asked) if asked]

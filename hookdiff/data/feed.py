@@ -19,6 +19,7 @@ from attrs import Factory, define, field
 from attrs.validators import ge, optional
 from torch import Generator, Tensor
 
+from hookdiff import ranks
 from hookdiff.data.augment import augment, center_crop
 from hookdiff.data.batch import Batch
 from hookdiff.data.facts import LIMIT, MOST, Facts
@@ -33,7 +34,6 @@ from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError, shown
 from hookdiff.options import about, between
 from hookdiff.randomness import derive_seed
-from hookdiff.ranks import gathered, num_ranks as num_joined
 from hookdiff.structure import structured
 
 logger = logging.getLogger("hookdiff")
@@ -142,15 +142,18 @@ class Feed:
         return copy(data) if isinstance(data, Feed) else cls(data)
 
     def bind(
-        self, batch_size: int, seed: int = 0, device: torch.device = _CPU, rank: int = 0, num_ranks: int = 1
+        self, batch_size: int, seed: int = 0, device: torch.device = _CPU, rank: int | None = None, num_ranks: int = 0
     ) -> Feed:
         """Make batches of `batch_size` samples, over all ranks, in the order that `seed` gives. Returns self.
+
+        Unless given, rank and number of ranks are those of this process.
 
         Raises UserError if there are fewer samples than a batch needs, if a batch is smaller than the number of ranks,
         if the ranks have other data than each other, or if samples that are not images are to be augmented.
         """
-        self.batch_size, self.seed, self.device = batch_size, seed, device
-        self.rank, self.num_ranks, self._idle = rank, num_ranks, []
+        self.batch_size, self.seed, self.device, self._idle = batch_size, seed, device, []
+        self.rank = ranks.rank() if rank is None else rank
+        self.num_ranks = num_ranks = num_ranks or ranks.num_ranks()
         self.epoch = self.weights = None
         if isinstance(self.samples, InMemory):
             self.samples = self.samples.to(device)
@@ -166,13 +169,13 @@ class Feed:
 
     def _check_same(self) -> None:
         """Raise UserError unless all ranks have the same data, as far as number, shape, labels and some names show."""
-        if num_joined() == 1:
+        if ranks.num_ranks() == 1:
             return
         labels = None if self.labels is None else hashlib.sha256(self.labels.numpy().tobytes()).hexdigest()[:12]
         places = torch.linspace(0, len(self.training) - 1, min(_NAMED, len(self.training)), dtype=torch.float64).long()
         named = {f"sample {index}": self.describe(index) for index in self.training[places].tolist()}
         facts = {"number of samples": len(self.samples), "shape": self.shape, "labels": labels}
-        first, *others = gathered({**facts, **named})
+        first, *others = ranks.gathered({**facts, **named})
         for number, other in enumerate(others, 1):
             for what in dict.fromkeys((*first, *other)):
                 one, two = first.get(what, "none"), other.get(what, "none")

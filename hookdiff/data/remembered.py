@@ -34,10 +34,11 @@ class Remembered(Feed):
         self.held_out_indices = self.training[:0]
 
     def bind(
-        self, batch_size: int, seed: int = 0, device: torch.device = _CPU, rank: int = 0, num_ranks: int = 1
+        self, batch_size: int, seed: int = 0, device: torch.device = _CPU, rank: int | None = None, num_ranks: int = 0
     ) -> Feed:
         """Note the device and the numbers of the run. Returns self."""
-        self.batch_size, self.seed, self.device, self.rank, self.num_ranks = batch_size, seed, device, rank, num_ranks
+        self.batch_size, self.seed, self.device = batch_size, seed, device
+        self.rank, self.num_ranks = rank or 0, num_ranks or 1
         return self
 
     @property
