@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +147,15 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     return {"weights": weights, "averages": averages, "ranks": shown}
 
 
-def main() -> None:
+def main(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Do the `work` of the spec in the first argument, and write what it returns to the file in the second."""
     spec, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
     with joined("cpu"):
-        result = train(spec)
+        result = work(spec)
         if rank() == 0:
             torch.save(result, out)
 
 
 if __name__ == "__main__":
-    main()
+    main(train)

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff.disk import flatten
-from hookdiff.ranks import fill_, gathered, is_sharded, joined, local, num_ranks, rank, whole
+from hookdiff.ranks import fill_, gathered, is_sharded, local, num_ranks, rank, whole
 from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ddp import DDP
 from hookdiff_ema import EMA
 from tests.conftest import finish
+from tests.on_ranks import main
 
 
 class Rows(torch.optim.Optimizer):
@@ -287,14 +288,5 @@ def train_apart(folder: Path, num: int, run_dir: Path, steps: int, **options: An
     return result
 
 
-def main() -> None:
-    spec, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    with joined("cpu"):
-        result = run(spec)
-        if rank() == 0:
-            torch.save(result, out)
-
-
 if __name__ == "__main__":
-    main()
+    main(run)
