@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdiff.adopted import Adopted
-from hookdiff.ranks import local, norms, num_ranks, squares, summed
+from hookdiff.ranks import num_ranks, summed
+from hookdiff.shards import local, norms, squares
 
 
 class Gradients:

@@ -1,4 +1,4 @@
-"""Ranks: which process this is of those that train together, what they agree on, and their parts of a tensor.
+"""Ranks: which process this is of those that train together, and what they agree on and add up.
 
 This is the only module of the core that knows torch.distributed. Alone, a process is rank 0 of 1, and nothing here
 costs anything.
@@ -6,19 +6,21 @@ costs anything.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import pickle
 import platform
+import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -145,6 +147,19 @@ def joined(device: str = "auto") -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+def leave(code: int) -> NoReturn:
+    """End this process with the exit `code`, after what is to be done at exit but before Python cleans up.
+
+    torch can keep a group of gloo for ever (its caches of DTensors have it). A thread of this group that lets go of its
+    last tensor while Python cleans up would abort the process.
+    """
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):  # a stream that is full or closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 @contextmanager
 def shown_once() -> Iterator[None]:
     """Let only the first process of each machine show an error of the user that all of them meet before `joined`."""
@@ -255,16 +270,6 @@ def agree(flag: bool) -> bool:
     return any(gathered(flag))
 
 
-def everywhere(found: list[str], tensors: Iterable[Tensor]) -> list[str]:
-    """Return what is `found` on any rank, each once, if one of `tensors` is sharded; all ranks must call this then.
-
-    Else each rank has looked at the same, and returns what it has found.
-    """
-    if not any(map(is_sharded, tensors)):
-        return found
-    return list(dict.fromkeys(text for texts in gathered(found) for text in texts))
-
-
 class Aside:
     """What threads that run beside the training agree on, in a group of their own.
 
@@ -342,102 +347,8 @@ def reduced(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether each rank holds a part of `tensor` only (a DTensor)."""
-    return hasattr(tensor, "to_local")
-
-
-@torch.no_grad()
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of `tensor`, which shares its memory; a tensor that is not sharded is its own part."""
-    placed: Any = tensor
-    part: Tensor = placed.to_local() if is_sharded(tensor) else tensor
-    return part
-
-
-@torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
-    """Return `tensor` with the parts of all ranks; all ranks must call this for a sharded one."""
-    placed: Any = tensor
-    full: Tensor = placed.detach().full_tensor() if is_sharded(tensor) else tensor
-    return full
-
-
-def counts(tensor: Tensor) -> bool:
-    """Return whether this rank's part of `tensor` counts in a sum over all ranks, where each entry counts once."""
-    if not is_sharded(tensor):
-        return rank() == 0
-    placed: Any = tensor
-    coordinates = placed.device_mesh.get_coordinate() or ()
-    return all(at == 0 or placement.is_shard() for at, placement in zip(coordinates, placed.placements, strict=True))
-
-
-def place(tensor: Tensor) -> tuple[slice, ...]:
-    """Return where this rank's part of `tensor` is in the whole: a slice for each dimension.
-
-    Raises UserError for a part that is no such block.
-    """
-    if not is_sharded(tensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    placed: Any = tensor
-    if odd := [placement for placement in placed.placements if type(placement) not in (Replicate, Shard)]:
-        raise UserError(f"a tensor of shape {tuple(tensor.shape)} is sharded as {odd[0]}, which is no block")
-    sizes, starts = compute_local_shape_and_global_offset(placed.shape, placed.device_mesh, placed.placements)
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def layout(tensor: Tensor) -> object:
-    """Return what decides where the parts of `tensor` lie, to compare and to hash; None if it is not sharded."""
-    placed: Any = tensor
-    return (placed.device_mesh, tuple(placed.placements)) if is_sharded(tensor) else None
-
-
-@torch.no_grad()
-def fill_(tensor: Tensor, values: Tensor) -> None:
-    """Copy `values`, which are those of the whole `tensor` or sharded as it is, into this rank's part of it."""
-    local(tensor).copy_(local(values) if is_sharded(values) else values[place(tensor)])
-
-
 def stacked(values: Tensor) -> Tensor:
     """Return the `values` (n) of each rank: ranks n, on the same device; all ranks must call this."""
     rows = values.new_zeros(num_ranks(), len(values))
     rows[rank()] = values
     return summed(rows)
-
-
-def norms(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Sequence[Tensor] | None = None) -> Tensor:
-    """Return the L2 norm of each of `tensors`, computed in `dtype`: (tensors,).
-
-    Of sharded ones it is the norm of the whole, and all ranks must call this. `parts` replaces this rank's parts of
-    them, such as by their differences to earlier ones.
-    """
-    own = [local(tensor) for tensor in tensors] if parts is None else list(parts)
-    if any(map(is_sharded, tensors)):
-        return summed(squares(tensors, dtype, own)).sqrt().to(dtype)
-    return torch.stack(torch._foreach_norm(own, 2, dtype)) if own else torch.zeros(0, dtype=dtype)
-
-
-def total(tensors: Sequence[Tensor], numbers: Tensor) -> Tensor:
-    """Return the sum of `numbers` (tensors,), which this rank has found in its parts of `tensors`: scalar.
-
-    Of sharded ones it is the sum over all ranks, which must all call this.
-    """
-    if not any(map(is_sharded, tensors)):
-        return numbers.sum()
-    return summed((numbers * torch.tensor([counts(tensor) for tensor in tensors]).to(numbers)).sum())
-
-
-def squares(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Sequence[Tensor] | None = None) -> Tensor:
-    """Return what this rank adds to the squared L2 norm of each of `tensors`: float64, (tensors,).
-
-    The norms are computed in `dtype`; `parts` is as in `norms`. Summed over the ranks it is the squared norm.
-    """
-    if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
-    own = [local(tensor) for tensor in tensors] if parts is None else list(parts)
-    squared = torch.stack(torch._foreach_norm(own, 2, dtype)).double().square()
-    counted = [counts(tensor) for tensor in tensors]
-    return squared if all(counted) else squared * torch.tensor(counted).to(squared)

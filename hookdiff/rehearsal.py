@@ -11,7 +11,7 @@ from torch import Tensor
 from hookdiff.data import Batch
 from hookdiff.loop import Loop
 from hookdiff.objective import LossOutput
-from hookdiff.ranks import local
+from hookdiff.shards import local
 from hookdiff.weights import Buffers
 
 # Hooks in which a plugin may change its state during a trial.

@@ -22,7 +22,7 @@ from hookdiff.models.load import differences, load_state
 from hookdiff.models.names import plain_name
 from hookdiff.models.optimizer_state import check_eps, check_optimizer, load_optimizer, optimizer_state
 from hookdiff.progress import Progress
-from hookdiff.ranks import everywhere, place
+from hookdiff.shards import everywhere, place
 from hookdiff.structure import structured
 from hookdiff.versions import changed, versions
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff.errors import UnknownWeights
-from hookdiff.ranks import fill_
 from hookdiff.readonly import ReadOnly
+from hookdiff.shards import fill_
 
 Tensors = Callable[[], Mapping[str, Tensor]]
 

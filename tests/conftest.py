@@ -420,7 +420,8 @@ class StopAt:
 
 _RANK = """
 import datetime, sys
-import torch._dynamo  # imported later, its default arguments would keep the group and its threads until Python ends
+import torch
+from hookdiff.ranks import leave
 from torch import distributed
 rank = int(sys.argv[1])
 wait = datetime.timedelta(seconds=300)
@@ -428,6 +429,7 @@ distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank
 exec(sys.argv[3])
 print("RESULT", result)
 distributed.destroy_process_group()
+leave(0)
 """
 
 

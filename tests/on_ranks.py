@@ -12,7 +12,8 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, LossOutput, hookimpl
 from hookdiff.experiment import make_plugin
-from hookdiff.ranks import gathered, joined, rank, whole
+from hookdiff.ranks import gathered, joined, leave, rank
+from hookdiff.shards import whole
 
 
 class Net(nn.Module):
@@ -155,6 +156,7 @@ def main(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         result = work(spec)
         if rank() == 0:
             torch.save(result, out)
+    leave(0)
 
 
 if __name__ == "__main__":

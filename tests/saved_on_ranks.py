@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff.disk import flatten
-from hookdiff.ranks import fill_, gathered, is_sharded, local, num_ranks, rank, whole
+from hookdiff.ranks import gathered, num_ranks, rank
+from hookdiff.shards import fill_, is_sharded, local, whole
 from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ddp import DDP

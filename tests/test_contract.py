@@ -178,7 +178,8 @@ PUBLIC = {
     *("hookdiff.distribution", "hookdiff.events", "hookdiff.history", "hookdiff.mirroring"),
     *("hookdiff.pace", "hookdiff.pictures", "hookdiff.terminal"),
     *("hookdiff.hookspecs", "hookdiff.log", "hookdiff.models.init", "hookdiff.models.memory", "hookdiff.progress"),
-    *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.testing", "hookdiff.versions", "hookdiff.weights"),
+    *("hookdiff.randomness", "hookdiff.ranks", "hookdiff.shards", "hookdiff.testing", "hookdiff.versions"),
+    "hookdiff.weights",
 }
 
 
@@ -213,8 +214,8 @@ def test_torch_distributed_is_known_in_one_place(path: Path) -> None:
 
 # The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
 ROOMS = [
-    *("errors", "fitting", "readonly", "ranks", "pace", "terminal", "versions", "findings", "events", "distribution"),
-    *("randomness", "options", "imports", "choices", "progress", "structure", "dispatch"),
+    *("errors", "fitting", "readonly", "ranks", "shards", "pace", "terminal", "versions", "findings", "events"),
+    *("distribution", "randomness", "options", "imports", "choices", "progress", "structure", "dispatch"),
     *("disk", "pictures", "history", "data", "features", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),

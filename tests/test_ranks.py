@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hookdiff.ranks import first_rank_says, gathered_or_raised, num_ranks, rank
-from tests.conftest import check_facts, two_ranks
+from tests.conftest import two_ranks
 
 
 def test_a_single_process_is_the_first_of_one_rank() -> None:
@@ -132,41 +132,3 @@ def test_threads_beside_the_training_end_alike_on_all_ranks(tmp_path: Path) -> N
     errors = [("OSError", "[Errno 28] full"), ("ValueError", "first"), ("RuntimeError", "Odd: one")]
     assert second == [[0, 10], *errors, ["well", "well"]]
     assert first == [*second, ("ConnectionError", "another rank has ended")]
-
-
-BLOCKS = """
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
-from hookdiff import UserError, ranks
-mesh = init_device_mesh("cpu", (2,))
-whole = torch.arange(15.0).reshape(5, 3)
-result = []
-for placement in (Shard(0), Shard(1), Replicate()):
-    sharded = distribute_tensor(whole, mesh, [placement])
-    empty = torch.zeros_like(sharded)
-    ranks.fill_(empty, whole)
-    alike = distribute_tensor(whole + 1, mesh, [placement])
-    fills = torch.equal(ranks.whole(empty), whole) and torch.equal(ranks.local(sharded), whole[ranks.place(sharded)])
-    result.append((ranks.counts(sharded), fills, ranks.layout(sharded) == ranks.layout(alike)))
-result.append(len({ranks.layout(distribute_tensor(whole, mesh, [kind])) for kind in (Shard(0), Shard(0), Shard(1))}))
-result.append(ranks.layout(whole))
-result.append(ranks.everywhere([f"on {rank}", "on both"], [whole, alike]))
-result.append(ranks.everywhere([f"on {rank}"], [whole]))
-odd = distribute_tensor(whole, mesh, [Shard(0)])
-odd._spec.placements = (_StridedShard(0, split_factor=2),)
-try:
-    ranks.place(odd)
-except UserError as error:
-    result.append(str(error))
-"""
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
-def test_the_parts_of_a_sharded_tensor_are_blocks(tmp_path: Path) -> None:
-    first, second = two_ranks(BLOCKS, tmp_path)
-    shared = [(True, True, True), (True, True, True)]
-    found = ["on 0", "on both", "on 1"]
-    assert first[:-1] == [*shared, (True, True, True), 2, None, found, ["on 0"]]
-    assert second[:-1] == [*shared, (False, True, True), 2, None, found, ["on 1"]]
-    check_facts(first[-1], "(5, 3)", "_S(0, 2)")

@@ -13,8 +13,9 @@ from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
 from hookdiff.models.memory import optimizer_bytes
 from hookdiff.objective import LossOutput
-from hookdiff.ranks import gathered, is_sharded
+from hookdiff.ranks import gathered
 from hookdiff.rehearsal import rehearsing
+from hookdiff.shards import is_sharded
 
 log = logging.getLogger("hookdiff")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hookdiff.disk.reading import open_file, open_tensors
 from hookdiff.errors import ConfigError, nearest, why_missing
 from hookdiff.models.names import is_inside, plain_name
-from hookdiff.ranks import fill_, is_sharded
+from hookdiff.shards import fill_, is_sharded
 
 KEY = "model.start_from"
 _MOST_SHOWN = 5  # differences in a message

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdiff.errors import UserError
-from hookdiff.ranks import everywhere, fill_, is_sharded, layout, place
+from hookdiff.shards import everywhere, fill_, is_sharded, layout, place
 from hookdiff.structure import structured
 
 # Means of squares, as torch and others name them.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
-from hookdiff.ranks import fill_
 from hookdiff.sampling import SampleRequest
+from hookdiff.shards import fill_
 from hookdiff.testing.toy import ToyObjective
 
 _NAME = "companion/average"

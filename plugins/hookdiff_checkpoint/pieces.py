@@ -12,7 +12,7 @@ from attrs import define
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hookdiff.ranks import counts, local, place
+from hookdiff.shards import counts, local, place
 
 _LARGEST = 2**59  # values of a tensor: more cannot be addressed in bytes
 _MOST_DIMENSIONS = 64

@@ -24,7 +24,8 @@ from hookdiff.disk import (
     write_file,
     write_tensors,
 )
-from hookdiff.ranks import Aside, is_sharded, local, num_ranks, rank
+from hookdiff.ranks import Aside, num_ranks, rank
+from hookdiff.shards import is_sharded, local
 from hookdiff_checkpoint.folder import FORMAT, MANIFEST, PLUGINS, SHARDED, CheckpointInfo, file_of, mapped, verify
 from hookdiff_checkpoint.pieces import Pieces, Place, Start
 

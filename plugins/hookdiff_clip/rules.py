@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hookdiff.choices import Choice
 from hookdiff.gradients import Gradients
 from hookdiff.options import about, between
-from hookdiff.ranks import local, total
+from hookdiff.shards import local, total
 from hookdiff.structure import COUNT, numbers
 from hookdiff_clip.units import Units
 

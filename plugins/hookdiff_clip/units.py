@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hookdiff import UserError, nearest
-from hookdiff.ranks import counts, is_sharded, local, norms, rank, summed
+from hookdiff.ranks import rank, summed
+from hookdiff.shards import counts, is_sharded, local, norms
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

@@ -10,7 +10,8 @@ import torch
 from attrs import Attribute, define, field
 from torch import Tensor
 
-from hookdiff.ranks import is_sharded, local, norms, summed
+from hookdiff.ranks import summed
+from hookdiff.shards import is_sharded, local, norms
 from hookdiff_ema.profiles import Warmup, gamma_of, half_life_decay, power_decay
 
 Length = float | list[float] | None  # how long one average, or several, remember

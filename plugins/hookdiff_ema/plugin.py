@@ -16,7 +16,7 @@ from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hooki
 from hookdiff.choices import chosen
 from hookdiff.findings import Raised, judge, listed, warning
 from hookdiff.options import about
-from hookdiff.ranks import fill_, local, whole
+from hookdiff.shards import fill_, local, whole
 from hookdiff.structure import COUNT, REST, numbers
 from hookdiff_ema.average import Average, Length, each, make_averages
 from hookdiff_ema.profiles import MAX_STD, Ratio, Warmup

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hookdiff.ranks import local
+from hookdiff.shards import local
 
 
 class Weights:

@@ -18,7 +18,7 @@ from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookim
 from hookdiff.distribution import Distribution
 from hookdiff.findings import Raised, listed
 from hookdiff.options import about
-from hookdiff.ranks import local, norms, whole
+from hookdiff.shards import local, norms, whole
 from hookdiff.structure import COUNT, numbers, shaped
 from hookdiff_gradients.diagnosis import EARLY, Cause, Limits, Numbers, conclude, diagnose, diagnose_nan, num_recent
 from hookdiff_gradients.measures import NoiseScale, entry_sizes, own_norms

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hookdiff import Batch, Loop, NonFinite
 from hookdiff.disk import flatten, unflatten
-from hookdiff.ranks import gathered, local, summed, whole
+from hookdiff.ranks import gathered, summed
 from hookdiff.rehearsal import rehearsing
+from hookdiff.shards import local, whole
 from hookdiff_nan.divergence import Update, divergence, size_of
 from hookdiff_nan.watch import Backward, Forward, Watch, describe, is_bad, name_of
 

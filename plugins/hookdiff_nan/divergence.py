@@ -12,7 +12,7 @@ from attrs import define
 from torch import Tensor
 
 from hookdiff import Loop
-from hookdiff.ranks import norms
+from hookdiff.shards import norms
 
 REMEMBERED = 10  # updates
 GROWN = 100.0  # losses or gradient norms that grew this much, together with weights that grew at all ...

@@ -15,7 +15,7 @@ from hookdiff import ConfigError, Loop, evaluating, hookimpl, nearest
 from hookdiff.models.init import LAYERS, is_zero, layers_called
 from hookdiff.options import about
 from hookdiff.randomness import derive_seed
-from hookdiff.ranks import whole
+from hookdiff.shards import whole
 from hookdiff_spectral.sigma import SETTLING, DividedBySigma, normalised
 
 log = logging.getLogger("hookdiff")

@@ -128,22 +128,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from safetensors.torch import save_file
-from hookdiff import ranks
+from hookdiff import shards
 from hookdiff.models.load import load_into, load_state
-def work():  # the model goes with it, before the group does
-    torch.manual_seed(0)
-    theirs, ours = (nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)) for _ in range(2))
-    given = {name: value.clone() + 1 for name, value in theirs.state_dict().items()}
-    fully_shard(ours, mesh=init_device_mesh("cpu", (2,)))
-    same = lambda: all(torch.equal(ranks.whole(value), given[name]) for name, value in ours.state_dict().items())
-    load_state(ours, given)
-    found = [same()]
-    given = {name: value + 1 for name, value in given.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        save_file(given, folder + "/w.safetensors")
-        load_into(ours, Path(folder) / "w.safetensors")
-    return [*found, same()]
-result = work()
+torch.manual_seed(0)
+theirs, ours = (nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)) for _ in range(2))
+given = {name: value.clone() + 1 for name, value in theirs.state_dict().items()}
+fully_shard(ours, mesh=init_device_mesh("cpu", (2,)))
+same = lambda: all(torch.equal(shards.whole(value), given[name]) for name, value in ours.state_dict().items())
+load_state(ours, given)
+found = [same()]
+given = {name: value + 1 for name, value in given.items()}
+with tempfile.TemporaryDirectory() as folder:
+    save_file(given, folder + "/w.safetensors")
+    load_into(ours, Path(folder) / "w.safetensors")
+result = [*found, same()]
 """
 
 

@@ -1,8 +1,6 @@
 import logging
 import math
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from hookdiff_debug import Debug
 from hookdiff_gradients import GradientMonitor, Limits, Numbers, diagnose, diagnose_nan
 from hookdiff_gradients.diagnosis import conclude
 from hookdiff_nan import NaN
+from tests.conftest import two_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "basic.toml"
 HEALTHY = Numbers(steps=100, recent=1.0, usual=1.0, depth=0.5, usual_depth=0.5, update=1e-3, growth=1.0)
@@ -325,13 +324,8 @@ class TestNoiseScale:
 
 
 RANK = """
-import sys, torch
-import torch._dynamo  # see _RANK in conftest.py
-from torch import distributed, nn
+import torch
 from torch.nn.parallel import DistributedDataParallel
-rank, micro_batch = int(sys.argv[1]), int(sys.argv[4]) or None
-distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-sys.path.insert(0, sys.argv[3])
 from hookdiff import hookimpl
 from test_gradients import TestNoiseScale
 
@@ -345,25 +339,18 @@ data = torch.randn(4000, 20) * 0.5 + 0.25
 options = {"steps": 400, "batch_size": 16 if micro_batch else 17, "micro_batch": micro_batch}
 options |= {"log_every": 1, "noise_decay": 0.995}
 look = TestNoiseScale().run(data, Ranks(), **options)
-print("RESULT", look.values[400]["gradients/noise_scale"])
-distributed.destroy_process_group()
+result = look.values.get(400, {}).get("gradients/noise_scale")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
-@pytest.mark.parametrize("micro_batch", [0, 5])
-def test_ranks_are_parts_of_the_batch(micro_batch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("micro_batch", [None, 5])
+def test_ranks_are_parts_of_the_batch(micro_batch: int | None, tmp_path: Path) -> None:
     # Without no_sync the gradients of the first micro-batch, too, are averaged over ranks after the backward pass.
-    arguments = [str(tmp_path / "store"), str(Path(__file__).parent), str(micro_batch)]
-    started = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
-    said = [process.communicate(timeout=120)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    one, other = (float(text.partition("RESULT ")[2]) for text in said)
-    assert one == other
+    given = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\nmicro_batch = {micro_batch}\n"
+    one, other = two_ranks(given + RANK, tmp_path)
+    assert other is None  # the first rank has the log
     assert one == pytest.approx(4, rel=0.12)  # |G|^2 = 20 / 16, S = 20 / 4
 
 

@@ -23,7 +23,7 @@ from hookdiff_ema import EMA
 from hookdiff_loss import LossMonitor
 from hookdiff_loss.held_out import Overfitting, some_of
 from hookdiff_loss.levels import NoiseLevels, bin_edges
-from tests.conftest import PATIENCE, Restores, saved
+from tests.conftest import Restores, saved, two_ranks
 
 
 class Net(nn.Module):
@@ -451,32 +451,19 @@ def test_the_number_of_bins_may_change_on_resume() -> None:
 
 
 RANK = """
-import sys, torch
-import torch._dynamo  # see _RANK in conftest.py
-from torch import distributed
-rank = int(sys.argv[1])
-distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-sys.path.insert(0, sys.argv[3])
 from test_loss import LossMonitor, Still, make
 loop, heard = make(LossMonitor(every=10), 50, before={"still": Still()}, steps=10)
 loop.run()
 values = {name: value for name, value in heard.values.get(10, {}).items() if "snr" in name or "val" in name}
-print("RESULT", repr((values, sum(len(output.per_sample) for output in heard.outputs))))
-distributed.destroy_process_group()
+result = (values, sum(len(output.per_sample) for output in heard.outputs))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_ranks_sum_their_samples(tmp_path: Path) -> None:
-    arguments = [str(tmp_path / "store"), str(Path(__file__).parent)]
-    started = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
-    said = [process.communicate(timeout=PATIENCE)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    (values, own), (others, its) = (eval(text.partition("RESULT ")[2]) for text in said)
+    given = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    (values, own), (others, its) = two_ranks(given + RANK, tmp_path)
     assert others == {}  # the first rank has the log
     assert own == its == 160  # each saw its own share
     loop, heard = make(LossMonitor(every=10), 50, before={"still": Still()}, steps=10)
