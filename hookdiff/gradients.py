@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hookdiff.adopted import Adopted
 from hookdiff.ranks import num_ranks, summed
-from hookdiff.shards import local, norms, squares
+from hookdiff.shards import local, norms, parts, squares
 
 
 class Gradients:
@@ -243,6 +243,6 @@ class Gradients:
         before = self.norms
         _, total, *others = self._look()
         if self._measured:
-            torch._foreach_mul_([local(gradient) for gradient in self._measured], factor)
+            torch._foreach_mul_(parts(self._measured), factor)
         self._norms = before * factor
         self._host_norms = [total * factor, *others]

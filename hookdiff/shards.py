@@ -20,12 +20,15 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-@torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, which shares its memory; a tensor that is not sharded is its own part."""
-    placed: Any = tensor
-    part: Tensor = placed.to_local() if is_sharded(tensor) else tensor
-    return part
+    return parts([tensor])[0]
+
+
+def parts(tensors: Iterable[Any]) -> list[Tensor]:
+    """Return this rank's part of each of `tensors`, as `local` does."""
+    with torch.no_grad():  # once for all: it costs more than all else here
+        return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
 
 
 @torch.no_grad()
@@ -79,29 +82,35 @@ def fill_(tensor: Tensor, values: Tensor) -> None:
     local(tensor).copy_(local(values) if is_sharded(values) else values[place(tensor)])
 
 
-def norms(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Sequence[Tensor] | None = None) -> Tensor:
+def norms(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:
     """Return the L2 norm of each of `tensors`, computed in `dtype`: (tensors,).
 
-    Of sharded ones it is the norm of the whole, and all ranks must call this. `parts` replaces this rank's parts of
+    Of sharded ones it is the norm of the whole, and all ranks must call this. `held` replaces this rank's parts of
     them, such as by their differences to earlier ones.
     """
-    own = [local(tensor) for tensor in tensors] if parts is None else list(parts)
+    own = parts(tensors) if held is None else list(held)
     if any(map(is_sharded, tensors)):
         return summed(squares(tensors, dtype, own)).sqrt().to(dtype)
     return torch.stack(torch._foreach_norm(own, 2, dtype)) if own else torch.zeros(0, dtype=dtype)
 
 
-def squares(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Sequence[Tensor] | None = None) -> Tensor:
+def squares(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:
     """Return what this rank adds to the squared L2 norm of each of `tensors`: float64, (tensors,).
 
-    The norms are computed in `dtype`; `parts` is as in `norms`. Summed over the ranks it is the squared norm.
+    The norms are computed in `dtype`; `held` is as in `norms`. Summed over the ranks it is the squared norm.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
-    own = [local(tensor) for tensor in tensors] if parts is None else list(parts)
+    own = parts(tensors) if held is None else list(held)
     squared = torch.stack(torch._foreach_norm(own, 2, dtype)).double().square()
-    counted = [counts(tensor) for tensor in tensors]
+    counted = _counted(tensors)
     return squared if all(counted) else squared * torch.tensor(counted).to(squared)
+
+
+def _counted(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return what `counts` does for each of `tensors`; most of them lie alike."""
+    known = {where: counts(tensor) for where, tensor in {layout(tensor): tensor for tensor in tensors}.items()}
+    return [known[layout(tensor)] for tensor in tensors]
 
 
 def total(tensors: Sequence[Tensor], numbers: Tensor) -> Tensor:
@@ -111,7 +120,7 @@ def total(tensors: Sequence[Tensor], numbers: Tensor) -> Tensor:
     """
     if not any(map(is_sharded, tensors)):
         return numbers.sum()
-    return summed((numbers * torch.tensor([counts(tensor) for tensor in tensors]).to(numbers)).sum())
+    return summed((numbers * torch.tensor(_counted(tensors)).to(numbers)).sum())
 
 
 def everywhere(found: list[str], tensors: Iterable[Tensor]) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hookdiff.choices import Choice
 from hookdiff.gradients import Gradients
 from hookdiff.options import about, between
-from hookdiff.shards import local, total
+from hookdiff.shards import parts, total
 from hookdiff.structure import COUNT, numbers
 from hookdiff_clip.units import Units
 
@@ -185,7 +185,7 @@ class Value(Rule):
 
     def clip_(self, gradients: Gradients, is_logged: bool) -> Mapping[str, float | Tensor]:
         whole = gradients.tensors()
-        tensors = [local(gradient) for gradient in whole]
+        tensors = parts(whole)
         torch._foreach_clamp_min_(tensors, -self.max_value)
         torch._foreach_clamp_max_(tensors, self.max_value)
         gradients.clear()

@@ -11,7 +11,7 @@ from attrs import Attribute, define, field
 from torch import Tensor
 
 from hookdiff.ranks import summed
-from hookdiff.shards import is_sharded, local, norms
+from hookdiff.shards import is_sharded, norms, parts
 from hookdiff_ema.profiles import Warmup, gamma_of, half_life_decay, power_decay
 
 Length = float | list[float] | None  # how long one average, or several, remember
@@ -39,7 +39,7 @@ class Average:
     def start(self, weights: Mapping[str, Tensor]) -> None:
         """Begin with a copy of `weights`."""
         self.shadow = {name: value.detach().clone() for name, value in weights.items()}
-        self._values = [local(value) for value in self.shadow.values()]
+        self._values = parts(self.shadow.values())
 
     def update(self, weights: list[Tensor], num_updates: int) -> None:
         """Include `weights`, this rank's parts of them, after `num_updates` earlier updates."""

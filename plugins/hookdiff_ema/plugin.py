@@ -16,7 +16,7 @@ from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hooki
 from hookdiff.choices import chosen
 from hookdiff.findings import Raised, judge, listed, warning
 from hookdiff.options import about
-from hookdiff.shards import fill_, local, whole
+from hookdiff.shards import fill_, parts, whole
 from hookdiff.structure import COUNT, REST, numbers
 from hookdiff_ema.average import Average, Length, each, make_averages
 from hookdiff_ema.profiles import MAX_STD, Ratio, Warmup
@@ -120,7 +120,7 @@ class EMA:
             raise UserError("plugins.ema.snapshot_every needs a place for files: Loop(..., run_dir=Path('runs/mine'))")
         self._folder = (loop.run_dir or Path()) / FOLDER
         self._weights = Weights(loop.model, torch.device("cpu") if self.device == "cpu" else None)
-        self._taken = [local(value) for value in self._weights.tensors.values()]
+        self._taken = parts(self._weights.tensors.values())
         self._due = Due(self.snapshot_every)
         for average in self._averages:
             average.start(self._weights.tensors)

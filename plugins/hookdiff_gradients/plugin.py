@@ -18,7 +18,7 @@ from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookim
 from hookdiff.distribution import Distribution
 from hookdiff.findings import Raised, listed
 from hookdiff.options import about
-from hookdiff.shards import local, norms, whole
+from hookdiff.shards import norms, parts, whole
 from hookdiff.structure import COUNT, numbers, shaped
 from hookdiff_gradients.diagnosis import EARLY, Cause, Limits, Numbers, conclude, diagnose, diagnose_nan, num_recent
 from hookdiff_gradients.measures import NoiseScale, entry_sizes, own_norms
@@ -176,7 +176,7 @@ class GradientMonitor(Limits):
         """Return the change of the weights by the update, and their growth: scalars, on the device."""
         before, self._before = self._before, []
         size = self._norm(before)
-        torch._foreach_sub_([local(one) for one in before], [local(weight) for weight in self._weights])
+        torch._foreach_sub_(parts(before), parts(self._weights))
         self._changes = norms(before, self._ring.dtype)
         growth = torch.maximum(self._growth, size / self._size)
         self._growth = torch.zeros_like(growth)
