@@ -78,7 +78,7 @@ class FSDP:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard, mp_policy=policy)
         # What is outside of the blocks keeps its precision: it gets the times, which bf16 would round. It is freed
-        # after each forward pass: after one without gradients, plain weights would take the place of their parts.
+        # after a forward pass without a backward pass: else plain weights would take the place of their parts.
         self._model = fully_shard(loop.model, mesh=mesh, reshard_after_forward=True)
 
     def _mesh(self, loop: Loop) -> DeviceMesh:
@@ -95,6 +95,11 @@ class FSDP:
 
     @hookimpl(wrapper=True)
     def micro_step(self, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
-        if self._model is not None:
-            self._model.set_requires_gradient_sync(not self.sync_once or index == count - 1)
-        return (yield)
+        if self._model is None:
+            return (yield)
+        self._model.set_requires_gradient_sync(not self.sync_once or index == count - 1)
+        self._model.set_reshard_after_forward(False, recurse=False)  # here a backward pass follows, which frees it
+        try:
+            return (yield)
+        finally:
+            self._model.set_reshard_after_forward(True, recurse=False)
