@@ -99,6 +99,28 @@ class Drops:
         return Batch(batch.inputs[kept], indices=batch.indices[kept])
 
 
+class Thaws:
+    """Trains the first layer from the sixth step on only, and from the eleventh on no longer the last one."""
+
+    @hookimpl
+    def prepare_model(self, loop: Loop) -> None:
+        loop.model.get_submodule("first").requires_grad_(False)
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        loop.model.get_submodule("first").requires_grad_(loop.progress.step >= 5)
+        loop.model.get_submodule("last").requires_grad_(loop.progress.step < 10)
+
+
+class Looks:
+    """Makes a pass without gradients before each update."""
+
+    @hookimpl
+    def after_backward(self, loop: Loop) -> None:
+        with torch.no_grad():
+            loop.model(torch.ones(3, 4, dtype=next(loop.model.parameters()).dtype))
+
+
 class Sees:
     """Notes the samples and the noise of each step, and how many passes are made."""
 
@@ -118,7 +140,7 @@ class Sees:
         return (yield)
 
 
-OWN = {"halves": Halves, "asks": Asks, "spoils": Spoils, "drops": Drops}
+OWN = {"halves": Halves, "asks": Asks, "spoils": Spoils, "drops": Drops, "looks": Looks, "thaws": Thaws}
 
 
 def train(spec: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +148,8 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     dtype = getattr(torch, spec.get("dtype", "float32"))
     torch.manual_seed(0)
     net = Net(spec.get("dropout", 0.0)).to(dtype)
+    if spec.get("unused"):
+        net.unused = nn.Linear(2, 2)
     data = torch.randn(60, 4, generator=Generator().manual_seed(1))
     sees = Sees()
     plugins: dict[str, Any] = {"sees": sees}

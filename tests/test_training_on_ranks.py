@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import Torchrun
+from tests.conftest import Torchrun, check_facts
 from tests.on_ranks import train
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
@@ -54,7 +54,7 @@ def samples(result: dict[str, Any]) -> list[Any]:
         (2, {"ddp": {}}, "float64", 1e-12),
         (2, {"fsdp": {}}, "float32", 1e-5),
         (2, {"fsdp": {}}, "float64", 1e-12),
-        (2, {"fsdp": {"reshard": False, "checkpointing": True, "sync_once": True}}, "float64", 1e-12),
+        (2, {"fsdp": {"reshard": False, "checkpointing": True, "sync_once": True}, "looks": {}}, "float64", 1e-12),
         (4, {"fsdp": {"replicas": 2}}, "float64", 1e-12),
     ],
     ids=str,
@@ -137,3 +137,20 @@ def test_a_plugin_may_leave_out_another_number_of_samples_on_each_rank(on_ranks:
     steps = [[outcome for _, outcome, *_ in one["steps"]] for one in together["ranks"]]
     assert steps[0] == steps[1]
     assert together["ranks"][0]["passes"] == together["ranks"][1]["passes"]
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+def test_parameters_may_be_thawed_and_frozen(on_ranks: Trained, plugin: str) -> None:
+    plugins = {"thaws": {}, plugin: {}, **USUAL}
+    assert apart(train({"plugins": plugins}), on_ranks(2, plugins=plugins)) < 1e-5
+
+
+def test_ddp_names_a_parameter_without_a_part_in_the_loss(
+    on_ranks: Trained, torchrun: Torchrun, tmp_path: Path
+) -> None:
+    (tmp_path / "spec.json").write_text(json.dumps({"plugins": {"ddp": {}}, "unused": True}))
+    code, _, err = torchrun(2, "-m", "tests.on_ranks", tmp_path / "spec.json", tmp_path / "out.pt")
+    assert code == 1
+    check_facts(err, "UserError", "unused.weight", "unused.bias", "plugins.ddp.find_unused_parameters = true")
+    spec = {"plugins": {"ddp": {"find_unused_parameters": True}}, "unused": True, "config": {"steps": 3}}
+    assert apart(train(spec), on_ranks(2, **spec)) < 1e-5

@@ -1,15 +1,51 @@
 """The plugin `ddp`."""
 
 from collections.abc import Generator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attrs import define, field
 from attrs.validators import gt
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hookdiff import PASS, Loop, LossOutput, hookimpl
+from hookdiff import PASS, Loop, LossOutput, UserError, hookimpl
+from hookdiff.findings import listed
 from hookdiff.options import about
+
+
+class Replica(nn.Module):
+    """Calls `net` through a DistributedDataParallel, which is made anew when other parameters are trained.
+
+    DistributedDataParallel exchanges the gradients of those that wanted one when it was made. Of a parameter that is
+    thawed later each rank would go its own way.
+    """
+
+    def __init__(self, net: nn.Module, options: dict[str, Any]) -> None:
+        super().__init__()
+        self._options = options
+        self._named = list(net.named_parameters())  # kept: to walk through the modules takes long
+        self.ddp = DistributedDataParallel(net, **options)
+        self._trained = self._wanted()
+
+    def _wanted(self) -> list[bool]:
+        return [parameter.requires_grad for _, parameter in self._named]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ddp(*args, **kwargs)
+
+    def follow(self) -> None:
+        """Exchange the gradients of those parameters that want one now."""
+        if self._wanted() != self._trained:
+            self.ddp = DistributedDataParallel(self.ddp.module, **self._options)
+            self._trained = self._wanted()
+
+    def check_used(self) -> None:
+        """Raise UserError if a parameter has got no gradient; the exchange waits for all of them."""
+        if unused := [name for name, value in self._named if value.requires_grad and value.grad is None]:
+            raise UserError(
+                f"plugins.ddp: parameters without a part in the loss of this step: {listed(unused, 3)}; set "
+                "plugins.ddp.find_unused_parameters = true, or freeze those that never have one"
+            )
 
 
 @define(eq=False)
@@ -31,25 +67,34 @@ class DDP:
     bucket_mb: float = field(
         default=25.0, validator=gt(0), metadata=about("size of the parts in which gradients are exchanged", "MiB")
     )
-    _net: DistributedDataParallel | None = field(default=None, init=False)
+    _net: Replica | None = field(default=None, init=False)
 
     @hookimpl
     def wrap_net(self, loop: Loop, net: nn.Module) -> nn.Module:
         self._net = None
         if loop.num_ranks == 1:
             return PASS
-        self._net = DistributedDataParallel(
+        self._net = Replica(
             net,
-            device_ids=[loop.device] if loop.device.type == "cuda" else None,
-            bucket_cap_mb=self.bucket_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=True,  # the gradients of a single pass need no second copy
+            {
+                "device_ids": [loop.device] if loop.device.type == "cuda" else None,
+                "bucket_cap_mb": self.bucket_mb,
+                "find_unused_parameters": self.find_unused_parameters,
+                "gradient_as_bucket_view": True,  # the gradients of a single pass need no second copy
+            },
         )
         return self._net
 
     @hookimpl(wrapper=True)
     def micro_step(self, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
-        if self._net is None or index == count - 1:
+        if self._net is None:
             return (yield)
-        with self._net.no_sync():
-            return (yield)
+        if index == 0:
+            self._net.follow()
+        if index < count - 1:
+            with self._net.ddp.no_sync():
+                return (yield)
+        output = yield
+        if not self.find_unused_parameters:
+            self._net.check_used()
+        return output

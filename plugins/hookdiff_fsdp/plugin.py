@@ -60,6 +60,7 @@ class FSDP:
         default=1, validator=ge(1), metadata=about("copies of the model; each is sharded over ranks / replicas")
     )
     _model: FSDPModule | None = field(default=None, init=False)
+    _kept: tuple[FSDPModule, ...] = field(default=(), init=False)  # gathered from a forward pass to its backward pass
 
     @hookimpl(trylast=True)  # other plugins may add weights
     def prepare_model(self, loop: Loop) -> None:
@@ -76,10 +77,10 @@ class FSDP:
         for block in found.values():
             if self.checkpointing:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard, mp_policy=policy)
-        # What is outside of the blocks keeps its precision: it gets the times, which bf16 would round. It is freed
-        # after a forward pass without a backward pass: else plain weights would take the place of their parts.
+            fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        # What is outside of the blocks keeps its precision: it gets the times, which bf16 would round.
         self._model = fully_shard(loop.model, mesh=mesh, reshard_after_forward=True)
+        self._kept = (self._model, *(() if self.reshard else found.values()))
 
     def _mesh(self, loop: Loop) -> DeviceMesh:
         if loop.num_ranks % self.replicas or self.replicas == loop.num_ranks:
@@ -98,8 +99,14 @@ class FSDP:
         if self._model is None:
             return (yield)
         self._model.set_requires_gradient_sync(not self.sync_once or index == count - 1)
-        self._model.set_reshard_after_forward(False, recurse=False)  # here a backward pass follows, which frees it
+        # Here a backward pass follows, which frees what is kept. After any other pass whole weights would stay, and
+        # take the place of their parts: the next update would not reach them.
+        self._keep(True)
         try:
             return (yield)
         finally:
-            self._model.set_reshard_after_forward(True, recurse=False)
+            self._keep(False)
+
+    def _keep(self, is_kept: bool) -> None:
+        for module in self._kept:
+            module.set_reshard_after_forward(not is_kept, recurse=False)
