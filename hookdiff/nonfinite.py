@@ -37,6 +37,7 @@ class NonFinite:
     samples: list[int]  # positions in `batch` with a loss that is not finite, if the objective returns it for each
     batch: Batch  # with the draws of the step; this rank's share
     names: list[str] = field(factory=list)  # of the `samples` of all ranks: their files, if the data knows them
+    times: list[float] = field(factory=list)  # timesteps of the same, if the objective draws them
     notes: dict[str, str] = field(factory=dict)  # texts that plugins add in on_nan, by title
 
     def __str__(self) -> str:
@@ -45,9 +46,8 @@ class NonFinite:
             lines.append(f"gradients not finite: {listed(self.parameters, 3)}")
         if self.names:
             lines.append(f"samples: {listed(self.names, _SHOWN)}")
-        if self.samples and "timesteps" in self.batch.draws:
-            times = self.batch.draws["timesteps"][self.samples].tolist()
-            lines.append(f"their timesteps: {listed([f'{time:g}' for time in times], _SHOWN)}")
+        if self.times:
+            lines.append(f"their timesteps: {listed([f'{time:g}' for time in self.times], _SHOWN)}")
         lines += [f"{title}: {text}".replace("\n", "\n    ") for title, text in self.notes.items()]
         return "\n  ".join(lines)
 
@@ -64,8 +64,10 @@ def examine(batch: Batch, output: LossOutput, gradients: Gradients, progress: Pr
         return None
     rows = [] if output.per_sample is None else (~output.per_sample.isfinite()).nonzero().flatten().tolist()
     indices = [] if batch.indices is None else batch.indices[rows].tolist()
-    described = [name for own in gathered([feed.describe(index) for index in indices]) for name in own]
-    return NonFinite(progress.step, progress.position, loss, names, rows, batch, described)
+    times = batch.draws["timesteps"][rows].tolist() if "timesteps" in batch.draws else []
+    found = gathered(([feed.describe(index) for index in indices], times))
+    described, times = ([value for own in each for value in own] for each in zip(*found, strict=True))
+    return NonFinite(progress.step, progress.position, loss, names, rows, batch, described, times)
 
 
 def settle(report: NonFinite, verdicts: Any, roll_back: Callable[[], bool], end: End) -> Outcome:

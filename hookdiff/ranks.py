@@ -11,6 +11,7 @@ import hashlib
 import os
 import pickle
 import platform
+import re
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -35,6 +37,9 @@ _MOMENT = 3.0  # seconds after which a rank that has not failed too is taken to 
 _PATIENCE = timedelta(hours=4)  # the same between steps, where one rank may compute while the others wait
 # By the default group, the group in which ranks wait that long. Kept longer, its threads would abort Python at its end.
 _patient: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_GONE = re.compile("closed|reset|refused|broken pipe|abort", re.IGNORECASE)  # in what gloo and NCCL say of a lost rank
+_REFUSED = "hookdiff/refused"  # in the store: a rank has an error of the user
+_joins = count()  # how often this process has joined the others
 _said: Counter[str] = Counter()  # how often this process has said each text
 
 
@@ -116,10 +121,10 @@ def joined(device: str = "auto") -> Iterator[None]:
     backend = "gloo"
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         if local_rank() >= (found := torch.cuda.device_count()):
-            kind = UserError if local_rank() == found else OnAnotherRank  # the first one without a GPU shows it
-            raise kind(
+            time.sleep(_MOMENT * (local_rank() - found))  # the first one without a GPU shows it
+            raise UserError(
                 f"process {local_rank()} of this machine has no GPU of its own, there are {found}: "
-                f"torchrun --nproc-per-node {max(1, found)}"
+                + (f"torchrun --nproc-per-node {found}" if found else "set run.device = 'cpu'")
             )
         torch.cuda.set_device(local_rank())
         backend = "cpu:gloo,cuda:nccl"
@@ -129,17 +134,22 @@ def joined(device: str = "auto") -> Iterator[None]:
     torch_distributed: Any = distributed  # its stubs lack some names
     store, own, num = next(torch_distributed.rendezvous("env://", timeout=TIMEOUT))
     # Of its own in each attempt: else a rank may find the address of a process that was killed, and wait for it.
-    store = torch_distributed.PrefixStore(f"hookdiff/{num_restarts()}", store)
+    store = torch_distributed.PrefixStore(f"hookdiff/{num_restarts()}/{next(_joins)}", store)
     distributed.init_process_group(backend, store=store, rank=own, world_size=num, timeout=TIMEOUT)
     try:
         yield
     except UserError as error:
+        with suppress(RuntimeError):  # the store has ended with the first rank
+            store.set(_REFUSED, "")
         if is_news(f"error: {error}"):
             raise
         raise OnAnotherRank(str(error)) from error
     except RuntimeError as error:
-        if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+        if not is_of_ranks(error):
             raise
+        with suppress(RuntimeError):
+            if store.check([_REFUSED]):
+                raise OnAnotherRank("another rank has ended with an error of the user") from error
         raise RankLost(_lost(error)) from error
     finally:
         _patient.clear()
@@ -162,13 +172,17 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def shown_once() -> Iterator[None]:
-    """Let only the first process of each machine show an error of the user that all of them meet before `joined`."""
+    """Let the first process of each machine show an error of the user that all of them meet before `joined`.
+
+    torchrun ends all others as soon as one has ended. So the others wait until the first has shown it, and show it
+    themselves if it does not.
+    """
     try:
         yield
-    except UserError as error:
-        if local_rank() == 0:
-            raise
-        raise OnAnotherRank(str(error)) from error
+    except UserError:
+        if local_rank():
+            time.sleep(_MOMENT)
+        raise
 
 
 def is_news(text: str) -> bool:
@@ -181,15 +195,25 @@ def is_news(text: str) -> bool:
     return first == 1
 
 
+def is_of_ranks(error: BaseException) -> bool:
+    """Return whether `error` says that a rank cannot be reached, rather than that something is wrong here."""
+    if not _is_set_up():
+        return False
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 def _lost(error: RuntimeError) -> str:
     """Return a message about the collective operation that failed with `error`, and the ranks that did not come."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = next((one for one in reversed(frames) if "torch" not in Path(one.filename).parts), frames[-1])
+    here = [one for one in frames if one.filename == __file__]
+    is_ours = lambda one: "torch" not in Path(one.filename).parts and one.filename != __file__  # noqa: E731
+    own = next(filter(is_ours, reversed(frames)), frames[-1])
     asked = next((one.name for one in frames[frames.index(own) + 1 :] if not one.name.startswith(("_", "wrapper"))), "")
     place = f"{asked or own.name}, called in {Path(own.filename).name}, line {own.lineno} ({own.name})"
     waited = f"rank {rank()} waited in {place}"
     if "imed out" not in str(error):
-        return f"{waited}, and another rank has ended"
+        return f"{waited}, and another rank has ended" if _GONE.search(str(error)) else f"{waited}: {error}"
+    limit = _PATIENCE if any(one.name in ("gathered", "first_rank_says") for one in here) else TIMEOUT
     store, until = distributed.distributed_c10d._get_default_store(), time.monotonic() + _MOMENT
     store.set(f"hookdiff/lost/{rank()}", place)
     missing = list(range(num_ranks()))
@@ -197,7 +221,7 @@ def _lost(error: RuntimeError) -> str:
         missing = [other for other in missing if not store.check([f"hookdiff/lost/{other}"])]
         time.sleep(0.05)
     gone = f"rank {', '.join(map(str, missing))} did not come" if missing else "no rank is missing, the network is"
-    return f"{waited} for {TIMEOUT}, and {gone}"
+    return f"{waited} for {limit}, and {gone}"
 
 
 def _between_steps() -> Any:
@@ -218,7 +242,8 @@ def first_rank_says(value: Value) -> Value:
     if num_ranks() == 1:
         return value
     if _stand_in.world:
-        return gathered(value)[0]
+        said: list[Value] = _stand_in.world[2]("the value of the first rank", value)
+        return said[0]
     agreed = [value]
     # It finds the device that the backend talks over.
     distributed.broadcast_object_list(agreed, src=0, group=_between_steps())
@@ -324,7 +349,7 @@ def summed(values: Tensor) -> Tensor:
         return values
     total = values.detach().clone()
     if _stand_in.world:
-        return torch.stack(_stand_in.world[2](f"a sum of {tuple(total.shape)}", total)).sum(0)
+        return torch.stack(_stand_in.world[2](f"a sum of {tuple(total.shape)} {total.dtype}", total)).sum(0)
     distributed.all_reduce(total)
     return total
 

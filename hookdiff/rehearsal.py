@@ -45,7 +45,7 @@ def rehearsing(loop: Loop) -> Iterator[Callable[[Batch], LossOutput]]:
     on_gpu = [loop.device] if loop.device.type == "cuda" else []
 
     def passes(batch: Batch) -> LossOutput:
-        loop.gradients.reset()
+        loop.gradients.reset(batch.weight)
         output = loop.hook.accumulate(loop=loop, batch=batch)
         loop.gradients.conclude(output.loss)
         return output

@@ -22,6 +22,7 @@ from hookdiff.models.load import differences, load_state
 from hookdiff.models.names import plain_name
 from hookdiff.models.optimizer_state import check_eps, check_optimizer, load_optimizer, optimizer_state
 from hookdiff.progress import Progress
+from hookdiff.ranks import is_of_ranks
 from hookdiff.shards import everywhere, place
 from hookdiff.structure import structured
 from hookdiff.versions import changed, versions
@@ -260,6 +261,8 @@ def refused_if_unfit(part: str, way_out: str = "") -> Iterator[None]:
     except UserError as error:
         raise UserError(f"{error}{way_out}") from error
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if is_of_ranks(error):
+            raise
         # A ValueError is a check's own sentence; others, such as KeyError, say little without their type.
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise UserError(f"the checkpoint's state of {part!r} cannot be loaded: {reason}{way_out}") from error

@@ -112,6 +112,25 @@ def test_a_mistake_in_the_config_is_shown_once(command: Any, tmp_path: Path) -> 
     assert "Traceback (most recent call last):\n  File" not in err.partition("torch/distributed")[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "own", "fact"),
+    [
+        ("--out /proc/nowhere", "", "/proc/nowhere"),  # the first rank alone meets it
+        ("", "--set run.stepz=3", "run.stepz"),  # the second rank alone
+        ("--bogus", "", "--bogus"),
+    ],
+)
+def test_a_mistake_of_one_rank_is_the_only_message(
+    command: Any, tmp_path: Path, words: str, own: str, fact: str
+) -> None:
+    config = write_small(tmp_path / "small.toml")
+    code, _, err = command(2, "run", config, "--plugins", "ddp", *words.split(), WORDS_1=own)
+    assert code
+    assert err.count(fact) == 1, err
+    assert "waited" not in err
+    assert "Traceback (most recent call last):\n  File" not in err.partition("torch/distributed")[0]
+
+
 def test_all_ranks_need_the_same_config(command: Any, tmp_path: Path) -> None:
     config = write_small(tmp_path / "small.toml")
     for words, facts in (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookdiff import Loop, hookimpl
-from hookdiff.ranks import gathered, num_ranks, rank, summed
+from hookdiff.ranks import first_rank_says, gathered, num_ranks, rank, summed
 from hookdiff.testing import OutOfStep, assert_trains_on_ranks, on_ranks, toy_model
 from tests.conftest import check_facts, refused
 from tests.first_party import KINDS, LOOP, OPTIONS
@@ -116,3 +116,10 @@ def test_a_rank_that_ends_early_is_named() -> None:
     with pytest.raises(OutOfStep) as caught:
         on_ranks(2, lambda number: number or gathered(number))
     check_facts(caught.value, "rank 0", "rank 1 has ended")
+
+
+def test_ranks_that_ask_for_different_things_are_found() -> None:
+    with refused(OutOfStep, "the value of the first rank", "the values of all ranks"):
+        on_ranks(2, lambda number: gathered(number) if number else first_rank_says(number))
+    with refused(OutOfStep, "a sum of (2,) torch.float32", "a sum of (2,) torch.float64"):
+        on_ranks(2, lambda number: summed(torch.ones(2, dtype=torch.float64 if number else torch.float32)))

@@ -1,8 +1,10 @@
 """The command line. Each command is a module that is imported when it is called, so that `--help` stays fast."""
 
 import errno
+import os
 import re
 import sys
+import time
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points, version
 
@@ -15,6 +17,7 @@ from hookdiff.terminal import shown_works
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
 GROUP = "hookdiff.commands"
+_MOMENT = 3.0  # seconds
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -67,6 +70,8 @@ def main() -> None:
         with shown_works():
             sys.exit(group.main(standalone_mode=False) or 0)
     except click.ClickException as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # torchrun ends this process once the first has shown the error
+            time.sleep(_MOMENT)
         with suppress(OSError):
             error.show()
         sys.exit(error.exit_code)

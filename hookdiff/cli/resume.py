@@ -28,21 +28,23 @@ def command(
     from hookdiff.cli.run import train
     from hookdiff.disk.paths import CONFIG, is_empty, run_of
     from hookdiff.experiment.config import read_toml
+    from hookdiff.ranks import shown_once
 
-    if steps and epochs:
-        raise UserError("--steps and --epochs exclude each other")
-    source = run_of(run)
-    if out is None and source != run:
-        raise UserError(f"{run} is a checkpoint of {source}: add --out DIR, the directory of the new run")
-    if out is not None and out.resolve() == source.resolve():
-        if source != run:
-            raise UserError(f"--out {out} holds the run of the checkpoint; choose another directory")
-        out = None
-    if out is not None and out.is_dir() and not is_empty(out):
-        raise UserError(f"--out {out} exists; choose another directory, or continue it: hookdiff resume {out}")
-    if steps or epochs:
-        settings = (*settings, f"run.steps={steps or 'none'}", f"run.epochs={epochs or 'none'}")
-    check_parts(settings, read_toml(source / CONFIG))
+    with shown_once():
+        if steps and epochs:
+            raise UserError("--steps and --epochs exclude each other")
+        source = run_of(run)
+        if out is None and source != run:
+            raise UserError(f"{run} is a checkpoint of {source}: add --out DIR, the directory of the new run")
+        if out is not None and out.resolve() == source.resolve():
+            if source != run:
+                raise UserError(f"--out {out} holds the run of the checkpoint; choose another directory")
+            out = None
+        if out is not None and out.is_dir() and not is_empty(out):
+            raise UserError(f"--out {out} exists; choose another directory, or continue it: hookdiff resume {out}")
+        if steps or epochs:
+            settings = (*settings, f"run.steps={steps or 'none'}", f"run.epochs={epochs or 'none'}")
+        check_parts(settings, read_toml(source / CONFIG))
     try:
         train(source / CONFIG, out or run, resume=run, settings=settings, **options)
     except NoCheckpoint as error:

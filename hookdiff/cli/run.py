@@ -57,7 +57,7 @@ def train(
     """
     from hookdiff.experiment.config import load_config
     from hookdiff.experiment.launch import launched
-    from hookdiff.ranks import first_rank_does, leave, num_launched, shown_once
+    from hookdiff.ranks import first_rank_does, first_rank_says, leave, num_launched, shown_once
 
     log.setLevel(logging.INFO)
     if lr is not None:
@@ -79,6 +79,7 @@ def train(
                 overwrite = resume is not True
         if code is None:
             code = _train(config, run_dir, resume=resume, overwrite=overwrite, usr1=usr1, **options)
+        code = first_rank_says(code)  # torchrun kills all others soon after one has ended, and the first has most to do
     if num_launched() > 1:
         leave(code)
     sys.exit(code)

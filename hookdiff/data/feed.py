@@ -354,24 +354,33 @@ class Feed:
     def shared(self, indices: Tensor) -> Iterator[Batch]:
         """Yield this rank's share of the samples `indices`, in batches of a step, without augmentation.
 
-        A last batch with fewer samples than ranks is left out.
+        A rank without a share of the last batch gets a filler, so that all ranks make as many passes.
         """
         yield from self._unaugmented(indices, self.batch_size, self.rank, self.num_ranks)
 
     def _unaugmented(self, indices: Tensor, batch_size: int, rank: int, num_ranks: int) -> Iterator[Batch]:
         parts = torch.split(indices, batch_size) if len(indices) else ()
-        whole = [part for part in parts if len(part) >= num_ranks]
-        yield from self._make(0, whole, rank, num_ranks, lambda samples: center_crop(samples, self.transforms))
+        yield from self._make(0, parts, rank, num_ranks, lambda samples: center_crop(samples, self.transforms))
 
     def _make(self, epoch: int, parts: Sequence[Tensor], rank: int, num_ranks: int, finish: Finish) -> Iterator[Batch]:
-        shares = [part[rank::num_ranks] for part in parts]
+        shares = [part[rank::num_ranks] if rank < len(part) else part[:1] for part in parts]
         if isinstance(self.samples, InMemory):
             made = self._fetch(self.samples, shares, finish)
         else:
             made = self._load(epoch, shares, finish)
         for part, (inputs, labels, indices, conditions) in zip(parts, made, strict=True):
-            rows, most = range(rank, len(part), num_ranks), -(-len(part) // num_ranks)
-            yield Batch(inputs, labels, indices, total=len(part), conditions=conditions, rows=rows, most=most)
+            is_filler, most = rank >= len(part), -(-len(part) // num_ranks)
+            rows = range(1) if is_filler else range(rank, len(part), num_ranks)
+            yield Batch(
+                inputs,
+                labels,
+                indices,
+                total=len(part),
+                conditions=conditions,
+                rows=rows,
+                most=most,
+                is_filler=is_filler,
+            )
 
     def _fetch(self, samples: InMemory, shares: list[Tensor], finish: Finish) -> Iterator[Stack]:
         if not shares:

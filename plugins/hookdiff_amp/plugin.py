@@ -102,8 +102,7 @@ class AMP:
     def unscale(self, loop: Loop) -> bool:
         if self.scaler is None:
             return PASS
-        optimizers = (*loop.optimizers, *loop.adopted.optimizers)
-        for optimizer in optimizers:
+        for optimizer in (*loop.optimizers, *loop.adopted.optimizers):
             self.scaler.unscale_(optimizer)
         loop.gradients.clear()
         # The loop needs the same transfer later, so it costs nothing here.
@@ -112,9 +111,8 @@ class AMP:
         scale = self.scaler.get_scale()
         if scale <= self.min_scale or not loop.gradients.nonfinite():
             return True
-        for optimizer in optimizers:
-            for flag in self.scaler._found_inf_per_device(optimizer).values():
-                flag.fill_(1)  # also if the overflow was in an earlier pass, whose gradients are gone
+        for flag in self._flags(loop):
+            flag.fill_(1)  # also if the overflow was in an earlier pass, whose gradients are gone
         self._fell = [*self._fell[1 - _KEPT :], [loop.progress.position, scale]]
         self._lower()
         self.num_void += 1
@@ -131,13 +129,17 @@ class AMP:
         return changed
 
     @hookimpl
-    def on_nan(self, report: NonFinite) -> None:
+    def on_nan(self, loop: Loop, report: NonFinite) -> None:
         if self.scaler is None:
             return
         # Such as "4 (batch 7) > 2 (batch 8) > 1, the lowest allowed".
         scale = self.scaler.get_scale()
         earlier = "".join(f"{before:g} (batch {position:g}) > " for position, before in self._fell)
         report.notes["loss scale"] = f"{earlier}{scale:g}" + (", the lowest allowed" if scale <= self.min_scale else "")
+        flags = self._flags(loop)
+        if loop.agree(any(map(bool, flags))):  # those of adopted modules are from before the ranks averaged gradients
+            for flag in flags:
+                flag.fill_(1)
         self._lower()
 
     @hookimpl
@@ -148,6 +150,12 @@ class AMP:
         if loop.log.due and (scale := self.scaler._scale) is not None:
             loop.log({"amp/scale": scale})
             loop.log({"amp/void_steps": self.num_void}, detail=True)
+
+    def _flags(self, loop: Loop) -> list[Tensor]:
+        """Return what the scaler keeps for each optimizer and device: 1 if a gradient of the step was not finite."""
+        assert self.scaler is not None
+        optimizers = (*loop.optimizers, *loop.adopted.optimizers)
+        return [flag for each in optimizers for flag in self.scaler._found_inf_per_device(each).values()]
 
     def _lower(self) -> None:
         assert self.scaler is not None

@@ -114,5 +114,5 @@ class Units:
         found = [norm.view(1) for norm in norms(vectors, self._dtype, tensors[:num])]
         for each, tensor in zip(parameters[num:], tensors[num:], strict=True):
             own = torch.linalg.vector_norm(tensor, dim=each.inner, dtype=self._dtype).flatten()
-            found.append(summed(own.square()).sqrt() if each.is_split else own)
+            found.append(summed(own.square() * counts(each.parameter)).sqrt() if each.is_split else own)
         return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from hookdiff import UserError
 from hookdiff.disk import open_file, open_tensors
 from hookdiff.errors import why_missing
-from hookdiff.ranks import first_rank_says, rank
+from hookdiff.ranks import agree, first_rank_does, gathered_or_raised
 
 log = logging.getLogger("hookdiff")
 
@@ -53,10 +53,9 @@ def read_weights(published: Published, path: str | None, sha256: str | None, who
     Raises UserError for a file that is missing, or another one, with the way to get it.
     """
     file = Path(path).expanduser() if path else published.path
-    if path is None and not file.is_file():
-        problem = first_rank_says(_download(published, file, who) if rank() == 0 else None)
-        if problem or (not file.is_file() and (problem := _download(published, file, who))):
-            raise UserError(problem)
+    if path is None and agree(not file.is_file()):  # machines may have caches of their own
+        first_rank_does(lambda: _fetch(published, file, who))
+        gathered_or_raised(lambda: _fetch(published, file, who))
     try:
         digest = _digest(file)
     except OSError as error:
@@ -70,6 +69,11 @@ def read_weights(published: Published, path: str | None, sha256: str | None, who
         )
         raise UserError(f"{who}: {file} has the SHA-256 {digest}, expected {expected}: {way_out}")
     return Weights(_load(file, who), digest, is_published)
+
+
+def _fetch(published: Published, file: Path, who: str) -> None:
+    if not file.is_file() and (problem := _download(published, file, who)):
+        raise UserError(problem)
 
 
 def _download(published: Published, file: Path, who: str) -> str | None:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from attrs import define, field
 from attrs.validators import ge
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -67,6 +68,8 @@ class FSDP:
         self._model = None
         if loop.num_ranks == 1:
             return
+        if isinstance(loop.model, FSDPModule):
+            raise UserError("fsdp: the model is sharded already; make it anew for another training")
         found = blocks_of(loop.model, self.blocks)
         mesh = self._mesh(loop)
         dtype = DTYPES[self.precision]
@@ -77,9 +80,9 @@ class FSDP:
         for block in found.values():
             if self.checkpointing:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-            fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+            _shard(block, mesh, policy)
         # What is outside of the blocks keeps its precision: it gets the times, which bf16 would round.
-        self._model = fully_shard(loop.model, mesh=mesh, reshard_after_forward=True)
+        self._model = _shard(loop.model, mesh, MixedPrecisionPolicy())
         self._kept = (self._model, *(() if self.reshard else found.values()))
 
     def _mesh(self, loop: Loop) -> DeviceMesh:
@@ -107,6 +110,25 @@ class FSDP:
         finally:
             self._keep(False)
 
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, loop: Loop) -> Generator[None, bool, bool]:
+        try:
+            return (yield)
+        except (RuntimeError, NotImplementedError) as error:
+            if self._model is None or not any(text in str(error) for text in ("placement", "sharding strategy")):
+                raise
+            names = ", ".join(type(optimizer).__name__ for optimizer in loop.optimizers)
+            raise UserError(f"optimizer: {names} cannot train weights that fsdp has sharded; try adamw") from error
+
     def _keep(self, is_kept: bool) -> None:
         for module in self._kept:
             module.set_reshard_after_forward(not is_kept, recurse=False)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> FSDPModule:
+    try:
+        return fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    except ValueError as error:
+        raise UserError(
+            f"fsdp: {error}; weights that modules share must lie in one block: choose other plugins.fsdp.blocks"
+        ) from error

@@ -77,11 +77,14 @@ class NoiseLevels:
         ends = ["-inf", *(f"{edge:+.1f}" for edge in self.edges), "+inf"]
         return [f"{k:02d}:{low}..{high}" for k, (low, high) in enumerate(pairwise(ends))]
 
-    def measure(self, inputs: Tensor) -> None:
-        """Add the images of a step, n c h w, to the moments of the data, if it is one of the first `MEASURED`."""
+    def measure(self, inputs: Tensor, weight: float) -> None:
+        """Add the images of a step, n c h w, to the moments of the data, if it is one of the first `MEASURED`.
+
+        `weight` is the share of this rank in the step; all ranks must call this.
+        """
         if self.has_floor and self.num_measured < MEASURED:
             x0 = self.objective.normalize(inputs)
-            self.moments += torch.stack((x0.mean(), x0.square().mean()))
+            self.moments += summed(torch.stack((x0.mean(), x0.square().mean())) * weight)
             self.num_measured += 1
 
     @property
@@ -162,7 +165,6 @@ class NoiseLevels:
         """
         if num_ranks() > 1:
             self._sum()
-            self.moments = summed(self.moments) / num_ranks()
             sums = summed(self.sums)
             self.sums = sums if rank() == 0 else torch.zeros_like(sums)
         state: dict[str, Any] = {"sums": self.sums, "streak": self.streak}

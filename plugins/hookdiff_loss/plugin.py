@@ -84,7 +84,7 @@ class LossMonitor(Evaluation):
     _smoothed: Smoothed = field(init=False)
     _diagnosis: LossTrends = field(init=False)
     _levels: NoiseLevels = field(init=False)
-    _inputs: Tensor | None = field(init=False, default=None)  # images of the step under way
+    _batch: Batch | None = field(init=False, default=None)  # of the step under way
     _updates: int = field(init=False, default=0)  # since the noise levels were logged
     _unlearned: int = field(init=False, default=0)  # noise levels, when last logged
     _alarms: Alarms = field(init=False, factory=Alarms)
@@ -104,15 +104,15 @@ class LossMonitor(Evaluation):
 
     @hookimpl
     def before_step(self, batch: Batch) -> None:
-        self._inputs = batch.inputs
+        self._batch = batch
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         step, loss, output = loop.progress.step, loop.gradients.loss, loop.output
         # After the step: a skipped batch may hold a NaN, which would stay in the mean.
-        assert self._inputs is not None
-        self._levels.measure(self._inputs)
-        self._inputs = None
+        assert self._batch is not None
+        self._levels.measure(self._batch.inputs, self._batch.weight)
+        self._batch = None
         self._smoothed.add(loss)
         self._report(loop, self._diagnosis.observe(step, loss, self._unexplained > WORSE))
         self._updates += 1

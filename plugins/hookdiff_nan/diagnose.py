@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -81,12 +81,13 @@ def diagnose(
     inputs = sorted({row for values in data for row in _bad_rows(values)})
     draws = {name: rows for name, drawn in report.batch.draws.items() if (rows := _bad_rows(drawn))}
     missed = "the step is finite when it runs again: its computation is not deterministic"
-    try:
-        with rehearsing(loop) as passes, eagerly(), watch:
-            watch.finish(passes(report.batch).loss)
-        happens_again = loop.agree(bool(watch.bad_loss or watch.backward))
-        loss = _loss_without_autocast(loop, report.batch, watch) if happens_again else math.nan
-    except torch.OutOfMemoryError:
+    is_short, loss = _is_short(lambda: _repeat(loop, report.batch, watch)), math.nan
+    # All ranks make the same passes, whatever each of them finds.
+    if not loop.agree(is_short) and loop.agree(bool(watch.bad_loss or watch.backward)) and watch.autocast is not None:
+        losses: list[float] = []
+        is_short = loop.agree(_is_short(lambda: losses.append(_loss_without_autocast(loop, report.batch))))
+        loss = losses[0] if losses else math.nan
+    if is_short:
         watch, loss = Watch(loop.model), math.nan
         missed = "there was not enough memory to run the step again"
     rows = inputs or next(iter(draws.values()), report.samples)
@@ -143,10 +144,22 @@ def _of_backward(backward: Backward) -> str:
     return f"the loss is finite, but the derivative of the modules after {backward.maker} is not"
 
 
-def _loss_without_autocast(loop: Loop, batch: Batch, watch: Watch) -> float:
+def _is_short(call: Callable[[], object]) -> bool:
+    """Call `call`, and return whether it needs more memory than there is."""
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        return True
+    return False
+
+
+def _repeat(loop: Loop, batch: Batch, watch: Watch) -> None:
+    with rehearsing(loop) as passes, eagerly(), watch:
+        watch.finish(passes(batch).loss)
+
+
+def _loss_without_autocast(loop: Loop, batch: Batch) -> float:
     """Return the loss of the step without autocast, if the step is then finite, else NaN."""
-    if watch.autocast is None:
-        return math.nan
     with rehearsing(loop) as passes, eagerly(), _without_autocast(loop):
         passes(batch)
         return math.nan if loop.gradients.nonfinite() else loop.gradients.loss

@@ -467,6 +467,37 @@ def test_ranks_share_the_images_and_agree_on_all_values(tmp_path: Path) -> None:
     assert one == pytest.approx(single["result"][0], rel=1e-4, abs=1e-6)
 
 
+BAD = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from hookdiff import Loop, LoopConfig
+from hookdiff.data import digits
+from hookdiff.generation import Generated
+
+class Bad:
+    def sample(self, net, objective, shape, generators, device, /):
+        made = net(torch.stack([torch.randn(*shape, generator=generator) for generator in generators]))
+        return made * (torch.nan if rank else 1)
+
+model = torch.nn.Conv2d(1, 1, 1)
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+loop = Loop(model, torch.optim.SGD(model.parameters(), 1e-9), lambda net, batch: net(batch.inputs).square().mean(),
+            digits(), LoopConfig(steps=1, batch_size=8), sampler=Bad())
+try:
+    with loop:
+        Generated.of(loop, None, 0, None).features(600, "fid: images")
+except ValueError as error:
+    result = [str(error)]
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_a_bad_image_of_one_rank_ends_all_that_share_a_model(tmp_path: Path) -> None:
+    for (error,) in two_ranks(BAD, tmp_path):
+        check_facts(error, "fid: images", "not finite")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

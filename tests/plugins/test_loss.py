@@ -196,7 +196,7 @@ def test_bins_hold_the_means_of_the_samples_since_the_last_log(process: Process,
 def test_pure_noise_is_in_the_first_bin() -> None:
     diffusion = Diffusion(VP(rescale_betas_zero_snr=True), prediction="v_prediction")
     levels = NoiseLevels(diffusion, [-1.0, 0.0, 1.0], torch.device("cpu"), 100)
-    levels.measure(torch.randn(8, 1, 4, 4))
+    levels.measure(torch.randn(8, 1, 4, 4), 1.0)
     log_snr = torch.tensor([-math.inf, -1.0, -0.5, 1.0, 1.5, 30.0])
     levels.add(log_snr, torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0, 13.0]), torch.tensor([999, 700, 600, 300, 200, 0]))
     values = levels.close(1)

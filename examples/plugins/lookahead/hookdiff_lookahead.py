@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hookdiff import Loop, hookimpl
 from hookdiff.options import about
+from hookdiff.shards import fill_, parts
 
 
 @define(eq=False)
@@ -33,9 +34,10 @@ class Lookahead:
     def optimizer_step(self, loop: Loop) -> Generator[None, bool, bool]:
         changed = yield
         if changed and (loop.progress.step + 1) % self.every == 0:
-            fast, slow = [p.detach() for p in loop.model.parameters()], list(self.slow.values())
-            torch._foreach_lerp_(slow, fast, self.alpha)
-            torch._foreach_copy_(fast, slow)
+            fast, slow = parts(loop.model.parameters()), parts(self.slow.values())  # with fsdp, of this rank
+            with torch.no_grad():
+                torch._foreach_lerp_(slow, fast, self.alpha)
+                torch._foreach_copy_(fast, slow)
         return changed
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,4 +45,4 @@ class Lookahead:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
-            self.slow[name].copy_(value)
+            fill_(self.slow[name], value)
