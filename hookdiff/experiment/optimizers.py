@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hookdiff.errors import ConfigError, nearest
 from hookdiff.models.names import plain_name
 from hookdiff.options import about
+from hookdiff.shards import is_sharded
 from hookdiff.structure import parameters as arguments_of
 
 if TYPE_CHECKING:
@@ -149,11 +150,14 @@ def fastest_kernel(kind: Any, arguments: Mapping[str, Any], weights: Sequence[We
     their step count stays on the host, so reading it does not wait for the device. Only a step shows whether a class
     has a fused kernel on a device (Adagrad: only on the CPU).
     """
-    samples = {(w.parameter.device, w.parameter.dtype): w.parameter for w in weights}.values()
+    # Of sharded weights, for which torch may have no fused kernel, the smallest.
+    largest_first = sorted((w.parameter for w in weights), key=lambda parameter: -parameter.numel())
+    samples = {(p.device, p.dtype, is_sharded(p)): p for p in largest_first}.values()
 
     def make_a_step(**extra: bool) -> dict[str, bool]:
         for sample in samples:
-            weight = nn.Parameter(torch.ones(2, 2, dtype=sample.dtype, device=sample.device))
+            new = torch.ones(2, 2, dtype=sample.dtype, device=sample.device)
+            weight = nn.Parameter(torch.ones_like(sample) if is_sharded(sample) else new)
             weight.grad = torch.ones_like(weight)
             kind([weight], **arguments, **extra).step()
         return extra
