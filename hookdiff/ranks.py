@@ -205,15 +205,14 @@ def is_of_ranks(error: BaseException) -> bool:
 def _lost(error: RuntimeError) -> str:
     """Return a message about the collective operation that failed with `error`, and the ranks that did not come."""
     frames = traceback.extract_tb(error.__traceback__)
-    here = [one for one in frames if one.filename == __file__]
-    is_ours = lambda one: "torch" not in Path(one.filename).parts and one.filename != __file__  # noqa: E731
-    own = next(filter(is_ours, reversed(frames)), frames[-1])
+    callers = [one for one in frames if "torch" not in Path(one.filename).parts and one.filename != __file__]
+    own = callers[-1] if callers else frames[-1]
     asked = next((one.name for one in frames[frames.index(own) + 1 :] if not one.name.startswith(("_", "wrapper"))), "")
     place = f"{asked or own.name}, called in {Path(own.filename).name}, line {own.lineno} ({own.name})"
     waited = f"rank {rank()} waited in {place}"
     if "imed out" not in str(error):
         return f"{waited}, and another rank has ended" if _GONE.search(str(error)) else f"{waited}: {error}"
-    limit = _PATIENCE if any(one.name in ("gathered", "first_rank_says") for one in here) else TIMEOUT
+    limit = _PATIENCE if any(one.name in ("gathered", "first_rank_says") for one in frames) else TIMEOUT
     store, until = distributed.distributed_c10d._get_default_store(), time.monotonic() + _MOMENT
     store.set(f"hookdiff/lost/{rank()}", place)
     missing = list(range(num_ranks()))
