@@ -328,3 +328,14 @@ print(len(list(feed.batches(0))))
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=PATIENCE, check=True).stdout == b"2\n"
     )
+
+
+@given(num=st.integers(1, 9), num_ranks=st.integers(1, 5), batch_size=st.integers(5, 8))
+def test_ranks_share_an_evaluation_with_as_many_passes(num: int, num_ranks: int, batch_size: int) -> None:
+    feeds = [bound(Numbers(), batch_size, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    shares = [list(feed.shared(torch.arange(num))) for feed in feeds]
+    assert len({len(share) for share in shares}) == 1
+    counted = [batch for share in shares for batch in share if not batch.is_filler]
+    assert sorted(indices(counted)) == list(range(num))
+    assert all(len(batch) for share in shares for batch in share)
+    assert sum(batch.weight for share in shares for batch in share) == pytest.approx(len(shares[0]))
