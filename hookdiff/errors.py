@@ -23,7 +23,7 @@ class NoCheckpoint(UserError):
 
 
 class StorageError(UserError):
-    """The disk failed; the exit code is 1, since the input was right."""
+    """The disk or a server failed; the exit code is 1, since the input was right."""
 
 
 class OnAnotherRank(UserError):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookdiff.data.decode import Unreadable
 from hookdiff.disk import check_kind
-from hookdiff.errors import shown
+from hookdiff.errors import StorageError, shown
 from hookdiff.pace import paced
 
 _CHUNK = 64  # samples that a thread takes at a time
@@ -23,8 +23,8 @@ class Images(Protocol):
     """Pictures as they are stored; the transforms of [data] turn them into samples. `folder.py` is an example.
 
     `load(i)` returns a Pillow image, or uint8 pixels, c h w or h w. A Pillow image may still be lazy: before training
-    only its header is read. `load` may raise any error for a picture that cannot be read. It is called from several
-    threads and processes.
+    only its header is read. `load` may raise any error for a picture that cannot be read, and StorageError if the disk
+    or a server fails, which ends the run. It is called from several threads and processes.
 
     Optional attributes: `shape` (c, h, w), if all samples have the same, so that their headers are not read;
     `known_kinds()`, the `Kind`s of pictures with a known header, and the positions of all others, of which the headers
@@ -90,11 +90,16 @@ def name_of(source: object, index: int) -> str:
 
 
 def with_image(source: Images, index: int, function: Callable[[Any], Result]) -> Result:
-    """Return `function(picture)` for the picture at `index`, and close its file. Raises Unreadable for any error."""
+    """Return `function(picture)` for the picture at `index`, and close its file.
+
+    Raises Unreadable for any error but a StorageError, which is not about this picture alone.
+    """
     try:
         image = source.load(index)
         with image if hasattr(image, "fp") else nullcontext():
             return function(image)
+    except StorageError:
+        raise
     except Exception as error:  # a decoder may raise any error on broken bytes
         raise Unreadable(f"{name_of(source, index)}: {reason(error)}") from error
 

@@ -24,7 +24,7 @@ class HuggingFace:
         split: part of the data set
         name: configuration, for a data set that has several
         image_column: column with the images; unless given, the first column of images
-        label_column: column with the labels; unless given, the first column of class labels; "none": no labels
+        label_column: column with the labels; "auto": the first column of class labels; "none": no labels
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class HuggingFace:
         split: str = "train",
         name: str | None = None,
         image_column: str | None = None,
-        label_column: str | None = None,
+        label_column: str = "auto",
     ) -> None:
         try:
             import datasets
@@ -86,10 +86,10 @@ def _open(path: str, split: str, name: str | None) -> Any:
     return datasets.load_dataset(str(place) if place.exists() else path, name, split=split)
 
 
-def _labels(path: str, data: Any, column: str | None) -> tuple[Tensor | None, Sequence[str] | None]:
+def _labels(path: str, data: Any, given: str) -> tuple[Tensor | None, Sequence[str] | None]:
     import datasets
 
-    column = column or _first_column(data, datasets.ClassLabel)
+    column = _first_column(data, datasets.ClassLabel) if given == "auto" else given
     if column is None or column == "none":
         return None, None
     try:

@@ -14,7 +14,7 @@ from hookdiff.data.arrays import array_in
 from hookdiff.data.decode import Unreadable
 from hookdiff.data.source import open_picture, reason
 from hookdiff.data.survey import refuse
-from hookdiff.errors import nearest, shown
+from hookdiff.errors import StorageError, nearest, shown
 from hookdiff_shards.index import Index, is_picture
 from hookdiff_shards.samples import Samples, extension_of, is_array
 
@@ -77,6 +77,9 @@ class Items(Samples):
         super().__init__(files, indices, *options)
         self.conditions = dict(conditions)
         self.columns = [self.column(indices, [one.extension]) for one in self.conditions.values()]
+        columns = zip(self.columns, [one.extension for one in self.conditions.values()], strict=True)
+        for column, extension in [(self.pictures, self.image or "picture"), *columns]:
+            self.refuse_lacking(column, extension)
         refuse(self.problems)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -90,6 +93,8 @@ class Items(Samples):
             for key, condition, content in zip(self.conditions, self.conditions.values(), others, strict=True):
                 name = self.name(index, condition.extension)
                 item[key] = condition.read(content)
+        except StorageError:
+            raise
         except Exception as error:  # a decoder may raise any error on broken bytes
             raise Unreadable(f"{shown(name)}: {reason(error)}") from error
         return item

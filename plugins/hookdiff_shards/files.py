@@ -13,8 +13,9 @@ from weakref import finalize
 from attrs import define
 
 from hookdiff.disk import open_file
+from hookdiff.errors import StorageError
 from hookdiff_shards.places import missing
-from hookdiff_shards.remote import is_url, read_range, state_of
+from hookdiff_shards.remote import check_parts, is_url, read_range, state_of
 
 THREADS = 16  # that wait for servers
 _OPEN = 64  # files that a process keeps open; a system may allow 256 in all
@@ -35,12 +36,22 @@ class Shard:
 
 
 class Files:
-    """The files of the shards `names`. Raises ValueError for those that are missing."""
+    """The files of the shards `names`.
+
+    Raises ValueError for those that are missing or cannot be read, and StorageError if a server fails.
+    """
 
     def __init__(self, names: Sequence[str], options: Mapping[str, Any]) -> None:
         self.options = dict(options)
-        with ThreadPoolExecutor(THREADS) as pool:
-            found = list(pool.map(partial(_look, options=self.options), names))
+        look = partial(_look, options=self.options)
+        first = look(names[0])  # alone, so that a mistake of all URLs is met once
+        if first is not None and is_url(first.name):
+            check_parts(first.name, self.options)
+        pool = ThreadPoolExecutor(THREADS)
+        try:
+            found = [first, *pool.map(look, names[1:])]
+        finally:
+            pool.shutdown(cancel_futures=True)
         if absent := [name for name, shard in zip(names, found, strict=True) if shard is None]:
             raise missing(absent)
         self.shards = [shard for shard in found if shard is not None]
@@ -48,7 +59,7 @@ class Files:
     def read(self, number: int, start: int, size: int) -> bytes:
         """Return `size` bytes of a shard, from `start`; fewer at its end.
 
-        Raises OSError, and ValueError for a local file that has changed.
+        Raises OSError, and StorageError for a local file that has changed and a server that fails.
         """
         shard = self.shards[number]
         size = min(size, shard.size - start)
@@ -98,7 +109,7 @@ class _Local:
 
     def read(self, start: int, size: int) -> bytes:
         if _state(self.descriptor) != (self.shard.size, self.shard.mark):  # else other bytes may pass for a picture
-            raise ValueError(f"{self.path} has changed since it was first looked at")
+            raise StorageError(f"{self.path} has changed since it was first looked at")
         if hasattr(os, "pread"):
             return os.pread(self.descriptor, size, start)
         with open_file(self.path) as file:  # Windows

@@ -22,16 +22,16 @@ from hookdiff.disk import new_file, open_tensors, write_tensors
 from hookdiff.errors import shown
 from hookdiff.structure import structured
 from hookdiff_shards.files import Shard
-from hookdiff_shards.tar import Read, members
+from hookdiff_shards.tar import BLOCK, Read, members
 
 PICTURES = tuple(suffix.removeprefix(".") for suffix in SUFFIXES)
 SMALL = 64  # bytes of the largest member that is kept in the index, such as a label
 
-_FORMAT = 1  # an index of another format is not used
+_FORMAT = 2  # an index of another format is not used
 _HEAD = 60 << 10  # bytes at the beginning of a picture that are read for its header
 _LARGEST = 1 << 15  # width and height that are taken from a header; larger ones are read again
 _NAME = re.compile(r"(?s)((?:.*/)?[^./]+)\.([^/]+)")  # as the library webdataset splits names
-_COLUMNS = ("sample", "kind", "start", "size", "mode", "width", "height", "end")
+_COLUMNS = ("sample", "kind", "start", "size", "mode", "width", "height", "end", "head")
 
 
 def is_picture(extension: str) -> bool:
@@ -100,7 +100,7 @@ def make(read: Read, total: int, block: int) -> Index:
             texts += read(member.start, member.size)
         sample, kind = samples.setdefault(key, len(samples)), kinds.setdefault(extension, len(kinds))
         mode_number = modes.setdefault(mode, len(modes))
-        rows.append([sample, kind, member.start, member.size, mode_number, width, height, len(texts)])
+        rows.append([sample, kind, member.start, member.size, mode_number, width, height, len(texts), member.head])
     twice = Counter((row[0], row[1]) for row in rows).most_common(1)
     if twice and twice[0][1] > 1:
         sample, kind = twice[0][0]
@@ -224,7 +224,7 @@ def _check(index: Index, total: int) -> None:
         lambda: _within(index.column("kind"), len(index.extensions) - 1),
         lambda: _within(index.column("mode"), len(index.modes) - 1),
         lambda: _within(index.column("width"), _LARGEST) and _within(index.column("height"), _LARGEST),
-        lambda: _within(index.column("start"), total) and _within(index.column("size"), total),
+        lambda: _within(index.column("start") - BLOCK, total) and _within(index.column("size"), total),
         lambda: _within(index.column("start") + index.column("size"), total),
         lambda: index.modes[0] == "" and all(num_channels(mode) for mode in index.modes[1:]),
     ]

@@ -47,8 +47,11 @@ def _hash(text: str) -> str:
 
 
 def _load(path: Path, shard: Shard, report: bool = False) -> Index | None:
-    """Return the index in a file; None if it is missing, of an earlier state or damaged, which is logged on request."""
-    if not os.path.lexists(path):
+    """Return the index in a file; None if it is missing, of an earlier state or damaged, which is logged on request.
+
+    Without a mark of the shard, nothing says of which state it is.
+    """
+    if not shard.mark or not os.path.lexists(path):
         return None
     try:
         return load(path, shard)

@@ -12,8 +12,8 @@ from torch import Tensor
 from hookdiff.data.labels import encode, some
 from hookdiff.data.source import reason
 from hookdiff.disk import read_file
-from hookdiff.errors import nearest, why_missing
-from hookdiff_shards.remote import file_system, is_url
+from hookdiff.errors import nearest, shown, why_missing
+from hookdiff_shards.remote import asked, is_url
 
 _NAMES = ("classes.json", "classes.txt")
 _LARGEST = 1 << 24  # bytes of a file of names
@@ -34,16 +34,20 @@ def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping
     if not isinstance(given, str):
         return tuple(given)
     try:
-        content = _content(given, options).decode("utf-8-sig")
-        if given.lower().endswith(".json"):
-            names = json.loads(content)
-        elif given.lower().endswith(".txt"):
-            names = content.removesuffix("\n").splitlines()
-        else:
-            raise ValueError("expected names of classes in a .txt or a .json")
+        content = _content(given, options)
     except FileNotFoundError:
         raise ValueError(f"{given}: {'no such file' if is_url(given) else why_missing(Path(given))}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ValueError(f"{given}: {reason(error)}") from error
+    try:
+        text = content.decode("utf-8-sig")
+        if given.lower().endswith(".json"):
+            names = json.loads(text)
+        elif given.lower().endswith(".txt"):
+            names = text.removesuffix("\n").splitlines()
+        else:
+            raise ValueError("expected names of classes in a .txt or a .json")
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{given}: {reason(error)}") from error
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"{given}: expected a list of names of classes")
@@ -51,25 +55,19 @@ def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping
 
 
 def _exists(path: str, options: Mapping[str, Any]) -> bool:
+    """Return whether there is such a file; some servers say of one that is missing that it is forbidden."""
     if not is_url(path):
         return os.path.lexists(path)
-    system, inner = file_system(path, options)
     try:
-        return bool(system.exists(inner))
-    except Exception as error:  # of any library for any kind of server
-        raise ValueError(f"{path}: cannot be read: {reason(error)}") from error
+        return bool(asked(path, options, lambda system, inner: system.info(inner)))
+    except (FileNotFoundError, PermissionError):
+        return False
 
 
 def _content(path: str, options: Mapping[str, Any]) -> bytes:
     if not is_url(path):
         return read_file(Path(os.path.expanduser(path)))
-    system, inner = file_system(path, options)
-    try:
-        content: bytes = system.cat_file(inner, start=0, end=_LARGEST)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # of any library for any kind of server
-        raise ValueError(f"cannot be read: {reason(error)}") from error
+    content: bytes = asked(path, options, lambda system, inner: system.cat_file(inner, start=0, end=_LARGEST))
     return content
 
 
@@ -89,11 +87,14 @@ def encode_labels(
         if not value:
             return None, None, [f"{name_of(index)}: expected a label, it is empty"]
         values.append(int(value) if re.fullmatch(r"-1|[0-9]{1,9}", value) else value)
+    first = {type(value): index for index, value in reversed([*enumerate(values)])}
+    if len(first) > 1:
+        examples = " and ".join(f"{name_of(index)} has {shown(values[index])}" for index in sorted(first.values()))
+        return None, None, [f"labels must be all integers from -1 or all names; {examples}"]
     try:
-        if classes is None or not any(isinstance(value, str) for value in values):
+        if classes is None or str not in first:
             labels, found = encode(values)
             return labels, found if classes is None else classes, []
-        encode(values)  # which refuses integers among names
     except ValueError as error:
         return None, None, [str(error)]
     position = {name: number for number, name in enumerate(classes)}

@@ -11,9 +11,10 @@ from typing import Any
 from hookdiff.data.labels import some
 from hookdiff.data.source import reason
 from hookdiff.errors import why_missing
-from hookdiff_shards.remote import file_system, is_url
+from hookdiff_shards.remote import asked, is_url
 
 _MOST = 1_000_000  # shards
+_PACKED = re.compile(r"\.(tar\.\w+|t[gbx]z2?)$", re.IGNORECASE)
 
 
 def expand(given: str | Sequence[str], options: Mapping[str, Any]) -> list[str]:
@@ -22,9 +23,9 @@ def expand(given: str | Sequence[str], options: Mapping[str, Any]) -> list[str]:
     Raises ValueError for a range of too many shards, and for a glob or a folder without shards.
     """
     paths = [given] if isinstance(given, str) else given
+    if not paths or not all(paths):
+        raise ValueError("path: expected shards or a folder of shards, it is empty")
     found = [shard for path in paths for shard in (_urls(path, options) if is_url(path) else _files(path))]
-    if not found:
-        raise ValueError("the list of shards is empty")
     return found
 
 
@@ -49,11 +50,18 @@ def _inside(path: str) -> list[str]:
     if not os.path.isdir(path):
         return [path]
     names = sorted(os.listdir(path))
-    if shards := [os.path.join(path, name) for name in names if _is_shard(name)]:
+    packed = [name for name in names if _PACKED.search(name)]
+    shards = [os.path.join(path, name) for name in names if _is_shard(name)]
+    if shards and packed:
+        raise ValueError(
+            f"{path} has compressed shards too ({some(packed)}): unpack them, or leave them out by "
+            f"{os.path.join(path, '*.tar')}"
+        )
+    if shards:
         return shards
     others = Counter("".join(Path(name).suffixes[-2:]) or name for name in names)
     kinds = some([f"{count} {suffix}" for suffix, count in others.most_common()]) or "nothing, it is empty"
-    way_out = "; compressed ones must be unpacked" if any(".tar." in name or ".tgz" in name for name in names) else ""
+    way_out = "; compressed ones must be unpacked" if packed else ""
     raise ValueError(f"{path} has no .tar; found: {kinds}{way_out}")
 
 
@@ -64,19 +72,26 @@ def _urls(given: str, options: Mapping[str, Any]) -> list[str]:
         if not has_stars and _is_shard(url.partition("?")[0]):
             found.append(url)
             continue
-        system, path = file_system(url, options)
         try:
-            if not has_stars and not system.isdir(path):
+            if not has_stars and not asked(url, options, lambda system, path: system.isdir(path)):
                 found.append(url)
                 continue
-            pattern = path if has_stars else f"{path.rstrip('/')}/*.tar"
-            matches = sorted(name for name in system.glob(pattern) if has_stars or _is_shard(name))
-        except Exception as error:  # of any library for any kind of server
-            raise ValueError(f"{url}: cannot be listed: {reason(error)}") from error
+            matches = asked(url, options, _matches if has_stars else _in_folder)
+        except OSError as error:
+            why = "no such folder" if isinstance(error, FileNotFoundError) else f"cannot be listed: {reason(error)}"
+            raise ValueError(f"{url}: {why}") from error
         if not matches:
             raise ValueError(f"{url}: {'no file has such a name' if has_stars else 'the folder has no .tar'}")
-        found += [system.unstrip_protocol(name) for name in matches]
+        found += matches
     return found
+
+
+def _matches(system: Any, path: str) -> list[str]:
+    return [system.unstrip_protocol(name) for name in sorted(system.glob(path))]
+
+
+def _in_folder(system: Any, path: str) -> list[str]:
+    return [name for name in _matches(system, f"{path.rstrip('/')}/*.tar") if _is_shard(name)]
 
 
 def _is_shard(name: str) -> bool:

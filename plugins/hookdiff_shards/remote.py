@@ -3,16 +3,19 @@
 import logging
 import re
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from hookdiff.data.source import reason
-from hookdiff.errors import UserError, nearest
+from hookdiff.errors import StorageError, UserError, nearest
 
 logger = logging.getLogger("hookdiff")
 
+Result = TypeVar("Result")
+
 _WAITS = (1, 4, 16)  # seconds before each further attempt
-_FINAL = (FileNotFoundError, PermissionError, UserError, ValueError)  # another attempt would fail too
+_SILENCE = 30  # seconds for which a server may send nothing
+_MISSING, _REFUSED, _LATER = (404, 410), (401, 403), (408, 425, 429)  # of the statuses of HTTP
 # What servers say about the content, by the names that the file systems of fsspec have for it.
 _MARKS = (
     *("ETag", "etag", "generation", "blob_id", "md5Hash", "Content-MD5"),
@@ -43,6 +46,8 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise ValueError(f"{url}: {protocol} is about the files of another URL; give that URL")
     if protocol not in (known := [*fsspec.available_protocols(), *fsspec.registry]):
         raise ValueError(f"{url}: fsspec knows no {protocol!r}{nearest(protocol, known)}")
+    if protocol in ("http", "https"):
+        options = {"client_kwargs": _patience(), **options}
     try:
         system, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:  # its message names the package
@@ -52,18 +57,56 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return system, path
 
 
-def state_of(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the size of the file at `url`, and a text that changes with its content.
-
-    Raises FileNotFoundError, and ValueError if the file cannot be read in parts.
-    """
-    system, path = file_system(url, options)
+def _patience() -> dict[str, Any]:
+    """Return the options of aiohttp for servers that never answer; its own limit would be one for a whole answer."""
     try:
-        about = system.info(path)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # of any library for any kind of server
-        raise ValueError(f"{url}: cannot be read: {reason(error)}") from error
+        from aiohttp import ClientTimeout
+    except ImportError:  # which fsspec reports
+        return {}
+    return {"timeout": ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)}
+
+
+def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Result]) -> Result:
+    """Return `call(file system, path)` for `url`; a server that fails is asked again up to three times, with a warning.
+
+    Raises FileNotFoundError if the server has no such file, PermissionError if it refuses it, ValueError for a wrong
+    URL or option, and StorageError if it fails to the end.
+    """
+    for wait in (*_WAITS, None):
+        try:
+            return call(*file_system(url, options))
+        except Exception as error:  # of any library for any kind of server
+            cause = _own_cause(error)
+            status = getattr(cause, "status", 0)
+            if status in _MISSING:
+                raise FileNotFoundError(url) from error
+            if status in _REFUSED:
+                raise PermissionError(reason(cause)) from error
+            if isinstance(cause, ValueError) or (400 <= status < 500 and status not in _LATER):
+                why = reason(cause)
+                raise ValueError(why if why.startswith(url) else f"{url}: {why}") from error
+            if isinstance(cause, (FileNotFoundError, PermissionError, UserError)):
+                raise
+            if wait is None:
+                raise StorageError(f"{url}: the server fails: {reason(cause)}") from error
+            logger.warning("data: %s: %s; the next attempt is in %d s", url, reason(cause), wait)
+        time.sleep(wait)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _own_cause(error: Exception) -> Exception:
+    """Return why a file could not be read: for http, fsspec says of each failure that the file is missing."""
+    cause = error.__cause__
+    is_failure = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp")
+    return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_failure else error
+
+
+def state_of(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the size of the file at `url`, and a text that changes with its content, "" if the server has none.
+
+    Raises as `asked` does, and ValueError if the file cannot be read in parts.
+    """
+    about: dict[str, Any] = asked(url, options, lambda system, path: system.info(path))
     if about.get("type") == "directory":
         raise ValueError(f"{url}: is a folder, expected a .tar")
     if not isinstance(size := about.get("size"), int):
@@ -73,24 +116,31 @@ def state_of(url: str, options: Mapping[str, Any]) -> tuple[int, str]:
     return size, ", ".join(marks or [f"{name} {about[name]}" for name in _TIMES if about.get(name)])
 
 
-def read_range(url: str, options: Mapping[str, Any], start: int, size: int) -> bytes:
-    """Return `size` bytes of the file at `url`, fewer at its end.
+def check_parts(url: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if the server of `url` sends only whole files, without reading one; or as `asked` does."""
+    if not re.match("https?://", url):
+        return
 
-    A server that fails is asked again, up to three times, with a warning. Raises OSError and ValueError with the
-    reason.
-    """
-    for wait in (*_WAITS, None):
-        try:
-            system, path = file_system(url, options)
-            found: bytes = system.cat_file(path, start=start, end=start + size)
-            break
-        except _FINAL:
-            raise
-        except Exception as error:  # of any library for any kind of server
-            if wait is None:
-                raise OSError(f"the server fails: {reason(error)}") from error
-            logger.warning("data: %s: %s; the next attempt is in %d s", url, reason(error), wait)
-            time.sleep(wait)
+    def second_byte(system: Any, path: str) -> bytes:
+        with system.open(path, cache_type="none") as file:
+            file.seek(1)
+            found: bytes = file.read(1)
+            return found
+
+    try:
+        asked(url, options, second_byte)
+    except ValueError as error:
+        raise ValueError(f"{url}: the server does not read files in parts (no ranges of bytes)") from error
+
+
+def read_range(url: str, options: Mapping[str, Any], start: int, size: int) -> bytes:
+    """Return `size` bytes of the file at `url`, fewer at its end. Raises StorageError if that fails."""
+    try:
+        found: bytes = asked(url, options, lambda system, path: system.cat_file(path, start=start, end=start + size))
+    except FileNotFoundError:
+        raise StorageError(f"{url}: the server has this file no more") from None
+    except (PermissionError, ValueError) as error:
+        raise StorageError(f"the server no longer gives this file: {reason(error)}") from error
     if len(found) > size:
-        raise ValueError(f"the server has sent {len(found)} bytes instead of {size}: it does not read in parts")
+        raise StorageError(f"{url}: the server has sent {len(found)} bytes instead of {size}")
     return found

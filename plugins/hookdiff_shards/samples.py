@@ -7,6 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
+from zlib import crc32
 
 import numpy
 from torch import Tensor
@@ -14,10 +15,11 @@ from torch import Tensor
 from hookdiff.data.labels import some
 from hookdiff.data.source import open_picture
 from hookdiff.data.survey import Kind
-from hookdiff.errors import nearest, shown
+from hookdiff.errors import StorageError, nearest, shown
 from hookdiff_shards.files import Files
 from hookdiff_shards.index import PICTURES, SMALL, Index, is_picture
 from hookdiff_shards.labels import encode_labels
+from hookdiff_shards.tar import BLOCK
 
 _PICKLED = ("pkl", "pickle", "pyd", "pth", "pt")
 _LABEL = "cls"  # the extension that webdataset has for labels
@@ -26,13 +28,15 @@ _WORTH = 1 << 16  # bytes between two members that take less time than a second 
 
 
 class Column:
-    """The member of one kind of each sample, as rows of the tables of `indices`."""
+    """The member of one kind of each sample: its row in the table of `indices`, -1 for a sample without one."""
 
     def __init__(self, indices: Sequence[Index], rows: Sequence[Any]) -> None:
-        self.kind, self.start, self.size, self.mode, self.width, self.height = (
+        self.kind, self.start, self.size, self.mode, self.width, self.height, self.head = (
             numpy.concatenate([index.column(name)[own] for index, own in zip(indices, rows, strict=True)])
-            for name in ("kind", "start", "size", "mode", "width", "height")
+            for name in ("kind", "start", "size", "mode", "width", "height", "head")
         )
+        self.is_lacking = numpy.concatenate(rows) < 0
+        self.mode[self.is_lacking] = self.size[self.is_lacking] = 0
 
 
 class Samples:
@@ -47,7 +51,7 @@ class Samples:
         files: Files,
         indices: Sequence[Index],
         image: str | None = None,
-        label: str | None = None,
+        label: str = "auto",
         classes: tuple[str, ...] | None = None,
     ) -> None:
         self.files, self.problems, self.image = files, list[str](), image
@@ -57,19 +61,20 @@ class Samples:
         self.first = numpy.cumsum([0, *lengths])[:-1]  # sample of each shard
         self.shard = numpy.repeat(numpy.arange(len(indices), dtype=numpy.int32), lengths)
         if not len(self):
-            raise ValueError(f"there is no sample in {some([shard.name for shard in files.shards])}")
+            names = some([shard.name for shard in files.shards])
+            raise ValueError(f"there is no sample in {names}; its members have names such as 0001.png and 0001.cls")
         self.pictures = self.column(indices, [extension_of(image, "image")] if image else PICTURES)
         self.labels: Tensor | None = None
         self.classes: Sequence[str] | None = None
         has_labels = any(_LABEL in known for known in self.extensions)
-        if label != "none" and (label or has_labels):
-            self._read_labels(indices, extension_of(label or _LABEL, "label"), classes)
+        if label != "none" and (label != "auto" or has_labels):
+            self._read_labels(indices, extension_of(_LABEL if label == "auto" else label, "label"), classes)
 
     def __len__(self) -> int:
         return len(self.shard)
 
     def column(self, indices: Sequence[Index], extensions: Collection[str]) -> Column:
-        """Return the member of each sample that has one of `extensions`; samples without one become a problem.
+        """Return the member of each sample that has one of `extensions`.
 
         Raises ValueError if no sample has one, or one has several.
         """
@@ -77,21 +82,27 @@ class Samples:
         wanted = " or ".join(f".{shown(one)}" for one in extensions)
         if not counts.any():
             known = Counter(self.extensions[number][kind] for number, kind in _kinds(indices))
-            near = nearest(next(iter(extensions)), known) if len(extensions) == 1 else ""
+            readable = [one for one in known if one.rpartition(".")[2] not in _PICKLED]
+            near = nearest(next(iter(extensions)), readable) if len(extensions) == 1 else ""
             raise ValueError(f"no sample has a {wanted}{near}; they have {some([f'.{one}' for one in known])}")
         if (counts > 1).any():
             index = int(counts.argmax())
             raise ValueError(
                 f"{shown(self.name(index))} has {counts[index]} pictures ({wanted}): set image to one of these"
             )
-        if lacking := (counts == 0).nonzero()[0].tolist():
-            names = some([self.name(index) for index in lacking])
-            self.problems.append(f"{len(lacking)} of {len(self)} samples have no {wanted}: {names}")
         return Column(indices, numpy.split(rows, self.first[1:]))
+
+    def refuse_lacking(self, column: Column, extension: str) -> None:
+        """Add a problem if samples lack what is in `column`."""
+        if lacking := column.is_lacking.nonzero()[0].tolist():
+            names = some([self.name(index) for index in lacking])
+            self.problems.append(f"{len(lacking)} of {len(self)} samples have no .{shown(extension)}: {names}")
 
     def _read_labels(self, indices: Sequence[Index], extension: str, classes: tuple[str, ...] | None) -> None:
         before = len(self.problems)
-        sizes = self.column(indices, [extension]).size
+        column = self.column(indices, [extension])
+        self.refuse_lacking(column, extension)
+        sizes = column.size
 
         def name_of(index: int) -> str:
             return shown(self.name(index, extension))
@@ -114,14 +125,22 @@ class Samples:
         return f"{self.files.shards[shard].name}[{key}{'.' * bool(extension)}{extension}]"
 
     def describe(self, index: int) -> str:
+        if self.pictures.is_lacking[index]:
+            return self.name(index)
         return self.name(index, self.extensions[self.shard[index]][self.pictures.kind[index]])
 
     def members(self, index: int, columns: Sequence[Column]) -> list[bytes]:
         """Return what the members of a sample in these columns hold; one that is nearby takes no request of its own.
 
-        Raises OSError, and ValueError for members that are too large or cut.
+        Raises OSError, ValueError for a member that is missing or too large, and StorageError for a shard that has
+        changed since its index was made, or cannot be read any more.
         """
-        spans = sorted((int(column.start[index]), int(column.size[index]), k) for k, column in enumerate(columns))
+        if any(column.is_lacking[index] for column in columns):
+            raise ValueError("it has no picture" if self.image is None else f"it has no .{shown(self.image)}")
+        # With the headers before them, in which the names are: else other bytes could pass for a picture.
+        spans = sorted(
+            (int(column.start[index]) - BLOCK, int(column.size[index]) + BLOCK, k) for k, column in enumerate(columns)
+        )
         found, begin, content = dict[int, bytes](), 0, b""
         for place, (start, size, number) in enumerate(spans):
             if start + size > begin + len(content):
@@ -129,16 +148,22 @@ class Samples:
                 for later, more, _ in spans[place + 1 :]:
                     end = later + more if later - end <= _WORTH else end
                 begin, content = start, self._read(index, start, end - start)
-            found[number] = content[start - begin : start - begin + size]
+            found[number] = self._checked(index, columns[number], content[start - begin : start - begin + size])
         return [found[number] for number in range(len(columns))]
 
     def _read(self, index: int, start: int, size: int) -> bytes:
-        if size > _LARGEST:
-            raise ValueError(f"its {size} bytes are too many, expected at most {_LARGEST}")
+        if size > _LARGEST + BLOCK:
+            raise ValueError(f"its {size - BLOCK} bytes are too many, expected at most {_LARGEST}")
         content = self.files.read(int(self.shard[index]), start, size)
         if len(content) != size:
-            raise ValueError(f"the shard ends {size - len(content)} bytes early")
+            raise StorageError(f"{shown(self.name(index))}: its shard ends {size - len(content)} bytes before it does")
         return content
+
+    def _checked(self, index: int, column: Column, content: bytes) -> bytes:
+        """Return what a member holds, of which `content` has the header as well."""
+        if crc32(content[:BLOCK]) != column.head[index]:
+            raise StorageError(f"{shown(self.name(index))} is no longer where it was: its shard has changed")
+        return content[BLOCK:]
 
     def fingerprint(self) -> str:
         found = hashlib.sha256(repr(self.image).encode())

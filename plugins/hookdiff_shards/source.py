@@ -15,7 +15,7 @@ from hookdiff_shards.samples import Shards, is_array
 def shards(
     path: str | list[str],
     image: str | None = None,
-    label: str | None = None,
+    label: str = "auto",
     classes: str | list[str] | None = None,
     conditions: dict[str, str] | None = None,
     storage_options: dict[str, Any] | None = None,
@@ -33,7 +33,7 @@ def shards(
             folder, which means its .tar files; or a list of these
         image: extension of the pictures, such as "jpg"; unless given, any format, of which each sample must have one;
             "npy": arrays, such as latents
-        label: extension of the labels: integers from 0 (-1: unknown), or names; unless given, "cls" if there are any;
+        label: extension of the labels: integers from 0 (-1: unknown), or names; "auto": "cls" if there are any;
             "none": no labels
         classes: the names of the classes in the order of their numbers, or a file of them, a .txt with a name on each
             line or a .json; unless given, classes.json or classes.txt beside the first shard, if there is one

@@ -6,12 +6,14 @@ any size into memory, and some of its versions never end on a negative one.
 
 import re
 from collections.abc import Callable, Iterator
+from zlib import crc32
 
 from attrs import define
 
 from hookdiff.errors import shown
 
-_BLOCK = 512
+BLOCK = 512  # bytes of a header
+_AFTER = 20  # blocks to which an archive is filled up with zeros
 _LONGEST = 1 << 20  # bytes of an extended header, which holds a long name
 _SIGNS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _KINDS = {"1": "a hard link", "2": "a symbolic link", "3": "a device", "4": "a device", "6": "a pipe"}
@@ -24,8 +26,9 @@ class Member:
     """A plain file in a tar."""
 
     name: str
-    start: int  # position of its first byte
+    start: int  # position of its first byte; its header, of one block, is before it
     size: int
+    head: int  # the CRC-32 of its header
 
 
 def members(read: Read, total: int) -> Iterator[Member]:
@@ -35,23 +38,27 @@ def members(read: Read, total: int) -> Iterator[Member]:
     """
     begin, long_name, records = 0, "", dict[str, str]()
     while True:
-        head = read(begin, _BLOCK)
+        head = read(begin, BLOCK)
         if not begin and (packed := next((name for sign, name in _SIGNS.items() if head.startswith(sign)), None)):
             raise ValueError(f"is compressed with {packed}, so that no sample can be read alone; unpack it to a .tar")
-        if len(head) < _BLOCK:
+        if not total:
+            raise ValueError("is empty, expected a tar")
+        if len(head) < BLOCK:
             raise ValueError(f"is cut, or no tar: it has no end mark in its {total} bytes")
         if not any(head):
+            if any(read(begin, min((_AFTER + 1) * BLOCK, total - begin))):
+                raise ValueError(f"has more after its end mark, at byte {begin}: tar --concatenate joins archives")
             return
         if not _is_header(head):
             raise ValueError(f"is damaged at byte {begin}: expected a header of tar" if begin else "is no tar")
-        kind, size, start = chr(head[156]), _number(head[124:136], begin), begin + _BLOCK
+        kind, size, start = chr(head[156]), _number(head[124:136], begin), begin + BLOCK
         if kind not in "xgLK":
             size = _size(records.get("size"), size)
         if size > total - start:
             raise ValueError(
                 f"is cut or damaged: the member at byte {begin} has {size} bytes, {total - start} are left"
             )
-        begin = start + -(-size // _BLOCK) * _BLOCK
+        begin = start + -(-size // BLOCK) * BLOCK
         if kind in "xgLK":
             if size > _LONGEST:
                 raise ValueError(f"has an extended header of {size} bytes, expected at most {_LONGEST}")
@@ -64,7 +71,7 @@ def members(read: Read, total: int) -> Iterator[Member]:
         if kind == "S" or any(key.startswith("GNU.sparse") for key in records):
             raise ValueError(f"{shown(name)} is a sparse file, expected plain files")
         if kind in "\x0007" and not name.endswith("/"):
-            yield Member(name, start, size)
+            yield Member(name, start, size, crc32(head))
         elif kind not in "\x00057V":  # "V" is a label of the archive
             what = _KINDS.get(kind, f"of the unknown type {kind!r}")
             raise ValueError(f"{shown(name)} is {what}, expected plain files: tar --dereference --hard-dereference")

@@ -108,7 +108,10 @@ def test_a_name_with_braces_is_taken_as_it_is(made: Path) -> None:
         ("packed", ["packed", "2 .tar.gz", "unpacked"]),
         ("packed/a.tar.gz", ["packed/a.tar.gz", "gzip", ".tar"]),
         ("text", ["text", "no tar"]),
-        ("nothing", ["nothing", "cut", 0]),
+        ("nothing", ["nothing", "empty"]),
+        ("mixed", ["mixed", "b.tar.gz", "unpack"]),
+        ("", ["path", "empty"]),
+        ("hidden.tar", ["hidden.tar", "no sample", "0001.png"]),
         ("nosuch://a/b.tar", ["nosuch://a/b.tar", "'nosuch'"]),
     ],
 )
@@ -119,6 +122,9 @@ def test_what_is_no_shard_is_refused(made: Path, path: Any, facts: list[Any]) ->
         with tarfile.open(made / "packed" / f"{name}.tar.gz", "w:gz") as tar:
             tar.add(made / "packed" / f"{name}.tar")
         (made / "packed" / f"{name}.tar").unlink()
+    write(made / "mixed" / "a.tar", sample(0))
+    (made / "mixed" / "b.tar.gz").write_bytes((made / "packed" / "b.tar.gz").read_bytes())
+    write(made / "hidden.tar", {".0.png": encoded(0)})
     (made / "text").write_text("hello " * 200)
     (made / "nothing").write_bytes(b"")
     with refused(ValueError, *facts):
@@ -172,6 +178,16 @@ def test_a_run_trains_on_shards_as_on_the_folder(hookdiff: Any, pictures: Path) 
         assert code == 0, err
         losses.append([line["loss"] for line in records(pictures / config)])
     assert losses[0] == losses[1]
+
+
+def test_labels_can_be_switched_off(hookdiff: Any, pictures: Path) -> None:
+    hookdiff("data", "config.toml", "--to-shards", "out")
+    ours = (pictures / "config.toml").read_text().replace('"folder"', '"shards"').replace('"pictures"', '"out"')
+    (pictures / "ours.toml").write_text(ours)
+    for value, classes in (("auto", 2), ("cls", 2), ("none", 0)):
+        code, out, err = hookdiff("data", "ours.toml", "--set", f"data.label={value}", "--json")
+        assert code == 0, err
+        assert len(json.loads(out)["classes"] or []) == classes
 
 
 def test_every_store_gives_the_same_batch(made: Path) -> None:
@@ -263,6 +279,13 @@ def test_every_format_of_tar_is_read(made: Path, kind: int) -> None:
     assert numpy.array_equal(numpy.asarray(data.load(1)), pixels(6))  # type: ignore[union-attr]
 
 
+def test_archives_that_were_joined_byte_by_byte_are_refused(made: Path) -> None:
+    one, other = (made / "set" / f"{number:03}.tar" for number in range(2))
+    Path("both.tar").write_bytes(one.read_bytes() + other.read_bytes())
+    with refused(ValueError, "both.tar", "after its end mark", "tar --concatenate"):
+        shards("both.tar")
+
+
 def test_folders_in_a_tar_are_passed_over(made: Path) -> None:
     (made / "in" / "x.png").mkdir(parents=True)
     (made / "in" / "y.png").write_bytes(encoded(1))
@@ -303,10 +326,13 @@ def test_members_that_cannot_be_samples_are_refused(made: Path, members: Members
 def test_what_is_wrong_with_samples_is_reported_together(made: Path) -> None:
     members = {**sample(0, cls=b"1"), "0001.cls": b"1", **sample(2), "0003.png": b"nothing", "0003.cls": b"0"}
     write(made / "one.tar", members)
-    with refused(UserError, 2, "1 of 4 samples have no .png", "one.tar[0001]", "1 of 4 samples have no .cls", "[0002]"):
+    facts = ["2 of 4", "one.tar[0001]", "no .png", "one.tar[0003.png]", "1 of 4 samples have no .cls", "one.tar[0002]"]
+    with refused(UserError, *facts):
         survey(shards("one.tar", image="png"), Transforms(), skip=False)  # type: ignore[arg-type]
-    with refused(UserError, "one.tar[0003.png]"):
+    with refused(UserError, "2 of 4", "one.tar[0001]", "no picture", "one.tar[0003.png]"):
         Feed(shards("one.tar", label="none"))
+    skipping = Feed(shards("one.tar", label="none"), store=Store(unreadable="skip"))
+    assert sorted(skipping.training.tolist()) == [0, 2]
 
 
 # Labels and classes
@@ -343,7 +369,8 @@ def test_names_beside_the_shards_are_those_of_the_classes(made: Path, name: str)
 @pytest.mark.parametrize(
     ("texts", "options", "facts"),
     [
-        ([b"1", b"cat"], {}, ["names"]),
+        ([b"1", b"cat"], {}, ["one.tar[0000.cls]", "one.tar[0001.cls]", "cat", "names"]),
+        ([b"1", b"-2"], {"classes": ["a", "b"]}, ["one.tar[0001.cls]", -2]),
         ([b"1", b""], {}, ["one.tar[0001.cls]", "empty"]),
         ([b"1", b"\xff"], {}, ["one.tar[0001.cls]"]),
         ([b"1", b"x" * 65], {}, ["one.tar[0001.cls]", 65, 64]),

@@ -2,17 +2,18 @@
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
 import torch
 
-from hookdiff import Feed, UserError
+from hookdiff import Feed, StorageError
 from hookdiff.data import Store, Transforms
 from hookdiff_shards import shards
 from tests.conftest import pixels, refused, warnings
@@ -120,8 +121,21 @@ def test_a_server_that_fails_is_asked_again(flaky: type[Flaky], caplog: pytest.L
     assert len(warnings(caplog)) == 4
     assert all("flaky://set/0.tar" in line and "broken" in line for line in warnings(caplog))
     flaky.left = 0
-    with refused(UserError, "flaky://set/0.tar[0000.png]", "the server fails", "broken"):
+    with refused(StorageError, "flaky://set/0.tar", "the server fails", "broken"):
         Feed(data, store=Store(store="memory"))
+
+
+def test_a_shard_that_is_replaced_ends_the_run(made: Path) -> None:
+    data = shards("memory://set/0.tar")
+    others = write(made / "others.tar", labelled(range(8, 16)))
+    assert others.stat().st_size == (made / "set" / "0.tar").stat().st_size
+    fsspec.filesystem("memory").pipe("/set/0.tar", others.read_bytes())
+    feed = Feed(data, store=Store(store="none", unreadable="skip"))
+    with refused(StorageError, "memory://set/0.tar", "changed"):
+        taken(feed)
+    fsspec.filesystem("memory").pipe("/set/0.tar", others.read_bytes()[:1000])
+    with refused(StorageError, "memory://set/0.tar", "ends"):
+        taken(feed)
 
 
 # A server on this machine
@@ -131,7 +145,9 @@ class Server(BaseHTTPRequestHandler):
     """Serves the files of the working directory, in parts if these are asked for."""
 
     protocol_version = "HTTP/1.1"
-    gives_parts = True
+    gives_parts, has_marks = True, True
+    asked: ClassVar[list[str]] = []
+    says: ClassVar[dict[str, int]] = {}  # what it answers by path, instead of the file; 0: nothing
 
     def do_HEAD(self) -> None:
         self.answer(has_body=False)
@@ -141,6 +157,14 @@ class Server(BaseHTTPRequestHandler):
 
     def answer(self, has_body: bool) -> None:
         path = Path(self.path.lstrip("/").partition("?")[0])
+        type(self).asked.append(self.path)
+        if (status := self.says.get(str(path))) is not None:
+            if status:
+                self.send_error(status)
+            else:
+                time.sleep(2)
+                self.close_connection = True
+            return
         content = path.read_bytes() if path.is_file() else b""
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         part = content
@@ -153,7 +177,7 @@ class Server(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(part)))
         if self.gives_parts:
             self.send_header("Accept-Ranges", "bytes")
-        if path.is_file():
+        if path.is_file() and self.has_marks:
             self.send_header("ETag", f'"{os.stat(path).st_mtime_ns}"')
         if part is not content and asked:
             self.send_header("Content-Range", f"bytes {asked[1]}-{int(asked[1]) + len(part) - 1}/{len(content)}")
@@ -170,6 +194,9 @@ def server(made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Serve the folder, and return its URL."""
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(Server, "gives_parts", True)
+    monkeypatch.setattr(Server, "has_marks", True)
+    monkeypatch.setattr(Server, "says", {})
+    monkeypatch.setattr(Server, "asked", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as started:
         thread = Thread(target=started.serve_forever)
         thread.start()
@@ -203,10 +230,62 @@ def test_a_change_on_the_server_is_seen(server: str) -> None:
     assert shards(url).fingerprint() != before
 
 
+def test_an_index_is_made_anew_where_no_change_could_be_seen(server: str) -> None:
+    Server.has_marks = False
+    url, others = f"{server}/set/0.tar", labelled(range(8, 16))
+    assert shards(url).name(0).endswith("[0000]")
+    write(Path("set/0.tar"), others)
+    assert shards(url).name(0).endswith("[0008]")
+
+
 def test_a_server_that_gives_no_parts_is_refused(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(Path("set/large.tar"), {f"{k:04}.txt": bytes(300_000) for k in range(9)})
     monkeypatch.setattr(Server, "gives_parts", False)
-    with refused(ValueError, f"{server}/set/large.tar", "parts"):
-        shards(f"{server}/set/large.tar")
+    with refused(ValueError, f"{server}/set/0.tar", "parts"):
+        shards(f"{server}/set/{{0..2}}.tar")
+    assert not any("1.tar" in path for path in Server.asked)
     with refused(ValueError, f"{server}/set/9.tar", "no such file"):
         shards(f"{server}/set/9.tar")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "facts"),
+    [
+        (404, ValueError, ["no such file"]),
+        (403, ValueError, [403]),
+        (400, ValueError, [400]),
+        (503, StorageError, ["the server fails", 503]),
+        (0, StorageError, ["the server fails"]),
+    ],
+)
+def test_servers_that_refuse_or_fail(
+    server: str, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[Exception], facts: list[Any]
+) -> None:
+    monkeypatch.setattr("hookdiff_shards.remote._WAITS", (0, 0))
+    monkeypatch.setattr("hookdiff_shards.remote._SILENCE", 0.2)
+    data = shards(f"{server}/set/0.tar")
+    Server.says["set/0.tar"] = status
+    with refused(kind, f"{server}/set/0.tar", *facts):
+        shards(f"{server}/set/0.tar")
+    with refused(StorageError, f"{server}/set/0.tar", "" if status == 404 else facts[-1]):
+        data.load(3)  # type: ignore[union-attr]
+
+
+def test_a_server_that_is_down_is_not_taken_for_a_missing_file(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hookdiff_shards.remote._WAITS", ())
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as closed:
+        address = f"http://127.0.0.1:{closed.server_port}"
+    with refused(StorageError, f"{address}/set/0.tar", "the server fails"):
+        shards(f"{address}/set/0.tar")
+    with refused(StorageError, f"{address}/classes.txt", "the server fails"):
+        shards(f"{server}/set/0.tar", classes=f"{address}/classes.txt")
+
+
+def test_names_beside_the_shards_that_are_forbidden_are_taken_for_missing(server: str) -> None:
+    Server.says.update({"set/classes.json": 403, "set/classes.txt": 404})
+    assert shards(f"{server}/set/0.tar").classes is None
+    Server.says.clear()
+    Path("set/classes.txt").write_text("x\ny\nz\n")
+    assert shards(f"{server}/set/0.tar").classes == ("x", "y", "z")
+    Server.says["set/classes.txt"] = 403
+    with refused(ValueError, f"{server}/set/classes.txt", 403):
+        shards(f"{server}/set/0.tar", classes=f"{server}/set/classes.txt")
