@@ -9,6 +9,8 @@ from pathlib import Path
 class UserError(Exception):
     """A mistake in the input; the message names the place and the way out."""
 
+    exit_code = 2
+
 
 class ConfigError(UserError):
     """A config that cannot be run; the message lists every problem found in it."""
@@ -23,15 +25,23 @@ class NoCheckpoint(UserError):
 
 
 class StorageError(UserError):
-    """The disk or a server failed; the exit code is 1, since the input was right."""
+    """The disk or a server failed, though the input was right."""
+
+    exit_code = 1
 
 
 class OnAnotherRank(UserError):
-    """A mistake that another process of the same run shows."""
+    """An error that another process of the same run shows, and its exit code."""
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class RankLost(UserError):
-    """Another process of the same run has ended, or hangs; the exit code is 1, since the input was right."""
+    """Another process of the same run has ended, or hangs, though the input was right."""
+
+    exit_code = 1
 
 
 class HookError(RuntimeError):

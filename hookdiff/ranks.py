@@ -38,7 +38,7 @@ _PATIENCE = timedelta(hours=4)  # the same between steps, where one rank may com
 # By the default group, the group in which ranks wait that long. Kept longer, its threads would abort Python at its end.
 _patient: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _GONE = re.compile("closed|reset|refused|broken pipe|abort", re.IGNORECASE)  # in what gloo and NCCL say of a lost rank
-_REFUSED = "hookdiff/refused"  # in the store: a rank has an error of the user
+_REFUSED = "hookdiff/refused"  # in the store: the exit code of a rank that has ended with an error of the user
 _joins = count()  # how often this process has joined the others
 _said: Counter[str] = Counter()  # how often this process has said each text
 
@@ -140,16 +140,17 @@ def joined(device: str = "auto") -> Iterator[None]:
         yield
     except UserError as error:
         with suppress(RuntimeError):  # the store has ended with the first rank
-            store.set(_REFUSED, "")
+            store.set(_REFUSED, str(error.exit_code))
         if is_news(f"error: {error}"):
             raise
-        raise OnAnotherRank(str(error)) from error
+        raise OnAnotherRank(str(error), error.exit_code) from error
     except RuntimeError as error:
         if not is_of_ranks(error):
             raise
         with suppress(RuntimeError):
             if store.check([_REFUSED]):
-                raise OnAnotherRank("another rank has ended with an error of the user") from error
+                code = int(store.get(_REFUSED))
+                raise OnAnotherRank("another rank has ended with an error of the user", code) from error
         raise RankLost(_lost(error)) from error
     finally:
         _patient.clear()
@@ -271,14 +272,15 @@ def gathered_or_raised(call: Callable[[], Value]) -> list[Value]:
     try:
         found = call()
     except Exception as error:  # raised again, as soon as the other ranks know
-        kinds: dict[type[Exception], type[Exception]] = {UserError: OnAnotherRank, ValueError: ValueError}
-        own = next((kind for base, kind in kinds.items() if isinstance(error, base)), RuntimeError)
-        gathered((own, str(error)))
+        message = f"on another rank: {error}"
+        if isinstance(error, UserError | OSError):
+            gathered(OnAnotherRank(message, getattr(error, "exit_code", 1)))
+        else:
+            gathered((ValueError if isinstance(error, ValueError) else RuntimeError)(message))
         raise
-    problems: list[tuple[type[Exception], str] | None] = gathered(None)
+    problems: list[Exception | None] = gathered(None)
     for problem in filter(None, problems):
-        kind, message = problem
-        raise kind(f"on another rank: {message}")
+        raise problem
     return gathered(found)
 
 

@@ -215,8 +215,12 @@ def values(loop: Loop) -> dict[str, Any]:
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """Train as `spec` says; return the state when the run begins and when it ends, and what each rank has seen.
 
-    RANK in the directory of the run stands for the number of the rank.
+    RANK in the directory stands for the number of the rank, which then has its run in a folder of its own.
     """
+    run_dir = Path(spec["run_dir"])
+    if "RANK" in run_dir.name:
+        os.chdir(run_dir.with_name(run_dir.name.replace("RANK", str(rank()))))
+        run_dir = Path("run")
     sees = Sees()
     plugins = {"sees": sees, **{name: PLUGINS[name](**options) for name, options in spec["plugins"].items()}}
     torch.manual_seed(spec.get("seed", 0))
@@ -224,7 +228,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         plugins,
         model=Net(),
         optimizers=OPTIMIZERS[spec.get("optimizer", "adamw")],
-        run_dir=Path(spec["run_dir"].replace("RANK", str(rank()))),
+        run_dir=run_dir,
         resume=spec.get("resume", False),
         steps=spec["steps"],
     )

@@ -67,7 +67,8 @@ for kind, at in ((ValueError, 1), (UserError, 0), (OSError, 1), (ValueError, 5))
     try:
         result.append(gathered_or_raised(only(kind, at)))
     except Exception as error:
-        result.append((type(error).__name__, str(error)))
+        code = [error.exit_code] if hasattr(error, "exit_code") else []
+        result.append((type(error).__name__, str(error), *code))
 """
 
 
@@ -75,8 +76,8 @@ for kind, at in ((ValueError, 1), (UserError, 0), (OSError, 1), (ValueError, 5))
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     first, second = two_ranks(RAISED, tmp_path)
     own, other = "the disk is gone", "on another rank: the disk is gone"
-    assert first == [[0, 10], ("ValueError", other), ("UserError", own), ("RuntimeError", other), [0, 1]]
-    assert second == [[0, 10], ("ValueError", own), ("OnAnotherRank", other), ("OSError", own), [0, 1]]
+    assert first == [[0, 10], ("ValueError", other), ("UserError", own, 2), ("OnAnotherRank", other, 1), [0, 1]]
+    assert second == [[0, 10], ("ValueError", own), ("OnAnotherRank", other, 2), ("OSError", own), [0, 1]]
 
 
 def test_alone_an_error_is_raised_as_it_is() -> None:

@@ -12,7 +12,7 @@ import click
 
 from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
 from hookdiff.cli.source import file_of
-from hookdiff.errors import OnAnotherRank, RankLost, StorageError, UserError
+from hookdiff.errors import OnAnotherRank, UserError
 from hookdiff.terminal import shown_works
 
 COMMANDS = ("run", "resume", "check", "plugins", "hooks")  # packages of plugins add others
@@ -85,6 +85,6 @@ def main() -> None:
             raise
         if not isinstance(error, OnAnotherRank):
             say(f"hookdiff: {message}", err=True)
-        sys.exit(1 if isinstance(error, OSError | RankLost | StorageError) else 2)
+        sys.exit(getattr(error, "exit_code", 1))
     finally:
         drop_unwritten()

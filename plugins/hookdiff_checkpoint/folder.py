@@ -35,7 +35,7 @@ from hookdiff.disk import (
 )
 from hookdiff_checkpoint.pieces import pieced
 
-FORMAT, SHARDED = 3, 4  # without and with sharded tensors, which an earlier hookdiff cannot read
+FORMAT, SHARDED = 3, 4  # without and with tensors in pieces, which an earlier hookdiff cannot read
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 REMOVED = ".removed"  # suffix of a folder that is being removed
 STEP = re.compile(r"step-\d{8,}")  # names that a run gives; a run never removes a checkpoint of another name

@@ -2,7 +2,10 @@
 
 import errno
 import logging
+import os
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +16,8 @@ from torch import Tensor
 from hookdiff import PASS, Alarms, Due, Every, Loop, Reason, StorageError, UserError, Verdict, hookimpl, parse_every
 from hookdiff.disk import cannot_write, lock_run_dir, make_folder
 from hookdiff.options import about
-from hookdiff.ranks import first_rank_does, gathered_or_raised, num_ranks, rank
+from hookdiff.ranks import first_rank_does, first_rank_says, gathered, gathered_or_raised, num_ranks, rank
+from hookdiff.shards import is_sharded
 from hookdiff_checkpoint.folder import (
     FOLDER,
     MANIFEST,
@@ -33,6 +37,7 @@ log = logging.getLogger("hookdiff")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PROBE = ".writable"
+_LATE = 10.0  # seconds after which the ranks see on a shared disk what one of them has written
 
 
 @define(eq=False)
@@ -119,10 +124,12 @@ class Checkpoint:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        """Prepare the folder; raises UserError if it cannot be written, or holds another run."""
+        """Prepare the folder; raises UserError if it cannot be written, holds another run, or is of one rank alone."""
         known = first_rank_does(lambda: self._prepare(loop))
         if known is None:
             return
+        if any(map(is_sharded, loop.model.parameters())):
+            _check_shared(self._folder(loop))
         modules = [loop.model, *(trained.module for trained in loop.adopted)]
         weights = {name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)}
         self._writer = Writer(self._folder(loop), weights, known, self._kept)
@@ -330,8 +337,36 @@ def _read(path: Path) -> tuple[dict[str, Any], UserError | None]:
             return error
         return None
 
-    problem = next(filter(None, gathered_or_raised(read)), None)
-    return ({} if problem else states[0]), problem
+    for at, problem in enumerate(gathered_or_raised(read)):
+        if problem:
+            return {}, UserError(f"on rank {at}: {problem}") if at else problem
+    return states[0], None
+
+
+def _check_shared(folder: Path) -> None:
+    """Raise UserError if a rank does not see what the first rank writes in `folder`, so that its pieces are lost."""
+    probe, mark = folder / _PROBE, first_rank_says(str(time.time_ns()))
+
+    def seen() -> bool:
+        until = time.monotonic() + _LATE
+        while True:
+            with suppress(OSError):
+                os.listdir(folder)  # which makes a network's file system look again
+                if probe.read_text("utf-8") == mark:
+                    return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
+
+    try:
+        first_rank_does(lambda: probe.write_text(mark, "utf-8"))
+        if blind := [str(at) for at, found in enumerate(gathered(seen())) if not found]:
+            raise UserError(
+                f"{folder}: rank {', '.join(blind)} does not see what the first rank writes there; weights in pieces "
+                "need a disk that all ranks share"
+            )
+    finally:
+        first_rank_does(lambda: probe.unlink(missing_ok=True))
 
 
 def _rates(loop: Loop) -> str:

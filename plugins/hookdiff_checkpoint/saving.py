@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,9 @@ Parts = Mapping[str, Part]
 def split(state: Mapping[str, Any]) -> dict[str, Part]:
     """Return this rank's share of the state of a loop, by part; the tensors are not copied, all other values are.
 
-    Sharded tensors of a plugin that have keys of the model, such as an average, are written whole, so that other
-    programs can load them. All others stay in pieces. Raises UserError for a value that no file can hold.
+    Tensors of a plugin that have keys of the model, such as an average, are written whole, to a file with these keys
+    alone, so that other programs can load it. All other sharded tensors stay in pieces. Raises UserError for a value
+    that no file can hold.
     """
     parts = {name: content for name, content in state.items() if name != "plugins"}
     parts |= {f"{PLUGINS}{name}": content for name, content in state["plugins"].items()}
@@ -70,19 +71,19 @@ def split(state: Mapping[str, Any]) -> dict[str, Part]:
 
 
 def _part(tensors: Mapping[str, Tensor], values: Mapping[str, Any], whole: Container[str]) -> Part:
-    sharded = [name for name, tensor in tensors.items() if is_sharded(tensor)]
-    is_main, alone = rank() == 0, num_ranks() == 1
-    if alone or not sharded:
-        return Part({name: local(tensor) for name, tensor in tensors.items() if is_main}, values, {}, {})
-    # A file with the name of the part holds what is whole. Without it, all tensors of the part are pieces: a file with
-    # the buffers alone would be taken for the model.
-    in_pieces = sharded if any(name in whole for name in sharded) else tensors
+    is_main = rank() == 0
+    sharded = [name for name, tensor in tensors.items() if is_sharded(tensor) and num_ranks() > 1]
+    # A file with the name of the part is for other programs. If it has keys of the model, it has no others; if these
+    # would be the buffers alone, there is none: it would be taken for the model.
+    in_pieces: Collection[str] = tensors if sharded else ()
+    if any(name in whole for name in tensors):
+        in_pieces = [name for name in tensors if name in sharded or name not in whole]
     try:
         places = {name: Place.of(tensors[name], name in whole) for name in in_pieces}
     except UserError as error:
         raise UserError(f"this run cannot be saved: {error}") from None
     pieces = {name: local(tensors[name]) for name, place in places.items() if place.is_mine}
-    others = {name: tensor for name, tensor in tensors.items() if name not in places}
+    others = {name: local(tensor) for name, tensor in tensors.items() if name not in places}
     return Part(others if is_main else {}, values, pieces, places)
 
 
@@ -128,7 +129,7 @@ def write_checkpoint(path: Path, parts: Parts, facts: Mapping[str, Any], aside: 
 def _write_pieces(folder: Path, parts: Parts) -> list[PieceFile]:
     if any(own.pieces for own in parts.values()) and not folder.is_dir():
         what = f"rank {rank()} does not see what the first rank writes there; all ranks must share the disk"
-        raise FileNotFoundError(errno.ENOENT, what)
+        raise OSError(errno.EIO, what)
     files, of_rank = [], f"{rank() + 1:05d}-of-{num_ranks():05d}"
     for part, own in parts.items():
         for is_kept in (True, False):

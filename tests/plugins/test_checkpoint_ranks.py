@@ -125,7 +125,7 @@ def test_the_first_average_is_whole_and_all_else_of_several_ranks_in_pieces(fold
         "dtype": "float32",
         "pieces": {"model-00001-of-00002.safetensors": [0, 0], "model-00002-of-00002.safetensors": [4, 0]},
     }
-    first = {name: value for name, value in load_file(path / "ema.safetensors").items() if "/" not in name}
+    first = load_file(path / "ema.safetensors")
     Net().load_state_dict(first)
     state = read_checkpoint(path)
     assert_same(first, {name: value for name, value in state["plugins"]["ema"].items() if name != "ema"})
@@ -219,13 +219,22 @@ def test_a_disk_that_fails_for_one_rank_ends_the_run_on_all(
     assert steps(tmp_path / "run") == [2]
 
 
-def test_ranks_without_a_common_disk_end_at_the_first_save(on_ranks: Run, tmp_path: Path) -> None:
+def test_ranks_without_a_common_disk_are_refused_if_they_share_the_weights(on_ranks: Run, tmp_path: Path) -> None:
+    (tmp_path / "on 0").mkdir()
     (tmp_path / "on 1").mkdir()
-    result = on_ranks(2, tmp_path / "on RANK", 4)
-    first, second = result["ranks"]
-    assert first["error"][0] == second["error"][0] == "StorageError"
-    check_facts(first["error"][1], tmp_path / "on 0", "rank 1")
-    assert not list((tmp_path / "on 0" / "checkpoints").iterdir())
+    first, second = on_ranks(2, tmp_path / "on RANK", 4)["ranks"]
+    assert (first["step"], first["error"][0], second["error"][0]) == (0, "UserError", "UserError")
+    check_facts(first["error"][1], "run/checkpoints", "rank 1")
+    assert not list((tmp_path / "on 0" / "run" / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_named_with_the_rank(on_ranks: Run, tmp_path: Path) -> None:
+    (tmp_path / "on 0").mkdir()
+    (tmp_path / "on 1" / "run").mkdir(parents=True)
+    on_ranks(2, tmp_path / "on RANK", 2, plugins=COPIED)
+    first, second = on_ranks(2, tmp_path / "on RANK", 4, plugins=COPIED, resume=True)["ranks"]
+    for one in (first, second):
+        check_facts(one["error"][1], "on rank 1", "run/checkpoints/step-00000002")
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
