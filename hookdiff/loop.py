@@ -89,7 +89,7 @@ class Loop(ReadOnly):
         self.device: Final = next(model.parameters()).device
         self.random: Final = Randomness(self.config.seed, self.rank)
         self.feed: Final = Feed.of(data).bind(self.config.batch_size, self.config.seed, self.device)
-        parts = (model, self.plugins, self.adopted, self.progress, self.log, self.feed, self.hparams)
+        parts = (model, self.plugins, self.adopted, self.progress, self.log, self.objective, self.feed, self.hparams)
         self._state: Final = RunState(*parts, self.resume, not isinstance(resume, bool), tuple(fresh))
         self._set(_is_made=True)
 

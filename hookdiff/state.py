@@ -49,6 +49,7 @@ class RunState:
     adopted: Adopted
     progress: Progress
     log: Log
+    objective: object
     feed: Feed
     hparams: Mapping[str, Any]  # the config
     place: Path | None
@@ -122,13 +123,19 @@ class RunState:
         with refused_if_unfit("random"):
             seed = saved.get("random", {}).get("seed", own)
         with refused_if_unfit("data"):
-            before = saved.get("data", {}).get("facts", {}).get("num_samples", num_samples)
+            facts = saved.get("data", {}).get("facts", {})
+            before = facts.get("num_samples", num_samples)
+            moved = _moved(facts.get("classes") or (), tuple(map(str, self.feed.classes or ())))
         if seed != own:
             raise UserError(
                 f"the checkpoint was made with the seed {seed}, from which all randomness follows; this run has {own}"
             )
         if before != num_samples:
             log.warning("the data has %s samples to train on; the checkpoint was made with %s", num_samples, before)
+        if moved and getattr(self.objective, "conditional", False):
+            raise UserError(f"{moved}; the network has learnt the numbers, so the classes must keep their order")
+        if moved:
+            log.warning("%s", moved)
 
     def _check(self, saved: State, fresh: Collection[str]) -> None:
         """Raise UserError unless every part of `saved` fits the run; nothing is loaded before."""
@@ -251,6 +258,15 @@ def _check_start(place: Path, must_exist: bool, is_read: bool) -> None:
         raise NoCheckpoint(f"{place} has no checkpoint") if place.exists() else no_such_folder(place)
     if place.is_dir() and not is_empty(place):
         log.info("%s has no checkpoint to go on from: the run starts anew", place)
+
+
+def _moved(before: Sequence[str], now: Sequence[str]) -> str:
+    """Return a text on the first class that has another number now; "" if there is none."""
+    numbers = {name: number for number, name in enumerate(now)}
+    for number, name in enumerate(before):
+        if numbers.get(name, number) != number:
+            return f"the class {name!r} has the number {numbers[name]} in the data, and had {number} at the checkpoint"
+    return ""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 import copy
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hookdiff import PASS, Loop, UserError, hookimpl
 from hookdiff.builtin import Metrics
+from hookdiff.data import InMemory
 from hookdiff.disk import flatten, unflatten
 from hookdiff.errors import NoCheckpoint
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
@@ -511,6 +512,40 @@ def test_another_number_of_samples_gives_a_warning(tmp_path: Path, caplog: pytes
     loop(30, steps=6, resume=True).run()
     (warning,) = warnings(caplog)
     check_facts(warning, "data", 30, 40)
+
+
+class Conditional:
+    """An objective that says whether the network gets labels."""
+
+    def __init__(self, conditional: bool) -> None:
+        self.conditional = conditional
+
+    def draw(self, batch: Any, generator: Any) -> Any:
+        return batch
+
+    def __call__(self, net: nn.Module, batch: Any) -> Tensor:
+        return net(batch.inputs).square().mean()
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_classes_in_another_order_are_refused_if_the_network_gets_them(
+    conditional: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loop(classes: Sequence[str], **options: Any) -> Loop:
+        data = InMemory(torch.zeros(8, 4), torch.arange(8) % 2, classes)
+        plugins = {"metrics": Metrics(), "checkpoint": Checkpoint(every=2)}
+        return toy_loop(plugins, data=data, objective=Conditional(conditional), run_dir=tmp_path, **options)
+
+    loop(["ant", "bee"], steps=2).run()
+    loop(["ant", "wasp", "fly"], steps=4, resume=True).run()  # other names for the same numbers, and further ones
+    assert not warnings(caplog)
+    swapped = loop(["fly", "ant"], steps=6, resume=True)
+    if conditional:
+        with refused(UserError, "'ant'", 0, 1):
+            swapped.run()
+    else:
+        swapped.run()
+        check_facts(warnings(caplog)[0], "'ant'", 0, 1)
 
 
 def test_golden_line_of_changed_versions(
