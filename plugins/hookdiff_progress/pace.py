@@ -20,11 +20,17 @@ class _Span:
     seconds: float
     batches: int
     steps: int
+    waited: float = 0.0  # of the seconds, those for the data
+
+    @property
+    def worked(self) -> float:
+        return self.seconds - self.waited
 
     def grow(self, other: _Span, sign: int = 1) -> None:
         self.seconds += sign * other.seconds
         self.batches += sign * other.batches
         self.steps += sign * other.steps
+        self.waited += sign * other.waited
 
 
 @define(eq=False)
@@ -32,14 +38,18 @@ class Pace:
     """The speed of this process, from the times at which its steps begin; steps before a resume do not count.
 
     The speed is the mean of the last 30 seconds of training, so it follows a machine that becomes faster or slower. The
-    first step, which warms up, does not count, nor do pauses, such as evaluations and saves. After two pauses more
-    are expected, of their mean length, and at their mean distance or, if they have stopped, at the distance of the last
-    one from now. The longest counts as the second longest, since it may have been the only one of its kind. Before two
-    pauses, a resumed run expects what its earlier processes had: `overhead` is their time over that of their steps.
+    first step, which warms up, does not count, nor do pauses, such as evaluations and saves. Waiting for the data does,
+    however irregular it is. After two pauses more are expected, of their mean length, and at their mean distance or, if
+    they have stopped, at the distance of the last one from now. The longest counts as the second longest, since it may
+    have been the only one of its kind. Before two pauses, a resumed run expects what its earlier processes had:
+    `overhead` is their time over that of their steps.
     """
 
     overhead: float = 1.0
     _newest: tuple[float, int, int] | None = field(init=False, default=None)  # time, batches and steps of a begin
+    _waits_since: float | None = field(
+        init=False, default=None
+    )  # time at which the data of the next step are asked for
     _first: _Span | None = field(init=False, default=None)
     _spans: deque[_Span] = field(init=False, factory=deque)
     _total: _Span = field(init=False, factory=lambda: _Span(0.0, 0, 0))  # of the spans
@@ -47,20 +57,25 @@ class Pace:
     _in_a_row: list[_Span] = field(init=False, factory=list)  # the last steps, all of them much slower, or faster
     _are_slower: bool = field(init=False, default=False)
 
+    def wait(self) -> None:
+        """Note that all work of a step is done, and the data of the next one are asked for."""
+        self._waits_since = time.monotonic()
+
     def mark(self, batches: int, steps: int) -> None:
         """Note that a step begins, after `batches` and `steps` of the run."""
         before, now = self._newest, time.monotonic()
         self._newest = now, batches, steps
+        waited, self._waits_since = now - (now if self._waits_since is None else self._waits_since), None
         if before is None or batches <= before[1]:  # a rollback
             return
-        span = _Span(now - before[0], batches - before[1], steps - before[2])
+        span = _Span(now - before[0], batches - before[1], steps - before[2], waited)
         if self._first is None:
             self._first = span
             return
-        usual = self._total.seconds / self._total.batches * span.batches if self._spans else span.seconds
-        is_slower, is_faster = _is_much_longer(span.seconds, usual), _is_much_longer(usual, span.seconds)
+        usual = self._total.worked / self._total.batches * span.batches if self._spans else span.worked
+        is_slower, is_faster = _is_much_longer(span.worked, usual), _is_much_longer(usual, span.worked)
         if is_slower:
-            self._pauses.append((steps, span.seconds - usual))
+            self._pauses.append((steps, span.worked - usual))
         else:
             self._add(span)
         if not (is_slower or is_faster) or is_slower != self._are_slower:

@@ -130,6 +130,11 @@ class ProgressBar:
             if self._place is None and time.monotonic() >= self._latest:
                 self._print(self._run)
 
+    @hookimpl(trylast=True)
+    def between_steps(self) -> None:
+        if self._run is not None:
+            self._run.pace.wait()
+
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         run, shown = self._run, {name: value for name, value in values.items() if name not in loop.log.details}

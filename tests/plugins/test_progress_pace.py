@@ -14,15 +14,22 @@ class Run:
     """A run with a simulated clock; `seconds(step)` is the time from the begin of a step to that of the next one."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, seconds: Callable[[int], float], first: int = 0, overhead: float = 1
+        self,
+        patch: pytest.MonkeyPatch,
+        seconds: Callable[[int], float],
+        first: int = 0,
+        overhead: float = 1,
+        waits: Callable[[int], float] = lambda step: 0.0,  # for the data, beside these seconds
     ) -> None:
-        self.now, self.step, self.pace, self.seconds = 1000.0, first, Pace(overhead), seconds
+        self.now, self.step, self.pace, self.seconds, self.waits = 1000.0, first, Pace(overhead), seconds, waits
         patch.setattr("time.monotonic", lambda: self.now)
         self.pace.mark(first, first)
 
     def train(self, until: int) -> None:
         while self.step < until:
             self.now += self.seconds(self.step)
+            self.pace.wait()
+            self.now += self.waits(self.step)
             self.step += 1
             self.pace.mark(self.step, self.step)
 
@@ -58,6 +65,17 @@ def test_another_speed_is_followed_within_a_minute(monkeypatch: pytest.MonkeyPat
     while run.now < changed + 60 or run.step < 1006:
         run.train(run.step + 1)
     assert run.left(run.step + 500) == pytest.approx(500 * each * factor, rel=0.02)
+
+
+def test_waiting_for_the_data_is_part_of_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluates(step: int) -> float:
+        return 60.0 if step % 100 == 50 else 0.5
+
+    # Eight workers that need four seconds for a batch each: every eighth step waits for all of them.
+    run = Run(monkeypatch, evaluates, waits=lambda step: 4.0 if step % 8 == 7 else 0.0)
+    run.train(401)
+    assert run.pace.images_per_second(64) == pytest.approx(64, rel=0.15)
+    assert run.left(801) == pytest.approx(400 + 4 * 59.5, rel=0.15)
 
 
 def test_long_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
