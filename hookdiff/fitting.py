@@ -24,13 +24,20 @@ Value = TypeVar("Value")
 
 @define(eq=False)
 class Fitting:
-    """Calls functions on `size` images at a time, and on half as many whenever those do not fit in memory."""
+    """Calls functions on `size` images at a time, and on half as many whenever those do not fit in memory.
+
+    `is_joint`: all ranks make each call together, so no rank can repeat one alone.
+    """
 
     size: int
     device: torch.device
+    is_joint: bool = False
 
     def parts(self, numbers: range, call: Callable[[range], Value]) -> Iterator[Value]:
-        """Yield `call(part)` for all parts of `numbers`. Raises UserError if not even one image fits."""
+        """Yield `call(part)` for all parts of `numbers`.
+
+        Raises UserError if not even one image fits, or if a joint call does not.
+        """
         start = numbers.start
         while start < numbers.stop:
             part = range(start, min(numbers.stop, start + self.size))
@@ -39,6 +46,11 @@ class Fitting:
                 yield done[0]
                 start = part.stop
                 continue
+            if self.is_joint:
+                raise UserError(
+                    f"{len(part)} images at a time do not fit in the memory of {self.device}; set sampling.batch_size "
+                    "lower, since ranks that share a model cannot do so on their own"
+                )
             self.size = len(part) // 2
             if not self.size:
                 raise UserError(f"not even one image fits in the memory of {self.device}")

@@ -14,8 +14,9 @@ from hookdiff.fitting import Fitting
 from hookdiff.loop import Loop
 from hookdiff.pace import paced
 from hookdiff.pictures import to_uint8
-from hookdiff.ranks import gathered_or_raised
+from hookdiff.ranks import gathered, gathered_or_raised
 from hookdiff.sampling import SampleRequest
+from hookdiff.shards import is_sharded
 
 _ON_CPU = 1 << 18  # values of the images that are made at a time: more take memory, and are no faster
 
@@ -31,7 +32,7 @@ class Images:
         limit: int = getattr(self.loop.sampler, "batch_size", 256)
         values = torch.Size(self.loop.feed.shape).numel()
         size = limit if self.loop.device.type != "cpu" else max(1, min(limit, _ON_CPU // values))
-        self._fitting = Fitting(size, self.loop.device)
+        self._fitting = Fitting(size, self.loop.device, any(map(is_sharded, self.loop.model.parameters())))
 
     @property
     def size(self) -> int:
@@ -41,7 +42,7 @@ class Images:
     def make(self, numbers: range, request: Callable[[range], SampleRequest]) -> Iterator[Tensor]:
         """Yield the images `numbers` in parts: n c h w, float32, on the CPU. `request` returns that of some numbers.
 
-        Raises UserError if not even one image fits.
+        Raises UserError if not even one image fits, or if a part does not and the ranks share the model.
         """
         return self._fitting.parts(numbers, lambda part: self.loop.sample(request(part)).images.cpu())
 
@@ -72,8 +73,8 @@ class Generated:
 
     @property
     def at_a_time(self) -> int:
-        """How many images all ranks together make at a time."""
-        return self._images.size * self.loop.num_ranks
+        """How many images all ranks together make at a time; all ranks must ask."""
+        return min(gathered(self._images.size)) * self.loop.num_ranks
 
     def used(self) -> str:
         """Return the name of the weights that make the images now."""

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hookdiff_ddp import DDP
 from hookdiff_fsdp import FSDP
 from hookdiff_fsdp.blocks import blocks_of
 from hookdiff_networks import DiT, UNet
-from tests.conftest import refused
+from tests.conftest import check_facts, refused, two_ranks
 
 
 def layers(num: int) -> list[nn.Module]:
@@ -53,3 +54,38 @@ def test_on_one_process_it_changes_nothing(make: Any) -> None:
     assert_same(weights(runs[0]), weights(runs[1]))
     assert runs[1].net is runs[1].model
     assert not any(isinstance(value, torch.distributed.tensor.DTensor) for value in runs[1].model.parameters())
+
+
+FULL = """
+from hookdiff import SampleRequest, UserError
+from hookdiff.generation import Images
+from hookdiff.testing import toy_loop
+from hookdiff_ddp import DDP
+from hookdiff_fsdp import FSDP
+from tests.on_ranks import Net
+
+class Full:
+    "Has memory for two images."
+    batch_size = 8
+    def sample(self, net, objective, shape, generators, device, **wanted):
+        if len(generators) > 2:
+            raise MemoryError
+        return torch.zeros(len(generators), *shape)
+
+result = []
+for plugin in (DDP(), FSDP()):
+    loop = toy_loop({"ranks": plugin}, model=Net(0.0), steps=1)
+    with loop, loop.using(sampler=Full()):
+        made = Images(loop).make(range(5), lambda part: SampleRequest(len(part)))
+        try:
+            result.append([len(part) for part in made])
+        except UserError as error:
+            result.append(str(error))
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_ranks_that_share_a_model_do_not_halve_their_images_alone(tmp_path: Path) -> None:
+    for apart, together in two_ranks(FULL, tmp_path):
+        assert apart == [2, 2, 1]
+        check_facts(together, 5, "cpu", "sampling.batch_size")
