@@ -31,6 +31,8 @@ class Batch:
     most: int = Factory(lambda batch: len(batch.inputs), takes_self=True)
     # It repeats a sample, so that all ranks make as many passes, and does not count.
     is_filler: bool = False
+    # The batch as the data gave it, if the hook `make_batch` may have replaced it.
+    replaced: Batch | None = None
 
     def __len__(self) -> int:
         return self.inputs.shape[0]  # len() of a tensor is ten times slower
@@ -70,10 +72,10 @@ class Batch:
             return self
         sizes = gathered((len(self), len(other)))
         if all(own == before for own, before in sizes):
-            return evolve(self, total=other.total, rows=other.rows, most=other.most)
+            return evolve(self, total=other.total, rows=other.rows, most=other.most, replaced=other)
         own = [size for size, _ in sizes]
         start, total = sum(own[: rank()]), sum(own) if all(own) else 0
-        return evolve(self, total=total, rows=range(start, start + len(self)), most=max(own))
+        return evolve(self, total=total, rows=range(start, start + len(self)), most=max(own), replaced=other)
 
     def split(self, size: int | None) -> list[Batch]:
         """Return micro-batches of at most `size` samples, equally many on all ranks; None: one with all samples."""

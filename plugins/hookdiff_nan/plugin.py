@@ -8,7 +8,7 @@ from attrs import astuple, define, field
 from attrs.validators import ge, min_len
 from torch import Tensor
 
-from hookdiff import Batch, Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
+from hookdiff import Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
 from hookdiff.options import about
 from hookdiff.ranks import first_rank_says
 from hookdiff.structure import COUNT, numbers
@@ -61,16 +61,10 @@ class NaN:
     _last: list[Update] = field(factory=list, init=False)  # updates
     _sizes: list[tuple[int, float | Tensor]] = field(factory=list, init=False)  # step, norm of the weights before it
     _watch: Watch = field(init=False)  # of the newest diagnosis
-    _batch: Batch = field(init=False)  # of this step, as the data gave it
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self._watch = Watch(loop.model, loop.adopted.named_parameters())
-
-    @hookimpl(wrapper=True)
-    def make_batch(self, batch: Batch) -> Generator[None, Batch, Batch]:
-        self._batch = batch
-        return (yield)
 
     @hookimpl(tryfirst=True)
     def before_step(self, loop: Loop) -> None:
@@ -143,7 +137,8 @@ class NaN:
             report.notes["replay"] = f"not kept: {root} has {self.keep} steps already (plugins.nan.keep)"
             return
         parts = {**states, "buffers": loop.buffers.kept, "model": copied(loop.model.state_dict())}
-        parts["batch"] = batch_state(self._batch, loop.feed)
+        loaded = report.batch if report.batch.replaced is None else report.batch.replaced
+        parts["batch"] = batch_state(loaded, loop.feed)
         results = outcome(loop, report.batch)
         if not loop.is_main:
             return
