@@ -20,6 +20,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def is_unsupported(error: Exception) -> bool:
+    """Return whether torch has raised `error` because it has no rule for an operation on sharded tensors."""
+    words = ("placement", "sharding strategy", "Sharding propagation")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in words)
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, which shares its memory; a tensor that is not sharded is its own part."""
     return parts([tensor])[0]

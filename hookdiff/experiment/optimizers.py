@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hookdiff.errors import ConfigError, nearest
 from hookdiff.models.names import plain_name
 from hookdiff.options import about
-from hookdiff.shards import is_sharded
+from hookdiff.shards import is_sharded, is_unsupported
 from hookdiff.structure import parameters as arguments_of
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
     try:
         fused = fastest_kernel(part.target, part.arguments, weights)
     except Exception as error:  # an optimizer may raise anything for its arguments, or in its first step
-        raise ConfigError(f"{part.where}: {error}") from error
+        shared = is_unsupported(error) and any(is_sharded(weight.parameter) for weight in weights)
+        why = f"{part.use} cannot train weights that fsdp has sharded; try adamw" if shared else error
+        raise ConfigError(f"{part.where}: {why}") from error
     return part.given(**fused).build(params)
 
 

@@ -33,6 +33,20 @@ def blocks_of(model: nn.Module, patterns: Collection[str]) -> dict[str, nn.Modul
     return dict(reversed(named.items()))  # named_modules yields the outer ones first
 
 
+def check_shared(model: nn.Module, blocks: Collection[str]) -> None:
+    """Raise UserError for a weight that several of the `blocks`, inner ones first, or one and the rest share."""
+    units: dict[nn.Parameter, dict[str, str]] = {}  # for each weight, a name of it in each unit that has it
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        units.setdefault(parameter, {}).setdefault(unit, name)
+    for names in units.values():
+        if len(names) > 1:
+            raise UserError(
+                f"{KEY}: {' and '.join(names.values())} are one weight, which must lie in one block; name a module "
+                "that holds both, or train with the plugin ddp"
+            )
+
+
 def _held(module: nn.Module, kinds: tuple[type[nn.Module], ...], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     is_list = isinstance(module, kinds)
     for name, child in module.named_children():

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdiff import Loop, LossOutput, UserError, hookimpl
 from hookdiff.options import about
-from hookdiff_fsdp.blocks import blocks_of
+from hookdiff.shards import is_unsupported
+from hookdiff_fsdp.blocks import blocks_of, check_shared
 
 DTYPES = {"float32": None, "bf16": torch.bfloat16}  # None: that of the weights
 
@@ -71,6 +72,7 @@ class FSDP:
         if isinstance(loop.model, FSDPModule):
             raise UserError("fsdp: the model is sharded already; make it anew for another training")
         found = blocks_of(loop.model, self.blocks)
+        check_shared(loop.model, found)
         mesh = self._mesh(loop)
         dtype = DTYPES[self.precision]
         single = dtype and torch.float32  # of sums over the ranks, and of what the blocks return
@@ -114,8 +116,8 @@ class FSDP:
     def optimizer_step(self, loop: Loop) -> Generator[None, bool, bool]:
         try:
             return (yield)
-        except RuntimeError as error:  # torch raises it, or a kind of it, where it has no rule for an operation
-            if self._model is None or not any(text in str(error) for text in ("placement", "sharding strategy")):
+        except RuntimeError as error:
+            if self._model is None or not is_unsupported(error):
                 raise
             names = ", ".join(type(optimizer).__name__ for optimizer in loop.optimizers)
             raise UserError(f"optimizer: {names} cannot train weights that fsdp has sharded; try adamw") from error
@@ -128,7 +130,5 @@ class FSDP:
 def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> FSDPModule:
     try:
         return fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    except ValueError as error:
-        raise UserError(
-            f"fsdp: {error}; weights that modules share must lie in one block: choose other plugins.fsdp.blocks"
-        ) from error
+    except ValueError as error:  # such as a weight without dimensions
+        raise UserError(f"fsdp: {error}") from error

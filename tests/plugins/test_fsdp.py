@@ -9,7 +9,7 @@ from hookdiff import UserError
 from hookdiff.testing import assert_same, toy_loop, weights
 from hookdiff_ddp import DDP
 from hookdiff_fsdp import FSDP
-from hookdiff_fsdp.blocks import blocks_of
+from hookdiff_fsdp.blocks import blocks_of, check_shared
 from hookdiff_networks import DiT, UNet
 from tests.conftest import check_facts, refused, two_ranks
 
@@ -44,6 +44,17 @@ def test_patterns_name_blocks_inner_ones_first() -> None:
 def test_one_unit_for_the_whole_model_is_refused(model: nn.Module) -> None:
     with refused(UserError, "plugins.fsdp.blocks", "ddp"):
         blocks_of(model, ())
+
+
+def test_weights_that_blocks_share_are_refused() -> None:
+    tower = Tower()
+    check_shared(tower, blocks_of(tower, ()))
+    tower.middle[1].weight = tower.middle[0].weight
+    check_shared(tower, blocks_of(tower, ()))  # the rest of the model has both
+    check_shared(tower, blocks_of(tower, ["middle"]))
+    for patterns in (["middle.0"], ["middle", "middle.0"]):
+        with refused(UserError, "plugins.fsdp.blocks", "middle.0.weight", "middle.1.weight"):
+            check_shared(tower, blocks_of(tower, patterns))
 
 
 @pytest.mark.parametrize("make", [DDP, FSDP])
@@ -89,3 +100,41 @@ def test_ranks_that_share_a_model_do_not_halve_their_images_alone(tmp_path: Path
     for apart, together in two_ranks(FULL, tmp_path):
         assert apart == [2, 2, 1]
         check_facts(together, 5, "cpu", "sampling.batch_size")
+
+
+OPTIMIZERS = """
+from hookdiff import UserError
+from hookdiff.experiment.optimizers import OPTIMIZERS, Groups, build_optimizers
+from hookdiff.experiment.part import Part
+from hookdiff.imports import import_object
+from hookdiff.shards import whole
+from hookdiff.testing import toy_loop
+from hookdiff_ddp import DDP
+from hookdiff_fsdp import FSDP
+from tests.on_ranks import Net
+
+def train(name, plugin):
+    kind = import_object(OPTIMIZERS[name], "the optimizer")
+    part = Part("optimizer", name, kind, {"lr": 0.01}, "use", {Groups: {"no_decay": ()}})
+    torch.manual_seed(0)
+    loop = toy_loop({"ranks": plugin}, model=Net(0.0), optimizers=lambda model: build_optimizers(part, model), steps=3)
+    try:
+        loop.run()
+    except UserError as error:
+        return str(error)
+    return torch.cat([whole(value.detach()).flatten() for value in loop.model.parameters()])
+
+result = {}
+for name in ("sgd", "adagrad", "rmsprop"):
+    result[name] = float((train(name, DDP()) - train(name, FSDP())).abs().max())
+for name in ("rprop", "adafactor"):
+    result[name] = train(name, FSDP())
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_optimizers_train_in_pieces_as_in_copies_or_are_refused(tmp_path: Path) -> None:
+    for found in two_ranks(OPTIMIZERS, tmp_path):
+        assert all(found[name] < 1e-6 for name in ("sgd", "adagrad", "rmsprop"))
+        for name in ("rprop", "adafactor"):
+            check_facts(found[name].lower(), "optimizer", name, "fsdp", "adamw")
