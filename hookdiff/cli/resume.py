@@ -48,4 +48,6 @@ def command(
     try:
         train(source / CONFIG, out or run, resume=run, settings=settings, **options)
     except NoCheckpoint as error:
+        if source != run:
+            raise UserError(f"{error}: it has no manifest; the newest of the run: hookdiff resume {source}") from None
         raise UserError(f"{error}; to start anew: hookdiff run {source / CONFIG} --out {run} --resume") from None

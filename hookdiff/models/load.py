@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -18,6 +19,7 @@ from hookdiff.shards import fill_, is_sharded
 
 KEY = "model.start_from"
 _MOST_SHOWN = 5  # differences in a message
+_PART = re.compile(r"\S+-\d{5}-of-\d{5}\.safetensors")
 
 Shapes = Mapping[str, tuple[int, ...]]
 log = logging.getLogger("hookdiff")
@@ -41,6 +43,11 @@ def load_into(model: nn.Module, path: Path, partial: bool = False, asked_by: str
     count = f"{len(fitting)} of the model's {len(own)} tensors"
     found = differences(shapes, given)
     if found and not (partial and fitting):
+        if _PART.fullmatch(path.name):
+            raise ConfigError(
+                f"{asked_by}: {path} is one of several files that hold the weights together; those of a run "
+                "become one file by hookdiff export RUN FILE --weights model"
+            )
         way_out = f"\n  start_partial = true loads what fits: {count}" if fitting and asked_by == KEY else ""
         raise ConfigError(f"{asked_by}: {path} is of another model: {found}{way_out}")
     with open_tensors(path) as file, torch.no_grad():

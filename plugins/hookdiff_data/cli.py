@@ -12,6 +12,7 @@ from hookdiff.cli.options import config_argument, override_options
 
 _LISTED = 10  # the most classes, sizes or files in a list
 _DRAWN = 64  # the most images in the picture
+_SHARD_SIZE = 256.0  # MiB
 
 
 @click.command()
@@ -22,7 +23,10 @@ _DRAWN = 64  # the most images in the picture
 @click.option("--seconds", default=2.0, type=click.FloatRange(0), metavar="X", help="Time to measure the speed.")
 @click.option("--to-shards", type=click.Path(path_type=Path), metavar="DIR", help="Write all samples to tar files.")
 @click.option(
-    "--shard-size", default=256.0, type=click.FloatRange(0, min_open=True), metavar="MIB", help="Size of a tar file."
+    *("--shard-size", "shard_size"),
+    type=click.FloatRange(0, min_open=True),
+    metavar="MIB",
+    help=f"Size of a tar file.  [default: {_SHARD_SIZE:g}]",
 )
 def command(
     config: Path,
@@ -32,7 +36,7 @@ def command(
     as_json: bool,
     seconds: float,
     to_shards: Path | None,
-    shard_size: float,
+    shard_size: float | None,
 ) -> None:
     """Report on the data of CONFIG, and with --out, draw its first batch.
 
@@ -52,9 +56,11 @@ def command(
     if to_shards is not None:
         if out is not None:
             raise click.UsageError("--to-shards makes no report and draws no batch: leave out --out")
-        written = _to_shards(checked, to_shards, shard_size)
+        written = _to_shards(checked, to_shards, shard_size or _SHARD_SIZE)
         click.echo(json.dumps(written) if as_json else _text(written))
         return
+    if shard_size is not None:
+        raise click.UsageError("--shard-size is about --to-shards DIR, which is not given")
     device = pick_device(checked.run.device)
     feed = build_feed(checked).bind(checked.run.batch_size, checked.run.seed, device)
     found = {"source": checked.data.use, **report(feed, seconds), "picture": None}

@@ -79,7 +79,7 @@ class Diversity(Periodic):
         default=None, metadata=about('"model", or the name of an average to sample with; without it an average if any')
     )
     space: Space = field(init=False)
-    diagnosis: Diagnosis | None = field(init=False, default=None)  # the newest, on the main rank
+    diagnosis: Diagnosis | None = field(init=False, default=None)  # the newest, on all ranks
     _generated: Generated = field(init=False)
     _training: Collected | None = field(init=False, default=None)
     _held_out: Collected | None = field(init=False, default=None)

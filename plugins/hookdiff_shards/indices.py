@@ -70,7 +70,10 @@ def _with_others(files: Files, paths: Sequence[Path], found: list[Index | None])
             made[number] = known
     lacking = [number for number in range(len(shards)) if number not in made]
     if lacking:
-        logger.info("data: reading the headers of %d shards for their index in %s", len(lacking), paths[0].parent)
+        folder = paths[0].parent
+        logger.info(
+            "data: reading the headers of %d of %d shards for an index in %s", len(lacking), len(shards), folder
+        )
     pool = ThreadPoolExecutor(THREADS)
     try:
         new = pool.map(partial(_make, files), lacking)

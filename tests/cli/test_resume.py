@@ -165,6 +165,7 @@ def test_a_branch_continues_elsewhere_and_leaves_its_source_unchanged(hookdiff, 
         ("resume run --steps 2 --out run/config.toml/x", ("run/config.toml/x",)),
         ("resume bare", ("bare", "hookdiff run bare/config.toml --out bare --resume")),
         ("resume run/checkpoints", ("run/checkpoints", "config.toml")),
+        ("resume torn/checkpoints/step-00000001 --out x", ("torn/checkpoints/step-00000001", "manifest", "torn")),
     ],
 )
 def test_a_wrong_input_is_one_message_and_changes_nothing(hookdiff, made, monkeypatch, words, facts):
@@ -178,14 +179,16 @@ def test_a_wrong_input_is_one_message_and_changes_nothing(hookdiff, made, monkey
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return a folder with a run of one step, a foreign folder, and a run without a checkpoint."""
+    """Return a folder with a run of one step, a foreign folder, and runs without a checkpoint and with a torn one."""
     folder = tmp_path_factory.mktemp("made")
     config = load_config(write_small(folder / "small.toml", run={"steps": 1, "plugins": ["ema", "checkpoint"]}))
     build_loop(config, folder / "run").run()
     (folder / "other").mkdir()
     (folder / "other" / "thesis.tex").touch()
+    (folder / "torn" / "checkpoints" / "step-00000001").mkdir(parents=True)
     (folder / "bare").mkdir()
-    (folder / "bare" / "config.toml").write_bytes((folder / "run" / "config.toml").read_bytes())
+    for name in ("bare", "torn"):
+        (folder / name / "config.toml").write_bytes((folder / "run" / "config.toml").read_bytes())
     return folder
 
 

@@ -88,6 +88,13 @@ def test_all_names_that_fit_are_loaded_or_none(tmp_path_factory, given, own, par
         assert value[0] == (ord(name) if fits and name in given else 0)
 
 
+def test_a_part_of_the_weights_is_refused_with_the_way_to_the_whole(tmp_path):
+    part = saved(tmp_path / "model-00001-of-00002.safetensors", nn.Linear(2, 1))
+    with refused(ConfigError, part, "hookdiff export"):
+        load_into(nn.Linear(2, 2), part)
+    load_into(nn.Linear(2, 1), part)
+
+
 def test_files_that_cannot_be_used_are_refused(tmp_path):
     net = nn.Linear(2, 2)
     whole = saved(tmp_path / "whole.safetensors", net)
