@@ -9,7 +9,7 @@ from torch import nn
 from hookdiff import UserError, hookimpl
 from hookdiff.testing import ToyObjective, assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
-from tests.conftest import Logged, check_facts, refused
+from tests.conftest import Logged, check_facts, refused, two_ranks
 
 
 class Dtypes(ToyObjective):
@@ -255,3 +255,47 @@ def test_its_state_is_the_scale():
         other.load_state_dict(state)
         assert other.scaler.state_dict() == amp.scaler.state_dict()
     assert state["scaler"]["scale"] == 65536 * 4
+
+
+SCALES = """
+from torch import nn
+from hookdiff import PASS, hookimpl
+from hookdiff.testing import toy_loop
+from hookdiff_amp import AMP
+from hookdiff_ddp import DDP
+
+class Extra:
+    "Trains a module of its own; its gradient overflows in two steps, on the second rank alone."
+    @hookimpl
+    def prepare_model(self, loop):
+        self.net = nn.Linear(4, 4)
+        loop.adopt(self, self.net, torch.optim.SGD(self.net.parameters(), lr=0.01))
+    @hookimpl
+    def before_step(self, loop, batch):
+        self.inputs = batch.inputs
+    @hookimpl(tryfirst=True)
+    def unscale(self, loop):
+        self.net(self.inputs).square().mean().backward()
+        if rank and loop.progress.position in (3, 6):
+            self.net.weight.grad[0] = torch.inf
+        return PASS
+    @hookimpl
+    def on_nan(self):
+        return "skip"
+
+result = []
+for least in (4.0, 16.0):
+    amp = AMP("fp16", init_scale=16.0, min_scale=least, growth_interval=4)
+    with toy_loop({"ddp": DDP(), "amp": amp, "extra": Extra()}, steps=8) as loop:
+        result.append([(step.outcome, amp.scaler.get_scale()) for step in loop.steps()])
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_all_ranks_have_the_same_scale_after_an_overflow_on_one_of_them(tmp_path):
+    first, second = two_ranks(SCALES, tmp_path)
+    assert first == second
+    (_, lowered), (outcomes, kept) = (zip(*run, strict=True) for run in first)
+    assert [position for position, outcome in enumerate(outcomes) if outcome != "updated"] == [3, 6]
+    assert lowered == (*[16.0] * 3, *[8.0] * 3, *[4.0] * 4)
+    assert kept == (16.0,) * 10  # a scale that grew at once would be 32 from the fourth step on
