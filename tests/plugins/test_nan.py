@@ -12,7 +12,7 @@ from hookdiff.testing import CountTransfers, ToyObjective, assert_same, toy_loop
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_nan import NaN
-from tests.conftest import check_facts
+from tests.conftest import check_facts, two_ranks
 from tests.sam import SAM, Uncertainty
 
 BAD = 3  # the batch with the NaN
@@ -536,3 +536,40 @@ def test_a_run_that_cannot_be_saved_is_diagnosed_too(tmp_path, caplog):
     assert nan.diagnosis.cause == "loss"
     assert list(tmp_path.glob("nan/*")) == []
     check_facts(caplog.messages[-1], "not kept", "AdamW")
+
+
+MEMORY = """
+from torch import nn
+from hookdiff import hookimpl
+from hookdiff.testing import toy_loop
+from hookdiff_ddp import DDP
+from hookdiff_nan import NaN
+
+class Heavy(nn.Linear):
+    "The second rank has memory for one pass of a step, and none to repeat it."
+    passes = 0
+    def forward(self, x):
+        self.passes += 1
+        if rank and self.passes > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(x)
+
+class Spoils:
+    "The third batch is not finite on the second rank."
+    @hookimpl
+    def before_step(self, loop, batch):
+        loop.model.passes = 0
+        if rank and loop.progress.position == 2:
+            batch.inputs.fill_(torch.nan)
+
+nan = NaN("skip")
+loop = toy_loop({"ddp": DDP(), "spoils": Spoils(), "nan": nan}, model=Heavy(4, 4), steps=4)
+result = loop.run(), loop.progress.position, nan.diagnosis.cause
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+def test_a_rank_without_memory_for_the_diagnosis_lets_no_other_wait(tmp_path):
+    first, second = two_ranks(MEMORY, tmp_path)
+    assert first == second
+    assert first[:2] == ("done", 5)
