@@ -195,10 +195,7 @@ def check_learning(trial: Trial, trained: bool = False, resumed: bool = False) -
         (bad or trial.outcome == "stopped", stopped),
         (len(losses) < FEWEST, Finding("ok", f"{len(losses)} steps are too few to judge it")),
         error(not resumed and rate == 0 and change == 0, "the learning rate is 0", "optimizer.lr = 0.001", numbers),
-        (
-            rate == 0 and change == 0,
-            Finding("ok", "not judged, because the schedule of the run has ended at a rate of 0"),
-        ),
+        (rate == 0 and change == 0, Finding("ok", "not judged, because the schedule has ended at a rate of 0")),
         (back or wild or lost or ruined, too_high),
         (peak > RUIN * first or change > LARGE_CHANGE, rate_too_high(numbers, rate)),
         (flat and trial.is_warming_up, Finding("ok", f"it is still being warmed up; {numbers}")),

@@ -47,9 +47,7 @@ class Pace:
 
     overhead: float = 1.0
     _newest: tuple[float, int, int] | None = field(init=False, default=None)  # time, batches and steps of a begin
-    _waits_since: float | None = field(
-        init=False, default=None
-    )  # time at which the data of the next step are asked for
+    _waits_since: float | None = field(init=False, default=None)  # time at which the next step asked for its data
     _first: _Span | None = field(init=False, default=None)
     _spans: deque[_Span] = field(init=False, factory=deque)
     _total: _Span = field(init=False, factory=lambda: _Span(0.0, 0, 0))  # of the spans

@@ -77,9 +77,9 @@ class Items(Samples):
         super().__init__(files, indices, *options)
         self.conditions = dict(conditions)
         self.columns = [self.column(indices, [one.extension]) for one in self.conditions.values()]
-        columns = zip(self.columns, [one.extension for one in self.conditions.values()], strict=True)
-        for column, extension in [(self.pictures, self.image or "picture"), *columns]:
-            self.refuse_lacking(column, extension)
+        self.refuse_lacking(self.pictures, f".{self.image}" if self.image else "picture")
+        for column, condition in zip(self.columns, self.conditions.values(), strict=True):
+            self.refuse_lacking(column, f".{condition.extension}")
         refuse(self.problems)
 
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -72,7 +72,8 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
     Raises FileNotFoundError if the server has no such file, PermissionError if it refuses it, ValueError for a wrong
     URL or option, and StorageError if it fails to the end.
     """
-    for wait in (*_WAITS, None):
+    waits = iter(_WAITS)
+    while True:
         try:
             return call(*file_system(url, options))
         except Exception as error:  # of any library for any kind of server
@@ -87,11 +88,10 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
                 raise ValueError(why if why.startswith(url) else f"{url}: {why}") from error
             if isinstance(cause, (FileNotFoundError, PermissionError, UserError)):
                 raise
-            if wait is None:
+            if (wait := next(waits, None)) is None:
                 raise StorageError(f"{url}: the server fails: {reason(cause)}") from error
             logger.warning("data: %s: %s; the next attempt is in %d s", url, reason(cause), wait)
         time.sleep(wait)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _own_cause(error: Exception) -> Exception:
@@ -140,7 +140,8 @@ def read_range(url: str, options: Mapping[str, Any], start: int, size: int) -> b
     except FileNotFoundError:
         raise StorageError(f"{url}: the server has this file no more") from None
     except (PermissionError, ValueError) as error:
-        raise StorageError(f"the server no longer gives this file: {reason(error)}") from error
+        why = reason(error).removeprefix(f"{url}: ")
+        raise StorageError(f"{url}: the server no longer gives this file: {why}") from error
     if len(found) > size:
         raise StorageError(f"{url}: the server has sent {len(found)} bytes instead of {size}")
     return found

@@ -92,16 +92,16 @@ class Samples:
             )
         return Column(indices, numpy.split(rows, self.first[1:]))
 
-    def refuse_lacking(self, column: Column, extension: str) -> None:
-        """Add a problem if samples lack what is in `column`."""
+    def refuse_lacking(self, column: Column, what: str) -> None:
+        """Add a problem if samples lack `what` is in `column`."""
         if lacking := column.is_lacking.nonzero()[0].tolist():
             names = some([self.name(index) for index in lacking])
-            self.problems.append(f"{len(lacking)} of {len(self)} samples have no .{shown(extension)}: {names}")
+            self.problems.append(f"{len(lacking)} of {len(self)} samples have no {shown(what)}: {names}")
 
     def _read_labels(self, indices: Sequence[Index], extension: str, classes: tuple[str, ...] | None) -> None:
         before = len(self.problems)
         column = self.column(indices, [extension])
-        self.refuse_lacking(column, extension)
+        self.refuse_lacking(column, f".{extension}")
         sizes = column.size
 
         def name_of(index: int) -> str:
