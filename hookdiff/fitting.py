@@ -46,7 +46,7 @@ class Fitting:
                 yield done[0]
                 start = part.stop
                 continue
-            if self.is_joint:
+            if self.is_joint and len(part) > 1:
                 raise UserError(
                     f"{len(part)} images at a time do not fit in the memory of {self.device}; set sampling.batch_size "
                     "lower, since ranks that share a model cannot do so on their own"

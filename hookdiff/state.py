@@ -262,10 +262,11 @@ def _check_start(place: Path, must_exist: bool, is_read: bool) -> None:
 
 def _moved(before: Sequence[str], now: Sequence[str]) -> str:
     """Return a text on the first class that has another number now; "" if there is none."""
-    numbers = {name: number for number, name in enumerate(now)}
     for number, name in enumerate(before):
-        if numbers.get(name, number) != number:
-            return f"the class {name!r} has the number {numbers[name]} in the data, and had {number} at the checkpoint"
+        if name in now and now[number : number + 1] != (name,):  # two classes may have one name
+            return (
+                f"the class {name!r} has the number {now.index(name)} in the data, and had {number} at the checkpoint"
+            )
     return ""
 
 

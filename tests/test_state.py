@@ -537,9 +537,10 @@ def test_classes_in_another_order_are_refused_if_the_network_gets_them(
         return toy_loop(plugins, data=data, objective=Conditional(conditional), run_dir=tmp_path, **options)
 
     loop(["ant", "bee"], steps=2).run()
-    loop(["ant", "wasp", "fly"], steps=4, resume=True).run()  # other names for the same numbers, and further ones
+    loop(["ant", "wasp", "fly", "ant"], steps=4, resume=True).run()  # another name for a number, and further ones
+    loop(["ant", "wasp", "fly", "ant"], steps=6, resume=True).run()  # two classes have one name
     assert not warnings(caplog)
-    swapped = loop(["fly", "ant"], steps=6, resume=True)
+    swapped = loop(["fly", "ant"], steps=8, resume=True)
     if conditional:
         with refused(UserError, "'ant'", 0, 1):
             swapped.run()

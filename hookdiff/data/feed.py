@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from copy import copy
 from functools import cached_property, partial
 from itertools import repeat
@@ -116,6 +118,7 @@ class Feed:
     held_out_indices: Tensor = field(init=False)  # the usable samples held out
     epoch: int | None = field(init=False, default=None)  # the last one that `begin` began
     weights: Tensor | None = field(init=False, default=None)  # of `weigh`, in that epoch
+    waited: float = field(init=False, default=0.0)  # seconds in this process for all batches to train on
     _rows: Tensor | None = field(init=False, default=None)  # for each sample, the row of its pixels in `samples`
     _reported: set[int] = field(init=False, factory=set)  # unreadable samples with a warning in the log
     _idle: list[Loader] = field(init=False, factory=list)  # loaders that wait for the next epoch
@@ -340,9 +343,17 @@ class Feed:
         """Yield this rank's share of the batches of `epoch`, after the first `start` samples of its order."""
         whole = torch.split(self.order(epoch)[start:], self.batch_size)
         parts = [part for part in whole if len(part) >= self._smallest]
-        yield from self._make(
+        made: Any = self._make(
             epoch, parts, self.rank, self.num_ranks, lambda samples: augment(samples, self.transforms, self.seed, epoch)
         )
+        with closing(made):
+            while True:
+                asked = time.monotonic()
+                batch = next(made, None)
+                self.waited += time.monotonic() - asked
+                if batch is None:
+                    return
+                yield batch
 
     def unaugmented(self, indices: Tensor, batch_size: int = 256) -> Iterator[Batch]:
         """Yield the samples `indices` (n, int64), such as those held out, in this order and without augmentation.

@@ -19,7 +19,7 @@ from hookdiff.shards import fill_, is_sharded
 
 KEY = "model.start_from"
 _MOST_SHOWN = 5  # differences in a message
-_PART = re.compile(r"\S+-\d{5}-of-\d{5}\.safetensors")
+_PART = re.compile(r"model-\d{5}-of-(?!00001)\d{5}\.safetensors")
 
 Shapes = Mapping[str, tuple[int, ...]]
 log = logging.getLogger("hookdiff")

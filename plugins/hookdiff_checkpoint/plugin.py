@@ -124,7 +124,10 @@ class Checkpoint:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
-        """Prepare the folder; raises UserError if it cannot be written, holds another run, or is of one rank alone."""
+        """Prepare the folder.
+
+        Raises UserError if it cannot be written, holds another run, or is not the same for ranks that write pieces.
+        """
         known = first_rank_does(lambda: self._prepare(loop))
         if known is None:
             return

@@ -51,8 +51,9 @@ def _classes(feed: Feed) -> dict[str, int] | None:
     if feed.labels is None:
         return None
     counts = Counter(feed.labels[feed.usable].tolist())
-    names = feed.classes or map(str, range(feed.num_classes or 0))
-    by_name = {name: counts[label] for label, name in enumerate(names)}
+    names = list(feed.classes or map(str, range(feed.num_classes or 0)))
+    twice = {name for name, number in Counter(names).items() if number > 1}
+    by_name = {f"{label} {name}" if name in twice else name: counts[label] for label, name in enumerate(names)}
     return {**by_name, "unknown": counts[-1]} if counts[-1] else by_name
 
 

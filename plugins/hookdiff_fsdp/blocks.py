@@ -33,18 +33,31 @@ def blocks_of(model: nn.Module, patterns: Collection[str]) -> dict[str, nn.Modul
     return dict(reversed(named.items()))  # named_modules yields the outer ones first
 
 
-def check_shared(model: nn.Module, blocks: Collection[str]) -> None:
-    """Raise UserError for a weight that several of the `blocks`, inner ones first, or one and the rest share."""
-    units: dict[nn.Parameter, dict[str, str]] = {}  # for each weight, a name of it in each unit that has it
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = next((block for block in blocks if name.startswith(f"{block}.")), "")
-        units.setdefault(parameter, {}).setdefault(unit, name)
-    for names in units.values():
+def check_shared(model: nn.Module, blocks: Collection[nn.Module]) -> None:
+    """Raise UserError for a weight that modules of two blocks have, or a module of a block and one outside of all.
+
+    A block may have several names: the same module is called several times.
+    """
+    owners: dict[nn.Parameter, dict[nn.Module, str]] = {}  # for each weight, one of its names in each block that has it
+    for name, parameter, block in _weights(model, model, "", set(blocks)):
+        owners.setdefault(parameter, {}).setdefault(block, name)
+    for names in owners.values():
         if len(names) > 1:
             raise UserError(
                 f"{KEY}: {' and '.join(names.values())} are one weight, which must lie in one block; name a module "
                 "that holds both, or train with the plugin ddp"
             )
+
+
+def _weights(
+    module: nn.Module, block: nn.Module, prefix: str, blocks: Collection[nn.Module]
+) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Yield the name of each weight, the weight, and the innermost of the `blocks` that has it, or the whole model."""
+    block = module if module in blocks else block
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield f"{prefix}{name}", parameter, block
+    for name, child in module.named_children():
+        yield from _weights(child, block, f"{prefix}{name}.", blocks)
 
 
 def _held(module: nn.Module, kinds: tuple[type[nn.Module], ...], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -72,7 +72,7 @@ class FSDP:
         if isinstance(loop.model, FSDPModule):
             raise UserError("fsdp: the model is sharded already; make it anew for another training")
         found = blocks_of(loop.model, self.blocks)
-        check_shared(loop.model, found)
+        check_shared(loop.model, found.values())
         mesh = self._mesh(loop)
         dtype = DTYPES[self.precision]
         single = dtype and torch.float32  # of sums over the ranks, and of what the blocks return

@@ -46,8 +46,8 @@ class Pace:
     """
 
     overhead: float = 1.0
-    _newest: tuple[float, int, int] | None = field(init=False, default=None)  # time, batches and steps of a begin
-    _waits_since: float | None = field(init=False, default=None)  # time at which the next step asked for its data
+    # Time, batches, steps and seconds of waiting at the begin of a step.
+    _newest: tuple[float, int, int, float] | None = field(init=False, default=None)
     _first: _Span | None = field(init=False, default=None)
     _spans: deque[_Span] = field(init=False, factory=deque)
     _total: _Span = field(init=False, factory=lambda: _Span(0.0, 0, 0))  # of the spans
@@ -55,18 +55,13 @@ class Pace:
     _in_a_row: list[_Span] = field(init=False, factory=list)  # the last steps, all of them much slower, or faster
     _are_slower: bool = field(init=False, default=False)
 
-    def wait(self) -> None:
-        """Note that all work of a step is done, and the data of the next one are asked for."""
-        self._waits_since = time.monotonic()
-
-    def mark(self, batches: int, steps: int) -> None:
-        """Note that a step begins, after `batches` and `steps` of the run."""
+    def mark(self, batches: int, steps: int, waited: float = 0.0) -> None:
+        """Note that a step begins, after `batches` and `steps` of the run; it has `waited` seconds for all its data."""
         before, now = self._newest, time.monotonic()
-        self._newest = now, batches, steps
-        waited, self._waits_since = now - (now if self._waits_since is None else self._waits_since), None
+        self._newest = now, batches, steps, waited
         if before is None or batches <= before[1]:  # a rollback
             return
-        span = _Span(now - before[0], batches - before[1], steps - before[2], waited)
+        span = _Span(now - before[0], batches - before[1], steps - before[2], waited - before[3])
         if self._first is None:
             self._first = span
             return
@@ -74,8 +69,7 @@ class Pace:
         is_slower, is_faster = _is_much_longer(span.worked, usual), _is_much_longer(usual, span.worked)
         if is_slower:
             self._pauses.append((steps, span.worked - usual))
-        else:
-            self._add(span)
+        self._add(_Span(usual + span.waited, span.batches, span.steps, span.waited) if is_slower else span)
         if not (is_slower or is_faster) or is_slower != self._are_slower:
             self._in_a_row.clear()
         if is_slower or is_faster:

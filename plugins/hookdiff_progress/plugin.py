@@ -125,15 +125,10 @@ class ProgressBar:
     @hookimpl
     def before_step(self, loop: Loop) -> None:
         if self._run is not None:
-            self._run.pace.mark(loop.progress.position, loop.progress.step)
+            self._run.pace.mark(loop.progress.position, loop.progress.step, loop.feed.waited)
             self._tick()
             if self._place is None and time.monotonic() >= self._latest:
                 self._print(self._run)
-
-    @hookimpl(trylast=True)
-    def between_steps(self) -> None:
-        if self._run is not None:
-            self._run.pace.wait()
 
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:

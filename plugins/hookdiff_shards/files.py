@@ -45,7 +45,7 @@ class Files:
         self.options = dict(options)
         look = partial(_look, options=self.options)
         first = look(names[0])  # alone, so that a mistake of all URLs is met once
-        if first is not None and is_url(first.name):
+        if first is not None and is_url(first.name) and first.size > 1:
             check_parts(first.name, self.options)
         pool = ThreadPoolExecutor(THREADS)
         try:

@@ -55,12 +55,12 @@ def read_classes(given: str | Sequence[str] | None, shard: str, options: Mapping
 
 
 def _exists(path: str, options: Mapping[str, Any]) -> bool:
-    """Return whether there is such a file; some servers say of one that is missing that it is forbidden."""
+    """Return whether there is such a file; some servers say of one that is missing that the request is wrong."""
     if not is_url(path):
         return os.path.lexists(path)
     try:
         return bool(asked(path, options, lambda system, inner: system.info(inner)))
-    except (FileNotFoundError, PermissionError):
+    except (FileNotFoundError, PermissionError, ValueError):
         return False
 
 

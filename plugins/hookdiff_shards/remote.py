@@ -15,7 +15,8 @@ Result = TypeVar("Result")
 
 _WAITS = (1, 4, 16)  # seconds before each further attempt
 _SILENCE = 30  # seconds for which a server may send nothing
-_MISSING, _REFUSED, _LATER = (404, 410), (401, 403), (408, 425, 429)  # of the statuses of HTTP
+_MISSING, _REFUSED, _LATER, _BEYOND = (404, 410), (401, 403), (408, 425, 429), 416  # of the statuses of HTTP
+_MISTAKES = (ValueError, TypeError, LookupError, AttributeError)  # another attempt would fail too
 # What servers say about the content, by the names that the file systems of fsspec have for it.
 _MARKS = (
     *("ETag", "etag", "generation", "blob_id", "md5Hash", "Content-MD5"),
@@ -78,19 +79,21 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
             return call(*file_system(url, options))
         except Exception as error:  # of any library for any kind of server
             cause = _own_cause(error)
-            status = getattr(cause, "status", 0)
+            why = f"it has sent nothing for {_SILENCE} s" if isinstance(cause, TimeoutError) else reason(cause)
+            status = getattr(cause, "status", None) or 0  # of HTTP
             if status in _MISSING:
                 raise FileNotFoundError(url) from error
             if status in _REFUSED:
-                raise PermissionError(reason(cause)) from error
-            if isinstance(cause, ValueError) or (400 <= status < 500 and status not in _LATER):
-                why = reason(cause)
+                raise PermissionError(why) from error
+            if status == _BEYOND:
+                raise ValueError(f"{url}: the file is shorter than it was") from error
+            if isinstance(cause, _MISTAKES) or (400 <= status < 500 and status not in _LATER):
                 raise ValueError(why if why.startswith(url) else f"{url}: {why}") from error
             if isinstance(cause, (FileNotFoundError, PermissionError, UserError)):
                 raise
             if (wait := next(waits, None)) is None:
-                raise StorageError(f"{url}: the server fails: {reason(cause)}") from error
-            logger.warning("data: %s: %s; the next attempt is in %d s", url, reason(cause), wait)
+                raise StorageError(f"{url}: the server fails: {why}") from error
+            logger.warning("data: %s: %s; the next attempt is in %d s", url, why, wait)
         time.sleep(wait)
 
 

@@ -93,7 +93,7 @@ class Samples:
         return Column(indices, numpy.split(rows, self.first[1:]))
 
     def refuse_lacking(self, column: Column, what: str) -> None:
-        """Add a problem if samples lack `what` is in `column`."""
+        """Add a problem for the samples that have no member in `column`; `what` is its name."""
         if lacking := column.is_lacking.nonzero()[0].tolist():
             names = some([self.name(index) for index in lacking])
             self.problems.append(f"{len(lacking)} of {len(self)} samples have no {shown(what)}: {names}")
@@ -156,7 +156,9 @@ class Samples:
             raise ValueError(f"its {size - BLOCK} bytes are too many, expected at most {_LARGEST}")
         content = self.files.read(int(self.shard[index]), start, size)
         if len(content) != size:
-            raise StorageError(f"{shown(self.name(index))}: its shard ends {size - len(content)} bytes before it does")
+            raise StorageError(
+                f"{shown(self.name(index))}: its shard has become shorter, and lacks {size - len(content)} bytes of it"
+            )
         return content
 
     def _checked(self, index: int, column: Column, content: bytes) -> bytes:

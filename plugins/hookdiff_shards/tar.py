@@ -13,7 +13,8 @@ from attrs import define
 from hookdiff.errors import shown
 
 BLOCK = 512  # bytes of a header
-_AFTER = 20  # blocks to which an archive is filled up with zeros
+_AFTER = 1 << 22  # bytes of zeros at its end that an archive may be filled up with
+_CHUNK = 1 << 16  # bytes that are read at a time
 _LONGEST = 1 << 20  # bytes of an extended header, which holds a long name
 _SIGNS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _KINDS = {"1": "a hard link", "2": "a symbolic link", "3": "a device", "4": "a device", "6": "a pipe"}
@@ -46,8 +47,10 @@ def members(read: Read, total: int) -> Iterator[Member]:
         if len(head) < BLOCK:
             raise ValueError(f"is cut, or no tar: it has no end mark in its {total} bytes")
         if not any(head):
-            if any(read(begin, min((_AFTER + 1) * BLOCK, total - begin))):
-                raise ValueError(f"has more after its end mark, at byte {begin}: tar --concatenate joins archives")
+            if any(any(read(at, min(_CHUNK, total - at))) for at in range(begin, min(total, begin + _AFTER), _CHUNK)):
+                raise ValueError(
+                    f"has more after its end mark at byte {begin}; archives are joined by tar --concatenate, not by cat"
+                )
             return
         if not _is_header(head):
             raise ValueError(f"is damaged at byte {begin}: expected a header of tar" if begin else "is no tar")

@@ -48,13 +48,16 @@ def test_one_unit_for_the_whole_model_is_refused(model: nn.Module) -> None:
 
 def test_weights_that_blocks_share_are_refused() -> None:
     tower = Tower()
-    check_shared(tower, blocks_of(tower, ()))
+    check_shared(tower, blocks_of(tower, ()).values())
     tower.middle[1].weight = tower.middle[0].weight
-    check_shared(tower, blocks_of(tower, ()))  # the rest of the model has both
-    check_shared(tower, blocks_of(tower, ["middle"]))
+    check_shared(tower, blocks_of(tower, ()).values())  # the rest of the model has both
+    check_shared(tower, blocks_of(tower, ["middle"]).values())
+    tower.stages[0].append(tower.stages[0][0])  # the same block is called twice
+    check_shared(tower, blocks_of(tower, ()).values())
+    check_shared(tower, blocks_of(tower, ["stages.0.*", "middle"]).values())
     for patterns in (["middle.0"], ["middle", "middle.0"]):
         with refused(UserError, "plugins.fsdp.blocks", "middle.0.weight", "middle.1.weight"):
-            check_shared(tower, blocks_of(tower, patterns))
+            check_shared(tower, blocks_of(tower, patterns).values())
 
 
 @pytest.mark.parametrize("make", [DDP, FSDP])

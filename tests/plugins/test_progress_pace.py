@@ -22,16 +22,17 @@ class Run:
         waits: Callable[[int], float] = lambda step: 0.0,  # for the data, beside these seconds
     ) -> None:
         self.now, self.step, self.pace, self.seconds, self.waits = 1000.0, first, Pace(overhead), seconds, waits
+        self.waited = 0.0
         patch.setattr("time.monotonic", lambda: self.now)
         self.pace.mark(first, first)
 
     def train(self, until: int) -> None:
         while self.step < until:
             self.now += self.seconds(self.step)
-            self.pace.wait()
             self.now += self.waits(self.step)
+            self.waited += self.waits(self.step)
             self.step += 1
-            self.pace.mark(self.step, self.step)
+            self.pace.mark(self.step, self.step, self.waited)
 
     def left(self, total: int) -> float:
         left = self.pace.left(total)

@@ -279,9 +279,12 @@ def test_every_format_of_tar_is_read(made: Path, kind: int) -> None:
     assert numpy.array_equal(numpy.asarray(data.load(1)), pixels(6))  # type: ignore[union-attr]
 
 
-def test_archives_that_were_joined_byte_by_byte_are_refused(made: Path) -> None:
+@pytest.mark.parametrize("zeros", [0, 10_240, 1 << 20])
+def test_archives_that_were_joined_byte_by_byte_are_refused(made: Path, zeros: int) -> None:
     one, other = (made / "set" / f"{number:03}.tar" for number in range(2))
-    Path("both.tar").write_bytes(one.read_bytes() + other.read_bytes())
+    Path("filled.tar").write_bytes(one.read_bytes() + bytes(zeros))
+    assert len(shards("filled.tar")) == 8
+    Path("both.tar").write_bytes(one.read_bytes() + bytes(zeros) + other.read_bytes())
     with refused(ValueError, "both.tar", "after its end mark", "tar --concatenate"):
         shards("both.tar")
 
