@@ -259,10 +259,11 @@ def test_a_server_that_gives_no_parts_is_refused(server: str, monkeypatch: pytes
 def test_servers_that_refuse_or_fail(
     server: str, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[Exception], facts: list[Any]
 ) -> None:
+    from aiohttp import ClientTimeout
+
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     # Half a second is much for the answers that come, and little for one that never does.
-    timeout = pytest.importorskip("aiohttp").ClientTimeout(sock_read=0.5)
-    options = {"client_kwargs": {"timeout": timeout}} if status == 0 else None
+    options = {"client_kwargs": {"timeout": ClientTimeout(sock_read=0.5)}} if status == 0 else None
     data = shards(f"{server}/set/0.tar", storage_options=options)
     Server.says["set/0.tar"] = status
     with refused(kind, f"{server}/set/0.tar", *facts):
