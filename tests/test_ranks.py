@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from hookdiff.ranks import first_rank_says, gathered_or_raised, num_ranks, rank
 from tests.conftest import two_ranks
@@ -44,7 +43,6 @@ result = first.progress.step, second.end.reason, second.progress.step, plugin.st
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_intervals_of_time_are_due_on_all_ranks_at_the_same_step(tmp_path: Path) -> None:
     one, other = two_ranks(RANK, tmp_path)
     assert one == other
@@ -72,7 +70,6 @@ for kind, at in ((ValueError, 1), (UserError, 0), (OSError, 1), (ValueError, 5))
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     first, second = two_ranks(RAISED, tmp_path)
     own, other = "the disk is gone", "on another rank: the disk is gone"
@@ -127,7 +124,6 @@ aside.close()
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_threads_beside_the_training_end_alike_on_all_ranks(tmp_path: Path) -> None:
     first, second = two_ranks(ASIDE, tmp_path)
     errors = [("OSError", "[Errno 28] full"), ("ValueError", "first"), ("RuntimeError", "Odd: one")]

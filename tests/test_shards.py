@@ -3,7 +3,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
 
@@ -38,7 +37,6 @@ except UserError as error:
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_the_parts_of_a_sharded_tensor_are_blocks(tmp_path: Path) -> None:
     first, second = two_ranks(BLOCKS, tmp_path)
     shared = [(True, True, True), (True, True, True)]

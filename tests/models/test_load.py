@@ -152,6 +152,5 @@ result = [*found, same()]
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_each_rank_loads_its_part_of_a_sharded_model(tmp_path):
     assert two_ranks(SHARDED, tmp_path) == [[True, True]] * 2

@@ -291,7 +291,6 @@ for least in (4.0, 16.0):
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_all_ranks_have_the_same_scale_after_an_overflow_on_one_of_them(tmp_path):
     first, second = two_ranks(SCALES, tmp_path)
     assert first == second

@@ -402,7 +402,6 @@ result = ({name: value for name, value in logged.items() if "digits" in name}, p
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_ranks_share_the_images_and_agree(tmp_path: Path) -> None:
     one, other = two_ranks(RANKS, tmp_path)
     assert (other[0], other[1:]) == ({}, one[1:])  # the first rank has the log

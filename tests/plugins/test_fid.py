@@ -454,7 +454,6 @@ result = ({name: value for name, value in logged.items() if "digits" in name}, f
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_ranks_share_the_images_and_agree_on_all_values(tmp_path: Path) -> None:
     ranks = two_ranks(RANKS, tmp_path)
     one, other = (found[0] for found in ranks)
@@ -492,7 +491,6 @@ except ValueError as error:
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_a_bad_image_of_one_rank_ends_all_that_share_a_model(tmp_path: Path) -> None:
     for (error,) in two_ranks(BAD, tmp_path):
         check_facts(error, "fid: images", "not finite")

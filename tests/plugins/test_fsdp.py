@@ -98,7 +98,6 @@ for plugin in (DDP(), FSDP()):
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_ranks_that_share_a_model_do_not_halve_their_images_alone(tmp_path: Path) -> None:
     for apart, together in two_ranks(FULL, tmp_path):
         assert apart == [2, 2, 1]
@@ -135,7 +134,6 @@ for name in ("rprop", "adafactor"):
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_optimizers_train_in_pieces_as_in_copies_or_are_refused(tmp_path: Path) -> None:
     for found in two_ranks(OPTIMIZERS, tmp_path):
         assert all(found[name] < 1e-6 for name in ("sgd", "adagrad", "rmsprop"))

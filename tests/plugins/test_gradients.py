@@ -344,7 +344,6 @@ result = look.values.get(400, {}).get("gradients/noise_scale")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_ranks_are_parts_of_the_batch(micro_batch: int | None, tmp_path: Path) -> None:
     # Without no_sync the gradients of the first micro-batch, too, are averaged over ranks after the backward pass.

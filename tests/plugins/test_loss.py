@@ -460,7 +460,6 @@ result = (values, sum(len(output.per_sample) for output in heard.outputs))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_ranks_sum_their_samples(tmp_path: Path) -> None:
     given = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     (values, own), (others, its) = two_ranks(given + RANK, tmp_path)

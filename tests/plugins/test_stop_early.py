@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from attrs import define, field
 from hypothesis import given, strategies as st
 
@@ -211,7 +210,6 @@ for metric in ("mine", "main"):
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_all_ranks_end_where_the_first_one_decides(tmp_path: Path) -> None:
     one, other = two_ranks(RANK, tmp_path)
     assert one == other == [("plugin", 5), ("plugin", 5)]
