@@ -79,7 +79,7 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
             return call(*file_system(url, options))
         except Exception as error:  # of any library for any kind of server
             cause = _own_cause(error)
-            why = f"it has sent nothing for {_SILENCE} s" if isinstance(cause, TimeoutError) else reason(cause)
+            why = "it has sent nothing in time" if isinstance(cause, TimeoutError) else reason(cause)
             status = getattr(cause, "status", None) or 0  # of HTTP
             if status in _MISSING:
                 raise FileNotFoundError(url) from error
@@ -90,7 +90,7 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
             if isinstance(cause, _MISTAKES) or (400 <= status < 500 and status not in _LATER):
                 raise ValueError(why if why.startswith(url) else f"{url}: {why}") from error
             if isinstance(cause, (FileNotFoundError, PermissionError, UserError)):
-                raise
+                raise cause
             if (wait := next(waits, None)) is None:
                 raise StorageError(f"{url}: the server fails: {why}") from error
             logger.warning("data: %s: %s; the next attempt is in %d s", url, why, wait)
