@@ -90,7 +90,7 @@ def asked(url: str, options: Mapping[str, Any], call: Callable[[Any, str], Resul
             if isinstance(cause, _MISTAKES) or (400 <= status < 500 and status not in _LATER):
                 raise ValueError(why if why.startswith(url) else f"{url}: {why}") from error
             if isinstance(cause, (FileNotFoundError, PermissionError, UserError)):
-                raise cause
+                raise cause from None
             if (wait := next(waits, None)) is None:
                 raise StorageError(f"{url}: the server fails: {why}") from error
             logger.warning("data: %s: %s; the next attempt is in %d s", url, why, wait)
