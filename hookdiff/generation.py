@@ -18,7 +18,9 @@ from hookdiff.ranks import gathered, gathered_or_raised
 from hookdiff.sampling import SampleRequest
 from hookdiff.shards import is_sharded
 
-_ON_CPU = 1 << 18  # values of the images that are made at a time: more take memory, and are no faster
+# Images that a CPU makes at a time: more take memory, and are not faster. See benchmarks/README.md.
+_VALUES_ON_CPU = 1 << 16
+_FEWEST_ON_CPU = 16
 
 
 @define(eq=False)
@@ -31,7 +33,7 @@ class Images:
     def __attrs_post_init__(self) -> None:
         limit: int = getattr(self.loop.sampler, "batch_size", 256)
         values = torch.Size(self.loop.feed.shape).numel()
-        size = limit if self.loop.device.type != "cpu" else max(1, min(limit, _ON_CPU // values))
+        size = limit if self.loop.device.type != "cpu" else min(limit, max(_FEWEST_ON_CPU, _VALUES_ON_CPU // values))
         self._fitting = Fitting(size, self.loop.device, any(map(is_sharded, self.loop.model.parameters())))
 
     @property

@@ -100,7 +100,8 @@ def changes(
     before, after, usual = (dict(_flat(plain(config))) for config in (old, new, defaults))
     for key in dict.fromkeys((*after, *before)):
         was, now = before.get(key), after.get(key)
-        if (was is None and now == usual.get(key)) or now == AUTO:  # "auto" is logged when the number is found
+        # "auto" is logged when its value is found, and a value that was not recorded did not change.
+        if now == AUTO or (was is None and usual.get(key) in (now, AUTO)):
             continue
         table, _, name = key.partition(".")
         plugin = name.partition(".")[0]

@@ -19,8 +19,10 @@ from hookdiff.experiment.config import Config
 from hookdiff.experiment.discovery import is_needed
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.part import Part
+from hookdiff.experiment.settle import recorded, settle, use
 from hookdiff.loop import Loop
 from hookdiff.models.adapters import adapt, check_contract
+from hookdiff.models.attention import use_attention
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.progress import AUTO
 from hookdiff.structure import missing, parameters
@@ -66,6 +68,8 @@ def build_loop(
         ConfigError: a part cannot be built; the message names its table.
     """
     device = pick_device(config.run.device)
+    config = settle(config, device, recorded(run_dir, resume))
+    use(config, device)
     feed = build_feed(config, decode=hooks is None) if feed is None else feed
     config = fit_to_data(config, feed)
     model = (make or make_model)(config, device)
@@ -190,8 +194,9 @@ def make_model(config: Config, device: torch.device) -> nn.Module:
     torch.manual_seed(config.run.seed)
     model = build_model(config.model)
     model.to(device)
-    if config.run.channels_last:
+    if config.run.channels_last is True:
         model.to(memory_format=torch.channels_last)
+    use_attention(model, config.run.attention)
     return model
 
 

@@ -29,6 +29,7 @@ from hookdiff.experiment.part import Part
 from hookdiff.experiment.places import MODEL, OPTIMIZER, SOURCE, Place
 from hookdiff.imports import import_object, importing, installed
 from hookdiff.models.adapters import checkpointable
+from hookdiff.models.attention import Form
 from hookdiff.models.init import Initialisation
 from hookdiff.options import about
 from hookdiff.plugins import check_partners
@@ -60,8 +61,28 @@ class RunConfig(LoopConfig):
         default="auto",
         metadata=about('"cpu", "cuda", "cuda:1", "mps"; "auto": the first of cuda, mps and cpu that is available'),
     )
-    # About 1/6 faster on a CPU, more on a GPU under amp.
-    channels_last: bool = field(default=True, metadata=about("use the memory format channels_last for convolutions"))
+    channels_last: bool | Literal["auto"] = field(
+        default=AUTO,
+        metadata=about(
+            'use the memory format channels_last for convolutions; "auto": where it is faster, which a CPU in bf16 is '
+            "not, nor a network of diffusers on a CPU"
+        ),
+    )
+    attention: Form = field(
+        default="by_layer",
+        metadata=about(
+            'form of attention: "kernel" of torch, "product" of matrices, or "by_layer": the faster one for its '
+            "tokens, channels and precision"
+        ),
+    )
+    threads: int | Literal["auto"] | None = field(
+        default=AUTO,
+        validator=_is_size_or_auto,
+        metadata=about(
+            'threads of the CPU, on which rounding depends; "auto": as many as torch and the container allow, and '
+            "those of the run when it resumes"
+        ),
+    )
     plugins: tuple[str, ...] = field(
         default=(), metadata=about("names of entry points, or `module:Class`, in the order in which they are called")
     )

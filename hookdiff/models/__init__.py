@@ -1,8 +1,18 @@
 """Models of any library: adapted to the loop, initialised, and loaded from a file."""
 
 from hookdiff.models.adapters import adapt
+from hookdiff.models.attention import Form, attention, use_attention
 from hookdiff.models.checks import check_labels
 from hookdiff.models.load import check_file, load_into
 from hookdiff.models.names import modules_named
 
-__all__ = ["adapt", "check_file", "check_labels", "load_into", "modules_named"]
+__all__ = [
+    "Form",
+    "adapt",
+    "attention",
+    "check_file",
+    "check_labels",
+    "load_into",
+    "modules_named",
+    "use_attention",
+]

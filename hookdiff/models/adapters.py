@@ -69,6 +69,7 @@ def checkpointable(kind: Any) -> Any:
 
     signature = inspect.signature(kind)
     extra = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    make.__module__ = kind.__module__
     make.__signature__ = signature.replace(parameters=[*signature.parameters.values(), extra])  # type: ignore[attr-defined]
     return make
 

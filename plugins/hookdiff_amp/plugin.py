@@ -67,11 +67,18 @@ class AMP:
     _fell: list[list[float]] = field(factory=list, init=False)  # [position, scale before it] of the last void steps
     _dtype: torch.dtype | None = field(default=None, init=False)
 
+    def choose(self, device: torch.device) -> Mapping[str, Any]:
+        """Return the precision that "auto" stands for on `device`, and the memory format that suits the precision."""
+        precision = native_precision(device) if self.precision == "auto" else self.precision
+        # The CPU's group norms in bf16 are slow in channels_last: benchmarks/README.md.
+        suits = {"run.channels_last": False} if device.type == "cpu" and precision == "bf16" else {}
+        return {"precision": precision, **suits}
+
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         precision: str = self.precision
-        if precision == "auto":
-            precision = native_precision(loop.device)
+        if precision == "auto":  # in a script; a config is settled before
+            precision = self.choose(loop.device)["precision"]
             log.info("amp: precision auto is %s on this %s", precision, loop.device.type)
         self._dtype = DTYPES.get(precision)
         if self._dtype is not torch.float16:

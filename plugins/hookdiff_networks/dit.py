@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hookdiff.models import Form
 from hookdiff_networks.checks import check_counts, check_dropout, nearest_divisor, nearest_multiples
-from hookdiff_networks.layers import Block, LabelEmbedding, Network, TimeEmbedding, attention, sinusoids
+from hookdiff_networks.layers import Block, LabelEmbedding, Network, TimeEmbedding, self_attention, sinusoids
 
 _TIME_FEATURES = 256
 
@@ -106,6 +107,7 @@ class DiTBlock(Block):
     ) -> None:
         super().__init__(gradient_checkpointing)
         self.num_heads = num_heads
+        self.attention_form: Form = "by_layer"
         self.dropout = dropout
         self.modulation = nn.Linear(hidden_size, 6 * hidden_size)
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
@@ -115,7 +117,7 @@ class DiTBlock(Block):
 
     def compute(self, x: Tensor, condition: Tensor) -> Tensor:
         scale1, shift1, gate1, scale2, shift2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=2)
-        read = attention(self.qkv(_modulated(x, scale1, shift1)), self.num_heads)
+        read = self_attention(self.qkv(_modulated(x, scale1, shift1)), self.num_heads, self.attention_form)
         h = torch.addcmul(x, gate1, F.dropout(self.proj(read), self.dropout, self.training))
         inner = F.gelu(self.mlp_in(_modulated(h, scale2, shift2)), approximate="tanh")
         return torch.addcmul(h, gate2, F.dropout(self.mlp_out(inner), self.dropout, self.training))

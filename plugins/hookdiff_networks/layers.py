@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdiff.models import check_labels
+from hookdiff.models import Form, attention, check_labels
 from hookdiff_networks.checks import check_images, check_timesteps
 
 
@@ -124,8 +124,8 @@ def sinusoids(timesteps: Tensor, num_features: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-def attention(qkv: Tensor, num_heads: int) -> Tensor:
+def self_attention(qkv: Tensor, num_heads: int, form: Form) -> Tensor:
     """Return the attention of each token to all, n tokens width; `qkv` is n tokens 3*width, the queries first."""
     parts: Any = qkv.chunk(3, dim=2)
     q, k, v = (part.unflatten(2, (num_heads, -1)).transpose(1, 2) for part in parts)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    return attention(q, k, v, form).transpose(1, 2).flatten(2)

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hookdiff.models import Form
 from hookdiff_networks.checks import check_counts, check_dropout, nearest_divisor, nearest_multiples
-from hookdiff_networks.layers import Block, LabelEmbedding, Network, TimeEmbedding, attention
+from hookdiff_networks.layers import Block, LabelEmbedding, Network, TimeEmbedding, self_attention
 
 # A fixed number of sines and cosines, so that a narrow net distinguishes times as well as a wide one.
 _TIME_FEATURES = 128
@@ -170,6 +171,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.attention_form: Form = "by_layer"
         self.norm = _group_norm(width)
         # No bias: softmax cancels a bias of the keys, and the bias of the norm replaces the others.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
@@ -178,8 +180,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # With channels_last these are views, because it stores images as pixels by channels.
         tokens = self.norm(x).flatten(2).transpose(1, 2)
-        read: Tensor = self.proj(attention(self.qkv(tokens), self.num_heads)).transpose(1, 2).unflatten(2, x.shape[2:])
-        return x + read
+        read: Tensor = self.proj(self_attention(self.qkv(tokens), self.num_heads, self.attention_form))
+        return x + read.transpose(1, 2).view_as(x)
 
 
 def _group_norm(width: int, *, affine: bool = True) -> nn.GroupNorm:

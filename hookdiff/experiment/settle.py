@@ -1,0 +1,115 @@
+"""Settles what a config leaves to the machine by rules, never by timing, so that a run stays a pure function.
+
+The choices stand in config.toml and in the checkpoints. A resumed run takes them from there.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from hookdiff.disk.paths import CONFIG, run_of
+from hookdiff.errors import UserError
+from hookdiff.experiment.config import Config, read_toml
+from hookdiff.experiment.part import Part
+from hookdiff.machine import keep_memory, num_cpus, usual_threads
+from hookdiff.progress import AUTO
+from hookdiff.structure import Problems, arguments
+
+log = logging.getLogger("hookdiff")
+
+
+def recorded(run_dir: Path, resume: bool | Path) -> dict[str, Any]:
+    """Return the config of the run that is resumed, as it was written; without one, nothing."""
+    place = run_dir if resume is True else resume
+    with suppress(UserError):  # checkpoints may be elsewhere, and the file is written anew
+        return read_toml(run_of(place) / CONFIG) if place else {}
+    return {}
+
+
+def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> Config:
+    """Fill in what the config leaves to the machine, "auto", and what a resumed run has settled before.
+
+    `before` is the config of the run that is resumed. Its choices hold on a device of the same kind. A plugin chooses
+    with a method `choose(device)`, which returns values for its options that are "auto", and for keys of [run] as
+    "run.KEY". Keys of [diffusion] and [sampling], which decide what the weights mean, keep their values if the config
+    leaves them out.
+    """
+    on_cpu = device.type == "cpu"
+    earlier = before.get("run", {})
+    same_kind = isinstance(earlier.get("threads"), int) == on_cpu  # only a CPU has settled threads
+    run: dict[str, Any] = {}
+    plugins = dict(config.plugins)
+    for name, part in config.plugins.items():
+        if not hasattr(part.target, "choose"):
+            continue
+        known = before.get("plugins", {}).get(name, {}) if same_kind else {}
+        for key, value in part.build().choose(device).items():
+            if key.startswith("run."):
+                run.setdefault(key.removeprefix("run."), value)
+            elif part.arguments.get(key, AUTO) == AUTO:
+                chosen = known.get(key, AUTO)
+                part = evolve(part, arguments={**part.arguments, key: value if chosen == AUTO else chosen})
+        plugins[name] = part
+    is_of_diffusers = getattr(config.model.target, "__module__", "").startswith("diffusers.")
+    run = {"channels_last": not (on_cpu and is_of_diffusers), **run}
+    run = {key: value for key, value in run.items() if getattr(config.run, key) == AUTO}
+    if same_kind:
+        run |= {key: earlier[key] for key in run if key in earlier and earlier[key] != AUTO}
+    if config.run.threads == AUTO:
+        run["threads"] = _threads(earlier.get("threads")) if on_cpu else None
+    config = evolve(config, run=evolve(config.run, **run), plugins=plugins)
+    return _as_before(config, before) if before else config
+
+
+def _as_before(config: Config, before: Mapping[str, Any]) -> Config:
+    kept = evolve(
+        config,
+        diffusion=_kept(config.diffusion, before.get("diffusion", {})),
+        sampling=_kept(config.sampling, before.get("sampling", {})),
+    )
+    usual, now = config.resolved(), kept.resolved()
+    for table in ("diffusion", "sampling"):
+        if differing := [
+            f"{table}.{key} = {now[table][key]}" for key in now[table] if now[table][key] != usual[table].get(key)
+        ]:
+            log.info("kept from the run, as the config does not set it: %s", ", ".join(differing))
+    return kept
+
+
+def _threads(before: int | None) -> int:
+    """Return the number of threads: that of the run before, if this machine has as many."""
+    usual = usual_threads()
+    if before is None or before == usual:
+        return usual
+    if "OMP_NUM_THREADS" not in os.environ and before <= num_cpus():
+        return before
+    log.warning(
+        "run.threads: %d here, %d before: the run goes on, but not bit for bit, as rounding depends on the threads",
+        usual,
+        before,
+    )
+    return usual
+
+
+def use(config: Config, device: torch.device) -> None:
+    """Let this process use the threads of the config, and on a CPU keep freed memory for the next step."""
+    if isinstance(config.run.threads, int):
+        torch.set_num_threads(config.run.threads)
+    if device.type == "cpu":
+        keep_memory()
+
+
+def _kept(part: Part, before: Mapping[str, Any]) -> Part:
+    """Return the part with the values of the run before for keys that it does not set."""
+    left_out = {key: value for key, value in before.items() if part.accepts(key)}
+    problems = Problems()
+    known = arguments(part.target, left_out, part.where, problems)
+    if problems.found:  # a key that this version no longer has
+        return part
+    return part.given(**known)

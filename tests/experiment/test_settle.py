@@ -1,0 +1,149 @@
+"""What a config leaves to the machine is settled by rules, recorded, and kept by a resumed run."""
+
+import tomli
+import tomli_w
+import torch
+
+import hookdiff.experiment.settle as settle_module
+from hookdiff.builtin.slow import Slow
+from hookdiff.experiment.settle import recorded, settle
+from hookdiff.testing import assert_same, weights
+from tests.conftest import check_facts, finish
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def set_bf16(monkeypatch, is_native):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": is_native})
+
+
+def chosen(config, device=CPU, before=None):
+    """Return precision, channels_last and whether the threads are a number, as they are settled."""
+    settled = settle(config, device, before or {})
+    precision = settled.plugins["amp"].arguments["precision"] if "amp" in settled.plugins else None
+    return precision, settled.run.channels_last, isinstance(settled.run.threads, int)
+
+
+def test_precision_and_memory_format_are_chosen_together(load_small, monkeypatch):
+    config = load_small(plugins=["amp"])
+    set_bf16(monkeypatch, True)
+    assert chosen(config) == ("bf16", False, True)
+    assert chosen(load_small()) == (None, True, True)
+    set_bf16(monkeypatch, False)
+    assert chosen(config) == ("off", True, True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    assert chosen(config, CUDA) == ("bf16", True, False)
+
+
+def test_what_the_config_says_comes_first(load_small, monkeypatch):
+    set_bf16(monkeypatch, True)
+    explicit = load_small("run.channels_last=true", "plugins.amp.precision=off", "run.threads=3", plugins=["amp"])
+    settled = settle(explicit, CPU, {"run": {"channels_last": False, "threads": 1}})
+    assert (settled.run.channels_last, settled.run.threads) == (True, 3)
+    assert settled.plugins["amp"].arguments["precision"] == "off"
+    assert chosen(load_small("plugins.amp.precision=bf16", plugins=["amp"]))[1] is False
+
+
+def test_a_network_of_diffusers_keeps_the_usual_memory_format_on_a_cpu(load_small):
+    model = {"use": "diffusers:UNet2DModel", "block_out_channels": [8], "norm_num_groups": 2}
+    blocks = {"down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
+    config = load_small(model={**model, **blocks})
+    assert settle(config, CPU, {}).run.channels_last is False
+    assert settle(config, CUDA, {}).run.channels_last is True
+
+
+def test_a_resumed_run_takes_the_choices_of_before(load_small, monkeypatch):
+    config = load_small(plugins=["amp"])
+    set_bf16(monkeypatch, True)
+    before = settle(config, CPU, {}).resolved()
+    set_bf16(monkeypatch, False)
+    assert chosen(config, CPU, before) == ("bf16", False, True)
+    # On a device of another kind they would be slow, and bits differ in any case.
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    assert chosen(config, CUDA, before) == ("fp16", True, False)
+
+
+def test_choices_are_recorded_and_kept_by_a_run(load_small, tmp_path, start, monkeypatch):
+    set_bf16(monkeypatch, True)
+    path = load_small(run={"steps": 4, "plugins": ["amp", "checkpoint"]}).path
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    from hookdiff import build_loop, load_config
+
+    build_loop(load_config(path), whole).run()
+    build_loop(load_config(path, settings=["run.steps=2"]), halves).run()
+    table = tomli.loads((halves / "config.toml").read_text())
+    assert table["plugins"]["amp"]["precision"] == "bf16"
+    assert table["run"]["channels_last"] is False
+    assert table["run"]["threads"] == torch.get_num_threads()
+    assert table["run"]["attention"] == "by_layer"
+    set_bf16(monkeypatch, False)  # as on another machine
+    loop = build_loop(load_config(path), halves, resume=True)
+    loop.run()
+    assert loop.progress.step == 4
+    expected = build_loop(load_config(path, settings=["plugins.amp.precision=bf16"]), whole, resume=True)
+    with expected:
+        assert_same(weights(loop), weights(expected))
+
+
+def test_threads_are_those_of_before_if_they_are_there(load_small, monkeypatch, caplog):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(settle_module, "usual_threads", lambda: 2)
+    monkeypatch.setattr(settle_module, "num_cpus", lambda: 4)
+
+    def threads(before):
+        return settle(load_small(), CPU, {"run": {"threads": before}}).run.threads
+
+    assert (threads(3), threads(2)) == (3, 2)
+    assert not caplog.records
+    assert threads(8) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # such as by torchrun: more threads would stand in each other's way
+    assert threads(3) == 2
+    for record, before in zip(caplog.records, (8, 3), strict=True):
+        check_facts(record.getMessage(), "run.threads", 2, before, "bit for bit")
+
+
+def test_a_resumed_run_keeps_the_meaning_that_its_config_does_not_set(load_small, caplog):
+    old = {"diffusion": {"process": {"use": "vp", "schedule": {"use": "cosine"}}, "prediction": "v_prediction"}}
+    old |= {"sampling": {"clipping": "none", "steps": 7, "spacing": "leading"}}
+    caplog.set_level("INFO")
+    settled = settle(load_small("sampling.steps=9"), CPU, old)
+    diffusion, sampling = settled.resolved()["diffusion"], settled.resolved()["sampling"]
+    assert diffusion["prediction"]["use"] == "v_prediction"
+    assert diffusion["process"]["schedule"]["use"] == "cosine"
+    assert (sampling["clipping"]["use"], sampling["spacing"]["use"], sampling["steps"]) == ("none", "leading", 9)
+    told = " ".join(record.getMessage() for record in caplog.records)
+    check_facts(told, "diffusion.prediction", "v_prediction", "sampling.spacing", "leading")
+    assert "sampling.steps" not in told
+
+
+def test_every_derived_choice_stands_in_the_written_config(load_small):
+    config = load_small("diffusion.process=flow")
+    written = config.resolved()
+    assert written["diffusion"]["prediction"]["use"] == "flow_prediction"
+    assert written["diffusion"]["times"]["use"]
+    names = ("sampler", "spacing", "clipping", "guidance")
+    assert all(written["sampling"][name]["use"] for name in names)
+
+
+def test_a_damaged_record_is_written_anew(load_small, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("not TOML")
+    assert recorded(tmp_path / "run", True) == {}
+    (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps({"run": {"threads": 5}}))
+    assert recorded(tmp_path / "run", False) == {}
+    assert recorded(tmp_path, tmp_path / "run") == {"run": {"threads": 5}}
+
+
+def test_the_command_sets_the_threads(write_config, start, tmp_path):
+    write_config("small.toml", run={"steps": 1})
+    code, _, err = finish(start(tmp_path, "run", "small.toml", "--set", "run.threads=2", "--out", "run"))
+    assert code == 0, err
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert '"threads": 2' in events
+
+
+def test_slow_is_a_plugin_of_every_run(load_small, tmp_path):
+    from hookdiff import build_loop
+
+    loop = build_loop(load_small(), tmp_path / "run")
+    assert any(isinstance(plugin, Slow) for plugin in loop.plugins.values())
