@@ -215,6 +215,7 @@ class Run:
         guidance_scale: float | None = None,
         steps: int | None = None,
         sampler: str | None = None,
+        precision: str | None = None,
         seed: int = 0,
         weights: str | None = None,
         images: Tensor | None = None,
@@ -230,9 +231,10 @@ class Run:
         Args:
             num: number of images.
             labels: classes by name or number, used in turn; -1 is no class. Unless given, all classes in turn.
-            guidance_scale: scale of classifier-free guidance. This, `steps` and `sampler` replace those of the config.
+            guidance_scale: scale of classifier-free guidance. This and the next three replace those of the config.
             steps: steps of the sampler.
             sampler: name of the sampler, such as "ddim".
+            precision: of the network, "float32" or "bf16".
             seed: seed of the noise.
             weights: see `Run.weights`.
             images: pictures to start from, in turn: n c h w in [-1, 1].
@@ -246,7 +248,7 @@ class Run:
             UserError: for options that do not fit the run, and if not even one image fits in memory.
             ValueError: for tensors of another shape.
         """
-        changes = {"steps": steps, "sampler": sampler, "guidance.scale": guidance_scale}
+        changes = {"steps": steps, "sampler": sampler, "precision": precision, "guidance.scale": guidance_scale}
         wanted = self.labels(labels, num)
         if strength is None:
             strength = 0.8 if mask is None else 1.0

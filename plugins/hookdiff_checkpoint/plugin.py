@@ -186,8 +186,10 @@ class Checkpoint:
     def between_steps(self, loop: Loop) -> None:
         if not self._is_storable and loop.progress.step > loop.first_step:
             # Optimizers make their state in the first step. If it cannot be saved, refuse it then: little is lost.
-            split(loop.state_dict())
+            parts = split(loop.state_dict())
             self._is_storable = True
+            if self._writer and self.every.amount:  # else the run is over when it is first saved
+                self._writer.reserve(parts)
         if self._writer and self._writer.is_done():
             self._finish(loop, self._writer)
         # After the last batch of an epoch this hook fires once more, when the epoch is counted.

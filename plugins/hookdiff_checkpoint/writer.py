@@ -1,5 +1,6 @@
 """Writes checkpoints on a thread, from a copy of the state in memory."""
 
+import ctypes
 import errno
 import logging
 import os
@@ -40,33 +41,50 @@ class Staging:
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._events: list[torch.cuda.Event] = []
 
+    def reserve(self, parts: Parts) -> None:
+        """Take the memory for a copy of `parts` now: the system gives it page by page, when it is first written."""
+        for _, _, _, buffer, is_first in self._places(parts):
+            if is_first and not buffer.is_pinned():
+                ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)  # on one thread, without the lock of Python
+
     def copy(self, parts: Parts) -> Parts:
         """Return `parts` with copied tensors, which overwrite those of an earlier call."""
+        copies: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
+        devices = set()
+        for part, name, tensor, buffer, is_first in self._places(parts):
+            copies[part][name] = buffer
+            if is_first:
+                buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+                devices |= {tensor.device} if tensor.is_cuda else set()
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        return {
+            part: evolve(
+                own,
+                tensors={name: copies[part][name] for name in own.tensors},
+                pieces={name: copies[part][name] for name in own.pieces},
+            )
+            for part, own in parts.items()
+        }
+
+    def _places(self, parts: Parts) -> list[tuple[str, str, Tensor, Tensor, bool]]:
+        """Return part, name, tensor and buffer of each tensor, and whether the buffer is new in the list.
+
+        Tied weights share a buffer.
+        """
         before, self._buffers = self._buffers, {}
-        sources, targets, result = [], [], {}
-        seen: dict[Any, Tensor] = {}  # tied weights are copied once
+        places, seen = [], dict[Any, Tensor]()
         for part, own in parts.items():
-            copies = {}
             for name, tensor in (*own.tensors.items(), *own.pieces.items()):
                 tensor = tensor.detach()
                 same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-                if same not in seen or not tensor.numel():
+                is_first = same not in seen or not tensor.numel()
+                if is_first:
                     buffer = before.get((part, name))
                     if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                     self._buffers[part, name] = seen[same] = buffer
-                    sources.append(tensor)
-                    targets.append(buffer)
-                copies[name] = seen[same]
-            tensors, pieces = ({name: copies[name] for name in names} for names in (own.tensors, own.pieces))
-            result[part] = evolve(own, tensors=tensors, pieces=pieces)
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source, non_blocking=source.is_cuda)
-        self._events = [
-            torch.cuda.current_stream(device).record_event()
-            for device in {source.device for source in sources if source.is_cuda}
-        ]
-        return result
+                places.append((part, name, tensor, seen[same], is_first))
+        return places
 
     def wait(self) -> None:
         """Wait until the copies are complete."""
@@ -106,11 +124,19 @@ class Writer:
     _aside: Aside = field(factory=Aside, init=False)
     _staging: Staging = field(factory=Staging, init=False)
     _pool: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
+    _reserving: Future[None] | None = field(default=None, init=False)
     job: Future[Path] | None = field(default=None, init=False)  # current save, until its `result` is taken
+
+    def reserve(self, parts: Parts) -> None:
+        """Let the thread take the memory for copies of `parts`, so that the first save need not wait for it."""
+        self._reserving = self._pool.submit(self._staging.reserve, parts)
 
     def start(self, name: str, parts: Parts, facts: Mapping[str, Any]) -> None:
         """Copy `parts` in memory, and let the thread write the copy to the folder `name`."""
         assert self.job is None, "two saves at once"
+        if self._reserving:
+            self._reserving.result()
+            self._reserving = None
         self.job = self._pool.submit(self._write, self.folder / name, self._staging.copy(parts), facts)
 
     def is_done(self) -> bool:

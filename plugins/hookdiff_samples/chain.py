@@ -23,7 +23,14 @@ def about(sampler: object, objective: object) -> dict[str, Any]:
     parts = {name: as_toml(getattr(fitted, name)) for name in ("sampler", "spacing", "clipping", "guidance")}
     used = {name: part.pop("use") for name, part in parts.items()}
     scale = {"guidance_scale": parts["guidance"].pop("scale")} if isinstance(fitted.guidance, ClassifierFree) else {}
-    return {**used, "steps": fitted.steps, **scale, "options": {name: part for name, part in parts.items() if part}}
+    precision = {"precision": fitted.precision} if fitted.precision != "float32" else {}
+    return {
+        **used,
+        "steps": fitted.steps,
+        **scale,
+        **precision,
+        "options": {name: part for name, part in parts.items() if part},
+    }
 
 
 @define(eq=False)

@@ -140,6 +140,25 @@ def test_dtype_changes_only_the_precision() -> None:
         sampling.sample(pointwise, LINEAR, (1, 4, 4), generators(0), "cpu", torch.bfloat16)
 
 
+def test_bf16_is_for_the_network_alone() -> None:
+    torch.manual_seed(0)
+    net, seen = nn.Conv2d(1, 1, 3, padding=1), []
+
+    def call(x: Tensor, times: Tensor) -> Tensor:
+        out: Tensor = net(x)
+        seen.append((x.dtype, out.dtype))
+        return out
+
+    exact, rounded = (
+        Sampling(steps=4, precision=precision).sample(call, Diffusion(), (1, 8, 8), generators(0, 1), "cpu")
+        for precision in ("float32", "bf16")
+    )
+    assert seen == [(torch.float32, torch.float32)] * 4 + [(torch.float32, torch.bfloat16)] * 4
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded, exact, atol=0.05, rtol=0)
+
+
 def test_the_network_sees_int64_timesteps_and_may_output_bfloat16() -> None:
     seen: list[Tensor] = []
 
