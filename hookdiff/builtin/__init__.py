@@ -10,7 +10,7 @@ from hookdiff.builtin.lines import Distributions, Metrics, Texts
 from hookdiff.builtin.run_dir import RunDir
 from hookdiff.builtin.signals import Signals
 from hookdiff.builtin.skip import SkipBatches
-from hookdiff.builtin.slow import Slow
+from hookdiff.builtin.slow_steps import SlowSteps
 from hookdiff.builtin.start import Start
 
 
@@ -43,7 +43,7 @@ def builtin_plugins(
 
         plugins["micro_batch"] = FitMicroBatch()  # before run_dir, which writes the size that it finds
     plugins |= {"run_dir": RunDir(overwrite), "metrics": Metrics(), "texts": Texts(), "distributions": Distributions()}
-    plugins |= {"images": Images(), "events": Events(), "slow": Slow()}
+    plugins |= {"images": Images(), "events": Events(), "slow_steps": SlowSteps()}
     if defaults is not None:
         plugins["changes"] = Changes(defaults)
     if start_from:

@@ -5,7 +5,7 @@ import tomli_w
 import torch
 
 import hookdiff.experiment.settle as settle_module
-from hookdiff.builtin.slow import Slow
+from hookdiff.builtin.slow_steps import SlowSteps
 from hookdiff.experiment.settle import recorded, settle
 from hookdiff.testing import assert_same, weights
 from tests.conftest import check_facts, finish
@@ -142,8 +142,8 @@ def test_the_command_sets_the_threads(write_config, start, tmp_path):
     assert '"threads": 2' in events
 
 
-def test_slow_is_a_plugin_of_every_run(load_small, tmp_path):
+def test_slow_steps_are_watched_by_a_plugin_of_every_run(load_small, tmp_path):
     from hookdiff import build_loop
 
     loop = build_loop(load_small(), tmp_path / "run")
-    assert any(isinstance(plugin, Slow) for plugin in loop.plugins.values())
+    assert any(isinstance(plugin, SlowSteps) for plugin in loop.plugins.values())

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hookdiff import PASS, hookimpl
-from hookdiff.builtin.slow import Slow
+from hookdiff.builtin.slow_steps import SlowSteps
 from hookdiff.machine import Usage, num_cpus
 from hookdiff.testing import toy_loop
 from tests.conftest import check_facts
@@ -16,7 +16,7 @@ from tests.conftest import check_facts
 class Sleeps:
     """Makes the steps from `begin` to `end` slow."""
 
-    def __init__(self, begin, end, seconds=0.1):
+    def __init__(self, begin, end, seconds=0.6):
         self.begin, self.end, self.seconds, self.events = begin, end, seconds, []
 
     @hookimpl
@@ -32,18 +32,19 @@ class Sleeps:
 
 def events_of(*stretches, steps=60):
     plugins = {f"sleeps{k}": Sleeps(*stretch) for k, stretch in enumerate(stretches)}
-    toy_loop({"slow": Slow(), **plugins}, steps=steps).run()
+    toy_loop({"slow_steps": SlowSteps(), **plugins}, steps=steps).run()
     return plugins["sleeps0"].events
 
 
 def test_a_slow_stretch_is_reported_once_and_the_next_one_again():
-    events = events_of((30, 40), (50, 56))
+    events = events_of((30, 36), (50, 56))
     assert [step for step, _ in events] == [33, 53]
     check_facts(events[0][1], "steps have become slow", "usually")
 
 
 def test_a_few_slow_steps_are_no_news():
     assert events_of((30, 33)) == []
+    assert events_of((30, 40, 0.1)) == []
 
 
 def test_steps_that_are_slow_from_the_start_are_the_usual_ones():

@@ -13,10 +13,11 @@ from hookdiff.machine import Usage
 _USUAL = 20  # steps whose median is the usual time
 _SLOW = 5  # times the usual time
 _STEPS = 3  # slow ones in a row, since a single one may be a hiccup of the system
+_LOST = 2.0  # seconds that they have lost: less is not worth a report
 
 
 @define(eq=False)
-class Slow:
+class SlowSteps:
     """Reports when forward and backward pass suddenly take five times as long as before, and the cause if it shows.
 
     Most often it is another process: on busy CPUs the threads of torch wait for each other, and two are slower than
@@ -50,7 +51,8 @@ class Slow:
         if not self._slow:
             self._since = Usage.now()  # after the first slow step, whose beginning nobody has noted
         self._slow.append(took)
-        if self._is_reported or self._since is None or len(self._slow) <= _STEPS:
+        lost = sum(self._slow) - len(self._slow) * self._usual
+        if self._is_reported or self._since is None or len(self._slow) <= _STEPS or lost < _LOST:
             return
         self._is_reported = True
         cause = Usage.now().since(self._since).cause()
