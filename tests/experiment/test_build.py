@@ -83,15 +83,6 @@ def test_a_loop_is_built_from_the_config(config, tmp_path):
     loop = build_loop(config("optimizer.lr=0.5", "run.seed=4", plugins=["ema"]), tmp_path / "run")
     core = ["run_dir", "metrics", "texts", "distributions", "images", "events", "slow_steps"]
     assert list(loop.plugins) == [*core, "ema"]
-        "run_dir",
-        "metrics",
-        "texts",
-        "distributions",
-        "images",
-        "events",
-        "slow_steps",
-        "ema",
-    ]
     assert (loop.config.seed, loop.feed.shape) == (4, (1, 8, 8))
     assert (loop.objective.process.timesteps, loop.sampler.steps) == (20, 2)
     assert not (tmp_path / "run").exists()  # only a run that starts makes it
