@@ -61,7 +61,7 @@ def bare(precision: str, attention: str, num: int, device: torch.device) -> Call
 def hookdiff(precision: str, attention: str, num: int, device: torch.device) -> Callable[[], object]:
     model = adapt(network(attention, device))
     sampler = Sampling("ddim", STEPS, precision=precision)  # type: ignore[arg-type]
-    blank = torch.zeros(1, 1, SIDE, SIDE)
+    blank = torch.zeros(128, 1, SIDE, SIDE)
     loop = Loop(model, (), Diffusion(), blank, sampler=sampler)
 
     def make() -> None:

@@ -28,7 +28,7 @@ def is_unsupported(error: Exception) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, which shares its memory; a tensor that is not sharded is its own part."""
-    return parts([tensor])[0]
+    return parts([tensor])[0] if is_sharded(tensor) else tensor
 
 
 def parts(tensors: Iterable[Any]) -> list[Tensor]:

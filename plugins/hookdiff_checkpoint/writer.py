@@ -50,12 +50,15 @@ class Staging:
     def copy(self, parts: Parts) -> Parts:
         """Return `parts` with copied tensors, which overwrite those of an earlier call."""
         copies: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
-        devices = set()
+        sources, targets = list[Tensor](), list[Tensor]()
         for part, name, tensor, buffer, is_first in self._places(parts):
             copies[part][name] = buffer
             if is_first:
-                buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-                devices |= {tensor.device} if tensor.is_cuda else set()
+                sources.append(tensor)
+                targets.append(buffer)
+        devices = {source.device for source in sources if source.is_cuda}
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return {
             part: evolve(
@@ -72,24 +75,33 @@ class Staging:
         Tied weights share a buffer.
         """
         before, self._buffers = self._buffers, {}
-        places, seen = [], dict[Any, Tensor]()
+        places, seen = list[tuple[str, str, Tensor, Tensor, bool]](), dict[int, list[tuple[Tensor, Tensor]]]()
         for part, own in parts.items():
             for name, tensor in (*own.tensors.items(), *own.pieces.items()):
-                tensor = tensor.detach()
-                same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-                is_first = same not in seen or not tensor.numel()
-                if is_first:
-                    buffer = before.get((part, name))
-                    if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                        buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                    self._buffers[part, name] = seen[same] = buffer
-                places.append((part, name, tensor, seen[same], is_first))
+                at_address = seen.setdefault(tensor.data_ptr(), [])
+                found = next((copy for earlier, copy in at_address if _is_same(earlier, tensor)), None)
+                buffer = before.get((part, name)) if found is None else found
+                if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+                if found is None:
+                    self._buffers[part, name] = buffer
+                    at_address.append((tensor, buffer))
+                places.append((part, name, tensor, buffer, found is None))
         return places
 
     def wait(self) -> None:
         """Wait until the copies are complete."""
         for event in self._events:
             event.synchronize()
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors at one address are the same values."""
+
+    def form(tensor: Tensor) -> tuple[object, ...]:
+        return tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+
+    return bool(one.numel()) and form(one) == form(other)
 
 
 def check_finite(parts: Parts, weights: Container[str]) -> None:
