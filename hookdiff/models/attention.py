@@ -32,9 +32,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, form: Form = "by_layer") -> Tenso
 def product_is_faster(tokens: int, head_dim: int, dtype: torch.dtype, device: str) -> bool:
     """Return whether matrix products are faster than torch's kernel, for training or, without gradients, sampling.
 
-    The rule follows from the measurement in benchmarks/README.md. In bfloat16 the kernel of the CPU has a slow backward
-    pass; in float32 the product wins where its weights fit into the processor's cache. A GPU has good kernels, and more
-    tokens would take too much memory.
+    The rule follows from the table of step.py in benchmarks/README.md. In bfloat16 the CPU's kernel has a slow backward
+    pass. More tokens would take too much memory, and a GPU has good kernels.
     """
     if device != "cpu":
         return False
@@ -42,7 +41,7 @@ def product_is_faster(tokens: int, head_dim: int, dtype: torch.dtype, device: st
         return tokens <= 1024
     if dtype != torch.float32:
         return False
-    return tokens <= 256 and head_dim <= 8 if torch.is_grad_enabled() else tokens <= 64
+    return (head_dim <= 8 and 64 <= tokens <= 256) or (tokens <= 64 and not torch.is_grad_enabled())
 
 
 def use_attention(model: nn.Module, form: Form) -> None:
