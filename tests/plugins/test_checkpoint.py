@@ -17,6 +17,8 @@ from hookdiff.builtin import Metrics
 from hookdiff.testing import assert_same, toy_loop, toy_model, weights
 from hookdiff_amp import AMP
 from hookdiff_checkpoint import Checkpoint, find_checkpoints, read_checkpoint
+from hookdiff_checkpoint.saving import Part
+from hookdiff_checkpoint.writer import Staging
 from hookdiff_clip import Adaptive, Clip
 from hookdiff_ema import EMA
 from hookdiff_lr import LR
@@ -538,3 +540,48 @@ def test_a_plugin_may_have_any_name(tmp_path):
     assert {path.parent for path in tmp_path.rglob("*.safetensors")} == {
         tmp_path / "checkpoints" / name for name in names(2, 4, 6)
     }
+
+
+class Watch:
+    """Notes the addresses of the memory that the writer has between two steps."""
+
+    def __init__(self):
+        self.addresses = {}
+
+    @hookimpl(trylast=True)
+    def between_steps(self, loop):
+        writer = loop.plugins["checkpoint"]._writer
+        if writer._reserving:
+            writer._reserving.result()
+        self.addresses[loop.progress.step] = {
+            name: buffer.data_ptr() for name, buffer in writer._staging._buffers.items()
+        }
+
+
+@pytest.mark.parametrize(("every", "reserves"), [(3, True), (0, False)])
+def test_the_memory_of_all_saves_is_taken_after_the_first_step(tmp_path, every, reserves):
+    watch, ema = Watch(), EMA(decay=0.9)
+    used = {"ema": ema, "checkpoint": Checkpoint(every=every), "watch": watch}
+    loop = toy_loop(used, run_dir=tmp_path, steps=7)
+    loop.run()
+    assert bool(watch.addresses[1]) == reserves
+    assert watch.addresses[1] == watch.addresses[4] == watch.addresses[7]
+    saved = read_checkpoint(sorted((tmp_path / "checkpoints").iterdir())[-1])
+    assert_same(saved["model"], weights(loop))
+    assert_same({name: saved["plugins"]["ema"][name] for name in ema.shadow}, ema.shadow)
+
+
+def test_weights_that_are_tied_are_copied_once_and_untied_ones_apart():
+    one, other = torch.arange(6.0).view(2, 3), torch.arange(6.0, 12.0).view(2, 3)
+    staging = Staging()
+
+    def copies(**tensors):
+        copied = staging.copy({"model": Part(tensors, {}, {}, {})})["model"].tensors
+        assert_same(copied, tensors)
+        return len({copy.data_ptr() for copy in copied.values()})
+
+    assert copies(a=one, b=one) == 1
+    assert copies(a=one, b=other) == 2
+    assert copies(a=one, b=one.t()) == 2
+    assert copies(a=one, b=one[:0]) == 2
+    assert copies(a=one.bfloat16(), b=one) == 2

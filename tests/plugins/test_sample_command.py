@@ -68,6 +68,8 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
     assert sample("--seed", 1)[0] != averaged
     assert sample("--steps", 3)[0] != averaged
     assert sample("--sampler", "ddpm")[0] != averaged
+    sample("--precision", "bf16")
+    assert info_of(folder / "x.png")["precision"] == "bf16"
     assert sorted(path for path in run.rglob("*") if path.is_file()) == before
 
     from_file, out = sample("--weights", f"{NEWEST}/ema.safetensors")

@@ -1,0 +1,44 @@
+"""What the process may use of the machine."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from hookdiff.machine import Usage, num_cpus, usual_threads
+
+FREED = """
+import os, resource, torch
+from hookdiff.machine import keep_memory
+keep_memory()
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+tensor = torch.ones(64 * 2**20, dtype=torch.uint8)
+before = resident()
+del tensor
+print(before - resident() < 16 * 2**20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
+@pytest.mark.parametrize(("variables", "keeps"), [({}, "True"), ({"MALLOC_MMAP_THRESHOLD_": "65536"}, "False")])
+def test_freed_memory_is_kept_unless_the_user_has_tuned_the_allocator(variables: dict[str, str], keeps: str) -> None:
+    usual = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", FREED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**usual, **variables})
+    assert done.stdout.strip() == keeps
+
+
+def test_the_process_has_cpus_and_threads() -> None:
+    assert 1 <= usual_threads() <= num_cpus() <= (os.cpu_count() or 1)
+
+
+def test_the_counts_of_a_busy_process_rise() -> None:
+    before = Usage.now()
+    sum(range(10**7))
+    used = Usage.now().since(before)
+    assert used.wall > 0
+    assert 0 < used.own <= used.wall * num_cpus() + 0.1
+    assert used.faults >= 0
