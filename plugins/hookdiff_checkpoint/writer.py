@@ -57,8 +57,9 @@ class Staging:
                 sources.append(tensor)
                 targets.append(buffer)
         devices = {source.device for source in sources if source.is_cuda}
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
+        if sources:  # the first rank saves what all ranks have
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return {
             part: evolve(
