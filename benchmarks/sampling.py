@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from diffusers import DDIMPipeline, DDIMScheduler, UNet2DModel
+from diffusers import DDIMPipeline, DDIMScheduler
+from step import of_diffusers
 
 from hookdiff import Loop, SampleRequest
 from hookdiff.diffusion import Diffusion, Sampling
@@ -29,16 +30,7 @@ SIDE, STEPS, BATCH = 32, 50, 64
 
 def network(attention: str, device: torch.device) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = UNet2DModel(
-        sample_size=SIDE,
-        in_channels=1,
-        out_channels=1,
-        layers_per_block=1,
-        block_out_channels=(32, 64, 64),
-        down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
-        norm_num_groups=8,
-    )
+    model = of_diffusers()
     use_attention(model, attention)  # type: ignore[arg-type]
     return model.to(device).eval()
 

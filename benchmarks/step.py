@@ -42,7 +42,7 @@ def of_diffusers() -> nn.Module:
         up_block_types=("AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
         norm_num_groups=8,
     )
-    return adapt(model)
+    return model
 
 
 # By name: the network, the shape of a batch.
@@ -57,7 +57,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (8, 3, 64, 64),
     ),
     "dit 28 px": (lambda: DiT(image_size=28), (64, 1, 28, 28)),
-    "UNet2DModel 32 px": (of_diffusers, (64, 1, 32, 32)),
+    "UNet2DModel 32 px": (lambda: adapt(of_diffusers()), (64, 1, 32, 32)),
 }
 FORMS = list(product(PRECISIONS, ("contiguous", "channels_last"), ("kernel", "by_layer")))
 

@@ -84,7 +84,8 @@ class Usage:
         if self.faults > 50 * self.wall:
             return f"memory is short: {self.faults / self.wall:.0f} pages a second are read from the disk"
         if others > 0.3:
-            return f"other processes use {others:.1f} of the {num_cpus()} CPUs"
+            used = f"other processes use {others:.1f} of the {num_cpus()} CPUs"
+            return f"{used}; beside them run.threads = 1 may be faster"
         return None
 
 

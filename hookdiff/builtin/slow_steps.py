@@ -26,7 +26,8 @@ class SlowSteps:
 
     _times: list[float] = field(factory=list, init=False)  # of the last usual steps, in seconds
     _usual: float = field(default=0.0, init=False)  # their median; 0: too few of them
-    _slow: list[float] = field(factory=list, init=False)  # of the last steps, if they were slow
+    _slow: int = field(default=0, init=False)  # slow steps since the last usual one
+    _lost: float = field(default=0.0, init=False)  # seconds that these have lost
     _since: Usage | None = field(default=None, init=False)  # at the first slow step
     _begun: float = field(default=0.0, init=False)
     _is_reported: bool = field(default=False, init=False)
@@ -41,8 +42,7 @@ class SlowSteps:
         if self._usual and took > _SLOW * self._usual:
             self._note(loop, took)
             return
-        if self._slow:
-            self._slow, self._is_reported = [], False
+        self._slow, self._lost, self._is_reported = 0, 0.0, False
         self._times.append(took)
         if len(self._times) == _USUAL:
             self._usual, self._times = median(self._times), []
@@ -50,13 +50,12 @@ class SlowSteps:
     def _note(self, loop: Loop, took: float) -> None:
         if not self._slow:
             self._since = Usage.now()  # after the first slow step, whose beginning nobody has noted
-        self._slow.append(took)
-        lost = sum(self._slow) - len(self._slow) * self._usual
-        if self._is_reported or self._since is None or len(self._slow) <= _STEPS or lost < _LOST:
+        self._slow += 1
+        self._lost += took - self._usual
+        if self._is_reported or self._since is None or self._slow <= _STEPS or self._lost < _LOST:
             return
         self._is_reported = True
         cause = Usage.now().since(self._since).cause()
-        remedy = "run.threads = 1 while they run" if cause and cause.startswith("other") else ""
         what = f"steps have become slow: {1000 * took:.3g} ms, usually {1000 * self._usual:.3g} ms"
         why = cause or "neither other processes, nor the memory, nor the limit of a container shows as the cause"
-        loop.log.report(Finding("warning", what, why, remedy))
+        loop.log.report(Finding("warning", what, why))

@@ -19,7 +19,7 @@ from hookdiff.experiment.config import Config
 from hookdiff.experiment.discovery import is_needed
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.settle import recorded, settle, use
+from hookdiff.experiment.settle import prepare_process, recorded, settle
 from hookdiff.loop import Loop
 from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.attention import use_attention
@@ -69,7 +69,7 @@ def build_loop(
     """
     device = pick_device(config.run.device)
     config = settle(config, device, recorded(run_dir, resume))
-    use(config, device)
+    prepare_process(config, device)
     feed = build_feed(config, decode=hooks is None) if feed is None else feed
     config = fit_to_data(config, feed)
     model = (make or make_model)(config, device)

@@ -97,7 +97,7 @@ def _threads(before: int | None) -> int:
     return usual
 
 
-def use(config: Config, device: torch.device) -> None:
+def prepare_process(config: Config, device: torch.device) -> None:
     """Let this process use the threads of the config, and on a CPU keep freed memory for the next step."""
     if isinstance(config.run.threads, int):
         torch.set_num_threads(config.run.threads)
