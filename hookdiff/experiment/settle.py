@@ -5,7 +5,7 @@ The choices stand in config.toml and in the checkpoints. A resumed run takes the
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from attrs import evolve
 
 from hookdiff.disk.paths import CONFIG, run_of
 from hookdiff.errors import UserError
-from hookdiff.experiment.config import Config, read_toml
+from hookdiff.experiment.config import Config, RunConfig, read_toml
 from hookdiff.experiment.part import Part
 from hookdiff.machine import keep_memory, num_cpus, usual_threads
 from hookdiff.progress import AUTO
@@ -25,10 +25,11 @@ log = logging.getLogger("hookdiff")
 
 
 def recorded(run_dir: Path, resume: bool | Path) -> dict[str, Any]:
-    """Return the config of the run that is resumed, as it was written; without one, nothing."""
+    """Return the tables of the run that is resumed, as its config.toml has them; without one, nothing."""
     place = run_dir if resume is True else resume
     with suppress(UserError):  # checkpoints may be elsewhere, and the file is written anew
-        return read_toml(run_of(place) / CONFIG) if place else {}
+        written = read_toml(run_of(place) / CONFIG) if place else {}
+        return {name: table for name, table in written.items() if isinstance(table, dict)}
     return {}
 
 
@@ -41,14 +42,14 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
     leaves them out.
     """
     on_cpu = device.type == "cpu"
-    earlier = before.get("run", {})
+    earlier = _fitting(RunConfig, before.get("run"))
     same_kind = isinstance(earlier.get("threads"), int) == on_cpu  # only a CPU has settled threads
     run: dict[str, Any] = {}
     plugins = dict(config.plugins)
     for name, part in config.plugins.items():
         if not hasattr(part.target, "choose"):
             continue
-        known = before.get("plugins", {}).get(name, {}) if same_kind else {}
+        known = _fitting(part.target, before.get("plugins", {}).get(name)) if same_kind else {}
         for key, value in part.build().choose(device).items():
             if key.startswith("run."):
                 run.setdefault(key.removeprefix("run."), value)
@@ -103,6 +104,17 @@ def prepare_process(config: Config, device: torch.device) -> None:
         torch.set_num_threads(config.run.threads)
     if device.type == "cpu":
         keep_memory()
+
+
+def _fitting(target: Callable[..., Any], table: Any) -> dict[str, Any]:
+    """Return those keys of a recorded `table` that `target` still takes, and whose values it takes."""
+    found = dict[str, Any]()
+    for key, value in table.items() if isinstance(table, dict) else ():
+        problems = Problems()
+        checked = arguments(target, {key: value}, "", problems)
+        if not problems.found:
+            found |= checked
+    return found
 
 
 def _kept(part: Part, before: Mapping[str, Any]) -> Part:

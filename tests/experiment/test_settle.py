@@ -1,5 +1,6 @@
 """What a config leaves to the machine is settled by rules, recorded, and kept by a resumed run."""
 
+import pytest
 import tomli
 import tomli_w
 import torch
@@ -129,9 +130,23 @@ def test_a_damaged_record_is_written_anew(load_small, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("not TOML")
     assert recorded(tmp_path / "run", True) == {}
-    (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps({"run": {"threads": 5}}))
+    (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps({"plugins": 3, "run": {"threads": 5}}))
     assert recorded(tmp_path / "run", False) == {}
     assert recorded(tmp_path, tmp_path / "run") == {"run": {"threads": 5}}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"run": {"threads": -3, "channels_last": "often"}, "plugins": {"amp": {"precision": "int3"}}},
+        {"run": {"threads": True}, "plugins": {"amp": 4}, "diffusion": {"prediction": "psi"}},
+    ],
+)
+def test_recorded_values_that_do_not_fit_are_chosen_anew(load_small, monkeypatch, damaged):
+    set_bf16(monkeypatch, True)
+    config = load_small(plugins=["amp"])
+    assert chosen(config, CPU, damaged) == ("bf16", False, True)
+    assert settle(config, CPU, damaged).resolved()["diffusion"] == config.resolved()["diffusion"]
 
 
 def test_the_command_sets_the_threads(write_config, start, tmp_path):
