@@ -29,11 +29,11 @@ from hookdiff_networks import DiT, UNet
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
-def of_diffusers() -> nn.Module:
+def of_diffusers(side: int = 32) -> nn.Module:
     from diffusers import UNet2DModel
 
     model = UNet2DModel(
-        sample_size=32,
+        sample_size=side,
         in_channels=1,
         out_channels=1,
         layers_per_block=1,

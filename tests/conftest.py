@@ -48,7 +48,7 @@ def pytest_runtest_makereport() -> Iterator[None]:
 torch.set_num_threads(1)
 
 SMALL: dict[str, Any] = {
-    "run": {"steps": 6, "batch_size": 16, "device": "cpu"},
+    "run": {"steps": 6, "batch_size": 16, "device": "cpu", "plugins": []},
     "data": {"source": "digits"},
     "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8, "num_classes": 0},
     "diffusion": {"process": {"use": "vp", "schedule": "cosine", "timesteps": 20}},
@@ -61,6 +61,7 @@ steps = 2
 batch_size = 8
 device = "cpu"
 log_every = 1
+plugins = []
 [data]
 source = "folder"
 path = "pictures"

@@ -31,7 +31,7 @@ def test_embed_trains_in_both_styles(tmp_path: Path) -> None:
 def test_the_basic_example_is_a_valid_config(hookdiff: Any) -> None:
     code, out, err = hookdiff("check", EXAMPLES / "basic.toml", "--plugins", "ema,amp,fid")
     assert code == 0, err
-    assert tomli.loads(out)["run"]["plugins"][-3:] == ["ema", "amp", "fid"]
+    assert {"ema", "amp", "fid"} < set(tomli.loads(out)["run"]["plugins"])
 
 
 # Stand-ins for the commands of SLURM: a job of two nodes, which both are this machine.

@@ -13,7 +13,7 @@ from hookdiff.diffusion.prediction import (
     SamplePrediction,
     VPrediction,
 )
-from hookdiff.diffusion.process import EDM, IMAGE, VP, Flow, Point, Process
+from hookdiff.diffusion.process import EDM, IMAGE, VP, DDPMProcess, Flow, Point, Process
 from hookdiff.diffusion.sampling import Sampling
 from hookdiff.diffusion.schedules import Cosine, Linear, ScaledLinear, Schedule, Sigmoid
 from hookdiff.diffusion.solvers import DDIM, DDPM, Churning, DPMSolver2M, Euler, Heun, Solver
@@ -36,6 +36,7 @@ __all__ = [
     "ClassifierFree",
     "Clipping",
     "Cosine",
+    "DDPMProcess",
     "DPMSolver2M",
     "Debiased",
     "Diffusion",

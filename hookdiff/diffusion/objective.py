@@ -71,20 +71,25 @@ class Diffusion:
         converter=chosen[Prediction],
         validator=_fits_process,
         metadata=about(
-            'meaning of the network\'s output; unless given, "epsilon" with process "vp", "flow_prediction" with '
-            '"flow", "edm" with "edm"'
+            'meaning of the network\'s output; unless given, "v_prediction" with process "vp", "epsilon" with "ddpm", '
+            '"flow_prediction" with "flow", "edm" with "edm"'
         ),
     )
     weighting: Weighting = field(
-        default=UniformWeighting(),
+        default=Factory(lambda self: self.process.default_weighting, takes_self=True),
         converter=chosen[Weighting],
-        metadata=about("weight of each noise level in the loss"),
+        metadata=about(
+            'weight of each noise level in the loss; unless given, "min_snr" with process "vp", else "uniform"'
+        ),
     )
     times: Times = field(
         default=Factory(lambda self: self.process.default_times, takes_self=True),
         converter=chosen[Times],
         validator=_fits_process,
-        metadata=about('noise levels drawn in training; unless given, "log_normal" for process "edm", else "uniform"'),
+        metadata=about(
+            'noise levels drawn in training; unless given, "log_normal" with process "edm", "logit_normal" with '
+            '"flow", else "uniform", and stratified but with "ddpm"'
+        ),
     )
     loss: Loss = field(default=MSE(), converter=chosen[Loss], metadata=about("error of each pixel"))
     conditional: bool | None = field(

@@ -2,8 +2,10 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import cached_property
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from attrs import define, field
@@ -11,7 +13,7 @@ from attrs.validators import ge, gt, le
 from torch import Tensor
 
 from hookdiff.choices import Choice, chosen
-from hookdiff.diffusion.schedules import Linear, NoiseSchedule, Schedule, rescale_betas_zero_snr
+from hookdiff.diffusion.schedules import Cosine, Linear, NoiseSchedule, Schedule, rescale_betas_zero_snr
 from hookdiff.options import about
 
 _TINY = 2.0**-25  # half the distance between neighbouring float32 numbers that torch draws from [0, 1)
@@ -41,16 +43,22 @@ class Process(Choice, ABC):
     kind = "process"
     default = "vp"
 
-    # The parts that are usual with this process, by name; they apply unless the config chooses others.
-    default_prediction: ClassVar[str] = "epsilon"
-    default_times: ClassVar[str] = "uniform"
-    default_sampler: ClassVar[str] = "ddim"
+    # The parts that are usual with this process, as a config writes them; they apply unless it chooses others. Those of
+    # "vp" and "flow" made the best images of benchmarks/quality.py.
+    default_prediction: ClassVar[str] = "v_prediction"
+    default_times: ClassVar[str | Mapping[str, Any]] = MappingProxyType({"use": "uniform", "stratified": True})
+    default_sampler: ClassVar[str] = "dpmpp_2m"
     default_spacing: ClassVar[str] = "trailing"
     default_clipping: ClassVar[str] = "none"
 
     has_timesteps: ClassVar[bool] = False  # times are int64, 0 to T - 1; else float32
     reaches_image: ClassVar[bool] = False  # the times of training go down to the clean image (sigma = 0)
     straight: ClassVar[bool] = True  # Heun's method integrates in alpha and sigma; else in sigma / alpha
+
+    @property
+    def default_weighting(self) -> str:
+        """Name of the weighting that is usual with this process, as above."""
+        return "uniform"
 
     @property
     def initial_scale(self) -> float:
@@ -97,13 +105,13 @@ class Process(Choice, ABC):
 
 @define(frozen=True, slots=False)
 class VP(Process):
-    """Variance-preserving timesteps, alpha² + sigma² = 1: Ho et al. 2020 (arXiv 2006.11239).
+    """Variance-preserving timesteps, alpha² + sigma² = 1: Ho et al. 2020 (arXiv 2006.11239), eq. 4.
 
     The tables of a noise schedule hold the rates at each timestep 0..T-1. The network gets timesteps as int64.
     """
 
     schedule: Schedule = field(
-        default=Linear(), converter=chosen[Schedule], metadata=about("noise added at each timestep")
+        default=Cosine(), converter=chosen[Schedule], metadata=about("noise added at each timestep")
     )
     timesteps: int = field(default=1000, validator=[ge(1), le(1_000_000)], metadata=about("number of timesteps, T"))
     rescale_betas_zero_snr: bool = field(
@@ -113,6 +121,10 @@ class VP(Process):
     default_clipping = "clamp"
     has_timesteps = True
     straight = False
+
+    @property
+    def default_weighting(self) -> str:
+        return "uniform" if self.ends_in_noise else "min_snr"  # min-SNR gives pure noise a weight of 0
 
     def __attrs_post_init__(self) -> None:
         left = float(self.tables.alphas_cumprod[-1])
@@ -181,6 +193,27 @@ class VP(Process):
         return Point(alpha, ratio * alpha, nearest if at_timestep else time)
 
 
+@define(frozen=True, slots=False)
+class DDPMProcess(VP):
+    """The process of Ho et al. 2020 (arXiv 2006.11239), with the parts of that paper: the original recipe.
+
+    They are linear betas, the prediction "epsilon", timesteps drawn one by one, the same weight for all, and ancestral
+    sampling.
+    """
+
+    schedule: Schedule = field(
+        default=Linear(), converter=chosen[Schedule], kw_only=True, metadata=about("noise added at each timestep")
+    )
+
+    default_prediction = "epsilon"
+    default_times = "uniform"
+    default_sampler = "ddpm"
+
+    @property
+    def default_weighting(self) -> str:
+        return "uniform"
+
+
 @define(frozen=True)
 class Flow(Process):
     """x_t = (1 - t) x0 + t noise for t from 0 (image) to 1 (noise): Liu et al. 2022 (arXiv 2209.03003).
@@ -195,6 +228,7 @@ class Flow(Process):
     time_scale: float = field(default=1000.0, validator=gt(0), metadata=about("the network gets t times this"))
 
     default_prediction = "flow_prediction"
+    default_times = MappingProxyType({"use": "logit_normal", "stratified": True})
     default_sampler = "euler"
     reaches_image = True
 
@@ -245,7 +279,7 @@ class EDM(Process):
     )
 
     default_prediction = "edm"
-    default_times = "log_normal"
+    default_times = MappingProxyType({"use": "log_normal", "stratified": True})
     default_sampler = "heun"
     default_spacing = "karras"
 
@@ -279,4 +313,4 @@ class EDM(Process):
         return Point(1.0, ratio, math.log(ratio) * self.time_scale / 4)
 
 
-Process.known = {"vp": VP, "flow": Flow, "edm": EDM}
+Process.known = {"vp": VP, "ddpm": DDPMProcess, "flow": Flow, "edm": EDM}

@@ -36,10 +36,15 @@ class Sampling:
     sampler: Solver | None = field(
         default=None,
         converter=optional(chosen[Solver]),
-        metadata=about('method; unless given, "ddim" with process "vp", "euler" with "flow", "heun" with "edm"'),
+        metadata=about(
+            'method; unless given, "dpmpp_2m" with process "vp", "ddpm" with "ddpm", "euler" with "flow", "heun" with '
+            '"edm"'
+        ),
     )
     steps: int = field(
-        default=50, validator=[ge(1), le(1_000_000)], metadata=about('number of steps; with "vp" at most its timesteps')
+        default=50,
+        validator=[ge(1), le(1_000_000)],
+        metadata=about("number of steps; at most the timesteps of the process, if it has some"),
     )
     spacing: Spacing | None = field(
         default=None,
@@ -49,7 +54,7 @@ class Sampling:
     clipping: Clipping | None = field(
         default=None,
         converter=optional(chosen[Clipping]),
-        metadata=about('clipping of predicted images; unless given, "clamp" with process "vp", else "none"'),
+        metadata=about('clipping of predicted images; unless given, "clamp" with process "vp" or "ddpm", else "none"'),
     )
     guidance: Guidance = field(
         default=ClassifierFree(),

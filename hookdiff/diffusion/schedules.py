@@ -22,7 +22,6 @@ class Schedule(Choice, ABC):
     """The variance of the noise that each timestep adds."""
 
     kind = "schedule"
-    default = "linear"
 
     @abstractmethod
     def betas(self, timesteps: int) -> Tensor:

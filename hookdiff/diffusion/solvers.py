@@ -18,6 +18,8 @@ from hookdiff.diffusion.prediction import q_sample
 from hookdiff.diffusion.process import Point
 from hookdiff.options import about, between
 
+_NOISE = 1000  # sigma / alpha from which on x holds next to nothing of the image
+
 
 class Solver(Choice, ABC):
     """Makes one step of a chain from noise to image."""
@@ -119,8 +121,8 @@ class Heun(Churning):
         unreadable = chain.diffusion.prediction.needs_sigma or chain.clipping.clips  # they divide by sigma
         if not end.sigma and (unreadable or not process.reaches_image):
             return x_end  # no correction at sigma = 0, as in algorithm 2
-        if not start.alpha and not process.straight:
-            return x_end  # sigma / alpha is infinite
+        if not process.straight and start.ratio > _NOISE:
+            return x_end  # the correction multiplies the error of the slope by sigma / alpha, which may be infinite
         x0_end, noise_end = chain.predict(x_end, end)
         slope = (noise + noise_end) / 2
         if process.straight:

@@ -36,6 +36,9 @@ from hookdiff.plugins import check_partners
 from hookdiff.progress import AUTO, LoopConfig
 from hookdiff.structure import Problems, Text, arguments, as_toml, described, missing, parameters
 
+# The plugins of a config that names none: what a training needs to be stable, sampled well, and continued.
+USUAL = ("lr", "clip", "amp", "ema", "nan", "checkpoint", "samples", "progress")
+
 log = logging.getLogger("hookdiff")
 
 
@@ -84,7 +87,8 @@ class RunConfig(LoopConfig):
         ),
     )
     plugins: tuple[str, ...] = field(
-        default=(), metadata=about("names of entry points, or `module:Class`, in the order in which they are called")
+        default=USUAL,
+        metadata=about("names of entry points, or `module:Class`, in the order in which they are called; `[]`: none"),
     )
     import_from: str | None = field(
         default=None,
@@ -316,9 +320,11 @@ def _check(
     given = tables.get("run", {})
     run = arguments(RunConfig, {"name": path.stem, **given}, "run", problems)
     _check_length(given, run, problems)
-    if "plugins" in run or "plugins" not in given:
+    if "plugins" not in given:
+        run["plugins"] = USUAL
+    if "plugins" in run:
         for name in switches:
-            run["plugins"] = _switch(run.get("plugins", ()), name, problems)
+            run["plugins"] = _switch(run["plugins"], name, problems)
     parts: dict[str, Any] = {
         section.table: section.read(tables[section.table], problems)
         for section in SECTIONS

@@ -35,12 +35,11 @@ def keys(target: Callable[..., Any]) -> list[Key]:
         metadata = fields[name].metadata if name in fields else {}
         text = metadata.get("help") or texts.get(name, "")
         unit = f" ({metadata['unit']})" if "unit" in metadata else ""
-        required = "; required" if text and parameter.default is attrs.NOTHING else ""
         kind = _kind(hints.get(name))
         default = None if parameter.default is attrs.NOTHING else as_toml(parameter.default)
         if isinstance(default, dict) and kind:
             default = default["use"]
-        found.append(Key(name, _written(default), text + unit + required, kind))
+        found.append(Key(name, _written(default), text + unit, kind))
     return found
 
 

@@ -16,7 +16,7 @@ from hookdiff_ema.profiles import Warmup, gamma_of, half_life_decay, power_decay
 
 Length = float | list[float] | None  # how long one average, or several, remember
 
-_DECAY = 0.999  # if no length is given
+_STD = 0.1  # if no length is given
 _INTEGERS = {4: torch.int32, 8: torch.int64}  # type of the bits of a number, by its size in bytes
 
 
@@ -101,7 +101,7 @@ def make_averages(name: str, decay: Length, half_life: Length, std: Length, warm
     half-life. Raises ValueError for two numbers, and for two equal averages.
     """
     lengths = {"decay": decay, "half_life": half_life, "std": std}
-    given = {key: value for key, value in lengths.items() if value is not None} or {"decay": _DECAY}
+    given = {key: value for key, value in lengths.items() if value is not None} or {"std": _STD}
     numbers = [key for key, value in given.items() if not isinstance(value, (list, tuple))]
     if len(numbers) > 1:
         raise ValueError(f"{' and '.join(numbers)} both set the length of one average; set one, or lists for several")

@@ -64,14 +64,14 @@ class EMA:
     """
 
     state_class: ClassVar[type] = EMAState
-    decay: Length = field(
-        default=None, validator=each(ge(0), lt(1)), metadata=about("decay per update; 0.999 if no length is given")
-    )
+    decay: Length = field(default=None, validator=each(ge(0), lt(1)), metadata=about("decay per update"))
     half_life: Length = field(
         default=None, validator=each(gt(0), lt(math.inf)), metadata=about("half-life, in place of a decay", "updates")
     )
     std: Length = field(
-        default=None, validator=each(gt(0), le(MAX_STD)), metadata=about("width as a share of training, at most 0.2886")
+        default=None,
+        validator=each(gt(0), le(MAX_STD)),
+        metadata=about("width as a share of training, at most 0.2886; 0.1 if no length is given"),
     )
     warmup: Warmup = field(
         default=Ratio(),

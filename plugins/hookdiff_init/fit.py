@@ -34,8 +34,8 @@ class Network:
 
 
 _NETWORKS = (
-    Network(8, 32, (1, 2), 1, 1e-3),
-    Network(16, 32, (1, 2, 2), 1, 1e-3),
+    Network(8, 32, (1, 2), 1, 2e-3),
+    Network(16, 32, (1, 2, 2), 1, 2e-3),
     Network(48, 64, (1, 2, 2, 4), 1, 5e-4),
     Network(96, 64, (1, 1, 2, 2, 4), 1, 5e-4),
 )

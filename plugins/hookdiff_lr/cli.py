@@ -40,7 +40,7 @@ def command(
         checked = run_config(config, plugins, settings, trust=trust, without=("data", "model"))
     else:
         checked = load_config(config, plugins, settings)
-    plugin = checked.plugins["lr"].build() if "lr" in checked.plugins else LR("constant")
+    plugin = checked.plugins["lr"].build() if "lr" in checked.plugins else LR("constant", warmup=0)
     if not isinstance(plugin, LR):
         raise UserError(f"the plugin 'lr' of this config is a {type(plugin).__name__}; only LR of hookdiff_lr is drawn")
     steps = _steps(checked, config if is_run else None, trust)
@@ -62,7 +62,7 @@ def command(
         about = {"run": checked.run.name, "schedule": use, "steps": steps, "picture": str(out), "rates": rates}
         click.echo(json.dumps({**about, "points": points, "remarks": remarks}, indent=2))
         return
-    warmup = f" after {curve.warmup} steps of warm-up" if curve.warmup else ""
+    warmup = f" after {curve.warmup} step{'s' * (curve.warmup != 1)} of warm-up" if curve.warmup else ""
     shape = f"{use}{warmup}" if "lr" in checked.plugins else "constant, since the plugin lr is not switched on"
     click.echo(f"{checked.run.name}: {shape}, {steps} steps")
     click.echo(f"  {'step':>9}  {'':<20}" + "".join(f"  {name:>12}" for name in rates))

@@ -1,6 +1,8 @@
 """The plugin `lr`."""
 
 import logging
+import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -12,7 +14,7 @@ from torch.optim import Optimizer
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff.choices import chosen
 from hookdiff.options import about, between
-from hookdiff_lr.schedules import CosineLR, LRSchedule
+from hookdiff_lr.schedules import ConstantLR, LRSchedule, steps_of, steps_or_share
 
 log = logging.getLogger("hookdiff")
 
@@ -51,9 +53,13 @@ class LR:
     """
 
     schedule: LRSchedule = field(
-        default=CosineLR(), converter=chosen[LRSchedule], metadata=about("schedule of the rate after the warm-up")
+        default=ConstantLR(), converter=chosen[LRSchedule], metadata=about("schedule of the rate after the warm-up")
     )
-    warmup: int = field(default=0, validator=ge(0), metadata=about("linear rise to the highest rate", "steps"))
+    warmup: float = field(
+        default=0.05,
+        validator=[ge(0), steps_or_share],
+        metadata=about("length of the linear rise to the highest rate: share of the run, or steps; 0: none"),
+    )
     start_factor: float = field(
         default=0.0, validator=between(0, 1), metadata=about("share of the rate at step 0 of a warm-up")
     )
@@ -87,23 +93,37 @@ class LR:
     def curve(self, steps: int | None) -> Curve:
         """Return the curve of a run of `steps`. A warm-up is cut at the first fall of the schedule.
 
-        Raises UserError if the schedule needs an end, and neither `steps` nor `total` is given.
+        Raises UserError if the schedule needs an end, and neither `steps` nor `total` is given, or if the warm-up is a
+        share of a run without end.
         """
         total = (self.total or steps or 0) if self.schedule.needs_end else 0
         if self.schedule.needs_end and not total:
             raise UserError("plugins.lr: the schedule ends with the run, but the run has no end; set plugins.lr.total")
+        return Curve(self.schedule, min(self._warmup(steps), self._longest(total)), self.start_factor, total)
+
+    def _warmup(self, steps: int | None) -> int:
+        """Return the steps of the warm-up in a run of `steps`, before it is cut."""
+        length = self.total or steps
+        if 0 < self.warmup < 1 and not length:
+            raise UserError(
+                f"plugins.lr.warmup: {self.warmup:g} is a share of the run, but the run has no end; set a number of "
+                "steps, or 0"
+            )
+        return int(steps_of(self.warmup, length or 0))
+
+    def _longest(self, total: int) -> int:
+        """Return the number of steps before the first fall of the schedule."""
         first = self.schedule.first_fall(total)
-        warmup = self.warmup if self.warmup <= first else max(0, int(first))
-        return Curve(self.schedule, warmup, self.start_factor, total)
+        return sys.maxsize if math.isinf(first) else max(0, int(first))
 
     def remarks(self, steps: int | None) -> Iterator[str]:
         """Yield a sentence on each option that a run of `steps` cuts short or never reaches."""
         curve, use = self.curve(steps), self.schedule.use
         if self.schedule.first_fall(curve.total) < 0:
             yield f"lr: the fall of the schedule {use!r} is longer than {curve.total} steps, and is cut to them"
-        if curve.warmup < self.warmup:
+        if curve.warmup < (wanted := self._warmup(steps)):
             yield (
-                f"lr: the warm-up of {self.warmup} steps is cut to {curve.warmup}: the rate of the schedule {use!r} "
+                f"lr: the warm-up of {wanted} steps is cut to {curve.warmup}: the rate of the schedule {use!r} "
                 f"falls from step {curve.warmup} on"
             )
         marks = curve.landmarks() if steps and not self.schedule.repeats else ()

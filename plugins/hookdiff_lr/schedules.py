@@ -18,7 +18,6 @@ class LRSchedule(Choice, ABC):
     """The learning rate after the warm-up: a pure function of the step."""
 
     kind = "lr_schedule"
-    default = "cosine"
     repeats: ClassVar[bool] = False  # whether the landmarks never end, so that no run reaches all of them
 
     @property
@@ -116,7 +115,8 @@ class CosineRestartsLR(Falling):
             yield f"restart {number}", math.ceil(step)
 
 
-def _steps_or_share(_: object, attribute: Attribute[Any], value: float) -> None:
+def steps_or_share(_: object, attribute: Attribute[Any], value: float) -> None:
+    """Check that `value` is below 1, a share of the run, or a whole number of steps."""
     if value >= 1 and not float(value).is_integer():
         raise ValueError(f"{attribute.name}: expected whole steps, or a share of the run below 1, got {value:g}")
 
@@ -132,7 +132,7 @@ class StepLR(LRSchedule):
     """A drop at each milestone, and a constant rate in between."""
 
     milestones: tuple[float, ...] = field(
-        validator=and_(deep_iterable(and_(gt(0), _steps_or_share)), min_len(1), _rising),
+        validator=and_(deep_iterable(and_(gt(0), steps_or_share)), min_len(1), _rising),
         metadata=about("rising: the steps of the drops (`[20000, 30000]`), or their shares of the run (`[0.5, 0.75]`)"),
     )
     gamma: float = field(default=0.1, validator=[gt(0), le(1)], metadata=about("factor of the rate at each drop"))
@@ -151,7 +151,7 @@ class StepLR(LRSchedule):
         return ((f"drop {number}", math.ceil(each)) for number, each in enumerate(self._drops(total), 1))
 
     def _drops(self, total: int) -> list[float]:
-        return sorted(_steps_of(each, total) for each in self.milestones)
+        return sorted(steps_of(each, total) for each in self.milestones)
 
 
 @define(frozen=True)
@@ -171,18 +171,18 @@ class InverseSqrtLR(LRSchedule):
 class CooldownLR(Falling):
     """The highest rate, then a fall at the end of the run (WSD; Hägele et al. 2024, arXiv 2405.18392)."""
 
-    length: float = field(default=0.2, validator=[gt(0), _steps_or_share], metadata=about("share of the run, or steps"))
+    length: float = field(default=0.2, validator=[gt(0), steps_or_share], metadata=about("share of the run, or steps"))
     shape: Literal["sqrt", "linear"] = field(
         default="sqrt", validator=in_(("sqrt", "linear")), metadata=about('"linear", or "sqrt", fast at first')
     )
 
     def left(self, step: int, warmup: int, total: int) -> float:
-        length = min(_steps_of(self.length, total), total)
+        length = min(steps_of(self.length, total), total)
         cooled = min(1.0, max(0.0, (step - (total - length)) / length))
         return 1 - (math.sqrt(cooled) if self.shape == "sqrt" else cooled)
 
     def first_fall(self, total: int) -> float:
-        return total - _steps_of(self.length, total)
+        return total - steps_of(self.length, total)
 
     def landmarks(self, warmup: int, total: int) -> Iterator[tuple[str, int]]:
         yield "the cooldown begins", max(0, math.ceil(self.first_fall(total)))
@@ -208,5 +208,6 @@ def _half_cosine(done: float) -> float:
     return (1 + math.cos(math.pi * done)) / 2
 
 
-def _steps_of(amount: float, total: int) -> float:
+def steps_of(amount: float, total: int) -> float:
+    """Return the steps of an amount that `steps_or_share` allows, in a run of `total`."""
     return amount * total if amount < 1 else amount

@@ -237,8 +237,8 @@ class SampleGrid(Periodic):
         chosen = [self._labels[row % len(self._labels)] for row in range(_SHOWN)] if self._labels else []
         labels = tuple(label for label in chosen for _ in range(self.interpolation))
         if isinstance(sampler, Sampling):
-            # The usual sampler of each process adds no noise, which would hide how the images change.
-            sampler = evolve(sampler, sampler=None)
+            # Fresh noise would hide how the images change.
+            sampler = evolve(sampler, sampler="ddim")
         made = self._made(loop, sampler, weights, noise, labels)
         return grid(made, self.interpolation, self.scale).with_info(**self._info(loop, sampler, weights, chosen))
 

@@ -37,9 +37,9 @@ class Case:
 
     def diffusion(self, weighting: str) -> Diffusion:
         """Return the objective under test."""
-        linear = {"use": "vp", "rescale_betas_zero_snr": self.zero_snr}
+        linear = {"use": "ddpm", "rescale_betas_zero_snr": self.zero_snr}
         process = Process.of(linear if self.schedule == "linear" else self.schedule)
-        times = Times.of({"use": process.default_times, "stratified": True})
+        times = Times.of({"use": "log_normal" if self.schedule == "edm" else "uniform", "stratified": True})
         return Diffusion(process, self.prediction_type, weighting, times)
 
     def __str__(self) -> str:

@@ -59,7 +59,9 @@ class Bug:
 @pytest.fixture
 def folder(tmp_path, monkeypatch, write_config, user_module):
     """Change to a folder with a config and a module of the user."""
-    write_config(run={"log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}, plugins={"lr": {"total": 6}})
+    write_config(
+        run={"log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}, plugins={"lr": {"schedule": "cosine", "total": 6}}
+    )
     user_module("hd_cli_user", USER)
     monkeypatch.chdir(tmp_path)
     return tmp_path

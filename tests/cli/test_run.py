@@ -76,7 +76,10 @@ def test_golden_message_of_the_new_plugins_of_a_resumed_run(hookdiff, folder):
             ["model.num_classes=10", "diffusion.label_dropout=0", "sampling.guidance.scale=2"],
             ("guidance", "diffusion.label_dropout", 0),
         ),
-        (["diffusion.process.rescale_betas_zero_snr=true"], ("'prediction'", "'epsilon'")),
+        (
+            ["diffusion.process.use=ddpm", "diffusion.process.rescale_betas_zero_snr=true"],
+            ("'prediction'", "'epsilon'"),
+        ),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused_before_training(hookdiff, folder, settings, facts):

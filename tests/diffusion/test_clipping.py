@@ -9,8 +9,8 @@ from hookdiff.diffusion import VP, Clamp, Diffusion, DynamicThreshold, NoClippin
 from tests.conftest import refused
 from tests.diffusion.conftest import generators, solvers
 
-LINEAR = Diffusion()
-LEVELS = VP().tables.alphas_cumprod.tolist()
+LINEAR = Diffusion("ddpm")
+LEVELS = VP("linear").tables.alphas_cumprod.tolist()
 
 
 def test_clipping_keeps_image_and_noise_consistent() -> None:
@@ -20,14 +20,14 @@ def test_clipping_keeps_image_and_noise_consistent() -> None:
         seen.append(x)
         return torch.zeros_like(x)  # predicts no noise, so that the first predicted image is far too bright
 
-    sampling = Sampling(steps=2)
+    sampling = Sampling("ddim", steps=2)
     images = sampling.sample(net, LINEAR, (1, 4, 4), generators(0), "cpu")
     now, after = LEVELS[999], LEVELS[499]
     x0 = (seen[0] / sqrt(now)).clamp(-1, 1)
     noise = (seen[0] - sqrt(now) * x0) / sqrt(1 - now)
     torch.testing.assert_close(seen[1], sqrt(after) * x0 + sqrt(1 - after) * noise)
     assert images.abs().max() == 1  # exactly, without a rounding error
-    unclipped = Sampling(steps=2, clipping="none").sample(net, LINEAR, (1, 4, 4), generators(0), "cpu")
+    unclipped = Sampling("ddim", steps=2, clipping="none").sample(net, LINEAR, (1, 4, 4), generators(0), "cpu")
     assert unclipped.abs().max() > 10
 
 

@@ -28,8 +28,8 @@ def test_the_mean_floor_is_the_least_loss_in_closed_form(case: Case) -> None:
     [
         (Diffusion("flow"), 0.3, 0.25, 1.17647058824),
         (Diffusion("flow"), 0.5, 1.0, 2.0),
-        (Diffusion(), 499, 1.0, 0.0785872428818),  # alphas_cumprod: for variance 1 the floor is alpha²
-        (Diffusion(prediction="v_prediction"), 499, 1.0, 1.0),
+        (Diffusion("ddpm"), 499, 1.0, 0.0785872428818),  # alphas_cumprod: for variance 1 the floor is alpha²
+        (Diffusion("ddpm", "v_prediction"), 499, 1.0, 1.0),
         (Diffusion("edm", EDMPrediction(0.5)), 3.0, 0.25, 1.0),  # the best output is 0, and the target's variance is 1
     ],
 )
@@ -49,7 +49,7 @@ def test_known_floors(diffusion: Diffusion, time: float, variance: float, expect
     ],
 )
 def test_the_mean_floor_over_the_timesteps(prediction: str, s: float, mean: float) -> None:
-    floor = Diffusion(prediction=prediction).floor(torch.arange(1000), s**2)
+    floor = Diffusion("ddpm", prediction).floor(torch.arange(1000), s**2)
     assert float(floor.double().mean()) == pytest.approx(mean, rel=1e-5)
 
 

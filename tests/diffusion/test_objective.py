@@ -19,6 +19,7 @@ from hookdiff.diffusion import (
     Flow,
     FlowPrediction,
     Huber,
+    LogitNormal,
     LogNormal,
     Loss,
     MinSNR,
@@ -28,6 +29,7 @@ from hookdiff.diffusion import (
     Times,
     UniformTimes,
     UniformWeighting,
+    VPrediction,
     Weighting,
 )
 from hookdiff.errors import PluginError
@@ -86,7 +88,7 @@ def by_hand(process: str, prediction: str, x0: Tensor, noise: Tensor, times: Ten
 
 @pytest.mark.parametrize(("process", "prediction"), PAIRS)
 def test_loss_equals_a_few_lines_of_torch(process: str, prediction: str) -> None:
-    diffusion = Diffusion(PROCESSES[process], prediction)
+    diffusion = Diffusion(PROCESSES[process], prediction, "uniform")
     net, batch = Net(), diffusion.draw(images(), seeded())
     noise, times = batch.draws["noise"], batch.draws["timesteps"]
     shown, time, target, log_snr = by_hand(process, prediction, batch.inputs, noise, times)
@@ -249,11 +251,11 @@ def test_a_network_may_output_bfloat16(loss: str) -> None:
 @pytest.mark.parametrize(
     ("process", "prediction", "s", "floor"),
     [
-        ("vp", "epsilon", 1.0, 0.275513233397),
-        ("vp", "epsilon", 0.5, 0.173053406084),
-        ("vp", "v_prediction", 0.5, 0.379790054563),
-        ("vp", "v_prediction", 1.0, 1.0),
-        ("vp", "sample", 1.0, 0.724486766603),
+        ("ddpm", "epsilon", 1.0, 0.275513233397),
+        ("ddpm", "epsilon", 0.5, 0.173053406084),
+        ("ddpm", "v_prediction", 0.5, 0.379790054563),
+        ("ddpm", "v_prediction", 1.0, 1.0),
+        ("ddpm", "sample", 1.0, 0.724486766603),
         ("flow", "flow_prediction", 0.5, 0.785398163397),
         ("flow", "flow_prediction", 1.0, 1.57079632679),
         ("flow", "flow_prediction", 2.0, 3.14159265359),
@@ -266,7 +268,7 @@ def test_loss_floor_of_gaussian_data(gaussian: type, process: str, prediction: s
     batch = diffusion.draw(Batch(inputs), seeded())
     # use every time equally often, so that only the noise is random
     number = torch.arange(16_000)
-    times = number % 1000 if process == "vp" else (number + 0.5) / 16_000
+    times = number % 1000 if process == "ddpm" else (number + 0.5) / 16_000
     batch = attrs.evolve(batch, draws={**batch.draws, "timesteps": times})
     output = diffusion(gaussian(diffusion, mu=2.0, s=s), batch)
     assert float(output.loss) == pytest.approx(floor, rel=0.02)
@@ -408,16 +410,18 @@ def test_unknown_names_get_the_nearest(option: str, name: str, nearest: str) -> 
 @pytest.mark.parametrize(
     ("process", "prediction", "times"),
     [
-        ("vp", Epsilon(), UniformTimes()),
-        ("flow", FlowPrediction(), UniformTimes()),
-        ("edm", EDMPrediction(), LogNormal()),
+        ("vp", VPrediction(), UniformTimes(stratified=True)),
+        ("ddpm", Epsilon(), UniformTimes()),
+        ("flow", FlowPrediction(), LogitNormal(stratified=True)),
+        ("edm", EDMPrediction(), LogNormal(stratified=True)),
     ],
 )
 def test_each_process_has_its_defaults(process: str, prediction: Prediction, times: Times) -> None:
     diffusion = Diffusion(process)
     assert diffusion.process == Process.known[process]()
     assert (diffusion.prediction, diffusion.times) == (prediction, times)
-    assert (diffusion.weighting, diffusion.loss) == (UniformWeighting(), MSE())
+    assert diffusion.weighting == (MinSNR() if process == "vp" else UniformWeighting())
+    assert diffusion.loss == MSE()
     assert Diffusion().process == VP()
 
 

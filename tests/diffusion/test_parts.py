@@ -19,6 +19,7 @@ from hookdiff.diffusion import (
     P2,
     VP,
     Cosine,
+    DDPMProcess,
     Diffusion,
     DynamicThreshold,
     EDMPrediction,
@@ -51,6 +52,7 @@ from hookdiff.diffusion import *
 class MyProcess(Process):
     shift: float = 1.0
     default_prediction = "flow_prediction"
+    default_times = {"use": "logit_normal", "stratified": True}
     default_sampler = "euler"
     ratio_range = (0.0, math.inf)
 
@@ -311,12 +313,12 @@ def test_a_part_that_is_no_attrs_class_must_keep_its_options(install: Load, load
         ({"process": {"use": "flow", "shift": 3}}, Diffusion(Flow(3.0))),
         ({"process": {"timesteps": 500}}, Diffusion(VP(timesteps=500))),
         ({"process": {"schedule": "cosine"}}, Diffusion(VP("cosine"))),
-        ({"process": {"schedule": {"beta_end": 0.03}}}, Diffusion(VP(Linear(beta_end=0.03)))),
+        ({"process": {"schedule": {"use": "cosine", "max_beta": 0.99}}}, Diffusion(VP(Cosine(max_beta=0.99)))),
         (
             {"process": {"use": "vp", "schedule": {"use": "cosine", "max_beta": 0.99}, "timesteps": 50}},
             Diffusion(VP(Cosine(max_beta=0.99), 50)),
         ),
-        ({"process": "edm"}, Diffusion(EDM(), EDMPrediction(0.5), times=LogNormal(-1.2, 1.2))),
+        ({"process": "edm"}, Diffusion(EDM(), EDMPrediction(0.5), times=LogNormal(-1.2, 1.2, stratified=True))),
         (
             {"process": "edm", "prediction": {"use": "edm", "sigma_data": 0.2}, "weighting": "edm"},
             Diffusion(EDM(), EDMPrediction(0.2), EDMWeighting(0.2)),
@@ -366,14 +368,18 @@ VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
     [
         # an option turns a bare name into a table
         ({"process": "flow"}, ["process.shift=3"], {"process": {"use": "flow", "shift": 3.0}}),
-        ({"process": "vp"}, ["process.schedule.beta_end=0.03"], {"process": VP(Linear(beta_end=0.03))}),
+        (
+            {"process": "ddpm"},
+            ["process.schedule.use=linear", "process.schedule.beta_end=0.03"],
+            {"process": DDPMProcess(schedule=Linear(beta_end=0.03))},
+        ),
         ({"process": VP_20}, ["process.schedule.offset=0.01"], {"process": VP(Cosine(offset=0.01), 20)}),
         ({}, ["weighting=min_snr", "weighting.gamma=2"], {"weighting": MinSNR(2.0)}),
         ({}, ["process.timesteps=400"], {"process": VP(timesteps=400)}),
         # a new name drops the options of the old one
         ({"process": VP_20}, ["process=edm"], {"process": EDM()}),
         ({"process": VP_20}, ["process.use=edm"], {"process": EDM()}),
-        ({"process": VP_20}, ["process.schedule.use=linear", "process.timesteps=500"], {"process": VP(timesteps=500)}),
+        ({"process": VP_20}, ["process.schedule.use=linear", "process.timesteps=500"], {"process": VP("linear", 500)}),
         ({"process": VP_20}, ["process.schedule=sigmoid", "process.timesteps=500"], {"process": VP("sigmoid", 500)}),
         # the same name keeps the options
         ({"process": VP_20}, ["process.use=vp"], {"process": VP("cosine", 20)}),
@@ -448,7 +454,7 @@ def test_defaults_that_follow_from_the_process_are_recorded(load_small: Load) ->
         "time_scale": 1000.0,
     }
     assert recorded["diffusion"]["prediction"] == {"use": "edm", "sigma_data": 0.5}
-    assert recorded["diffusion"]["times"] == {"use": "log_normal", "mean": -1.2, "std": 1.2, "stratified": False}
+    assert recorded["diffusion"]["times"] == {"use": "log_normal", "mean": -1.2, "std": 1.2, "stratified": True}
     assert recorded["sampling"]["sampler"]["use"] == "heun"
     assert recorded["sampling"]["spacing"] == {"use": "karras", "rho": 7.0}
     assert recorded["sampling"]["clipping"] == {"use": "none"}
@@ -485,11 +491,11 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
             ["offset", "max_beta"],
         ),
         ({"diffusion": {"process": {"schedule": "cosin"}}}, "diffusion.process.schedule", ["'cosin'", "'cosine'"]),
-        ({"diffusion": {"process": {"use": "vp", "timesteps": 100}}}, "diffusion.process", ["'timesteps'", 100]),
+        ({"diffusion": {"process": {"use": "ddpm", "timesteps": 100}}}, "diffusion.process", ["'timesteps'", 100]),
         ({"diffusion": {"process": {"use": "edm", "sigma_min": 90}}}, "diffusion.process", ["'sigma_min'", 90, 80]),
         ({"diffusion": {"process": 3}}, "diffusion.process", [3]),
         ({"diffusion": {"process": ["flow"]}}, "diffusion.process", ["flow"]),
-        ({"diffusion": {"process": {"use": 3}}}, "diffusion.process", [3, "vp", "flow", "edm"]),
+        ({"diffusion": {"process": {"use": 3}}}, "diffusion.process", [3, "vp", "ddpm", "flow", "edm"]),
         ({"diffusion": {"prediction": {"sigma_data": 1.0}}}, "diffusion.prediction", ["`use`", "epsilon", "edm"]),
         ({"diffusion": {"weighting": "minsnr"}}, "diffusion.weighting", ["'minsnr'", "'min_snr'"]),
         (
@@ -540,7 +546,12 @@ def assert_problems(load: Load, tables: Tables, expected: dict[str, list[Any]]) 
 
 def test_every_mistake_is_reported_with_its_own_key(load_small: Load) -> None:
     diffusion = {
-        "process": {"use": "vp", "schedule": {"beta_start": 0, "beta_end": "x"}, "timesteps": 0, "steps": 3},
+        "process": {
+            "use": "vp",
+            "schedule": {"use": "linear", "beta_start": 0, "beta_end": "x"},
+            "timesteps": 0,
+            "steps": 3,
+        },
         "prediction": {"use": "edm", "sigma_data": -1},
         "weighting": {"use": "p2", "k": 0, "gamma": -1},
         "times": "lognormal",
@@ -596,7 +607,7 @@ def test_an_old_key_is_reported_with_a_new_spelling_that_loads(
     [
         ({"process": "edm", "data_std": 0.3}, ["'prediction'", "sigma_data", 0.5, "data_std"]),
         ({"process": "flow", "weighting": "edm", "data_std": 0.3}, ["'weighting'", "sigma_data", 0.5, "data_std"]),
-        ({"process": {"rescale_betas_zero_snr": True}}, ["'prediction'", "'epsilon'", "'v_prediction'"]),
+        ({"process": {"use": "ddpm", "rescale_betas_zero_snr": True}}, ["'prediction'", "'epsilon'", "'v_prediction'"]),
     ],
 )
 def test_parts_that_contradict_each_other_are_refused(

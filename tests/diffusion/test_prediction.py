@@ -23,7 +23,7 @@ from hookdiff.diffusion.prediction import noise_from_x0, q_sample
 from tests.conftest import refused
 from tests.diffusion.conftest import PREDICTIONS
 
-SCHEDULE = VP().tables
+SCHEDULE = VP("linear").tables
 pixels = st.floats(-3, 3)
 angles = st.floats(0.01, 1.56)  # alpha = cos, sigma = sin: alphas_cumprod from 0.9999 to 0.0001
 rates = st.floats(0.01, 3)  # alpha or sigma of any process
@@ -59,7 +59,7 @@ def test_known_values_at_timestep_499() -> None:
 
 @pytest.mark.parametrize("name", PREDICTIONS)
 def test_the_best_prediction_for_gaussian_data(gaussian: type, name: str) -> None:
-    diffusion, x_t = Diffusion(prediction=name), scalar(1.1).view(1, 1, 1, 1)
+    diffusion, x_t = Diffusion("ddpm", name), scalar(1.1).view(1, 1, 1, 1)
     alpha, sigma = at(499)
     kind = diffusion.prediction
     net = gaussian(diffusion, mu=2, s=0.5)

@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hookdiff.diffusion import EDM, IMAGE, VP, Flow, Linear, Process
+from hookdiff.diffusion import EDM, IMAGE, VP, Cosine, Flow, Linear, Process
 from tests.conftest import refused
 from tests.diffusion.conftest import column, random_betas, vp
 
-LINEAR = VP()
+LINEAR = VP("linear")
 ratios = st.floats(0.02, 100)
 
 
@@ -96,7 +96,7 @@ def test_processes_with_the_same_options_are_equal() -> None:
     assert VP("cosine", 50) == VP("cosine", 50)
     assert VP("cosine", 50) != VP("cosine", 51)
     assert Flow(3.0) != Flow()
-    assert len({VP(), VP(Linear()), EDM(), EDM(sigma_max=80.0)}) == 2
+    assert len({VP(), VP(Cosine()), EDM(), EDM(sigma_max=80.0)}) == 2
 
 
 @pytest.mark.parametrize("schedule", ["linear", "sigmoid"])

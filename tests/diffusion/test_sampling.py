@@ -7,14 +7,15 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from hookdiff.diffusion import (
-    DDIM,
     DDPM,
     EDM,
     IMAGE,
     VP,
     Clamp,
     ClassifierFree,
+    DDPMProcess,
     Diffusion,
+    DPMSolver2M,
     Euler,
     Flow,
     Heun,
@@ -297,7 +298,8 @@ def test_unknown_names_get_the_nearest(option: str, name: str, nearest: str) -> 
 
 def test_each_process_has_its_defaults() -> None:
     for process, *parts in (
-        (VP(), DDIM(), Trailing(), Clamp()),
+        (VP(), DPMSolver2M(), Trailing(), Clamp()),
+        (DDPMProcess(), DDPM(), Trailing(), Clamp()),
         (Flow(), Euler(), Trailing(), NoClipping()),
         (EDM(), Heun(), Karras(), NoClipping()),
     ):

@@ -18,9 +18,9 @@ from hookdiff.diffusion import (
 from hookdiff.diffusion.schedules import NoiseSchedule, rescale_betas_zero_snr
 from tests.conftest import refused
 
-LINEAR = VP().tables
+LINEAR = VP("linear").tables
 COSINE = VP("cosine").tables
-ZERO = VP(rescale_betas_zero_snr=True).tables
+ZERO = VP("linear", rescale_betas_zero_snr=True).tables
 SCALED = VP("scaled_linear").tables
 
 random_betas = st.lists(st.floats(1e-5, 0.3), min_size=1, max_size=60)

@@ -2,8 +2,10 @@ from itertools import pairwise
 from math import sqrt
 from typing import Any
 
+import attrs
 import pytest
 import torch
+from attrs import define
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
@@ -30,8 +32,8 @@ from tests.diffusion.conftest import (
     solvers,
 )
 
-LINEAR = Diffusion()
-LEVELS = VP().tables.alphas_cumprod.tolist()
+LINEAR = Diffusion("ddpm")
+LEVELS = VP("linear").tables.alphas_cumprod.tolist()
 
 
 def affine_map(sampling: Sampling, net: Any) -> tuple[float, float]:
@@ -62,13 +64,13 @@ def affine_map(sampling: Sampling, net: Any) -> tuple[float, float]:
 )
 def test_ddim_std(gaussian: type, sampler: str, prediction: str, steps: int, spacing: str, expected: float) -> None:
     sampling = Sampling(sampler, steps, spacing, clipping="none")
-    _, std = affine_map(sampling, gaussian(Diffusion(prediction=prediction)))
+    _, std = affine_map(sampling, gaussian(Diffusion("ddpm", prediction)))
     assert std == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(1000, 1.9936663003), (50, 1.99401052914)])
 def test_ddim_mean(gaussian: type, steps: int, expected: float) -> None:
-    mean, _ = affine_map(Sampling(steps=steps, clipping="none"), gaussian(LINEAR, mu=2, s=0.5))
+    mean, _ = affine_map(Sampling("ddim", steps, clipping="none"), gaussian(LINEAR, mu=2, s=0.5))
     assert mean == pytest.approx(expected, rel=1e-9)
 
 
@@ -122,6 +124,31 @@ def test_second_order_on_timesteps(gaussian: type, s: float) -> None:
         errors = [affine_map(sampling, gaussian(LINEAR, s=s))[1] - flow for sampling in runs]
         assert 3.5 < errors[0] / errors[1] < 4.5
         assert 3.7 < errors[1] / errors[2] < 4.3
+
+
+@pytest.mark.parametrize("steps", [10, 50])
+def test_heun_forgives_an_error_of_the_network_where_the_cosine_schedule_is_steep(gaussian: type, steps: int) -> None:
+    """The first step starts where sigma / alpha is 20,000; an error in its slope must not grow as much."""
+    net = gaussian(Diffusion(VP("cosine"), "v_prediction"), mu=0.3, s=0.5)
+    heun = Sampling("heun", steps, clipping="none")
+    mean, std = affine_map(heun, net)
+    assert (mean, std) == (pytest.approx(0.3, abs=2e-4), pytest.approx(0.5, abs=0.02))
+    inexact = attrs.evolve(net, mu=0.31)
+    assert affine_map(heun, Mixed(net.diffusion, net, inexact))[0] == pytest.approx(0.305, abs=0.01)
+
+
+@define
+class Mixed:
+    """A network that errs at every other call."""
+
+    diffusion: Diffusion
+    one: Any
+    other: Any
+    calls: int = 0
+
+    def __call__(self, x: Tensor, t: Tensor) -> Any:
+        self.calls += 1
+        return self.one(x, t) if self.calls % 2 else self.other(x, t)
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS[1:])

@@ -19,8 +19,8 @@ from hookdiff.diffusion.spacing import karras_sigmas
 from tests.conftest import refused
 from tests.diffusion.conftest import column, vp
 
-LINEAR = VP()
-ZERO_SNR = VP(rescale_betas_zero_snr=True)
+LINEAR = VP("linear")
+ZERO_SNR = VP("linear", rescale_betas_zero_snr=True)
 
 KARRAS_18 = [
     80, 57.58598472, 40.7855738, 28.3745846, 19.35245298, 12.91008238, 8.400935309, 5.315194522, 3.25682152,

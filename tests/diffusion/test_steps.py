@@ -26,7 +26,7 @@ from hookdiff.diffusion import (
 from hookdiff.diffusion.prediction import q_sample
 from tests.diffusion.conftest import vp
 
-POINTS = VP().at_timesteps(list(range(1000)))
+POINTS = VP("linear").at_timesteps(list(range(1000)))
 pixels = st.floats(-3, 3)
 variances = st.sampled_from(["fixed_small", "fixed_large"])
 
@@ -62,7 +62,7 @@ class Chain:
 
     def __init__(self, *pairs: tuple[Tensor, Tensor], straight: bool = True, previous: Any = None) -> None:
         self.pairs, self.previous = iter(pairs), previous
-        self.diffusion = Diffusion(Flow() if straight else VP())
+        self.diffusion = Diffusion(Flow() if straight else VP("linear"))
 
     def predict(self, x: Tensor, at: Point) -> tuple[Tensor, Tensor]:
         return next(self.pairs)

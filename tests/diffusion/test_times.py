@@ -11,7 +11,7 @@ from hookdiff.diffusion import EDM, VP, Diffusion, Flow, LogitNormal, LogNormal,
 from tests.conftest import refused
 from tests.diffusion.conftest import seeded
 
-EXPLODING, STRAIGHT, LINEAR = EDM(), Flow(), VP()
+EXPLODING, STRAIGHT, LINEAR = EDM(), Flow(), VP("linear")
 fractions = st.floats(1e-6, 1 - 1e-6)
 means, stds = st.floats(-2, 2), st.floats(0.1, 2)
 
@@ -58,7 +58,7 @@ def test_sigmas_of_edm_training() -> None:
 
 
 def test_edm_trains_with_the_distribution_of_the_paper() -> None:
-    assert Diffusion("edm").times == LogNormal(-1.2, 1.2)
+    assert Diffusion("edm").times == LogNormal(-1.2, 1.2, stratified=True)
     diffusion = Diffusion("edm", times=LogNormal(stratified=True))
     sigmas = drawn(diffusion, 100_000)
     assert sigmas.dtype == torch.float32
@@ -148,13 +148,14 @@ def test_each_process_has_its_default_times() -> None:
     def same(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other) and one.dtype == other.dtype
 
-    for process, name in (("vp", "uniform"), ("flow", "uniform"), ("edm", "log_normal")):
-        usual, named = Diffusion(process), Diffusion(process, times=name)
+    for process, name in (("vp", "uniform"), ("ddpm", "uniform"), ("flow", "logit_normal"), ("edm", "log_normal")):
+        times = {"use": name, "stratified": process != "ddpm"}
+        usual, named = Diffusion(process), Diffusion(process, times=times)
         assert same(drawn(usual, 50), drawn(named, 50))
     assert drawn(Diffusion(times="logit_normal"), 50).dtype == torch.int64
 
 
-@pytest.mark.parametrize("process", [VP(rescale_betas_zero_snr=True), VP("cosine", 20, True)], ids=str)
+@pytest.mark.parametrize("process", [VP("linear", rescale_betas_zero_snr=True), VP("cosine", 20, True)], ids=str)
 def test_log_normal_times_never_reach_a_zero_terminal_snr(process: VP) -> None:
     with refused(ValueError, "'times'", "'log_normal'", "rescale_betas_zero_snr", "'uniform'", "'logit_normal'"):
         Diffusion(process, "sample", times="log_normal")

@@ -29,7 +29,7 @@ from hookdiff.testing import toy_loop
 from tests.conftest import check_facts, refused
 from tests.diffusion.conftest import PREDICTIONS, seeded
 
-SCHEDULE = VP().tables
+SCHEDULE = VP("linear").tables
 ALPHA, SIGMA = SCHEDULE.sqrt_alphas_cumprod, SCHEDULE.sqrt_one_minus_alphas_cumprod
 rates = st.floats(0.01, 3)
 weightings = st.sampled_from([name for name in Weighting.known if name != "uniform"])

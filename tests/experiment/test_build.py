@@ -174,6 +174,7 @@ def test_a_probe_lists_all_problems(config):
         "model.image_size=7",
         "optimizer.lr=-1",
         "run.device=nowhere",
+        "plugins.lr.warmup=0",
         "plugins.lr.start_factor=0.5",
         "sampling.steps=21",
         plugins=["lr"],

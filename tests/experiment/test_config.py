@@ -71,11 +71,17 @@ def test_three_keys_are_a_whole_config(tmp_path):
     text = '[run]\nsteps = 1\n[data]\nsource = "digits"\n[model]\nuse = "unet"\n'
     config = load_config(write(tmp_path / "small.toml", text))
     assert config.optimizer.use == "adamw"
-    assert config.plugins == {}
+    assert tuple(config.plugins) == ("lr", "clip", "amp", "ema", "nan", "checkpoint", "samples", "progress")
+    bare = text.replace("steps = 1", "steps = 1\nplugins = []")
+    assert load_config(write(tmp_path / "bare.toml", bare)).plugins == {}
+    switched = load_config(tmp_path / "small.toml", ["fid", "no:amp", "ema"])
+    assert tuple(switched.plugins) == ("lr", "clip", "ema", "nan", "checkpoint", "samples", "progress", "fid")
 
 
 def test_numbers_and_times_have_their_types(path):
-    config = load_config(path, settings=["run.max_time=1.5 h", "plugins.lr.schedule.min_ratio=1"])
+    config = load_config(
+        path, settings=["run.max_time=1.5 h", "plugins.lr.schedule.use=cosine", "plugins.lr.schedule.min_ratio=1"]
+    )
     assert config.run.max_time == Every(5400, "seconds")
     assert type(config.plugins["lr"].arguments["schedule"].min_ratio) is float
 

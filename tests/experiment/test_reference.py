@@ -121,7 +121,7 @@ def test_the_keys_of_a_class_and_of_a_function() -> None:
     assert found == [
         ("shape", '"square"', "what is drawn"),
         ("colour", "", "its colour"),
-        ("size", "", "its size; required"),
+        ("size", "", "its size"),
         ("size", "", "its size, in two lines"),
         ("name", '"x"', "its name"),
         ("filled", "false", ""),
@@ -144,7 +144,7 @@ def test_golden_tables() -> None:
         "    square                    Four equal sides. Nothing else (side = 2.0)",
         "    pair                      Two of them (shapes = [1.0, 2.5])",
         "  colour                      its colour",
-        "  size                        its size; required",
+        "  size                        its size",
     ]
 
 

@@ -104,16 +104,16 @@ def test_threads_are_those_of_before_if_they_are_there(load_small, monkeypatch, 
 
 
 def test_a_resumed_run_keeps_the_meaning_that_its_config_does_not_set(load_small, caplog):
-    old = {"diffusion": {"process": {"use": "vp", "schedule": {"use": "cosine"}}, "prediction": "v_prediction"}}
+    old = {"diffusion": {"process": {"use": "vp", "schedule": {"use": "cosine"}}, "prediction": "epsilon"}}
     old |= {"sampling": {"clipping": "none", "steps": 7, "spacing": "leading"}}
     caplog.set_level("INFO")
     settled = settle(load_small("sampling.steps=9"), CPU, old)
     diffusion, sampling = settled.resolved()["diffusion"], settled.resolved()["sampling"]
-    assert diffusion["prediction"]["use"] == "v_prediction"
+    assert diffusion["prediction"]["use"] == "epsilon"
     assert diffusion["process"]["schedule"]["use"] == "cosine"
     assert (sampling["clipping"]["use"], sampling["spacing"]["use"], sampling["steps"]) == ("none", "leading", 9)
     told = " ".join(record.getMessage() for record in caplog.records)
-    check_facts(told, "diffusion.prediction", "v_prediction", "sampling.spacing", "leading")
+    check_facts(told, "diffusion.prediction", "epsilon", "sampling.spacing", "leading")
     assert "sampling.steps" not in told
 
 

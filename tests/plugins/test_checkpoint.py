@@ -39,7 +39,7 @@ def plugins(**checkpoint):
 def train(run_dir, steps, resume=False, seed=0, **checkpoint):
     run_dir.mkdir(exist_ok=True)
     used = plugins(**checkpoint)
-    used["lr"] = LR(warmup=3, total=20)
+    used["lr"] = LR("cosine", warmup=3, total=20)
     loop = toy_loop(
         used, model=toy_model(seed, dropout=0.2), run_dir=run_dir, resume=resume, steps=steps, micro_batch=3
     )

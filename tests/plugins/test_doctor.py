@@ -144,9 +144,9 @@ def diagnosis(doctor, *words):
             ({"data__source": f"hd_doctor_user:{source}", "diffusion__process__schedule": "linear"}, "inputs", "")
             for source in ("bytes_as_floats", "faint")
         ),
-        # 100 times too high, at once and after a warm-up that is longer than the trial
+        # Far too high, at once and after a warm-up that is longer than the trial
         ({"optimizer__lr": 0.2}, "learning rate", "optimizer.lr = 0.02, then 0.002"),
-        ({"optimizer__lr": 0.2, "plugins__lr__warmup": 300}, "learning rate", "optimizer.lr = 0.0"),
+        ({"optimizer__lr": 1.0, "plugins__lr__warmup": 300}, "learning rate", "optimizer.lr = 0.1, then 0.01"),
         ({"diffusion__process": '{ use = "edm", sigma_max = 2.0 }'}, "schedule", "12.3%"),
     ],
     ids=str,

@@ -483,7 +483,7 @@ class Freeze:
 def test_an_average_that_does_not_move_is_reported(caplog):
     toy_loop({"freeze": Freeze(), "ema": EMA()}, steps=450, log_every=50).run()
     (text,) = warnings(caplog)
-    assert text.startswith("step 250: ema: the average decay=0.999 ")
+    assert text.startswith("step 250: ema: the average std=0.1 ")
     assert "for 200 updates" in text
     assert "learning rate above 0" in text
 

@@ -526,7 +526,10 @@ def test_the_best_checkpoint_is_that_with_the_lowest_distance(
 ) -> None:
     plugins = {"checkpoint": {"every": 2, "keep_last": 1, "keep_best": "fd/digits"}, "fid": {"every": 2}}
     plugins["fid"] |= {"num_samples": 60, "metrics": []}
-    config = write_config(optimizer={"lr": 1.0}, plugins=plugins)  # so high a rate that training makes it worse
+    original = {"process": {"use": "ddpm", "schedule": "cosine", "timesteps": 20}}
+    # So high a rate that training makes it worse.
+    tables = {"diffusion": original, "optimizer": {"lr": 1.0}, "sampling": {"steps": 2, "sampler": "ddim"}}
+    config = write_config(plugins=plugins, **tables)
     code, _, err = hookdiff("run", config, "--plugins", "checkpoint,fid,ema", "--out", tmp_path / "run")
     assert code == 0, err
     distances = {line["step"]: line["fd/digits"] for line in records(tmp_path / "run") if "fd/digits" in line}

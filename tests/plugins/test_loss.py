@@ -88,7 +88,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("lr", [0.1, 1.0])
 def test_a_learning_rate_far_too_high_is_the_first_finding(lr: float, caplog: pytest.LogCaptureFixture) -> None:
-    make(LossMonitor(), lr=lr, steps=100, log_every=50)[0].run()
+    make(LossMonitor(), lr=lr, steps=100, log_every=50, objective=Diffusion("ddpm"))[0].run()
     texts = warnings(caplog)
     assert all("learning rate probably too high" in text for text in texts)
     assert 1 <= len(texts) <= 2  # again if much worse
@@ -165,7 +165,10 @@ def test_the_smoothed_loss_is_logged() -> None:
 @pytest.mark.parametrize("process", [VP(schedule="cosine"), Flow(), EDM()], ids=["cosine", "flow", "edm"])
 @pytest.mark.parametrize("micro_batch", [None, 12])
 def test_bins_hold_the_means_of_the_samples_since_the_last_log(process: Process, micro_batch: int | None) -> None:
-    plugin, diffusion = LossMonitor(), Diffusion(process, weighting="min_snr")
+    plugin, diffusion = (
+        LossMonitor(),
+        Diffusion(process, weighting="min_snr", times="log_normal" if process == EDM() else "uniform"),
+    )
     loop, heard = make(plugin, objective=diffusion, steps=20, micro_batch=micro_batch)
     loop.run()
     edges = [-math.inf, *bin_edges(diffusion, 12), math.inf]
@@ -249,7 +252,13 @@ def test_on_white_noise_the_best_network_is_at_the_floor() -> None:
 
     data = InMemory(0.5 * torch.randn(512, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
     loop, heard = make(
-        LossMonitor(), model=Best(), objective=Diffusion(Flow()), data=data, lr=0.0, steps=40, log_every=40
+        LossMonitor(),
+        model=Best(),
+        objective=Diffusion(Flow(), times="uniform"),
+        data=data,
+        lr=0.0,
+        steps=40,
+        log_every=40,
     )
     loop.run()
     logged = heard.values[40]
@@ -408,7 +417,7 @@ def test_other_curves_are_not_overfitting() -> None:
 
 
 def test_a_net_that_memorises_its_samples_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    options: dict[str, Any] = {"objective": Diffusion(Flow()), "data": InMemory(digits().images[:40])}
+    options: dict[str, Any] = {"objective": Diffusion(Flow(), times="uniform"), "data": InMemory(digits().images[:40])}
     loop, heard = make(LossMonitor(every=50), 32, **options, steps=800, batch_size=8, log_every=100)
     loop.run()
     assert any("overfitted since step" in text for text in warnings(caplog))

@@ -187,7 +187,7 @@ class Look:
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_the_rate_of_a_step_depends_on_the_step_alone(micro_batch):
     look = Look()
-    toy_loop({"lr": LR(warmup=4), "look": look}, micro_batch=micro_batch).run()
+    toy_loop({"lr": LR("cosine", warmup=4), "look": look}, micro_batch=micro_batch).run()
     assert look.rates == [[0.01 * factor] for factor in factors(CosineLR(), range(20), 20, warmup=4)]
 
 
@@ -198,7 +198,7 @@ def two_groups(model):
 
 def test_every_group_keeps_its_own_rate():
     look = Look()
-    toy_loop({"lr": LR("linear"), "look": look}, optimizers=two_groups, steps=4).run()
+    toy_loop({"lr": LR("linear", warmup=0), "look": look}, optimizers=two_groups, steps=4).run()
     assert look.rates[2] == [pytest.approx(0.25), pytest.approx(0.05)]
 
 
@@ -209,7 +209,7 @@ def test_each_distinct_rate_is_logged_once():
         return [torch.optim.SGD([first], lr=0.5), torch.optim.SGD(named)]
 
     look = Look()
-    toy_loop({"lr": LR("linear"), "look": look}, optimizers=optimizers, steps=5).run()
+    toy_loop({"lr": LR("linear", warmup=0), "look": look}, optimizers=optimizers, steps=5).run()
     rates = {name: value for name, value in look.logged[5].items() if name.startswith("lr")}
     assert rates == {"lr": pytest.approx(0.1), "lr/small": pytest.approx(0.02)}
 
@@ -217,7 +217,9 @@ def test_each_distinct_rate_is_logged_once():
 def test_a_rate_in_a_tensor_is_changed_in_place():
     rate = torch.tensor(0.01)
     look = Look()
-    loop = toy_loop({"lr": LR("linear"), "look": look}, optimizers=lambda m: torch.optim.SGD(m.parameters(), lr=rate))
+    loop = toy_loop(
+        {"lr": LR("linear", warmup=0), "look": look}, optimizers=lambda m: torch.optim.SGD(m.parameters(), lr=rate)
+    )
     loop.run()
     (group,) = loop.optimizers[0].param_groups
     assert group["lr"] is look.rates[0][0]
@@ -238,14 +240,14 @@ def test_a_skipped_step_does_not_advance_the_schedule():
 
 def test_epochs_are_counted_in_steps():
     look = Look()
-    toy_loop({"lr": LR("linear"), "look": look}, epochs=2).run()
+    toy_loop({"lr": LR("linear", warmup=0), "look": look}, epochs=2).run()
     assert look.rates[-1] == [pytest.approx(0.001)]
 
 
 @pytest.mark.parametrize(("steps", "last"), [(100, 0.001), (4, 0.0025)])
 def test_of_steps_and_epochs_the_first_to_end_counts(steps, last):
     look = Look()
-    toy_loop({"lr": LR("linear"), "look": look}, epochs=2, steps=steps).run()
+    toy_loop({"lr": LR("linear", warmup=0), "look": look}, epochs=2, steps=steps).run()
     assert look.rates[-1] == [pytest.approx(last)]
 
 
@@ -263,7 +265,7 @@ def test_a_schedule_may_be_user_defined():
 
 
 def test_a_plugin_can_run_again_for_longer():
-    looks, plugin = (Look(), Look()), LR("linear")
+    looks, plugin = (Look(), Look()), LR("linear", warmup=0)
     for look, steps in zip(looks, (4, 8), strict=True):
         toy_loop({"lr": plugin, "look": look}, steps=steps).run()
     assert looks[0].rates == looks[1].rates[::2]
@@ -272,7 +274,7 @@ def test_a_plugin_can_run_again_for_longer():
 @pytest.mark.parametrize(
     ("plugin", "cut"),
     [
-        (LR(warmup=20), 19),
+        (LR("cosine", warmup=20), 19),
         (LR("linear", warmup=300, start_factor=0.5), 19),
         (LR(CooldownLR(), warmup=17), 16),
         (LR(CooldownLR(30), warmup=3, start_factor=0.1), 0),
@@ -292,7 +294,9 @@ def test_a_warm_up_is_cut_where_the_rate_falls(plugin, cut, caplog):
     assert f"cut to {cut}" in message
 
 
-@pytest.mark.parametrize("plugin", [LR(warmup=19), LR(CooldownLR(), warmup=16), LR(StepLR((0.25,)), warmup=5)])
+@pytest.mark.parametrize(
+    "plugin", [LR("cosine", warmup=19), LR(CooldownLR(), warmup=16), LR(StepLR((0.25,)), warmup=5)]
+)
 def test_a_warm_up_that_fits_is_not_mentioned(plugin, caplog):
     toy_loop({"lr": plugin}).run()
     assert not caplog.messages
@@ -300,7 +304,7 @@ def test_a_warm_up_that_fits_is_not_mentioned(plugin, caplog):
 
 def test_a_cooldown_that_is_longer_than_the_run_is_cut_to_it(caplog):
     look = Look()
-    toy_loop({"lr": LR(CooldownLR(90, "linear")), "look": look}).run()
+    toy_loop({"lr": LR(CooldownLR(90, "linear"), warmup=0), "look": look}).run()
     assert [rate for (rate,) in look.rates] == pytest.approx([0.01 * (1 - step / 20) for step in range(20)])
     (message,) = caplog.messages
     assert "'cooldown' is longer than 20 steps" in message
@@ -309,8 +313,8 @@ def test_a_cooldown_that_is_longer_than_the_run_is_cut_to_it(caplog):
 @pytest.mark.parametrize(
     ("plugin", "late"),
     [
-        (LR(StepLR((5.0, 20.0, 90.0))), ["drop 2 (step 20)", "drop 3 (step 90)"]),
-        (LR(StepLR((0.5, 2.0)), total=100), ["drop 2 (step 50)"]),
+        (LR(StepLR((5.0, 20.0, 90.0)), warmup=0), ["drop 2 (step 20)", "drop 3 (step 90)"]),
+        (LR(StepLR((0.5, 2.0)), warmup=0, total=100), ["drop 2 (step 50)"]),
         (LR("constant", warmup=30), ["end of the warm-up (step 30)"]),
         (LR("cooldown", total=100), ["the cooldown begins (step 80)"]),
         (LR(StepLR((0.95,))), []),
@@ -325,10 +329,10 @@ def test_events_that_the_run_never_reaches_are_reported(plugin, late, caplog):
 
 def test_a_fall_needs_an_end():
     with pytest.raises(UserError, match=r"plugins\.lr\.total"):
-        LR().curve(None)
-    assert LR(total=10).curve(None).factor(10) == 0
-    assert LR(CosineRestartsLR(3)).curve(None).factor(3) == 1
-    assert LR(StepLR((3.0,))).curve(None).factor(3) == 0.1
+        LR("linear", warmup=0).curve(None)
+    assert LR("linear", warmup=0, total=10).curve(None).factor(10) == 0
+    assert LR(CosineRestartsLR(3), warmup=0).curve(None).factor(3) == 1
+    assert LR(StepLR((3.0,)), warmup=0).curve(None).factor(3) == 0.1
 
 
 @pytest.mark.parametrize(
@@ -345,7 +349,8 @@ def test_a_fall_needs_an_end():
         (CooldownLR, {"shape": "round"}, "shape"),
         (CosineRestartsLR, {"period": 5, "mult": 0.5}, "mult"),
         (LR, {"schedule": InverseSqrtLR(5), "total": 9}, "total"),
-        (LR, {"start_factor": 0.5}, "start_factor"),
+        (LR, {"warmup": 0, "start_factor": 0.5}, "start_factor"),
+        (LR, {"warmup": 1.5}, "warmup"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_by_name(schedule, options, name):
@@ -358,6 +363,7 @@ CONFIG = {
     "data": {"source": "digits"},
     "model": {"use": "unet", "channels": 8, "num_res_blocks": 1, "head_dim": 8},
     "optimizer": {"lr": 0.5},
+    "plugins": {"lr": {"schedule": "cosine", "warmup": 0}},
 }
 
 
@@ -392,7 +398,7 @@ def test_a_config_is_refused_at_its_key(command, tmp_path, lr, places):
 
 
 def test_a_schedule_is_recorded_with_all_its_options(command, tmp_path):
-    command("check", "mine.toml", plugins={"lr": {"schedule": {"min_ratio": 0.5}}})
+    command("check", "mine.toml", plugins={"lr": {"schedule": {"use": "cosine", "min_ratio": 0.5}}})
     config = load_config(tmp_path / "mine.toml")
     assert config.resolved()["plugins"]["lr"]["schedule"] == {"use": "cosine", "min_ratio": 0.5}
     config = load_config(tmp_path / "mine.toml", settings=["plugins.lr.schedule.use=cooldown"])
@@ -462,7 +468,7 @@ def test_the_command_draws_and_lists(command, tmp_path):
 
 
 def test_the_command_reports_what_does_not_fit(command):
-    drops = {"lr": {"schedule": {"use": "step", "milestones": [200, 60000]}}}
+    drops = {"lr": {"schedule": {"use": "step", "milestones": [200, 60000]}, "warmup": 0}}
     assert "drop 2 (step 60000)" in command("lr", "mine.toml", plugins=drops)[1].splitlines()[-2]
     (remark,) = json.loads(command("lr", "mine.toml", "--json", plugins=drops)[1])["remarks"]
     assert "drop 2 (step 60000)" in remark
@@ -474,7 +480,9 @@ def test_the_command_reports_what_does_not_fit(command):
 
 def test_a_warm_up_that_is_longer_than_the_run_is_only_a_warning(hookdiff, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "short.toml").write_text(tomli_w.dumps({**CONFIG, "plugins": {"lr": {"warmup": 100}}}))
+    (tmp_path / "short.toml").write_text(
+        tomli_w.dumps({**CONFIG, "plugins": {"lr": {"schedule": "cosine", "warmup": 100}}})
+    )
     code, _, err = hookdiff("run", "short.toml", "--set", "run.steps=3", "--set", "run.log_every=1")
     assert code == 0, err
     assert "100 steps is cut to 2" in caplog.text
@@ -483,7 +491,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_only_a_warning(hookdiff, tmp_p
 
 
 def test_a_restart_after_the_last_step_is_not_shown(command, tmp_path):
-    restarts = {"lr": {"schedule": {"use": "cosine_restarts", "period": 100}}}
+    restarts = {"lr": {"schedule": {"use": "cosine_restarts", "period": 100}, "warmup": 0}}
     code, out, _ = command("lr", "mine.toml", plugins=restarts)
     assert code == 0
     *_, step, _, _, rate = out.splitlines()[-2].split()
@@ -538,7 +546,7 @@ def test_the_table_lists_the_events_of_the_schedule(command):
         ({"use": "step", "milestones": [0.5, 350]}, ["350", "drop", "2", "0.005"]),
         ({"use": "cooldown"}, ["320", "the", "cooldown", "begins", "0.5"]),
     ):
-        out = command("lr", "mine.toml", plugins={"lr": {"schedule": schedule}})[1]
+        out = command("lr", "mine.toml", plugins={"lr": {"schedule": schedule, "warmup": 0}})[1]
         assert row in [line.split() for line in out.splitlines()]
 
 
@@ -586,7 +594,7 @@ class Critic:
 @pytest.mark.parametrize(("names", "rates"), [((), [0.5] * 4), (("critic",), [0.5, 0.375, 0.25, 0.125])])
 def test_an_optimizer_of_a_plugin_follows_the_schedule_only_if_it_is_named(names, rates):
     critic = Critic()
-    toy_loop({"critic": critic, "lr": LR(LinearLR(), adopted=names)}, steps=4).run()
+    toy_loop({"critic": critic, "lr": LR(LinearLR(), warmup=0, adopted=names)}, steps=4).run()
     assert critic.rates == pytest.approx(rates)
 
 

@@ -132,7 +132,7 @@ def test_the_estimate_is_the_memory_of_a_real_run(config, tmp_path, model, setti
 
 def test_the_estimate_of_an_mlp_is_its_formula(config):
     n, size, hidden, number = 6, 64, 100, 4
-    estimate = estimate_memory(config("MLP", "model.hidden=100"))
+    estimate = estimate_memory(config("MLP", "model.hidden=100", "diffusion.process.use=ddpm"))
     weights = number * (2 * size * hidden + hidden + size)
     assert (estimate.parameters, estimate.gradients, estimate.buffers) == (weights, weights, 0)
     assert estimate.optimizer == 2 * weights + 4 * number  # Adam: two numbers a weight, and a count for each tensor

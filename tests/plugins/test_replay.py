@@ -120,6 +120,7 @@ BASE: dict[str, Any] = {
     "run": {"steps": 30, "batch_size": 16, "micro_batch": 6, "log_every": 5, "device": "cpu", "plugins": ["nan"]},
     "data": {"source": "digits"},
     "model": {"use": "nets:Net"},
+    "diffusion": {"process": "ddpm"},  # with epsilon a rate that is too high gets to NaN within a few steps
     "optimizer": {"use": "adamw", "lr": 1e-3},
 }
 
@@ -324,7 +325,8 @@ def test_a_module_of_a_plugin_comes_back_bit_for_bit(
     folder: Path, rate: float, more: list[str], cause: str, hookdiff: Command
 ) -> None:
     (folder / "mixed.py").write_text(MIXED)
-    path = config(folder, ["tests.sam:Uncertainty", *more], plugins={"uncertainty": {"lr": rate}})
+    original = {"process": {"use": "ddpm", "schedule": "cosine", "timesteps": 1000}}
+    path = config(folder, ["tests.sam:Uncertainty", *more], plugins={"uncertainty": {"lr": rate}}, diffusion=original)
     code, _, err = hookdiff("run", path, "--out", "run")
     assert code == 3, err
     (step,) = kept(folder)

@@ -21,7 +21,9 @@ def info_of(path):
 @pytest.fixture
 def folder(tmp_path, monkeypatch, write_config):
     """Change to a folder with a config and return the folder."""
-    write_config(run={"log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}, plugins={"lr": {"total": 6}})
+    write_config(
+        run={"log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}, plugins={"lr": {"schedule": "cosine", "total": 6}}
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -31,7 +33,7 @@ def made(tmp_path_factory):
     """Return a folder with a run of two steps."""
     folder = tmp_path_factory.mktemp("made")
     run = {"steps": 2, "log_every": 2, "plugins": ["ema", "lr", "checkpoint"]}
-    tables = {"optimizer": {"lr": 0.1}, "plugins": {"lr": {"total": 6}}}
+    tables = {"optimizer": {"lr": 0.1}, "plugins": {"lr": {"schedule": "cosine", "total": 6}}}
     config = load_config(write_small(folder / "small.toml", run=run, **tables))
     build_loop(config, folder / "run").run()
     return folder
@@ -59,7 +61,7 @@ def test_samples_come_from_a_checkpoint(hookdiff, folder, run):
     averaged, out = sample()
     check_facts(out, "x.png", 3, "ema", 2)
     info = info_of(folder / "x.png")
-    assert {"weights": "ema", "step": 2, "seed": 0, "sampler": "ddim", "steps": 2}.items() <= info.items()
+    assert {"weights": "ema", "step": 2, "seed": 0, "sampler": "dpmpp_2m", "steps": 2}.items() <= info.items()
     assert sample()[0] == averaged
     assert sample("--weights", "ema")[0] == averaged
     own, out = sample("--weights", "model")
@@ -114,7 +116,7 @@ def test_golden_message_of_unknown_weights(hookdiff, made, monkeypatch):
     assert code == 2
     assert err == (
         "hookdiff: --weights: no weights of this run are named 'emma'; did you mean 'ema'?; known: ema, "
-        "ema/decay=0.999, model, or a file that ends in .safetensors\n"
+        "ema/std=0.1, model, or a file that ends in .safetensors\n"
     )
 
 

@@ -1,0 +1,302 @@
+"""The recipes that quality.py compares: each trains a network of 1.1 million weights, as its library does it."""
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from step import of_diffusers
+from torch import Tensor, nn
+
+from hookdiff.machine import keep_memory
+from hookdiff.models import use_attention
+
+STEPS, AT_A_TIME = 50, 50  # evaluations of the network, images in one call of it
+
+
+def in_unit_range(images: Any) -> Tensor:
+    """Return uint8 images (n h w) as n 1 h w, float32 in [-1, 1]."""
+    return torch.from_numpy(numpy.array(images))[:, None].float() / 127.5 - 1
+
+
+class Recipe(ABC):
+    """A training that goes on as long as it is asked to, on the images in `folder`."""
+
+    batch_size = 64
+
+    @abstractmethod
+    def __init__(self, folder: Path, seed: int, steps: int, **options: Any) -> None: ...
+
+    @abstractmethod
+    def train(self, steps: int) -> None: ...
+
+    @abstractmethod
+    def sample(self, num: int) -> Tensor:
+        """Return images n c h w in [-1, 1]."""
+
+
+class Hookdiff(Recipe):
+    """A config as in examples: data, network, batch size, steps and rate; hookdiff decides the rest."""
+
+    CONFIG = """
+[run]
+steps = {steps}
+batch_size = 64
+seed = {seed}
+
+[data]
+source = "array"
+path = "{folder}/train.npy"
+
+[model]
+use = "diffusers:UNet2DModel"
+layers_per_block = 1
+block_out_channels = [32, 64, 64]
+down_block_types = ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"]
+up_block_types = ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"]
+norm_num_groups = 8
+
+[optimizer]
+lr = 2e-3
+"""
+
+    def __init__(self, folder: Path, seed: int, steps: int, settings: tuple[str, ...] = ()) -> None:
+        from hookdiff.experiment import build_loop, load_config
+
+        run = folder.parent / f"run-{os.getpid()}"
+        path = run.with_suffix(".toml")
+        path.write_text(self.CONFIG.format(folder=folder, seed=seed, steps=steps))
+        config = load_config(path, ["no:progress"], [f"run.threads={torch.get_num_threads()}", *settings])
+        self.loop = build_loop(config, run, overwrite=True)
+        self.loop.__enter__()
+        self.steps = self.loop.steps()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            next(self.steps)
+
+    def sample(self, num: int) -> Tensor:
+        from hookdiff import SampleRequest
+
+        parts = range(0, num, AT_A_TIME)
+        return torch.cat([self.loop.sample(SampleRequest(AT_A_TIME, 0, first)).images for first in parts])
+
+
+class ByHand(Recipe):
+    """What one writes today: v prediction, a cosine schedule of noise and of the rate, an average, bf16."""
+
+    def __init__(self, folder: Path, seed: int, steps: int, lr: float = 2e-3) -> None:
+        keep_memory()
+        torch.manual_seed(seed)
+        self.images = in_unit_range(numpy.load(folder / "train.npy"))
+        self.net = of_diffusers(self.images.shape[-1])
+        use_attention(self.net, "by_layer")
+        self.average = torch.optim.swa_utils.AveragedModel(
+            self.net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
+        )
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=lr, fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / 60, (1 + math.cos(math.pi * min(1, step / steps))) / 2)
+        )
+        betas = [min(0.999, 1 - self.level((i + 1) / 1000) / self.level(i / 1000)) for i in range(1000)]
+        self.alphas_cumprod = (1 - torch.tensor(betas, dtype=torch.float64)).cumprod(0)
+        self.batches = self._batches()
+
+    @staticmethod
+    def level(t: float) -> float:
+        return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    def _batches(self) -> Iterator[Tensor]:
+        while True:
+            yield from torch.randperm(len(self.images)).split(self.batch_size)[: len(self.images) // self.batch_size]
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        level = self.alphas_cumprod[t].view(-1, 1, 1, 1)
+        return level.sqrt().float(), (1 - level).sqrt().float()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            x0 = self.images[next(self.batches)]
+            noise, t = torch.randn_like(x0), torch.randint(0, 1000, (len(x0),))
+            alpha, sigma = self.rates(t)
+            with torch.autocast("cpu", torch.bfloat16):
+                out = self.net(alpha * x0 + sigma * noise, t).sample
+            loss = F.mse_loss(out.float(), alpha * noise - sigma * x0)
+            self.optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.average.update_parameters(self.net)
+
+    @torch.no_grad()
+    def sample(self, num: int) -> Tensor:
+        net, made = self.average.module.eval(), []
+        times = [round(1000 - i * 1000 / STEPS) - 1 for i in range(STEPS)]
+        for _ in range(num // AT_A_TIME):
+            x = torch.randn(AT_A_TIME, *self.images.shape[1:])
+            for t, after in zip(times, [*times[1:], None], strict=True):
+                alpha, sigma = self.rates(torch.tensor([t]))
+                v = net(x, torch.full((len(x),), t)).sample
+                x0 = (alpha * x - sigma * v).clamp(-1, 1)
+                noise = (x - alpha * x0) / sigma
+                alpha, sigma = (1.0, 0.0) if after is None else self.rates(torch.tensor([after]))
+                x = alpha * x0 + sigma * noise
+            made.append(x)
+        return torch.cat(made)
+
+
+class Diffusers(Recipe):
+    """The recipe of diffusers' examples/unconditional_image_generation, with its defaults."""
+
+    batch_size = 16
+
+    def __init__(
+        self, folder: Path, seed: int, steps: int, lr: float = 1e-4, warmup: int = 500, batch_size: int = 16
+    ) -> None:
+        from diffusers import DDPMScheduler
+        from diffusers.optimization import get_scheduler
+
+        torch.manual_seed(seed)
+        self.batch_size = batch_size
+        images = in_unit_range(numpy.load(folder / "train.npy"))
+        self.loader = torch.utils.data.DataLoader(images, batch_size, shuffle=True)
+        self.net = of_diffusers(images.shape[-1])
+        self.noises = DDPMScheduler(num_train_timesteps=1000, beta_schedule="linear")
+        self.optimizer = torch.optim.AdamW(
+            self.net.parameters(), lr=lr, betas=(0.95, 0.999), weight_decay=1e-6, eps=1e-8
+        )
+        self.schedule = get_scheduler(
+            "cosine", self.optimizer, num_warmup_steps=warmup, num_training_steps=max(steps, warmup + 1)
+        )
+        self.batches = self._batches()
+
+    def _batches(self) -> Iterator[Tensor]:
+        while True:
+            yield from self.loader
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            x0 = next(self.batches)
+            noise, t = torch.randn_like(x0), torch.randint(0, 1000, (len(x0),)).long()
+            out = self.net(self.noises.add_noise(x0, noise, t), t).sample
+            F.mse_loss(out.float(), noise.float()).backward()
+            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+
+    def sample(self, num: int) -> Tensor:
+        from diffusers import DDPMPipeline
+
+        pipeline = DDPMPipeline(self.net.eval(), self.noises)
+        pipeline.set_progress_bar_config(disable=True)
+        made = [
+            pipeline(batch_size=AT_A_TIME, num_inference_steps=STEPS, output_type="np").images
+            for _ in range(num // AT_A_TIME)
+        ]
+        return torch.from_numpy(numpy.concatenate(made)).permute(0, 3, 1, 2) * 2 - 1
+
+
+class DenoisingDiffusionPytorch(Recipe):
+    """Trainer of denoising-diffusion-pytorch with its defaults, without pictures and FID on the way."""
+
+    batch_size = 16
+
+    def __init__(
+        self, folder: Path, seed: int, steps: int, lr: float = 1e-4, warmup: int = 0, batch_size: int = 16
+    ) -> None:
+        from denoising_diffusion_pytorch import GaussianDiffusion, Trainer, Unet
+
+        torch.manual_seed(seed)
+        self.batch_size = batch_size
+        net = Unet(dim=20, dim_mults=(1, 2, 4), channels=1)
+        side = numpy.load(folder / "train.npy", mmap_mode="r").shape[-1]
+        diffusion = GaussianDiffusion(net, image_size=side, timesteps=1000, sampling_timesteps=STEPS)
+        self.trainer = Trainer(
+            diffusion,
+            str(folder / "png"),
+            train_batch_size=batch_size,
+            train_lr=lr,
+            train_num_steps=0,
+            save_and_sample_every=10**9,
+            calculate_fid=False,
+            convert_image_to="L",
+            results_folder=str(folder.parent / f"ddp-{os.getpid()}"),
+        )
+        if warmup:
+            optimizer = self.trainer.opt.optimizer
+            rise = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+            optimizer.register_step_post_hook(lambda *_: rise.step())
+
+    def train(self, steps: int) -> None:
+        self.trainer.train_num_steps += steps
+        self.trainer.train()
+
+    @torch.no_grad()
+    def sample(self, num: int) -> Tensor:
+        model = self.trainer.ema.ema_model.eval()
+        made = [model.sample(batch_size=AT_A_TIME) for _ in range(num // AT_A_TIME)]
+        return torch.cat(made) * 2 - 1
+
+
+# Of hookdiff's own keys, each beside the default.
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "lr 1e-3": ("optimizer.lr=1e-3",),
+    "lr 4e-3": ("optimizer.lr=4e-3",),
+    "uniform weighting": ("diffusion.weighting=uniform",),
+    "not stratified": ("diffusion.times.use=uniform",),
+    "cosine rate": ("plugins.lr.schedule=cosine",),
+    "cooldown": ("plugins.lr.schedule=cooldown",),
+    "EMA of 0.05": ("plugins.ema.std=0.05",),
+    "EMA of 0.2": ("plugins.ema.std=0.2",),
+    "ddim": ("sampling.sampler=ddim",),
+    "ddpm sampler": ("sampling.sampler=ddpm",),
+    "flow": ("diffusion.process=flow",),
+    "flow, clamp": ("diffusion.process=flow", "sampling.clipping=clamp"),
+    "flow, uniform times": ("diffusion.process=flow", "diffusion.times=uniform"),
+    "edm": ("diffusion.process=edm", "sampling.steps=25"),
+    "batch 32": ("run.batch_size=32",),
+}
+FLOW, DDPM = ("diffusion.process=flow",), ("diffusion.process=ddpm",)
+# By name: the class and its options.
+RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
+    "hookdiff": (Hookdiff, {}),
+    "hookdiff, flow": (Hookdiff, {"settings": FLOW}),
+    "hookdiff, ddpm": (Hookdiff, {"settings": DDPM}),
+    "by hand": (ByHand, {}),
+    "diffusers, as installed": (Diffusers, {}),
+    "diffusers, tuned": (Diffusers, {"lr": 1e-3, "warmup": 60, "batch_size": 64}),
+    "denoising-diffusion-pytorch, as installed": (DenoisingDiffusionPytorch, {}),
+    "denoising-diffusion-pytorch, tuned": (DenoisingDiffusionPytorch, {"lr": 1e-3, "warmup": 60}),
+}
+# What the tuning tries, on images of its own.
+TUNED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
+    **{
+        f"diffusers, batch {size}, lr {lr:g}": (Diffusers, {"lr": lr, "warmup": 60, "batch_size": size})
+        for size in (16, 64)
+        for lr in (5e-4, 1e-3, 2e-3, 4e-3)
+    },
+    **{
+        f"denoising-diffusion-pytorch, batch {size}, lr {lr:g}": (
+            DenoisingDiffusionPytorch,
+            {"lr": lr, "warmup": 60, "batch_size": size},
+        )
+        for size in (16, 64)
+        for lr in (5e-4, 1e-3, 2e-3)
+    },
+    **{f"by hand, lr {lr:g}": (ByHand, {"lr": lr}) for lr in (1e-3, 2e-3, 4e-3)},
+    **{f"hookdiff, {name}": (Hookdiff, {"settings": settings}) for name, settings in VARIANTS.items()},
+}
+
+
+def rate_of(name: str) -> str:
+    """Return what the speed of a recipe depends on: its class and its batch size."""
+    kind, options = {**RECIPES, **TUNED}[name]
+    return f"{kind.__name__}, batch {options.get('batch_size', kind.batch_size)}"
