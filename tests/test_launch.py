@@ -171,7 +171,7 @@ def test_the_first_rank_decides_about_the_run_directory(command: Any, tmp_path: 
     assert code == 0, err
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.parametrize("plugin", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_exactly(
     command: Any, tmp_path: Path, user_module: Callable[[str, str], None], plugin: str
 ) -> None:

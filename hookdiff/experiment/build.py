@@ -1,5 +1,7 @@
 """Builds a Loop in a run directory from a `Config`."""
 
+import json
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +21,17 @@ from hookdiff.experiment.config import Config
 from hookdiff.experiment.discovery import is_needed
 from hookdiff.experiment.optimizers import build_optimizers
 from hookdiff.experiment.part import Part
-from hookdiff.experiment.settle import prepare_process, recorded, settle
+from hookdiff.experiment.settle import chosen, prepare_process, recorded, settle
 from hookdiff.loop import Loop
 from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.attention import use_attention
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.progress import AUTO
+from hookdiff.ranks import rank
 from hookdiff.structure import missing, parameters
 from hookdiff.terminal import shown_works
+
+log = logging.getLogger("hookdiff")
 
 _SIZES = ("in_channels", "out_channels", "image_size", "sample_size")  # arguments of models, here and in diffusers
 
@@ -68,8 +73,11 @@ def build_loop(
         ConfigError: a part cannot be built; the message names its table.
     """
     device = pick_device(config.run.device)
-    config = settle(config, device, recorded(run_dir, resume))
+    given, config = config, settle(config, device, recorded(run_dir, resume))
     prepare_process(config, device)
+    if hooks is None and rank() == 0 and (choices := chosen(given, config)):
+        written = ", ".join(f"{key} = {json.dumps(value)}" for key, value in choices.items())
+        log.info("chosen for this %s: %s", device.type, written)
     feed = build_feed(config, decode=hooks is None) if feed is None else feed
     config = fit_to_data(config, feed)
     model = (make or make_model)(config, device)

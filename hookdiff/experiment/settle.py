@@ -68,6 +68,16 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
     return _as_before(config, before) if before else config
 
 
+def chosen(given: Config, settled: Config) -> dict[str, Any]:
+    """Return what `settle` has filled in, by key."""
+    found = {f"run.{key}": getattr(settled.run, key) for key in ("channels_last", "threads")}
+    found = {key: value for key, value in found.items() if getattr(given.run, key.removeprefix("run.")) == AUTO}
+    for name, part in settled.plugins.items():
+        before = given.plugins[name].arguments
+        found |= {f"{part.where}.{key}": value for key, value in part.arguments.items() if value != before.get(key)}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def _as_before(config: Config, before: Mapping[str, Any]) -> Config:
     kept = evolve(
         config,

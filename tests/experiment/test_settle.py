@@ -6,6 +6,7 @@ import tomli_w
 import torch
 
 import hookdiff.experiment.settle as settle_module
+from hookdiff import build_loop
 from hookdiff.builtin.slow_steps import SlowSteps
 from hookdiff.experiment.settle import recorded, settle
 from hookdiff.testing import assert_same, weights
@@ -18,7 +19,7 @@ def set_bf16(monkeypatch, is_native):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": is_native})
 
 
-def chosen(config, device=CPU, before=None):
+def formed(config, device=CPU, before=None):
     """Return precision, channels_last and whether the threads are a number, as they are settled."""
     settled = settle(config, device, before or {})
     precision = settled.plugins["amp"].arguments["precision"] if "amp" in settled.plugins else None
@@ -28,12 +29,12 @@ def chosen(config, device=CPU, before=None):
 def test_precision_and_memory_format_are_chosen_together(load_small, monkeypatch):
     config = load_small(plugins=["amp"])
     set_bf16(monkeypatch, True)
-    assert chosen(config) == ("bf16", False, True)
-    assert chosen(load_small()) == (None, True, True)
+    assert formed(config) == ("bf16", False, True)
+    assert formed(load_small()) == (None, True, True)
     set_bf16(monkeypatch, False)
-    assert chosen(config) == ("off", True, True)
+    assert formed(config) == ("off", True, True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    assert chosen(config, CUDA) == ("bf16", True, False)
+    assert formed(config, CUDA) == ("bf16", True, False)
 
 
 def test_what_the_config_says_comes_first(load_small, monkeypatch):
@@ -42,7 +43,7 @@ def test_what_the_config_says_comes_first(load_small, monkeypatch):
     settled = settle(explicit, CPU, {"run": {"channels_last": False, "threads": 1}})
     assert (settled.run.channels_last, settled.run.threads) == (True, 3)
     assert settled.plugins["amp"].arguments["precision"] == "off"
-    assert chosen(load_small("plugins.amp.precision=bf16", plugins=["amp"]))[1] is False
+    assert formed(load_small("plugins.amp.precision=bf16", plugins=["amp"]))[1] is False
 
 
 def test_a_network_of_diffusers_keeps_the_usual_memory_format_on_a_cpu(load_small):
@@ -58,10 +59,10 @@ def test_a_resumed_run_takes_the_choices_of_before(load_small, monkeypatch):
     set_bf16(monkeypatch, True)
     before = settle(config, CPU, {}).resolved()
     set_bf16(monkeypatch, False)
-    assert chosen(config, CPU, before) == ("bf16", False, True)
+    assert formed(config, CPU, before) == ("bf16", False, True)
     # On a device of another kind they would be slow, and bits differ in any case.
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    assert chosen(config, CUDA, before) == ("fp16", True, False)
+    assert formed(config, CUDA, before) == ("fp16", True, False)
 
 
 def test_choices_are_recorded_and_kept_by_a_run(load_small, tmp_path, start, monkeypatch):
@@ -117,6 +118,20 @@ def test_a_resumed_run_keeps_the_meaning_that_its_config_does_not_set(load_small
     assert "sampling.steps" not in told
 
 
+def test_a_run_says_what_was_chosen(load_small, monkeypatch, tmp_path, caplog):
+    caplog.set_level("INFO")
+    set_bf16(monkeypatch, True)
+    build_loop(load_small("run.threads=1", plugins=["amp"]), tmp_path / "run")
+    assert [record.getMessage() for record in caplog.records] == [
+        'chosen for this cpu: run.channels_last = false, plugins.amp.precision = "bf16"'
+    ]
+    caplog.clear()
+    explicit = ("run.threads=1", "run.channels_last=true", "plugins.amp.precision=bf16")
+    build_loop(load_small(*explicit, plugins=["amp"]), tmp_path / "explicit")
+    build_loop(load_small(plugins=["amp"]), tmp_path / "sampling", hooks=("sample",))
+    assert not caplog.records
+
+
 def test_every_derived_choice_stands_in_the_written_config(load_small):
     config = load_small("diffusion.process=flow")
     written = config.resolved()
@@ -145,7 +160,7 @@ def test_a_damaged_record_is_written_anew(load_small, tmp_path):
 def test_recorded_values_that_do_not_fit_are_chosen_anew(load_small, monkeypatch, damaged):
     set_bf16(monkeypatch, True)
     config = load_small(plugins=["amp"])
-    assert chosen(config, CPU, damaged) == ("bf16", False, True)
+    assert formed(config, CPU, damaged) == ("bf16", False, True)
     assert settle(config, CPU, damaged).resolved()["diffusion"] == config.resolved()["diffusion"]
 
 

@@ -40,7 +40,7 @@ DIVERGING: dict[str, tuple[list[str], dict[str, Any]]] = {
     "a loss that is infinite": ([], {"optimizer": {"use": "sgd", "lr": 1e30}}),
     "adamw": ([], {"optimizer": {"use": "adamw", "lr": 1e3}}),
     "weight decay": ([], {"optimizer": {"use": "adamw", "lr": 50.0, "weight_decay": 0.1}}),
-    "clipped": (["clip"], {"optimizer": {"use": "sgd", "lr": 1e4}}),
+    "clipped": (["clip"], {"optimizer": {"use": "sgd", "lr": 1e4}, "diffusion": {"process": "ddpm"}}),
     "clipped adamw": (["clip"], {"optimizer": {"use": "adamw", "lr": 1e3}}),
     "fp16": (["amp"], {"optimizer": {"use": "sgd", "lr": 3.0}, "plugins": FP16}),
     "fp16 at once": (["amp", "clip"], {"optimizer": {"use": "adamw", "lr": 100.0}, "plugins": FP16}),

@@ -1,0 +1,6 @@
+"""Shows where the time of a training step goes, and measures what would make it faster: `hookdiff profile`."""
+
+from hookdiff_profile.spans import Recorder
+from hookdiff_profile.steps import Profile, measure
+
+__all__ = ["Profile", "Recorder", "measure"]

@@ -1,0 +1,102 @@
+"""`hookdiff profile`: show where the time of a step goes, and what would make it faster."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hookdiff.cli.options import config_argument, override_options
+
+if TYPE_CHECKING:
+    from hookdiff_profile.steps import Profile
+    from hookdiff_profile.trials import Outcome
+
+_SHOWN = 3  # changes to try first
+_SMALL = 0.001  # share of a step from which on a part has a row of its own
+
+
+@click.command()
+@config_argument
+@override_options
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(2), help="Steps of each measurement.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace, FILE.json or FILE.json.gz.")
+@click.option("--try/--no-try", "tries", default=True, help="Measure changes too; compiling takes a minute or more.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    config: Path,
+    plugins: tuple[str, ...],
+    settings: tuple[str, ...],
+    steps: int,
+    trace: Path | None,
+    tries: bool,
+    as_json: bool,
+) -> None:
+    """Show where the time of a step of CONFIG goes, and which changes would make it faster.
+
+    Trains for some steps in a temporary directory. Then each change is measured beside CONFIG, in turns: precision,
+    memory format, batch size, workers, compilation. What is faster may train differently: a rate may have to fit it.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr, also that there is no GPU
+
+    from attrs import asdict
+
+    from hookdiff import UserError, load_config
+    from hookdiff.disk import check_writable
+    from hookdiff_profile.steps import measure
+    from hookdiff_profile.trials import tried
+
+    if trace is not None:
+        check_writable(trace)
+    plugins = (*plugins, *(["no:progress"] if "progress" in load_config(config, plugins, settings).plugins else []))
+    checked = load_config(config, plugins, settings)
+    try:
+        found = measure(checked, steps, trace)
+    except OSError as error:
+        raise UserError(f"{error.filename or trace}: {error.strerror or error}") from None
+    if not as_json:
+        click.echo(f"{checked.run.name}: {table(found)}")
+        if trace:
+            click.echo(f"{trace}: open it at https://ui.perfetto.dev")
+    outcomes = list(tried(config, plugins, settings, steps)) if tries else []
+    if as_json:
+        click.echo(json.dumps({**asdict(found), "changes": [_facts(outcome) for outcome in outcomes]}))
+    elif tries:
+        click.echo(advice(outcomes))
+
+
+def table(found: Profile) -> str:
+    """Return the parts of a step as lines of text."""
+    rate = found.images / found.seconds
+    lines = [f"{found.seconds * 1000:.1f} ms a step of {found.images} images on {found.device}, {rate:,.0f} images/s"]
+    if found.busy is not None:
+        lines.append(f"  the GPU computes {found.busy:.0%} of the time")
+    total = sum(found.parts.values())
+    lines.append(f"  {'part':<40}{'ms':>10}{'share':>8}")
+    rows = [(part, time) for part, time in found.parts.items() if time >= _SMALL * total]
+    if rest := len(found.parts) - len(rows):
+        rows.append((f"{rest} more, below {_SMALL:.1%} each", total - sum(time for _, time in rows)))
+    lines += [f"  {part:<40}{time * 1000:>10.2f}{time / total:>8.1%}" for part, time in rows]
+    return "\n".join(lines)
+
+
+def advice(outcomes: list[Outcome]) -> str:
+    """Return the changes to try first, and all that were measured, as lines of text."""
+    from hookdiff_profile.trials import WORTH
+
+    measured = sorted((each for each in outcomes if each.ratio), key=lambda each: -(each.ratio or 0))
+    best = [each for each in measured if (each.ratio or 0) >= WORTH][:_SHOWN]
+    lines = ["try first, with images/s over those of now:" if best else "nothing that was tried is faster:"]
+    lines += [f"  {each.ratio:.2f}  {each.change}" for each in best or measured]
+    if best and (rest := [f"{each.change} {each.ratio:.2f}" for each in measured if each not in best]):
+        lines.append(f"  also measured: {', '.join(rest)}")
+    lines += [f"  not measured: {each.change}: {each.why}" for each in outcomes if not each.ratio]
+    return "\n".join(lines)
+
+
+def _facts(outcome: Outcome) -> dict[str, object]:
+    change = outcome.change
+    return {"plugins": change.plugins, "settings": change.settings, "ratio": outcome.ratio, "why": outcome.why}

@@ -1,0 +1,72 @@
+"""Measures changes of a config beside the config itself, to say which to try first."""
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from attrs import define
+
+from hookdiff import Config, InMemory, UserError, load_config
+from hookdiff.machine import num_cpus
+from hookdiff_profile.steps import running
+
+WORTH = 1.03  # images a second over those of the config, from which on a change is worth a try
+_ROUNDS = 3
+
+
+@define(frozen=True)
+class Change:
+    """A change of a config, as the options --plugins and --set write it."""
+
+    plugins: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join((*(f"--plugins {name}" for name in self.plugins), *(f"--set {each}" for each in self.settings)))
+
+
+@define(frozen=True)
+class Outcome:
+    """How a change was."""
+
+    change: Change
+    ratio: float | None = None  # images a second over those of the config; None: it cannot be used
+    why: str = ""  # it cannot
+
+
+def changes(config: Config, is_stored: bool, channels_last: bool) -> Iterator[Change]:
+    """Yield the changes that fit `config`: its data is stored or read in each epoch, its settled memory format."""
+    if "amp" not in config.plugins:
+        yield Change(("amp",))
+    elif config.plugins["amp"].use == "amp":
+        yield Change(("no:amp",))
+    yield Change(settings=(f"run.channels_last={str(not channels_last).lower()}",))
+    for size in (2 * config.run.batch_size, config.run.batch_size // 2):
+        if size:
+            yield Change(settings=(f"run.batch_size={size}",))
+    if not is_stored:
+        yield Change(settings=(f"data.workers={max(1, num_cpus() - 1)}",))
+        yield Change(settings=("data.store=disk",))
+    if "compile" not in config.plugins:
+        yield Change(("compile",))
+
+
+def tried(path: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int) -> Iterator[Outcome]:
+    """Yield the outcome of each change of the config at `path`, with `steps` steps of both in turns, round by round."""
+    config = load_config(path, plugins, settings)
+    with running(config) as (loop, step):
+        stored, form = isinstance(loop.feed.samples, InMemory), bool(loop.hparams["run"]["channels_last"])
+        for change in changes(config, stored, form):
+            ratios = []
+            try:
+                changed = load_config(path, (*plugins, *change.plugins), (*settings, *change.settings))
+                with running(changed) as (other, other_step):
+                    size = other.config.batch_size / loop.config.batch_size
+                    for _ in range(_ROUNDS):
+                        own = statistics.median(step() for _ in range(steps))
+                        ratios.append(size * own / statistics.median(other_step() for _ in range(steps)))
+            except (UserError, ValueError, torch.OutOfMemoryError) as error:
+                yield Outcome(change, why=str(error).partition("\n")[0])
+            else:
+                yield Outcome(change, statistics.median(ratios))

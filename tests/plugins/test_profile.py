@@ -1,0 +1,151 @@
+import gzip
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hookdiff_profile import Recorder
+from hookdiff_profile.cli import advice
+from hookdiff_profile.trials import Change, Outcome, changes
+from tests.conftest import check_facts
+
+SLEEPS = """
+import time
+from attrs import define
+from hookdiff import hookimpl
+
+@define(eq=False)
+class Sleeps:
+    seconds: float = 0.05
+
+    @hookimpl
+    def after_backward(self):
+        time.sleep(self.seconds)
+"""
+
+
+@pytest.fixture
+def small(write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
+    monkeypatch.chdir(tmp_path)
+    return lambda *plugins, **tables: write_config(run={"plugins": list(plugins)}, **tables)
+
+
+def test_each_moment_belongs_to_the_inner_hook_or_to_what_the_loop_does_between_two() -> None:
+    record = Recorder(torch.device("cpu"))
+    for hook, inner in (("make_batch", None), ("accumulate", "backward"), ("unscale", None), ("after_backward", None)):
+        with record("mine" if hook == "after_backward" else "defaults", hook):
+            time.sleep(0.002)
+            if inner:
+                with record("defaults", inner):
+                    time.sleep(0.03)
+        time.sleep(0.01)
+    with record("defaults", "make_batch"):
+        pass
+    parts = record.parts()
+    assert next(iter(parts)) == "backward"
+    assert set(parts) == {"loop", "backward", "mine: after_backward", "draw of noise and times", "finite check", "data"}
+    assert parts["backward"] >= 0.03
+    for name in ("draw of noise and times", "finite check", "data"):
+        assert 0.01 <= parts[name] < parts["backward"]
+
+
+def test_the_time_of_a_plugin_stands_at_its_hook(
+    small: Callable[..., Path], user_module: Callable[[str, str], None], hookdiff: Any, tmp_path: Path
+) -> None:
+    user_module("hd_profile_user", SLEEPS)
+    before = set(tmp_path.iterdir())
+    config = small("hd_profile_user:Sleeps", "ema", "clip", "checkpoint", "samples", "progress")
+    code, out, err = hookdiff("profile", config, "--steps", 4, "--no-try", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    parts, seconds = found["parts"], found["seconds"]
+    assert 0.05 <= parts["sleeps: after_backward"] < 0.1
+    assert seconds >= 0.05
+    assert 0.7 * seconds < sum(parts.values()) < 3 * seconds
+    core = {"data", "draw of noise and times", "forward and loss", "backward", "finite check", "optimizer", "logs"}
+    assert core <= parts.keys()
+    assert {"ema: after_optimizer_step", "clip: after_backward"} <= parts.keys()
+    assert list(parts.values()) == sorted(parts.values(), reverse=True)
+    assert (found["device"], found["images"], found["busy"], found["changes"]) == ("cpu", 16, None, [])
+    assert set(tmp_path.iterdir()) - before <= {config, tmp_path / "hd_profile_user.py", tmp_path / "__pycache__"}
+
+
+def test_the_table_and_the_trace_are_for_reading(small: Callable[..., Path], hookdiff: Any, tmp_path: Path) -> None:
+    code, out, err = hookdiff("profile", small("clip"), "--steps", 2, "--no-try", "--trace", "step.json.gz")
+    assert code == 0, err
+    first, columns, *rows, last = out.splitlines()
+    check_facts(first, "small", "ms a step", 16, "cpu", "images/s")
+    assert columns.split() == ["part", "ms", "share"]
+    assert sum(float(row.rsplit(maxsplit=1)[1].rstrip("%")) for row in rows) == pytest.approx(100, abs=1)
+    check_facts(last, "step.json.gz", "perfetto")
+    events = json.loads(gzip.decompress((tmp_path / "step.json.gz").read_bytes()))["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"clip: after_backward", "defaults: compute_loss", "aten::convolution"} <= names
+
+
+def test_changes_are_measured_beside_the_config(small: Callable[..., Path], hookdiff: Any) -> None:
+    # "eager" compiles nothing, which keeps the test short.
+    config = small("compile", plugins={"compile": {"backend": "eager"}})
+    code, out, err = hookdiff("profile", config, "--steps", 2, "--json", "--set", "run.batch_size=900")
+    assert code == 0, err
+    found = {" ".join(each["plugins"] + each["settings"]): each for each in json.loads(out)["changes"]}
+    assert set(found) == {"amp", "run.channels_last=false", "run.batch_size=1800", "run.batch_size=450"}
+    assert "1797" in found.pop("run.batch_size=1800")["why"]
+    assert all(0.05 < each["ratio"] < 20 for each in found.values())
+
+
+def test_the_changes_follow_from_the_config(small: Callable[..., Path], load_small: Any) -> None:
+    def of(*plugins: str, stored: bool = True, channels_last: bool = True) -> list[str]:
+        return [str(change) for change in changes(load_small(plugins=plugins), stored, channels_last)]
+
+    sizes = ["--set run.batch_size=32", "--set run.batch_size=8"]
+    assert of() == ["--plugins amp", "--set run.channels_last=false", *sizes, "--plugins compile"]
+    assert of("amp", "compile", channels_last=False) == ["--plugins no:amp", "--set run.channels_last=true", *sizes]
+    assert of("amp", "compile", stored=False)[-1] == "--set data.store=disk"
+    assert of("amp", "compile", stored=False)[-2].startswith("--set data.workers=")
+
+
+def test_the_three_best_changes_come_first() -> None:
+    outcomes = [
+        Outcome(Change(("amp",)), 1.5),
+        Outcome(Change(settings=("run.channels_last=true",)), 0.9),
+        Outcome(Change(settings=("run.batch_size=32",)), 1.1),
+        Outcome(Change(settings=("run.batch_size=8",)), 1.2),
+        Outcome(Change(("compile",)), why="no compiler"),
+        Outcome(Change(settings=("data.workers=1",)), 1.05),
+    ]
+    assert advice(outcomes).splitlines() == [
+        "try first, with images/s over those of now:",
+        "  1.50  --plugins amp",
+        "  1.20  --set run.batch_size=8",
+        "  1.10  --set run.batch_size=32",
+        "  also measured: --set data.workers=1 1.05, --set run.channels_last=true 0.90",
+        "  not measured: --plugins compile: no compiler",
+    ]
+    assert advice([Outcome(Change(("amp",)), 1.02)]).splitlines() == [
+        "nothing that was tried is faster:",
+        "  1.02  --plugins amp",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (("missing.toml",), ("missing.toml", "no such file")),
+        (("small.toml", "--trace", "small.toml/step.json"), ("small.toml/step.json",)),
+        (("small.toml", "--set", "run.batch_size=2000"), ("batch_size", 2000, 1797)),
+        (("small.toml", "--set", "model.chanels=8"), ("chanels", "channels")),
+    ],
+)
+def test_a_wrong_input_is_one_message(
+    small: Callable[..., Path], hookdiff: Any, words: tuple[str, ...], facts: tuple[Any, ...]
+) -> None:
+    small()
+    code, out, err = hookdiff("profile", *words, "--no-try")
+    assert (code, out) == (2, "")
+    assert err.startswith("hookdiff: ")
+    check_facts(err, *facts)
