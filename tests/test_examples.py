@@ -56,6 +56,7 @@ fi
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.skipif(not distributed.is_gloo_available(), reason="torch was built without gloo")
 def test_the_slurm_script_saves_at_the_signal_requeues_and_goes_on(tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def test_all_ranks_need_the_same_data(torchrun: Torchrun, pictures: Path) -> Non
     check_facts(err, "the same data", "pictures/ant/00.png", "rank 0", "rank 1")
 
 
+@pytest.mark.slow
 def test_the_first_rank_decides_about_the_run_directory(command: Any, tmp_path: Path) -> None:
     config = write_small(tmp_path / "small.toml", run={"plugins": ["ddp", "checkpoint"]})
     code, _, err = command(2, "run", config)
@@ -200,6 +201,7 @@ def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_exactly(
     assert records(tmp_path / "whole") == records(tmp_path / "broken")
 
 
+@pytest.mark.slow
 def test_an_end_that_is_no_failure_is_not_trained_again(command: Any, tmp_path: Path) -> None:
     run = {"steps": 10_000_000, "max_time": "2 s", "plugins": ["ddp", "checkpoint"]}
     config = write_small(tmp_path / "small.toml", run=run)

@@ -43,9 +43,10 @@ def equivalent_of(loop: Loop) -> Equivalent:
         given = getattr(objective, key)
         if any(value != neutral for value in given):
             raise _refusal(f"diffusion.{key}", given, "its pipelines would not undo the standardisation", _OTHERWISE)
-    _check("diffusion.process", objective.process, (parts.VP, parts.Flow, parts.EDM))
+    _check("diffusion.process", objective.process, (parts.VP, parts.DDPMProcess, parts.Flow, parts.EDM))
     kinds: dict[type, Callable[[Any, Any], Equivalent]] = {
         parts.VP: _with_timesteps,
+        parts.DDPMProcess: _with_timesteps,
         parts.Flow: _flow,
         parts.EDM: _edm,
     }

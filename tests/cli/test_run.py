@@ -160,6 +160,7 @@ def test_golden_message_of_a_signal_and_the_end_at_the_second(folder, start):
     process = start(folder, "run", "small.toml", "--plugins", "hd_slow:Slow")
     assert process.stdout.readline() == "in a long step\n"
     process.send_signal(signal.SIGINT)
+    assert process.stderr.readline().startswith("chosen for this cpu: ")
     assert process.stderr.readline() == "stopping after this step; a second signal ends the process at once\n"
     assert process.poll() is None
     process.send_signal(signal.SIGINT)

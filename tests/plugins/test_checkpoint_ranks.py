@@ -219,6 +219,7 @@ def test_a_disk_that_fails_for_one_rank_ends_the_run_on_all(
     assert steps(tmp_path / "run") == [2]
 
 
+@pytest.mark.slow
 def test_ranks_without_a_common_disk_are_refused_if_they_share_the_weights(on_ranks: Run, tmp_path: Path) -> None:
     (tmp_path / "on 0").mkdir()
     (tmp_path / "on 1").mkdir()

@@ -1,5 +1,6 @@
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -300,8 +301,8 @@ def test_an_option_without_a_scheduler_of_diffusers_is_refused_by_its_key(
 
 
 def test_the_noise_of_the_last_step_matters_only_where_there_is_one() -> None:
-    for changed in ({"spacing": "leading"}, {"steps": 1000}):
-        made = recipe({}, {"sampler": DDPM("fixed_large"), **changed})
+    for process, changed in product(("vp", "ddpm"), ({"spacing": "leading"}, {"steps": 1000})):
+        made = recipe({"process": process}, {"sampler": DDPM("fixed_large"), **changed})
         assert (made.scheduler, made.options["variance_type"]) == ("DDPMScheduler", "fixed_large")
 
 
@@ -332,10 +333,10 @@ def called(diffusers: Any, out: str, num: int) -> Tensor:
 
 
 PROCESSES = {
-    "linear, epsilon": (),
-    "linear, v": ("diffusion.prediction=v_prediction",),
-    "cosine, epsilon": ("diffusion.process.schedule=cosine",),
-    "cosine, v": ("diffusion.process.schedule=cosine", "diffusion.prediction=v_prediction"),
+    "linear, epsilon": ("diffusion.process=ddpm",),
+    "linear, v": ("diffusion.process=ddpm", "diffusion.prediction=v_prediction"),
+    "cosine, epsilon": ("diffusion.prediction=epsilon",),
+    "cosine, v": (),
     "sigmoid, sample": ("diffusion.process.schedule=sigmoid", "diffusion.prediction=sample"),
     "scaled, zero SNR": (
         *("diffusion.process.schedule=scaled_linear", "diffusion.process.rescale_betas_zero_snr=true"),
@@ -343,12 +344,12 @@ PROCESSES = {
     ),
 }
 SAMPLERS = {
-    "ddim": (),
-    "ddim, 50 steps": ("sampling.steps=50",),
-    "ddim, eta": ("sampling.sampler.eta=0.5",),
-    "ddim, leading": ("sampling.spacing=leading",),
-    "ddim, thresholding": ("sampling.clipping.use=dynamic", "sampling.clipping.ratio=0.9"),
-    "ddim, free": ("sampling.clipping=none",),
+    "ddim": ("sampling.sampler=ddim",),
+    "ddim, 50 steps": ("sampling.sampler=ddim", "sampling.steps=50"),
+    "ddim, eta": ("sampling.sampler.use=ddim", "sampling.sampler.eta=0.5"),
+    "ddim, leading": ("sampling.sampler=ddim", "sampling.spacing=leading"),
+    "ddim, thresholding": ("sampling.sampler=ddim", "sampling.clipping.use=dynamic", "sampling.clipping.ratio=0.9"),
+    "ddim, free": ("sampling.sampler=ddim", "sampling.clipping=none"),
     "euler": ("sampling.sampler=euler",),
     "ddpm": ("sampling.sampler=ddpm", "sampling.steps=20"),
     "ddpm, large": ("sampling.sampler.use=ddpm", "sampling.sampler.variance=fixed_large", "sampling.spacing=leading"),
@@ -356,8 +357,8 @@ SAMPLERS = {
     "dpmpp_2m, free": ("sampling.sampler=dpmpp_2m", "sampling.steps=20", "sampling.clipping=none"),
 }
 OWN_LOOPS = [
-    ("classes", THEIRS + "num_class_embeds = 11", ()),
-    ("dit", DIT, ("diffusion.prediction=v_prediction",)),
+    ("classes", THEIRS + "num_class_embeds = 11", ("sampling.sampler=ddim",)),
+    ("dit", DIT, ("sampling.sampler=ddim",)),
     ("flow", THEIRS, ("diffusion.process=flow", "diffusion.process.shift=3", "sampling.sampler=ddim")),
     ("flow-shifted", THEIRS, ("diffusion.process=flow", "sampling.spacing={use = 'shifted', shift = 2}")),
     ("edm", THEIRS, ("diffusion.process=edm", "diffusion.process.time_scale=1", "sampling.sampler=euler")),
@@ -392,15 +393,15 @@ class TestWithDiffusers:
     def test_the_weights_are_those_that_are_sampled_with(
         self, diffusers: Any, trained: Any, command: Any, tmp_path: Path, weights: str
     ) -> None:
-        run, folder = trained("linear-epsilon", THEIRS, "run.steps=40"), tmp_path / "out"
+        run, folder = trained("linear-epsilon", THEIRS, "run.steps=40", *PROCESSES["linear, epsilon"]), tmp_path / "out"
         assert command("export", run, folder, "--to", "diffusers", "--weights", weights)[0] == 0
         theirs = diffusers.UNet2DModel.from_pretrained(folder, subfolder="unet").state_dict()
         with opened(run) as loop, loop.weights(weights):
             assert_same(theirs, loop.model.state_dict())
         with safe_open(folder / "unet" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
             assert file.metadata()["weights"] == weights
-        assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "DDIMPipeline"
-        assert isinstance(diffusers.DiffusionPipeline.from_pretrained(folder), diffusers.DDIMPipeline)
+        assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "DDPMPipeline"
+        assert isinstance(diffusers.DiffusionPipeline.from_pretrained(folder), diffusers.DDPMPipeline)
         assert command("export", run, folder, "--to", "diffusers")[0] == 2
         assert command("export", run, folder, "--to", "diffusers", "--overwrite")[0] == 0
 

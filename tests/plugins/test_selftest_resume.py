@@ -261,7 +261,7 @@ def test_all_plugins_together_resume_exactly(folder: Path) -> None:
     ("name", "others", "lost"),
     [
         # It changes weights after the step, and this changes the values of all other plugins.
-        ("Scales", ["checkpoint"], "the field updates of scales (5 and 0)"),
+        pytest.param("Scales", ["checkpoint"], "the field updates of scales (5 and 0)", marks=pytest.mark.slow),
         pytest.param(
             "Scales", ["ema", "lr", "nan", "checkpoint"], "the field updates of scales", marks=pytest.mark.slow
         ),
