@@ -57,7 +57,7 @@ class Process(Choice, ABC):
 
     @property
     def default_weighting(self) -> str:
-        """Name of the weighting that is usual with this process, as above."""
+        """Name of the weighting that is usual with this process: an option may decide it."""
         return "uniform"
 
     @property

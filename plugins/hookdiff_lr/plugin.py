@@ -1,8 +1,6 @@
 """The plugin `lr`."""
 
 import logging
-import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -99,7 +97,9 @@ class LR:
         total = (self.total or steps or 0) if self.schedule.needs_end else 0
         if self.schedule.needs_end and not total:
             raise UserError("plugins.lr: the schedule ends with the run, but the run has no end; set plugins.lr.total")
-        return Curve(self.schedule, min(self._warmup(steps), self._longest(total)), self.start_factor, total)
+        first, warmup = self.schedule.first_fall(total), self._warmup(steps)
+        warmup = warmup if warmup <= first else max(0, int(first))
+        return Curve(self.schedule, warmup, self.start_factor, total)
 
     def _warmup(self, steps: int | None) -> int:
         """Return the steps of the warm-up in a run of `steps`, before it is cut."""
@@ -110,11 +110,6 @@ class LR:
                 "steps, or 0"
             )
         return int(steps_of(self.warmup, length or 0))
-
-    def _longest(self, total: int) -> int:
-        """Return the number of steps before the first fall of the schedule."""
-        first = self.schedule.first_fall(total)
-        return sys.maxsize if math.isinf(first) else max(0, int(first))
 
     def remarks(self, steps: int | None) -> Iterator[str]:
         """Yield a sentence on each option that a run of `steps` cuts short or never reaches."""

@@ -51,7 +51,6 @@ def command(
 
     if trace is not None:
         check_writable(trace)
-    plugins = (*plugins, *(["no:progress"] if "progress" in load_config(config, plugins, settings).plugins else []))
     checked = load_config(config, plugins, settings)
     try:
         found = measure(checked, steps, trace)

@@ -38,11 +38,12 @@ class _Over(Exception):
 def running(config: Config) -> Iterator[tuple[Loop, Callable[[], float]]]:
     """Yield a Loop in a temporary directory, and a function that makes a step and returns its seconds.
 
-    Plugins do as in a run, but the run ends as if by an error, so that none draws or saves at the end.
+    Plugins but `progress` do as in a run, and the run ends as if by an error, so that none draws or saves at the end.
     """
     with TemporaryDirectory() as folder:
         endless = evolve(config.run, steps=_ENDLESS, epochs=None, max_time=Every(0, "seconds"))
-        loop = build_loop(evolve(config, run=endless), Path(folder) / config.run.name)
+        quiet = {name: part for name, part in config.plugins.items() if name != "progress"}
+        loop = build_loop(evolve(config, run=endless, plugins=quiet), Path(folder) / config.run.name)
         try:
             with loop:
                 steps = loop.steps()
