@@ -1,12 +1,17 @@
 """Compare the time per step of hookdiff's loop with that of the best hand-written loop and of other trainers.
 
-    python benchmarks/loop.py [tiny unet] [--rounds N] [--threads 1]
+    python benchmarks/loop.py [tiny middle unet] [--rounds N] [--threads 1]
 
-All train the same network on the same digits with the same features: AdamW (fused), clipping by norm, an average
-of the weights, a learning rate schedule, a line of mean loss and norm every 50 steps. They take turns: in each round
-every one of them makes a block of steps, in a shuffled order, so that other load on the machine affects all alike. The
-table has the median time of a step, and the median over the rounds of its ratio to the hand-written loop of the same
-round. Lightning, accelerate and ignite take part when they are installed.
+All train the same network on the same digits with the same features: v prediction with min-SNR weights and stratified
+times, AdamW (fused), clipping by norm, an average of the weights, a learning rate schedule, a line of mean loss and norm
+every 50 steps. The C library keeps freed memory, as `hookdiff run` has it. "by hand, checked" also has what
+hookdiff does for its promises: it seeds the draws of each step, and looks at loss and norm before it updates anything.
+"by hand, seeded" has the first of these, "hookdiff, bare" has no plugins at all.
+
+They take turns: in each round every one of them makes a block of steps, in a shuffled order, so that other load on the
+machine affects all alike. The table has the median time of a step, the median over the rounds of its ratio to "by hand"
+and to "by hand, checked" in the same round, and of its difference from the second. Lightning, accelerate and ignite
+take part when they are installed.
 """
 
 import argparse
@@ -21,6 +26,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +38,7 @@ from torch.nn import functional
 from hookdiff import Loop, LoopConfig, builtin_plugins
 from hookdiff.data import digits
 from hookdiff.diffusion import VP, Diffusion
+from hookdiff.machine import keep_memory
 from hookdiff_clip import Clip
 from hookdiff_ema import EMA
 from hookdiff_lr import LR
@@ -42,11 +49,11 @@ STEPS = 1_000_000  # of the schedule; no run gets there
 
 
 class Denoiser(nn.Module):
-    """A network with steps of about half a millisecond, on which the cost of a loop shows most."""
+    """A network with steps of about half a millisecond, on which the cost of a loop shows most, unless it is wider."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(65, 32), nn.Linear(32, 64)
+        self.first, self.last = nn.Linear(65, width), nn.Linear(width, 64)
 
     def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
         seen = torch.cat((x.flatten(1), timesteps[:, None] / 1000), 1)
@@ -63,6 +70,7 @@ class Workload:
 
 WORKLOADS = {
     "tiny": Workload(Denoiser, 16, 20, 600),
+    "middle": Workload(lambda: Denoiser(2048), 256, 5, 200),
     "unet": Workload(lambda: UNet(channels=32, num_res_blocks=1), 16, 1, 100),
 }
 
@@ -108,19 +116,26 @@ class Parts:
         torch.manual_seed(0)
         self.model, self.file = work.model(), file
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
-        schedule = VP(schedule="cosine").tables
+        schedule = VP().tables
         self.alpha = schedule.alphas_cumprod.sqrt().float()
         self.sigma = (1 - schedule.alphas_cumprod).sqrt().float()
+        snr = schedule.snr.float()
+        self.weights = snr.clamp(max=5) / (snr + 1)
         self.parameters = list(self.model.parameters())
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
+        self.generator = torch.Generator()
         self.done = 0
 
-    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
-        noise, t = torch.randn_like(x), torch.randint(0, 1000, (len(x),))
+    def loss(self, model: nn.Module, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(x.shape, generator=generator)
+        part, within = torch.randperm(len(x), generator=generator), torch.rand(len(x), generator=generator)
+        t = ((part + within) * (1000 / len(x))).long().clamp_(max=999)
         alpha, sigma = self.alpha[t].view(-1, 1, 1, 1), self.sigma[t].view(-1, 1, 1, 1)
-        return functional.mse_loss(model(alpha * x + sigma * noise, t), noise)
+        output = model(alpha * x + sigma * noise, t)
+        error = functional.mse_loss(output, alpha * noise - sigma * x, reduction="none").flatten(1).mean(1)
+        return (self.weights[t] * error).mean()
 
     def factor(self, step: int) -> float:
         if step < WARMUP:
@@ -153,34 +168,47 @@ def batches(work: Workload) -> Iterator[Tensor]:
             yield images[rows]
 
 
-def by_hand(work: Workload, folder: Path, step: Callable[[], None]) -> None:
+def by_hand(
+    work: Workload, folder: Path, step: Callable[[], None], seeded: bool = False, checked: bool = False
+) -> None:
     with (folder / "log.jsonl").open("w") as file:
         parts = Parts(work, file)
         for x in batches(work):
             parts.set_rate()
             parts.optimizer.zero_grad(set_to_none=True)
-            loss = parts.loss(parts.model, x)
+            generator = parts.generator.manual_seed(hash((7, parts.done)) & 0xFFFFFFFF) if seeded else None
+            loss = parts.loss(parts.model, x, generator)
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(parts.parameters, 1.0, foreach=True)
+            if checked:
+                gradients = [parameter.grad for parameter in parts.parameters]
+                norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+                found, length = torch.stack((loss.detach(), norm)).tolist()
+                if not math.isfinite(found + length):
+                    continue
+                if length > 1:
+                    torch._foreach_mul_(gradients, 1 / (length + 1e-6))
+            else:
+                norm = nn.utils.clip_grad_norm_(parts.parameters, 1.0, foreach=True)
             parts.optimizer.step()
             parts.count(loss, norm)
             step()
 
 
-def hookdiff(work: Workload, folder: Path, step: Callable[[], None]) -> None:
+def hookdiff(work: Workload, folder: Path, step: Callable[[], None], bare: bool = False) -> None:
     torch.manual_seed(0)
+    plugins = {
+        **builtin_plugins(signals=False),
+        "lr": LR(warmup=WARMUP),
+        "clip": Clip("norm"),
+        "ema": EMA(decay=DECAY),
+    }
     loop = Loop(
         work.model(),
         lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
-        Diffusion(VP(schedule="cosine")),
+        Diffusion(),
         digits(),
         LoopConfig(steps=STEPS, batch_size=work.batch_size, log_every=LOG_EVERY),
-        {
-            **builtin_plugins(signals=False),
-            "lr": LR(warmup=WARMUP),
-            "clip": Clip("norm"),
-            "ema": EMA(decay=DECAY),
-        },
+        {} if bare else plugins,
         run_dir=folder,
     )
     with loop:
@@ -273,7 +301,14 @@ def lightning(work: Workload, folder: Path, step: Callable[[], None]) -> None:
         trainer.fit(Module(), torch.utils.data.DataLoader(Endless(), batch_size=None))
 
 
-CONTESTANTS = {"by hand": by_hand, "hookdiff": hookdiff}
+CHECKED = "by hand, checked"
+CONTESTANTS: dict[str, Callable[[Workload, Path, Callable[[], None]], None]] = {
+    "by hand": by_hand,
+    "by hand, seeded": partial(by_hand, seeded=True),
+    CHECKED: partial(by_hand, seeded=True, checked=True),
+    "hookdiff, bare": partial(hookdiff, bare=True),
+    "hookdiff": hookdiff,
+}
 for other in (accelerate, ignite, lightning):
     if importlib.util.find_spec(other.__name__):
         CONTESTANTS[other.__name__] = other
@@ -303,6 +338,7 @@ def main() -> None:
     if unknown := set(options.workloads) - set(WORKLOADS):
         parser.error(f"no workload named {unknown.pop()!r}; known: {', '.join(WORKLOADS)}")
     torch.set_num_threads(options.threads)
+    keep_memory()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     print(f"torch {torch.__version__}, {options.threads} threads")
@@ -310,12 +346,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             seconds = compare(WORKLOADS[name], options.rounds or WORKLOADS[name].rounds, Path(folder))
         for contestant, times in seconds.items():
-            ratios = [mine / base for mine, base in zip(times, seconds["by hand"], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            print(
-                f"{name:<6} {contestant:<10} {statistics.median(times) * 1e3:8.3f} ms a step"
-                f"   ratio {middle:.3f}  (half within {low:.3f} to {high:.3f})"
-            )
+            shown = [f"{name:<6} {contestant:<16} {statistics.median(times) * 1e3:8.3f} ms a step"]
+            for base in ("by hand", CHECKED):
+                ratios = [mine / other for mine, other in zip(times, seconds[base], strict=True)]
+                low, middle, high = statistics.quantiles(ratios, n=4)
+                shown.append(f"{middle:.3f} ({low:.3f} to {high:.3f}) of {base}")
+            more = [1e6 * (mine - other) for mine, other in zip(times, seconds[CHECKED], strict=True)]
+            low, middle, high = statistics.quantiles(more, n=4)
+            print("   ".join([*shown, f"{middle:+.0f} us ({low:+.0f} to {high:+.0f})"]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/quality.py rates                      # on a quiet machine
     python benchmarks/quality.py train [NAME ...] [--seeds 0 1 2] [--threads 1]
-    python benchmarks/quality.py train --tune [NAME ...]    # another split, one seed
+    python benchmarks/quality.py train --tune [NAME ...]    # another split
     python benchmarks/quality.py table [--tune]
 
     pip install -e '.[diffusers]' denoising-diffusion-pytorch accelerate
@@ -10,8 +10,8 @@
 `rates` lets the recipes train in turns, each in a process of its own, and writes images a second of each. `train` gives
 each recipe the steps that fit in --minutes at its rate, so the training itself may share the machine, run on fewer
 threads, be stopped and be started again: what is finished is kept in --work. It then makes 1,000 images with 50
-evaluations of the network each, and scores them by the Fréchet distance between features: those of a classifier that
-the script trains, for the images and for real ones that no recipe and no tuning saw.
+evaluations of the network each, in bf16 for all, and scores them by the Fréchet distance between features: those of a
+classifier that the script trains, for the images and for real ones that no recipe and no tuning saw.
 
 All train a UNet2DModel of diffusers with 1.1 million weights; denoising-diffusion-pytorch trains its own U-Net of that
 size. The data is Fashion-MNIST, padded to 32 x 32, the same reduced to 16 x 16 (--data fashion-mnist-16, quick enough
@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from hookdiff.features import Moments
 from hookdiff_fid import frechet_distance
 
-SAMPLES = 1000
 FASHION = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package dataset-fashion-mnist
 
 
@@ -194,7 +193,7 @@ def train(given: argparse.Namespace) -> None:
     done = _results(given)
     done.mkdir(parents=True, exist_ok=True)
     speeds = _read(given.work / "rates.json").get(given.data, {})
-    for seed in [0] if given.tune else given.seeds:
+    for seed in given.seeds:
         for name in given.names or known:
             path = done / f"{name}, seed {seed}.json"
             try:
@@ -207,7 +206,9 @@ def train(given: argparse.Namespace) -> None:
             recipe = make(split, seed, steps, **options)
             recipe.train(steps)
             torch.manual_seed(1000 + seed)
-            images = recipe.sample(SAMPLES).float()
+            with torch.autocast("cpu", torch.bfloat16):
+                images = recipe.sample(given.samples).float()
+            recipe.close()
             found = distance(body, images, real)
             path.write_text(json.dumps({"distance": found, "steps": steps, "batch_size": size}))
             _grid(images[:64], path.with_suffix(".png"))
@@ -225,8 +226,8 @@ def table(given: argparse.Namespace) -> None:
     speeds = _read(given.work / "rates.json").get(given.data, {})
     body, split = score_for(given.work, given.data), split_for(given.work, given.data, given.tune)
     real = in_unit_range(numpy.load(split / "test.npy")[:10_000])
-    some = in_unit_range(numpy.load(split / "train.npy")[:SAMPLES])
-    print(f"{SAMPLES} training images: {distance(body, some, real):.2f}")
+    some = in_unit_range(numpy.load(split / "train.npy")[: given.samples])
+    print(f"{given.samples} training images: {distance(body, some, real):.2f}")
     rows = []
     for name in TUNED if given.tune else RECIPES:
         paths = sorted(_results(given).glob(f"{name}, seed *.json"))
@@ -257,12 +258,13 @@ def main() -> None:
     parser.add_argument("--data", choices=tuple(DATA), default="fashion-mnist")
     parser.add_argument("--minutes", type=float, default=4.0, help="of training")
     parser.add_argument("--images", type=int, help="of training, in place of minutes: needs no rates")
+    parser.add_argument("--samples", type=int, default=1000, help="images that are scored")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tune", action="store_true", help="the grid of the tuning, on its own images")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10.0, help="of a round")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     given.work.mkdir(parents=True, exist_ok=True)
     given.work = given.work.resolve()
     torch.set_num_threads(given.threads)

@@ -5,6 +5,8 @@
 The commands take turns, each in a process of its own and in an order shuffled for each round, so that other load on the
 machine affects all alike. The table has the median time, and the median over the rounds of its ratio to `import torch`
 in the same round, with its interquartile range. The config is a small U-Net on digits; the run has made two steps.
+"first step" ends when a run of that config, or of plain torch with the same digits and as large a network, has updated
+the weights for the first time.
 """
 
 import argparse
@@ -35,6 +37,26 @@ lr = 1e-3
 [sampling]
 steps = 2
 """
+# A run in `first/` and the script below end their processes after the first update.
+FIRST = """
+import os
+from hookdiff import hookimpl
+
+class First:
+    @hookimpl
+    def after_optimizer_step(self):
+        os._exit(0)
+"""
+PLAIN = """
+import os, torch
+from sklearn.datasets import load_digits
+images = torch.from_numpy(load_digits().images).float()[:16, None]
+net = torch.nn.Sequential(torch.nn.Conv2d(1, 64, 3, padding=1), torch.nn.SiLU(), torch.nn.Conv2d(64, 1, 3, padding=1))
+optimizer = torch.optim.AdamW(net.parameters())
+(net(images) - images).square().mean().backward()
+optimizer.step()
+os._exit(0)
+"""
 TORCH = "import torch"
 HOOKDIFF = [sys.executable, "-m", "hookdiff"]
 COMMANDS = {
@@ -45,6 +67,8 @@ COMMANDS = {
     "check": [*HOOKDIFF, "check", "small.toml"],
     "sample": [*HOOKDIFF, "sample", "run", "--num", "1", "--out", "x.png", "--overwrite"],
     "resume, already done": [*HOOKDIFF, "resume", "run"],
+    "run, first step": [*HOOKDIFF, "run", "small.toml", "--out", "first", "--overwrite", "--plugins", "first:First"],
+    "plain torch, first step": [sys.executable, "-c", PLAIN],
 }
 
 
@@ -67,6 +91,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "small.toml").write_text(CONFIG)
+        Path(folder, "first.py").write_text(FIRST)
         seconds([*HOOKDIFF, "run", "small.toml", "--out", "run"], folder)
         for turn in range(options.rounds + 1):
             for name in random.sample(list(COMMANDS), len(COMMANDS)):
@@ -74,10 +99,10 @@ def main() -> None:
                 if turn:  # the first round fills the system's cache of files
                     times[name].append(took)
     print(f"{options.rounds} rounds, load of the machine {os.getloadavg()[0]:.1f}")
-    print(f"{'':<22} {'seconds':>8} {'ratio':>6}   interquartile range")
+    print(f"{'':<24} {'seconds':>8} {'ratio':>6}   interquartile range")
     for name, own in times.items():
         low, middle, high = quartiles([one / base for one, base in zip(own, times[TORCH], strict=True)])
-        print(f"{name:<22} {statistics.median(own):>8.2f} {middle:>6.2f}   {low:.2f} to {high:.2f}")
+        print(f"{name:<24} {statistics.median(own):>8.2f} {middle:>6.2f}   {low:.2f} to {high:.2f}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from hookdiff.distribution import Distribution
 from hookdiff.events import Event
 from hookdiff.history import EVENTS, METRICS, picture_path, read_picture
 from hookdiff.hookspecs import hookimpl
+from hookdiff.machine import thread_beside
 from hookdiff.options import about
 from hookdiff.pictures import Picture, read_info
 from hookdiff.structure import as_toml
@@ -232,7 +233,8 @@ class _Worker:
         self._is_left = threading.Event()  # after a call that took too long, none is made
         self._interrupt: BaseException | None = None
         self._lock = threading.Lock()
-        threading.Thread(target=self._run, name=type(sink).__name__, daemon=True).start()
+        with thread_beside() as begin:
+            threading.Thread(target=self._run, args=(begin,), name=type(sink).__name__, daemon=True).start()
 
     def open(self, run: TrackedRun, again: bool = False) -> None:
         """Open the sink, and wait for it; a sink that is open is closed first (`again`)."""
@@ -286,8 +288,9 @@ class _Worker:
             log.warning("%s is switched off, the run goes on: %s: %s", sink, name, reason)
             log.debug("where %s failed:", sink, exc_info=error)
 
-    def _run(self) -> None:
+    def _run(self, begin: Callable[[], None]) -> None:
         """Run on the thread."""
+        begin()
         while (call := self._calls.get()) and not self._is_left.is_set():
             if call.name == "close" or not self._is_off:
                 self._make(call)

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import Distribution, distribution, entry_points, packages_distributions, version
 
@@ -19,6 +19,7 @@ def versions(plugins: Iterable[object]) -> dict[str, str]:
 def distributions(classes: Iterable[type]) -> list[Distribution]:
     """Return the distributions that have the `classes` of plugins; those of a script or a local module have none."""
     owners = {entry.module.partition(".")[0]: entry.dist for entry in entry_points(group="hookdiff.plugins")}
+    owners["hookdiff"] = distribution("hookdiff")
     modules = sorted({kind.__module__ for kind in classes})
     found = [owners.get(module.partition(".")[0]) or _owner(module) for module in modules]
     return [one for one in found if one]
@@ -27,11 +28,17 @@ def distributions(classes: Iterable[type]) -> list[Distribution]:
 @cache
 def _owner(module: str) -> Distribution | None:
     file = getattr(sys.modules.get(module), "__file__", None)
-    for name in packages_distributions().get(module.partition(".")[0], ()) if file else ():
+    for name in _installed().get(module.partition(".")[0], ()) if file else ():
         owner = distribution(name)
         if file in {str(owner.locate_file(path)) for path in owner.files or ()}:  # there are other packages "tests"
             return owner
     return None
+
+
+@cache
+def _installed() -> Mapping[str, list[str]]:
+    """Return the distributions of each package; this reads the records of all of them, which takes half a second."""
+    return packages_distributions()
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from hookdiff.machine import Usage, num_cpus, usual_threads
+from tests.conftest import PATIENCE
 
 FREED = """
 import os, resource, torch
@@ -29,6 +30,47 @@ def test_freed_memory_is_kept_unless_the_user_has_tuned_the_allocator(variables:
     command = [sys.executable, "-c", FREED]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**usual, **variables})
     assert done.stdout.strip() == keeps
+
+
+BESIDE = """
+import os, threading, torch
+from hookdiff.machine import thread_beside
+
+torch.set_num_threads(3)
+large, names, is_ready = torch.ones(1 << 20), [], threading.Event()
+
+def tasks():
+    large.sum()  # in parallel, where that is allowed
+    return len(os.listdir("/proc/self/task"))
+
+ends = threading.Event()
+def work(begin):
+    begin()
+    is_ready.wait()
+    names.append((torch.get_num_threads(), tasks() - before))
+    ends.wait()
+
+before = tasks() + 1  # with the thread
+with thread_beside() as begin:
+    thread = threading.Thread(target=work, args=(begin,))
+    thread.start()
+is_ready.set()
+while not names:
+    pass
+names.append((torch.get_num_threads(), tasks() - before))
+ends.set()
+thread.join()
+another = threading.Thread(target=lambda: names.append(torch.get_num_threads()))
+another.start()
+another.join()
+print(names)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of the process as Linux shows them")
+def test_a_thread_beside_the_training_has_no_team_of_threads_and_all_others_keep_theirs() -> None:
+    done = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout.strip() == "[(1, 0), (3, 0), 3]", done.stderr
 
 
 def test_the_process_has_cpus_and_threads() -> None:

@@ -27,7 +27,7 @@ from hookdiff.data.batch import Batch
 from hookdiff.data.facts import LIMIT, MOST, Facts
 from hookdiff.data.items import Stack, read_item
 from hookdiff.data.labels import check_range
-from hookdiff.data.loader import Loader, read_image
+from hookdiff.data.loader import Loader, read_batch, read_image
 from hookdiff.data.memory import InMemory
 from hookdiff.data.order import balanced, replacements, split
 from hookdiff.data.source import Images, Source, name_of
@@ -213,7 +213,7 @@ class Feed:
         if isinstance(self.samples, InMemory):
             images, labels, conditions = self.samples.rows(row)
         else:
-            images, labels, _, conditions = next(self._loader(0).load(0, [row]))
+            images, labels, _, conditions = next(self._loader(0).load([(0, row.numpy())]))
         labels = row if labels is None and self.labels is not None else labels
         return center_crop(Batch(images, labels, conditions=conditions), self.transforms)
 
@@ -413,7 +413,9 @@ class Feed:
 
     def _load(self, epoch: int, shares: Sequence[Tensor], finish: Finish) -> Iterator[Stack]:
         loader = self._idle.pop() if self._idle else self._loader(self.workers)
-        for share, (images, labels, indices, conditions) in zip(shares, loader.load(epoch, shares), strict=True):
+        # Numpy arrays, because sending a tensor to a worker takes a file descriptor.
+        stacks = loader.load((epoch, share.numpy()) for share in shares)
+        for share, (images, labels, indices, conditions) in zip(shares, stacks, strict=True):
             for index in sorted(set(share[share != indices].tolist()) - self._reported):
                 self._reported.add(index)
                 name, count = self.describe(index), len(self._reported)
@@ -446,4 +448,4 @@ class Feed:
             read = partial(read_image, self.source, fit, following)
         else:
             read = partial(read_item, self.source, self.transforms, self.seed)
-        return Loader(read, workers, self.prefetch, self.device.type == "cuda")
+        return Loader(partial(read_batch, read), workers, self.prefetch, self.device.type == "cuda")

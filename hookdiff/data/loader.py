@@ -1,4 +1,4 @@
-"""Reads samples when they are needed, in this process or in workers that persist from epoch to epoch."""
+"""Reads when something is needed, in this process or in workers that persist from epoch to epoch."""
 
 import atexit
 import signal
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
+from attrs import define
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -15,17 +16,19 @@ from hookdiff.data.items import LoadedSample, Stack, collate
 from hookdiff.data.source import Images, with_image
 from hookdiff.errors import UserError
 
-Read = Callable[[int, int], LoadedSample]  # takes an epoch and an index
-
 
 class Loader:
-    """Reads the samples of a source. It can load another epoch only if the iterator of the last one is exhausted."""
+    """Calls `read` for addresses. It can load others only if the iterator of the last ones is exhausted.
 
-    def __init__(self, read: Read, workers: int, prefetch: int, pin_memory: bool) -> None:
-        self.addresses: list[tuple[int, Any]] = []  # for each batch of an epoch: the epoch, and the indices
+    Addresses and results go to workers and back as pickles; those of tensors take a file descriptor each.
+    """
+
+    def __init__(self, read: Callable[[Any], Any], workers: int, prefetch: int, pin_memory: bool) -> None:
+        self.addresses: list[Any] = []
         self.loader: DataLoader[Any] = DataLoader(
             _Reader(read),
-            batch_size=None,  # the reader makes the batches
+            batch_size=None,  # an address may be that of a batch
+            collate_fn=_as_it_is,
             sampler=self.addresses,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
@@ -36,16 +39,15 @@ class Loader:
         )
         _loaders.add(self)
 
-    def load(self, epoch: int, parts: Iterable[Tensor]) -> Iterator[Stack]:
-        """Yield the samples of each of `parts` (n, int64). Raises UserError for a sample that cannot be used."""
-        # Numpy arrays, because sending a tensor to a worker takes a file descriptor.
-        self.addresses[:] = [(epoch, part.numpy()) for part in parts]
+    def load(self, addresses: Iterable[Any]) -> Iterator[Any]:
+        """Yield what `read` returns for each of the addresses. Raises the UserError that it raises."""
+        self.addresses[:] = addresses
         with _signals_blocked():
-            stacks = iter(self.loader)  # this starts the workers
-        for stack in stacks:
-            if isinstance(stack, UserError):
-                raise stack
-            yield stack
+            results = iter(self.loader)  # this starts the workers
+        for result in results:
+            if isinstance(result, _Failed):
+                raise result.error
+            yield result
 
     def close(self) -> None:
         """End the workers. Without this, torch would wait for them in vain when the loader is garbage-collected."""
@@ -97,18 +99,32 @@ def _handle_signals(worker: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_ALL)
 
 
-class _Reader(Dataset[Stack | UserError]):
-    """Reads batches. A UserError is returned: torch would add a traceback to the message of one raised in a worker."""
+def _as_it_is(result: Any) -> Any:
+    return result
 
-    def __init__(self, read: Read) -> None:
+
+@define(frozen=True)
+class _Failed:
+    """An error that is returned: torch would add a traceback to the message of one raised in a worker."""
+
+    error: UserError
+
+
+class _Reader(Dataset[Any]):
+    def __init__(self, read: Callable[[Any], Any]) -> None:
         self.read = read
 
-    def __getitem__(self, address: tuple[int, Any]) -> Stack | UserError:
-        epoch, indices = address
+    def __getitem__(self, address: Any) -> Any:
         try:
-            return collate([self.read(epoch, index) for index in indices.tolist()])
+            return self.read(address)
         except UserError as error:
-            return error
+            return _Failed(error)
+
+
+def read_batch(read: Callable[[int, int], LoadedSample], address: tuple[int, Any]) -> Stack:
+    """Return the samples at an address: an epoch, and indices (n, int64, numpy)."""
+    epoch, indices = address
+    return collate([read(epoch, index) for index in indices.tolist()])
 
 
 def read_image(source: Images, fit: Callable[[Any], Tensor], successors: Any, epoch: int, index: int) -> LoadedSample:

@@ -1,9 +1,7 @@
-"""The two protocols of data sources, and functions that read their pictures."""
+"""The two protocols of data sources, and functions that read a picture."""
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from os import cpu_count
 from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
@@ -11,9 +9,6 @@ from torch import Tensor
 from hookdiff.data.decode import Unreadable
 from hookdiff.disk import check_kind
 from hookdiff.errors import StorageError, shown
-from hookdiff.pace import paced
-
-_CHUNK = 64  # samples that a thread takes at a time
 
 Result = TypeVar("Result")
 
@@ -24,13 +19,13 @@ class Images(Protocol):
 
     `load(i)` returns a Pillow image, or uint8 pixels, c h w or h w. A Pillow image may still be lazy: before training
     only its header is read. `load` may raise any error for a picture that cannot be read, and StorageError if the disk
-    or a server fails, which ends the run. It is called from several threads and processes.
+    or a server fails, which ends the run. It is called from several processes, which were forked or got a pickle.
 
     Optional attributes: `shape` (c, h, w), if all samples have the same, so that their headers are not read;
     `known_kinds()`, the `Kind`s of pictures with a known header, and the positions of all others, of which the headers
-    are read; `fingerprint()`, a string that changes with the data, for the store "disk"; `one_at_a_time`, True if a
-    process must call `load` from one thread only; `problems`, a list of what is wrong with the labels, say: all of it
-    is reported together with what is wrong with the pictures, and no run starts.
+    are read; `fingerprint()`, a string that changes with the data, for the store "disk"; `one_at_a_time`, True if one
+    process alone must read all pictures before training; `problems`, a list of what is wrong with the labels, say: all
+    of it is reported together with what is wrong with the pictures, and no run starts.
     """
 
     labels: Tensor | None  # n, int64, from 0; -1: unknown
@@ -102,40 +97,6 @@ def with_image(source: Images, index: int, function: Callable[[Any], Result]) ->
         raise
     except Exception as error:  # a decoder may raise any error on broken bytes
         raise Unreadable(f"{name_of(source, index)}: {reason(error)}") from error
-
-
-def with_images(
-    source: Images, indices: Sequence[int], function: Callable[[int, Any], Result], what: str | None = None
-) -> Iterator[tuple[int, Result | Unreadable]]:
-    """Yield each of `indices`, in order, with `function(index, picture)`, or with the error of an unreadable picture.
-
-    Threads read the pictures. On an error or Ctrl-C, pictures that no thread has begun are skipped. `what` is for the
-    bar, such as "data: decoding"; without it there is none.
-    """
-    found = _with_images(source, indices, function)
-    yield from found if what is None else paced(found, len(indices), what, size=lambda _: 1)
-
-
-def _with_images(
-    source: Images, indices: Sequence[int], function: Callable[[int, Any], Result]
-) -> Iterator[tuple[int, Result | Unreadable]]:
-
-    def one(index: int) -> tuple[int, Result | Unreadable]:
-        try:
-            return index, with_image(source, index, lambda image: function(index, image))
-        except Unreadable as error:
-            return index, error
-
-    if len(indices) <= _CHUNK or getattr(source, "one_at_a_time", False):
-        yield from map(one, indices)
-        return
-    chunks = [indices[start : start + _CHUNK] for start in range(0, len(indices), _CHUNK)]
-    pool = ThreadPoolExecutor((cpu_count() or 1) + 4)  # a few more than cores, since some wait for a disk
-    try:
-        for results in pool.map(lambda chunk: [one(index) for index in chunk], chunks):
-            yield from results
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def reason(error: Exception) -> str:

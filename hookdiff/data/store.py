@@ -12,9 +12,11 @@ from attrs.validators import ge, in_
 from torch import Tensor
 
 from hookdiff.data.cache import load_or_make, place_of
+from hookdiff.data.decode import Unreadable
+from hookdiff.data.each import with_images
 from hookdiff.data.memory import InMemory
 from hookdiff.data.mistakes import remedy
-from hookdiff.data.source import Images, Source, with_images
+from hookdiff.data.source import Images, Source
 from hookdiff.data.survey import (
     Survey,
     first_stage_shape,
@@ -172,11 +174,14 @@ def _decode_to_memory(source: Images, found: Survey, transforms: Transforms) -> 
 
 def _fill(rows: Any, found: Survey, source: Images, transforms: Transforms) -> None:
     """Write the first stage of the samples to `rows` (n c h w, uint8). Rows of unreadable samples stay zero."""
-
-    def decode(index: int, image: Any) -> None:
-        rows[index] = transforms.fit(image, found.shape).numpy()
-
     readable = [index for index in range(len(source)) if index not in found.unreadable]
-    for index, error in with_images(source, readable, decode, "data: decoding"):
-        if error is not None:
-            found.undecodable[index] = str(error)
+    decode = partial(_decoded, transforms=transforms, shape=found.shape)
+    for index, pixels in with_images(source, readable, decode, "data: decoding"):
+        if isinstance(pixels, Unreadable):
+            found.undecodable[index] = str(pixels)
+        else:
+            rows[index] = pixels
+
+
+def _decoded(image: Any, transforms: Transforms, shape: tuple[int, ...]) -> Any:
+    return transforms.fit(image, shape).numpy()

@@ -9,8 +9,9 @@ from typing import Any
 from attrs import Factory, define
 
 from hookdiff.data.decode import Unreadable, num_channels, upright_size
+from hookdiff.data.each import with_images
 from hookdiff.data.labels import listed, some
-from hookdiff.data.source import Images, name_of, with_images
+from hookdiff.data.source import Images, name_of
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
 
@@ -86,11 +87,11 @@ def kind_of_shape(shape: Sequence[int], count: int = 0, example: str = "") -> Ki
     return Kind(_MODES[channels], width, height, count, example)
 
 
-def _kind_of(_: int, image: Any) -> Kind:
+def _kind_of(image: Any) -> Kind:
     return kind_of_shape(image.shape) if hasattr(image, "shape") else Kind(image.mode, *upright_size(image))
 
 
-def _read_pixels(_: int, image: Any) -> None:
+def _read_pixels(image: Any) -> None:
     if hasattr(image, "convert"):  # an image of Pillow, of which only the header is read so far
         image.load()
 

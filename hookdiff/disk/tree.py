@@ -22,27 +22,33 @@ def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict
     """
     tensors: dict[str, Tensor] = {}
 
-    def walk(node: Any, path: tuple[str, ...]) -> Any:
-        place = "/".join((where, *path))
+    def walk(node: Any, prefix: str) -> Any:
         if isinstance(node, Mapping):
-            for key in node:
+            tree = {}
+            for key, value in node.items():
                 if not isinstance(key, str):
-                    raise TypeError(f"{place}: the key {key!r} is not a string")
-            escaped = {key: (*path, key.replace("~", "~0").replace("/", "~1")) for key in node}
-            walked = {key: walk(value, escaped[key]) for key, value in node.items()}
-            return {key: value for key, value in walked.items() if not isinstance(node[key], Tensor)}
+                    raise TypeError(f"{place(prefix)}: the key {key!r} is not a string")
+                name = prefix + key.replace("~", "~0").replace("/", "~1")
+                if isinstance(value, Tensor):
+                    tensors[name] = value
+                else:
+                    tree[key] = walk(value, f"{name}/")
+            return tree
         if isinstance(node, (list, tuple)):
-            return [walk(item, (*path, str(index))) for index, item in enumerate(node)]
-        if isinstance(node, Tensor):
-            tensors["/".join(path)] = node
-            return None
+            tensors.update({f"{prefix}{index}": item for index, item in enumerate(node) if isinstance(item, Tensor)})
+            return [
+                None if isinstance(item, Tensor) else walk(item, f"{prefix}{index}/") for index, item in enumerate(node)
+            ]
         if node is None or type(node) in (bool, int, float, str):
             return node
         kind = f"{type(node).__module__}.{type(node).__name__}".removeprefix("builtins.")
         expected = "tensors, Python's numbers and strings, None, lists of them, and dicts with string keys"
-        raise TypeError(f"{place} is a {kind}; a state holds {expected}")
+        raise TypeError(f"{place(prefix)} is a {kind}; a state holds {expected}")
 
-    return tensors, walk(state, ())
+    def place(prefix: str) -> str:
+        return f"{where}/{prefix}".removesuffix("/")
+
+    return tensors, walk(state, "")
 
 
 def unflatten(tensors: Mapping[str, Tensor], tree: State) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hookdiff.adopted import ADOPTED
 from hookdiff.disk import check_place, make_folder
+from hookdiff.machine import thread_beside
 from hookdiff.ranks import Aside, first_rank_says, rank
 from hookdiff_checkpoint.folder import CheckpointInfo
 from hookdiff_checkpoint.keep import remove
@@ -139,6 +140,10 @@ class Writer:
     _pool: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
     _reserving: Future[None] | None = field(default=None, init=False)
     job: Future[Path] | None = field(default=None, init=False)  # current save, until its `result` is taken
+
+    def __attrs_post_init__(self) -> None:
+        with thread_beside() as begin:
+            self._pool.submit(begin)
 
     def reserve(self, parts: Parts) -> None:
         """Let the thread take the memory for copies of `parts`, so that the first save need not wait for it."""

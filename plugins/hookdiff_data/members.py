@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy
@@ -14,12 +15,12 @@ from torch import Tensor
 from hookdiff import Feed, InMemory, UserError
 from hookdiff.data import Images
 from hookdiff.data.decode import Unreadable
+from hookdiff.data.each import with_images
 from hookdiff.data.items import parts_of, seed_all
-from hookdiff.data.source import open_picture, reason, with_images
+from hookdiff.data.source import open_picture, reason
 
 logger = logging.getLogger("hookdiff")
 
-_AT_ONCE = 512  # samples that may wait in memory to be written
 _SUFFIXES = {
     "PNG": "png",
     "JPEG": "jpg",
@@ -70,8 +71,8 @@ def _parts(feed: Feed) -> Iterator[tuple[int, Any]]:
     """Yield the position of each sample, and its written picture, its label and its conditions, or an Unreadable."""
     source = InMemory(feed.source) if isinstance(feed.source, Tensor) else feed.source
     if isinstance(source, Images):
-        for block in torch.split(feed.usable, _AT_ONCE):
-            yield from with_images(source, block.tolist(), lambda _, image: (_content(image, False), None, {}))
+        for index, content in with_images(source, feed.usable.tolist(), partial(_content, is_condition=False)):
+            yield index, content if isinstance(content, Unreadable) else (content, None, {})
         return
     if isinstance(source, InMemory) and source.images.dtype == torch.uint8 and source.images.shape[1] in (2, 4):
         channels = source.images.shape[1]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from hookdiff import Feed, SampleRequest, UserError, load_config, load_run
 from hookdiff.data import Folder, Transforms
 from hookdiff.data.arrays import names_in, open_array
-from hookdiff.data.source import with_images
+from hookdiff.data.each import with_images
 from hookdiff.disk import CONFIG, run_of
 from hookdiff.errors import why_missing
 from hookdiff.experiment import build_feed
@@ -150,9 +151,10 @@ def _folder(path: Path) -> ImageSet:
 
     def parts() -> Iterator[Tensor]:
         waiting: dict[torch.Size, list[Tensor]] = {}  # pictures by their shape
-        for _, pixels in with_images(folder, _order(len(folder)).tolist(), lambda _, image: transforms.fit(image)):
-            if isinstance(pixels, Exception):
-                raise pixels
+        for _, array in with_images(folder, _order(len(folder)).tolist(), partial(_pixels, transforms)):
+            if isinstance(array, Exception):
+                raise array
+            pixels = torch.from_numpy(array)
             same = waiting.setdefault(pixels.shape, [])
             same.append(pixels)
             if len(same) == _BATCH or sum(map(len, waiting.values())) == _WAITING:
@@ -160,3 +162,7 @@ def _folder(path: Path) -> ImageSet:
         yield from map(torch.stack, waiting.values())
 
     return _in_parts(str(path), len(folder), parts)
+
+
+def _pixels(transforms: Transforms, image: Any) -> Any:
+    return transforms.fit(image).numpy()

@@ -12,14 +12,15 @@ from tests.conftest import PATIENCE
 SCRIPT = """
 import os, signal
 import torch
-from hookdiff.data.loader import Loader
+from functools import partial
+from hookdiff.data.loader import Loader, read_batch
 
 def read(epoch, index):
     heeds = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     return torch.tensor([float(os.getpid()), float(heeds)]), None, 0, {}
 
 before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-batches = Loader(read, 1, 2, False).load(0, torch.arange(400).split(2))
+batches = Loader(partial(read_batch, read), 1, 2, False).load((0, rows.numpy()) for rows in torch.arange(400).split(2))
 worker, heeds = next(batches)[0][0].tolist()
 worker = int(worker)
 assert worker != os.getpid() and not heeds
