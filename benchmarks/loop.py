@@ -2,11 +2,11 @@
 
     python benchmarks/loop.py [tiny middle unet] [--rounds N] [--threads 1]
 
-All train the same network on the same digits with the same features: v prediction with min-SNR weights and stratified
-times, AdamW (fused), clipping by norm, an average of the weights, a learning rate schedule, a line of mean loss and norm
-every 50 steps. The C library keeps freed memory, as `hookdiff run` has it. "by hand, checked" also has what
-hookdiff does for its promises: it seeds the draws of each step, and looks at loss and norm before it updates anything.
-"by hand, seeded" has the first of these, "hookdiff, bare" has no plugins at all.
+All train the same network on the same digits with the same features: v prediction with min-SNR weights and
+stratified times, AdamW (fused), clipping by norm, an average of the weights, a learning rate schedule, a line of mean
+loss and norm every 50 steps. The C library keeps freed memory, as `hookdiff run` has it. "by hand, checked" also has
+what hookdiff does for its promises: it seeds the draws of each step, and looks at loss and norm before it updates
+anything. "by hand, seeded" has the first of these, "hookdiff, bare" has no plugins at all.
 
 They take turns: in each round every one of them makes a block of steps, in a shuffled order, so that other load on the
 machine affects all alike. The table has the median time of a step, the median over the rounds of its ratio to "by hand"

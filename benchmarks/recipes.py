@@ -41,6 +41,7 @@ class Recipe(ABC):
 
     def close(self) -> None:
         """Let go of what the training holds."""
+        return
 
 
 class Hookdiff(Recipe):
@@ -282,9 +283,9 @@ RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     "hookdiff, ddpm": (Hookdiff, {"settings": DDPM}),
     "by hand": (ByHand, {"lr": 4e-3}),
     "diffusers, as installed": (Diffusers, {}),
-    "diffusers, tuned": (Diffusers, {"lr": 1e-3, "warmup": 60, "batch_size": 64}),
+    "diffusers, tuned": (Diffusers, {"lr": 4e-3, "warmup": 60, "batch_size": 64}),
     "denoising-diffusion-pytorch, as installed": (DenoisingDiffusionPytorch, {}),
-    "denoising-diffusion-pytorch, tuned": (DenoisingDiffusionPytorch, {"lr": 1e-3, "warmup": 60}),
+    "denoising-diffusion-pytorch, tuned": (DenoisingDiffusionPytorch, {"lr": 4e-3, "warmup": 60}),
 }
 # What the tuning tries, on images of its own.
 TUNED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {

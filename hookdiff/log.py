@@ -156,6 +156,8 @@ class Log:
             return
         if self.due and self._closed != self._progress.step and (self._window or self._sums):
             self._close_window()
+        if not self._records:
+            return
         records, self._records = self._records, {}
         numbers = iter(
             _to_host(part for values in records.values() for value in values.values() for part in _parts(value))

@@ -94,9 +94,9 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] 
     Of sharded ones it is the norm of the whole, and all ranks must call this. `held` replaces this rank's parts of
     them, such as by their differences to earlier ones.
     """
-    own = parts(tensors) if held is None else list(held)
     if any(map(is_sharded, tensors)):
-        return summed(squares(tensors, dtype, own)).sqrt().to(dtype)
+        return summed(squares(tensors, dtype, held)).sqrt().to(dtype)
+    own = list(tensors if held is None else held)
     return torch.stack(torch._foreach_norm(own, 2, dtype)) if own else torch.zeros(0, dtype=dtype)
 
 

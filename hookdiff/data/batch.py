@@ -60,6 +60,8 @@ class Batch:
         Random numbers are drawn like this, with a generator that is the same on all ranks: each sample of a step then
         has the same ones on any number of ranks.
         """
+        if len(self.rows) == self.total:
+            return drawn
         return drawn[self.rows.start : self.rows.stop : self.rows.step]
 
     def in_place_of(self, other: Batch, can_differ: bool) -> Batch:

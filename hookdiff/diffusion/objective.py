@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,9 @@ from hookdiff.options import about, between
 # (noisy images: n c h w, times: n, int64 or float32[, labels: n, int64][, name=condition ...]) -> n c h w
 Net = Callable[..., Tensor]
 Given = Mapping[str, Tensor]  # all else that the network gets, n rows each: conditions by name, and "labels" (-1: none)
+
+
+_PURE = frozenset(Weighting.known.values())  # weightings that depend on nothing but the timestep
 
 
 def without(given: Given) -> dict[str, Tensor]:
@@ -225,8 +229,18 @@ class Diffusion:
         per_sample = error.flatten(1).mean(1)
         if type(self.weighting) is UniformWeighting:
             return LossOutput(error.mean(), per_sample, times, log_snr.flatten())
-        weights = self.weighting.weights(self.prediction, alpha.flatten(), sigma.flatten())
+        weights = self._weights(times, alpha.flatten(), sigma.flatten())
         return LossOutput((weights * per_sample).mean(), per_sample, times, log_snr.flatten(), weights)
+
+    def _weights(self, times: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        weights = partial(self.weighting.weights, self.prediction)
+        if type(self.weighting) not in _PURE or not isinstance(self.process, VP):
+            return weights(alpha, sigma)
+        key = "weights", times.device, alpha.dtype
+        if key not in self._constants:  # one of all timesteps, since a dozen small operations are felt in each step
+            every = torch.arange(self.process.timesteps, device=times.device)
+            self._constants[key] = weights(*self.process.rates(every, 1)[:2])
+        return self._constants[key].index_select(0, times)
 
     def floor(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
         """Return the least squared error of a network that knows only the mean and the variance of the data.

@@ -163,6 +163,6 @@ class NoiseSchedule:
             # step would make the host wait for the device.
             tables = torch.stack([self.sqrt_alphas_cumprod, self.sqrt_one_minus_alphas_cumprod, self.log_snr])
             self._on_device[timesteps.device] = tables.float().to(timesteps.device)
-        at_timesteps = self._on_device[timesteps.device][:, timesteps]
-        alpha, sigma, log_snr = at_timesteps.reshape(3, -1, *[1] * (ndim - 1)).unbind()
+        at_timesteps = self._on_device[timesteps.device].index_select(1, timesteps)
+        alpha, sigma, log_snr = at_timesteps.view(3, -1, *[1] * (ndim - 1)).unbind()
         return alpha, sigma, log_snr
