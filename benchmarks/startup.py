@@ -5,8 +5,8 @@
 The commands take turns, each in a process of its own and in an order shuffled for each round, so that other load on the
 machine affects all alike. The table has the median time, and the median over the rounds of its ratio to `import torch`
 in the same round, with its interquartile range. The config is a small U-Net on digits; the run has made two steps.
-"first step" ends when a run of that config, or of plain torch with the same digits and as large a network, has updated
-the weights for the first time.
+"first step" ends when a run of that config, or a script in plain torch that trains two convolutions on the same digits,
+has updated the weights for the first time.
 """
 
 import argparse

@@ -32,7 +32,7 @@ def with_images(
     is none. Raises StorageError.
     """
     read = partial(_read, source, function)
-    with closing(_with_images(indices, read, may_fork=not getattr(source, "one_at_a_time", False))) as found:
+    with closing(_with_images(indices, read, may_share=not getattr(source, "one_at_a_time", False))) as found:
         if what is None:
             yield from found
         else:
@@ -41,16 +41,16 @@ def with_images(
 
 
 def _with_images(
-    indices: Sequence[int], read: Read[Result], may_fork: bool
+    indices: Sequence[int], read: Read[Result], may_share: bool
 ) -> Generator[tuple[int, Result], None, None]:
     first, rest = indices[:_CHUNK], indices[_CHUNK:]
     results = read(first[:1])  # alone, since it imports the decoders
     begun = time.perf_counter()
     results += read(first[1:])
-    seconds = (time.perf_counter() - begun) / _CHUNK * len(rest)
+    seconds = (time.perf_counter() - begun) / (_CHUNK - 1) * len(rest)
     yield from zip(first, results, strict=True)
     chunks = [rest[start : start + _CHUNK] for start in range(0, len(rest), _CHUNK)]
-    workers = num_cpus() if may_fork and seconds > _WORTH else 0
+    workers = num_cpus() if may_share and seconds > _WORTH else 0
     with closing(Loader(read, workers, _PREFETCH, pin_memory=False)) as loader:
         for chunk, results in zip(chunks, loader.load(chunks), strict=True):
             yield from zip(chunk, results, strict=True)

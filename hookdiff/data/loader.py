@@ -1,4 +1,4 @@
-"""Reads when something is needed, in this process or in workers that persist from epoch to epoch."""
+"""Reads samples and pictures when they are needed, in this process or in workers, which may persist over epochs."""
 
 import atexit
 import signal

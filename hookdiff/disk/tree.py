@@ -35,10 +35,10 @@ def flatten(state: State, where: str = "state") -> tuple[dict[str, Tensor], dict
                     tree[key] = walk(value, f"{name}/")
             return tree
         if isinstance(node, (list, tuple)):
-            tensors.update({f"{prefix}{index}": item for index, item in enumerate(node) if isinstance(item, Tensor)})
-            return [
-                None if isinstance(item, Tensor) else walk(item, f"{prefix}{index}/") for index, item in enumerate(node)
-            ]
+            return [walk(item, f"{prefix}{index}/") for index, item in enumerate(node)]
+        if isinstance(node, Tensor):  # in a list
+            tensors[prefix[:-1]] = node
+            return None
         if node is None or type(node) in (bool, int, float, str):
             return node
         kind = f"{type(node).__module__}.{type(node).__name__}".removeprefix("builtins.")

@@ -151,10 +151,10 @@ def _folder(path: Path) -> ImageSet:
 
     def parts() -> Iterator[Tensor]:
         waiting: dict[torch.Size, list[Tensor]] = {}  # pictures by their shape
-        for _, array in with_images(folder, _order(len(folder)).tolist(), partial(_pixels, transforms)):
-            if isinstance(array, Exception):
-                raise array
-            pixels = torch.from_numpy(array)
+        for _, found in with_images(folder, _order(len(folder)).tolist(), partial(_pixels, transforms)):
+            if isinstance(found, Exception):
+                raise found
+            pixels = torch.from_numpy(found)
             same = waiting.setdefault(pixels.shape, [])
             same.append(pixels)
             if len(same) == _BATCH or sum(map(len, waiting.values())) == _WAITING:

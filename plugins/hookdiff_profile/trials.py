@@ -1,6 +1,5 @@
 """Measures changes of a config beside the config itself, to say which to try first."""
 
-import os
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 from attrs import define
 
 from hookdiff import Config, InMemory, UserError, load_config
+from hookdiff.machine import num_cpus
 from hookdiff_profile.steps import running
 
 WORTH = 1.03  # images a second over those of the config, from which on a change is worth a try
@@ -46,7 +46,7 @@ def changes(config: Config, is_stored: bool, channels_last: bool) -> Iterator[Ch
         if size:
             yield Change(settings=(f"run.batch_size={size}",))
     if not is_stored:
-        yield Change(settings=(f"data.workers={max(1, (os.cpu_count() or 2) - 1)}",))
+        yield Change(settings=(f"data.workers={max(1, num_cpus() - 1)}",))
         yield Change(settings=("data.store=disk",))
     if "compile" not in config.plugins:
         yield Change(("compile",))
