@@ -50,7 +50,7 @@ class Hookdiff(Recipe):
     CONFIG = """
 [run]
 steps = {steps}
-batch_size = 64
+batch_size = {batch_size}
 seed = {seed}
 
 [data]
@@ -69,12 +69,16 @@ norm_num_groups = 8
 lr = 2e-3
 """
 
-    def __init__(self, folder: Path, seed: int, steps: int, settings: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, seed: int, steps: int, settings: tuple[str, ...] = (), batch_size: int = 64
+    ) -> None:
         from hookdiff.experiment import build_loop, load_config
+
+        self.batch_size = batch_size
 
         run = folder.parent / f"run-{os.getpid()}"
         path = run.with_suffix(".toml")
-        path.write_text(self.CONFIG.format(folder=folder, seed=seed, steps=steps))
+        path.write_text(self.CONFIG.format(folder=folder, seed=seed, steps=steps, batch_size=batch_size))
         config = load_config(path, ["no:progress"], [f"run.threads={torch.get_num_threads()}", *settings])
         self.loop = build_loop(config, run, overwrite=True)
         self.loop.__enter__()
@@ -304,6 +308,11 @@ TUNED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     },
     **{f"by hand, lr {lr:g}": (ByHand, {"lr": lr}) for lr in (1e-3, 2e-3, 4e-3)},
     **{f"hookdiff, {name}": (Hookdiff, {"settings": settings}) for name, settings in VARIANTS.items()},
+    **{
+        f"hookdiff, batch {size}, lr {lr:g}": (Hookdiff, {"settings": (f"optimizer.lr={lr}",), "batch_size": size})
+        for size in (16, 32)
+        for lr in (1e-3, 2e-3)
+    },
 }
 
 

@@ -85,8 +85,9 @@ class Defaults:
 
     @hookimpl(trylast=True)
     def optimizer_step(self, loop: Loop) -> bool:
-        for optimizer in loop.optimizers:
-            optimizer.step()
+        if not loop.gradients.is_applied:
+            for optimizer in loop.optimizers:
+                optimizer.step()
         return True
 
     @hookimpl(tryfirst=True)

@@ -32,6 +32,9 @@ class Gradients:
     With several ranks, loss and norms are those of the whole step, also if each rank holds a part of each gradient. The
     ranks exchange them once in a step, together with the numbers that `votes` returns, which are summed. All ranks must
     ask for norms at the same places.
+
+    After the replay of a recorded step `is_applied` is true: the device has changed the gradients and updated the
+    weights already. `scale_` then only keeps the norms right.
     """
 
     def __init__(
@@ -70,7 +73,10 @@ class Gradients:
         self._loss = self._no_loss  # of the step
         self._host_loss: float | None = None
         self._weight = 1.0  # share of this rank in the step
+        self.is_applied = False
         self._votes: list[float] = []  # sums over the ranks
+        self._norms: Tensor | None = None
+        self._measured: list[Tensor] = []  # the gradients that `_norms` were computed from
         self.clear()
 
     def reset(self, weight: float = 1.0) -> None:
@@ -107,6 +113,14 @@ class Gradients:
         self._host_loss = None
         self.clear()
 
+    def take(self, loss: Tensor, gradients: Sequence[Tensor | None], norms: Tensor) -> None:
+        """Begin a pass whose `loss`, `gradients` of `parameters`, and `norms` of these the device has computed."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.begin(loss)
+        self._measured = [one for one in gradients if one is not None]
+        self._norms = norms
+
     def zero(self) -> None:
         """Set all gradients to None between two passes; loss and norm of the first are kept for `finite`."""
         if self._pass_loss is not None:
@@ -122,8 +136,8 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget the norms, because the gradients have changed."""
-        self._norms: Tensor | None = None
-        self._measured: list[Tensor] = []  # the gradients that `_norms` were computed from
+        self._norms = None
+        self._measured = []
         self._host_norms: list[float] | None = None  # the total norm, and then losses and norms of all other parts
         self._exchanged: Tensor | None = None  # loss, `_host_norms` and votes, on the device
 
@@ -242,7 +256,7 @@ class Gradients:
         """Multiply all gradients by `factor` >= 0 in place; the norms follow."""
         before = self.norms
         _, total, *others = self._look()
-        if self._measured:
+        if self._measured and not self.is_applied:
             torch._foreach_mul_(parts(self._measured), factor)
         self._norms = before * factor
         self._host_norms = [total * factor, *others]

@@ -44,6 +44,12 @@ def pytest_runtest_makereport() -> Iterator[None]:
     return report
 
 
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    for item in () if torch.cuda.is_available() else items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 # The nets of the tests are so small that a second thread would only slow them down.
 torch.set_num_threads(1)
 

@@ -175,7 +175,8 @@ def test_attributes_of_a_loop_are_read_only() -> None:
 PUBLIC = {
     *("hookdiff.builtin", "hookdiff.data", "hookdiff.diffusion", "hookdiff.disk", "hookdiff.experiment"),
     *("hookdiff.models", "hookdiff.choices", "hookdiff.options", "hookdiff.cli.options", "hookdiff.findings"),
-    *("hookdiff.adopted", "hookdiff.evaluation", "hookdiff.gradients", "hookdiff.rehearsal", "hookdiff.structure"),
+    *("hookdiff.adopted", "hookdiff.device_part", "hookdiff.evaluation", "hookdiff.gradients", "hookdiff.rehearsal"),
+    "hookdiff.structure",
     *(
         "hookdiff.data.arrays",
         "hookdiff.data.cache",
@@ -229,7 +230,7 @@ ROOMS = [
     *("disk", "pictures", "history", "data", "features", "objective", "sampling", "weights", "models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
     *("loop", "hookspecs", "defaults", "plugins"),
-    *("rehearsal", "generation", "sinks", "mirroring", "periodic", "evaluation", "testing"),
+    *("device_part", "rehearsal", "generation", "sinks", "mirroring", "periodic", "evaluation", "testing"),
     *("builtin", "experiment", "cli", "__init__", "examples", "__main__"),
 ]
 CIRCLE = {"loop", "hookspecs", "defaults", "plugins"}  # the other three import `Loop` for type checkers

@@ -183,7 +183,7 @@ def test_a_step_reads_the_device_once_for_all_plugins() -> None:
     assert reads == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
+@pytest.mark.cuda
 def test_tensors_may_be_on_any_device() -> None:
     loop = toy_loop({"sink": (sink := Sink())})
     a, b, c = (torch.tensor(float(n), device=device) for n, device in enumerate(("cuda", "cpu", "cuda")))

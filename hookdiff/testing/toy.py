@@ -22,8 +22,9 @@ class ToyObjective:
     """
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
-        noise = torch.randn((batch.total, *batch.inputs.shape[1:]), generator=generator)
-        timesteps = torch.randint(0, 10, (batch.total,), generator=generator)
+        device = generator.device
+        noise = torch.randn((batch.total, *batch.inputs.shape[1:]), generator=generator, device=device)
+        timesteps = torch.randint(0, 10, (batch.total,), generator=generator, device=device)
         return evolve(batch, draws={"noise": batch.own(noise), "timesteps": batch.own(timesteps)})
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:

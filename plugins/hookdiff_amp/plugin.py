@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler, autocast
 
 from hookdiff import PASS, Loop, LossOutput, NonFinite, UserError, hookimpl
+from hookdiff.device_part import DevicePart
 from hookdiff.options import about
 from hookdiff.structure import COUNT, numbers
 
@@ -134,6 +135,10 @@ class AMP:
         if self.scaler is not None:
             self.scaler.update()
         return changed
+
+    def on_device(self, loop: Loop) -> list[DevicePart] | None:
+        """Return no work: autocast is recorded with the passes. The scale of fp16 needs the host."""
+        return [] if self.scaler is None else None
 
     @hookimpl
     def on_nan(self, loop: Loop, report: NonFinite) -> None:

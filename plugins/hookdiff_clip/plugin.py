@@ -7,6 +7,7 @@ from attrs import define, evolve, field
 
 from hookdiff import Loop, hookimpl
 from hookdiff.choices import chosen
+from hookdiff.device_part import DevicePart
 from hookdiff.gradients import Gradients
 from hookdiff.options import about
 from hookdiff_clip.rules import Norm, Rule, RuleState
@@ -60,6 +61,11 @@ class Clip:
                 gradients.clear()  # they are those of another step by now
             values = rule.clip_(gradients, loop.log.next_due)
             loop.log.average({f"{prefix}/{name}": value for name, value in values.items()})
+
+    def on_device(self, loop: Loop) -> list[DevicePart] | None:
+        """Return the clipping as the work of a recorded step; None for rules that cannot be recorded."""
+        parts = [rule.on_device(gradients) for rule, gradients in self._clipped.values()]
+        return [part for part in parts if part] if all(parts) else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the name of the rule, and its state for each of the models that it clips."""

@@ -13,6 +13,7 @@ from attrs.validators import ge, gt, lt
 from torch import Tensor, nn
 
 from hookdiff.choices import Choice
+from hookdiff.device_part import DevicePart
 from hookdiff.gradients import Gradients
 from hookdiff.options import about, between
 from hookdiff.shards import parts, total
@@ -48,6 +49,13 @@ class Rule(Choice, ABC):
         If not `is_logged`, the share may be left out: nobody reads it.
         """
 
+    def on_device(self, gradients: Gradients) -> DevicePart | None:
+        """Return the clipping as the work of a recorded step, after which `clip_` must change nothing; None: it cannot.
+
+        See `hookdiff.device_part`.
+        """
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, a `RuleState`."""
         return {}
@@ -78,6 +86,16 @@ class Norm(Rule):
             gradients.scale_(threshold / norm)
         self.follow(min(norm, threshold))
         return {"share": float(norm > threshold), **({"threshold": threshold} if math.isfinite(threshold) else {})}
+
+    def on_device(self, gradients: Gradients) -> DevicePart:
+        limit = torch.zeros((), dtype=torch.float64, device=gradients.parameters[0].device)
+
+        def clip(finite: Tensor) -> None:
+            # In float64, as `clip_` computes it: a step has the same weights, recorded or not.
+            factor = (limit / torch.linalg.vector_norm(gradients.norms).double()).clamp(max=1.0)
+            torch._foreach_mul_(gradients.tensors(), torch.where(finite > 0, factor, 1.0).to(gradients.dtype))
+
+        return DevicePart("after_backward", clip, lambda: limit.fill_(self.threshold))
 
     def follow(self, norm: float) -> None:
         """Adapt the threshold to the norm of one step after clipping."""

@@ -11,6 +11,7 @@ from attrs.validators import min_len
 from torch import Tensor
 
 from hookdiff import Loop, LossOutput, UserError, hookimpl, nearest
+from hookdiff.device_part import DevicePart
 from hookdiff.models import modules_named
 from hookdiff.options import about
 
@@ -63,6 +64,10 @@ class Compile:
         for module in blocks.values() or (loop.model,):
             module.compile(**options)
         log.info("compile: the first step takes longer, a minute or more for a large model")
+
+    def on_device(self, loop: Loop) -> list[DevicePart] | None:
+        """Return no work: the compiled network is recorded with the passes, unless the compiler records it itself."""
+        return [] if self.mode in ("default", "max-autotune-no-cudagraphs") else None
 
     @hookimpl(wrapper=True)
     def micro_step(self) -> Generator[None, LossOutput, LossOutput]:

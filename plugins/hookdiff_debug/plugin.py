@@ -8,6 +8,7 @@ from attrs import define, field
 from attrs.validators import ge
 
 from hookdiff import Alarms, Batch, Due, Every, Finding, Loop, NonFinite, hookimpl, parse_every
+from hookdiff.device_part import DevicePart
 from hookdiff.findings import Raised
 from hookdiff.options import about
 from hookdiff.structure import COUNT
@@ -92,6 +93,14 @@ class Debug:
             numbers |= {"output_mean": outputs.mean, "output_std": outputs.std, "by_image": outputs.by_image}
             numbers |= {"by_time": outputs.by_time, "by_label": outputs.by_label}
         self._numbers |= {f"debug/{name}": value for name, value in numbers.items() if not math.isnan(value)}
+
+    def on_device(self, loop: Loop) -> list[DevicePart]:
+        """Return no work: only some steps are measured."""
+        return []
+
+    def needs_host(self, loop: Loop) -> bool:
+        """Return whether this step is measured."""
+        return self._batch is not None
 
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:

@@ -45,6 +45,17 @@ class Average:
         """Include `weights`, this rank's parts of them, after `num_updates` earlier updates."""
         torch._foreach_lerp_(self._values, weights, 1 - self.decay(num_updates))
 
+    def on_device(self, weights: list[Tensor]) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """Return the share of the weights in an update, to be filled, and the update as the work of a recorded step."""
+        share = torch.zeros((), device=self._values[0].device)
+
+        def update(finite: Tensor) -> None:
+            moves = torch._foreach_sub(weights, self._values)
+            torch._foreach_mul_(moves, share * finite)
+            torch._foreach_add_(self._values, moves)
+
+        return share, update
+
     def distance(self, weights: list[Tensor]) -> Tensor:
         """Return |weights - shadow| / |weights|, L2 over all parameters: scalar, on the device.
 

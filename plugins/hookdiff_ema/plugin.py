@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hookdiff import Alarms, Due, Every, Finding, Loop, Reason, UserError, hookimpl, parse_every
 from hookdiff.choices import chosen
+from hookdiff.device_part import DevicePart
 from hookdiff.findings import Raised, judge, listed, warning
 from hookdiff.options import about
 from hookdiff.shards import fill_, parts, whole
@@ -98,6 +99,7 @@ class EMA:
     _averages: list[Average] = field(init=False)
     _weights: Weights = field(init=False)
     _taken: list[Tensor] = field(init=False)  # this rank's parts of the weights, with the averages' device and dtype
+    _is_recorded: bool = field(default=False, init=False)  # the replay of a recorded step updates the averages
     _pending: bool = field(default=False, init=False)  # the averages lack the weights that were fetched last
     _due: Due = field(init=False)
     _folder: Path = field(init=False)  # of the snapshots
@@ -132,11 +134,14 @@ class EMA:
 
     @hookimpl(tryfirst=True)
     def after_optimizer_step(self, loop: Loop) -> None:
-        self._settle()
-        self._weights.fetch()
-        self._pending = True
-        if not self._weights.wait_is_long:
+        if loop.gradients.is_applied and self._is_recorded:
+            self.num_updates += 1
+        else:
             self._settle()
+            self._weights.fetch()
+            self._pending = True
+            if not self._weights.wait_is_long:
+                self._settle()
         if loop.log.due:
             self._log(loop)
 
@@ -148,6 +153,16 @@ class EMA:
                 average.update(self._taken, self.num_updates)
             self.num_updates += 1
             self._pending = False
+
+    def on_device(self, loop: Loop) -> list[DevicePart]:
+        """Return the updates of averages of the weights themselves; averages of copies are updated by the host."""
+        self._is_recorded = self._weights.are_direct
+        made = [(average, *average.on_device(self._taken)) for average in self._averages if self._is_recorded]
+
+        def fill(average: Average, share: Tensor) -> None:
+            share.fill_(1 - average.decay(self.num_updates))
+
+        return [DevicePart("after_optimizer_step", update, partial(fill, one, share)) for one, share, update in made]
 
     def _log(self, loop: Loop) -> None:
         self._settle()

@@ -36,6 +36,11 @@ class Weights:
         """Whether the copies are made while the device goes on, so that they are better used one step later."""
         return self._arrived is not None
 
+    @property
+    def are_direct(self) -> bool:
+        """Whether all are the parameters themselves, and none is a copy."""
+        return not self._travels[0] and not self._widens[0]
+
     def fetch(self) -> None:
         """Begin to copy the current values."""
         sources, targets = self._travels

@@ -15,6 +15,7 @@ from attrs.validators import ge, le, lt
 from torch import Tensor
 
 from hookdiff import Alarms, Batch, Finding, Loop, LossOutput, NonFinite, hookimpl
+from hookdiff.device_part import DevicePart
 from hookdiff.distribution import Distribution
 from hookdiff.findings import Raised, listed
 from hookdiff.options import about
@@ -139,6 +140,16 @@ class GradientMonitor(Limits):
             self._before = [weight.clone() for weight in self._weights]
             self._sizes = entry_sizes(loop.gradients.tensors())
             self._noise.update(loop.gradients.norms)
+
+    def on_device(self, loop: Loop) -> list[DevicePart]:
+        """Return no work: in most steps the norms alone are kept, which the loop has measured."""
+        return []
+
+    def needs_host(self, loop: Loop) -> bool:
+        """Return whether this step measures gradients and weights themselves, before the update changes them."""
+        step = loop.progress.step
+        has_histogram = self.histograms > 0 and (step + 1) % self.histograms == 0
+        return loop.log.next_due or step % self.window == 0 or has_histogram
 
     def _norms(self, loop: Loop) -> Tensor:
         """Return the norms of the step, with zeros for parameters without a gradient: (tensors,)."""

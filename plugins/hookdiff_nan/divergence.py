@@ -6,9 +6,10 @@ the weights of a healthy run hardly grow within a few updates.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, evolve
 from torch import Tensor
 
 from hookdiff import Loop
@@ -29,12 +30,21 @@ class Update:
     step: int
     loss: float
     grad_norm: float
-    rate: float
+    rate: Any  # a float; before `on_host` a scalar tensor, if the optimizer keeps its rate on the device
 
 
-def rate_of(loop: Loop) -> float:
-    """Return the largest learning rate of the next update."""
-    return max((float(group["lr"]) for one in loop.optimizers for group in one.param_groups), default=0.0)
+def rate_of(loop: Loop) -> float | Tensor:
+    """Return the largest learning rate of the next update, without waiting for the device."""
+    rates = [group["lr"] for one in loop.optimizers for group in one.param_groups]
+    on_device = [rate for rate in rates if isinstance(rate, Tensor)]
+    if not on_device:
+        return max(map(float, rates), default=0.0)
+    return torch.stack([torch.as_tensor(rate, device=on_device[0].device).float() for rate in rates]).max()
+
+
+def on_host(updates: Sequence[Update]) -> list[Update]:
+    """Return `updates` with their rates as numbers."""
+    return [evolve(update, rate=float(update.rate)) for update in updates]
 
 
 @torch.no_grad()

@@ -9,11 +9,12 @@ from attrs.validators import ge, min_len
 from torch import Tensor
 
 from hookdiff import Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
+from hookdiff.device_part import DevicePart
 from hookdiff.options import about
 from hookdiff.ranks import first_rank_says
 from hookdiff.structure import COUNT, numbers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose_all
-from hookdiff_nan.divergence import REMEMBERED, Update, rate_of, size_of
+from hookdiff_nan.divergence import REMEMBERED, Update, on_host, rate_of, size_of
 from hookdiff_nan.record import batch_state, kept_in, outcome, write_record
 from hookdiff_nan.watch import Watch
 
@@ -84,6 +85,10 @@ class NaN:
         newest = Update(loop.progress.step + 1, loop.gradients.loss, loop.gradients.total_norm, rate_of(loop))
         self._last = [*self._last[1 - REMEMBERED :], newest]
 
+    def on_device(self, loop: Loop) -> list[DevicePart]:
+        """Return no work: losses and norms are noted after the update as well as before."""
+        return []
+
     @hookimpl
     def after_optimizer_step(self, loop: Loop) -> None:
         if loop.progress.step > self._furthest:
@@ -96,7 +101,7 @@ class NaN:
         except UserError as error:  # such as of an optimizer of weights that are not the model's
             states, problem = {}, str(error)
         verdicts = yield
-        sizes = [float(size) for _, size in self._sizes]
+        self._last, sizes = on_host(self._last), [float(size) for _, size in self._sizes]
         self.diagnosis = found = diagnose_all(loop, report, self._watch, self._last, sizes)
         others = dict(report.notes)
         report.notes.clear()  # the cause comes first
@@ -151,8 +156,8 @@ class NaN:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last losses and norms, and the counts of steps that were left out."""
-        last, sizes = [astuple(one) for one in self._last], [(step, float(size)) for step, size in self._sizes]
-        return {"last": last, "sizes": sizes, "in_a_row": self._in_a_row, "furthest": self._furthest}
+        last, sizes = map(astuple, on_host(self._last)), [(step, float(size)) for step, size in self._sizes]
+        return {"last": list(last), "sizes": sizes, "in_a_row": self._in_a_row, "furthest": self._furthest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; steps that were left out before a rollback still count."""

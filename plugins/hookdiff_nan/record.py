@@ -93,7 +93,7 @@ def write_record(
         "parameter": found.parameter,
         "gradients": report.parameters,
         "samples": found.samples,
-        "learning_rates": [group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups],
+        "learning_rates": [float(group["lr"]) for one in loop.optimizers for group in one.param_groups],
         "notes": report.notes,
     }
     texts = {REPORT: f"{report}\n"}

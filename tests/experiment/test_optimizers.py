@@ -222,7 +222,7 @@ def test_optimizers_are_fused_unless_another_kernel_is_set(kind: Any, arguments:
     assert optimizer.param_groups[0].get("fused") == expected
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_a_kernel_that_the_gpu_lacks_is_not_used() -> None:
     for name in OPTIMIZERS:
         optimizers = built(nn.Linear(3, 3, device="cuda"), *chosen(name))
@@ -340,7 +340,7 @@ def test_a_probe_refuses_patterns_that_name_no_weight(tmp_path: Path) -> None:
     try_config(load(tmp_path, use="muon", adamw=["patch_in.*"]))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_a_probe_tries_the_optimizer_on_the_device_of_the_run(tmp_path: Path) -> None:
     config = load(tmp_path, "run.device=cuda", use="radam", capturable=True)
     try_config(config)

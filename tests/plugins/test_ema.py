@@ -410,7 +410,7 @@ def test_averages_on_the_cpu_of_a_model_there_are_the_same():
     assert_same(one.shadow, other.shadow)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the copies are made beside the step")
+@pytest.mark.cuda  # the copies are made beside the step
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_averages_on_the_cpu_of_a_model_on_a_gpu_are_the_same(dtype):
     shadows = []

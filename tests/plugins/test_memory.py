@@ -14,7 +14,6 @@ from hookdiff.testing import CountTransfers, toy_loop
 from hookdiff_memory import Memory
 from hookdiff_memory.plugin import MIB
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -133,7 +132,7 @@ def test_a_share_is_between_0_and_1(share):
         Memory(warn_above=share)
 
 
-@CUDA
+@pytest.mark.cuda
 def test_a_gpu_tells_what_its_allocator_counts():
     device = torch.device("cuda", 0)
     free_memory(device)

@@ -1,0 +1,135 @@
+"""The plugin `cuda_graphs`."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from attrs import define, field
+from attrs.validators import ge
+
+from hookdiff import PASS, Batch, Loop, LossOutput, NonFinite, UserError, hookimpl
+from hookdiff.device_part import DevicePart, Recordable
+from hookdiff.options import about
+from hookdiff_cuda_graphs.recorder import Recorder, recorder_for
+from hookdiff_cuda_graphs.step import RecordedStep, can_be_held_back, key_of, options_of
+
+log = logging.getLogger("hookdiff")
+
+PASSES = ("micro_step", "compute_loss", "reduce_loss", "backward")  # hooks that are recorded with the passes
+BETWEEN = ("unscale", "after_backward", "optimizer_step")  # hooks between the passes and the end of the update
+
+
+@define(eq=False)
+class CudaGraphs:
+    """Records forward, backward, clipping, optimizer and averages of a step as CUDA graphs, and replays them.
+
+    The host then starts a step with two calls instead of thousands, which pays where it is slower than the GPU: for
+    small networks, small batches, many layers. A step that is not finite changes nothing: a flag on the GPU holds back
+    the update, and the host learns of it afterwards, in the only wait of the step. A plugin that must run on the host
+    before the update splits the step: its passes are replayed, and the host makes the update. The log names it.
+
+    Batches of another size, and steps in micro-batches, are made without a recording. On other devices than CUDA the
+    plugin does nothing.
+    """
+
+    warmup: int = field(
+        default=11,
+        validator=ge(1),
+        metadata=about("steps before the recording, in which compilers and kernels choose what is fastest", "steps"),
+    )
+    _recorder: Recorder | None = field(default=None, init=False)
+    _parts: list[DevicePart] | None = field(default=None, init=False)  # None: the host makes the updates
+    _in_passes: list[Any] = field(factory=list, init=False)  # plugins that may need the host for a whole step
+    _in_between: list[Any] = field(factory=list, init=False)  # plugins that may need it before the update
+    _batch: Batch | None = field(default=None, init=False)  # of the current step, before its passes
+    _seen: int = field(default=0, init=False)  # steps since the last recording was dropped
+    _step: RecordedStep | None = field(default=None, init=False)
+
+    @hookimpl(trylast=True)
+    def on_start(self, loop: Loop) -> None:
+        self._step, self._recorder, self._seen = None, recorder_for(loop.device), 0
+        if self._recorder is None:
+            log.info("cuda_graphs: there are none on this %s; steps are made as without the plugin", loop.device.type)
+            return
+        if loop.num_ranks > 1:
+            raise UserError("plugins.cuda_graphs: it records the steps of one process: --plugins no:cuda_graphs")
+        if hindrance := self._hindrance(loop):
+            log.warning("cuda_graphs: no step is recorded, because of %s", hindrance)
+            self._recorder = None
+            return
+        self._parts = self._collect(loop)
+
+    def _hindrance(self, loop: Loop) -> str:
+        """Return what keeps the passes from being recorded, or an empty text."""
+        others = [one.plugin_name for one in loop.plugins.order("accumulate") if one.plugin is not self]
+        if others := [name for name in others if name in loop.plugins]:
+            return f"{others[0]}, which makes the passes itself"
+        if any(True for _ in loop.adopted):
+            return "modules of plugins with optimizers of their own"
+        refusing = self._refusing(loop, PASSES)
+        return f"{', '.join(refusing)}, which the host must call in the passes" if refusing else ""
+
+    def _collect(self, loop: Loop) -> list[DevicePart] | None:
+        """Return the work of an update in its order, or None, and log why."""
+        self._in_passes = [one for one in self._implementing(loop, PASSES).values() if hasattr(one, "needs_host")]
+        between = self._implementing(loop, BETWEEN).values()
+        self._in_between = [one for one in between if hasattr(one, "needs_host") and one not in self._in_passes]
+        reasons = self._refusing(loop, BETWEEN)
+        reasons += [type(one).__name__ for one in loop.optimizers if not can_be_held_back(one)]
+        if reasons:
+            log.warning("cuda_graphs: the host makes the update in each step, because of %s", ", ".join(reasons))
+            return None
+        hooks = ("after_backward", "after_optimizer_step")
+        plugins = {id(impl.plugin): impl.plugin for hook in hooks for impl in loop.plugins.order(hook)}
+        return [part for one in plugins.values() if isinstance(one, Recordable) for part in one.on_device(loop) or ()]
+
+    def _refusing(self, loop: Loop, hooks: Iterable[str]) -> list[str]:
+        """Return the names of the plugins that implement one of `hooks`, and must do it on the host in each step."""
+        found = self._implementing(loop, hooks).items()
+        return [name for name, one in found if not isinstance(one, Recordable) or one.on_device(loop) is None]
+
+    def _implementing(self, loop: Loop, hooks: Iterable[str]) -> dict[str, object]:
+        impls = [impl for hook in hooks for impl in loop.plugins.order(hook)]
+        return {impl.plugin_name: impl.plugin for impl in impls if impl.plugin_name in loop.plugins}
+
+    @hookimpl(trylast=True)
+    def before_step(self, batch: Batch) -> None:
+        self._batch = batch
+
+    @hookimpl
+    def accumulate(self, loop: Loop, batch: Batch) -> LossOutput:
+        is_step, self._batch = batch is self._batch, None  # else a plugin tries passes, which must update nothing
+        if self._recorder is None or not is_step or len(batch.split(loop.config.micro_batch)) > 1:
+            return PASS
+        if any(one.needs_host(loop) for one in self._in_passes):
+            return PASS
+        self._seen += 1
+        if self._seen <= self.warmup:
+            with self._recorder.aside():
+                return loop.run_pass(batch)
+        step = self._step or self._record(loop, batch, self._recorder)
+        if step.key != key_of(loop, batch):
+            return PASS
+        is_between = any(one.needs_host(loop) for one in self._in_between)
+        return step.replay(batch, updates=not is_between and step.options == options_of(loop.optimizers))
+
+    def _record(self, loop: Loop, batch: Batch, recorder: Recorder) -> RecordedStep:
+        try:
+            self._step = step = RecordedStep(loop, batch, self._parts, recorder)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"plugins.cuda_graphs: this step cannot be recorded: {reason}\n"
+                "  the network, the objective or a plugin needs the host: train without it, --plugins no:cuda_graphs"
+            ) from error
+        what = "passes" if self._parts is None else "passes and update"
+        log.info("cuda_graphs: %s are recorded at step %d, and replayed from now on", what, loop.progress.step + 1)
+        sometimes = [type(one).__name__ for one in (*self._in_passes, *self._in_between)]
+        if sometimes:
+            log.info("cuda_graphs: some steps need the host, because of %s", ", ".join(sometimes))
+        return step
+
+    @hookimpl
+    def on_nan(self, loop: Loop, report: NonFinite) -> None:
+        # A rollback gives the optimizer new tensors, at other addresses.
+        self._step, self._seen = None, 0

@@ -1,0 +1,380 @@
+"""The plugin `cuda_graphs`: on a GPU, and on a CPU with a recorder that notes operations and repeats them."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookdiff_cuda_graphs.plugin
+from hookdiff import Feed, Loop, LoopConfig, LossOutput, UserError, hookimpl
+from hookdiff.data import InMemory, digits
+from hookdiff.diffusion import Diffusion
+from hookdiff.experiment.discovery import plugin_class
+from hookdiff.rehearsal import rehearsing
+from hookdiff.testing import CountTransfers, ToyObjective, assert_same, toy_loop, toy_model, weights
+from hookdiff_checkpoint import Checkpoint
+from hookdiff_cuda_graphs import CudaGraphs
+from hookdiff_networks import DiT, UNet
+from tests.conftest import check_facts, refused
+from tests.replayed import CpuRecorder
+
+WARMUP, STEPS = 3, 20
+USUAL: dict[str, dict[str, Any]] = {
+    "lr": {"warmup": 4},
+    "clip": {"rule": {"use": "norm", "max_norm": 0.5}},
+    "amp": {"precision": "bf16"},
+    "ema": {"decay": [0.9], "std": [0.1]},
+    "nan": {},
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture
+def recorder(device, monkeypatch):
+    """The recorder of the tests; on a GPU the real one, whose replays are counted."""
+    if device.type == "cpu":
+        made = CpuRecorder()
+    else:
+        made = hookdiff_cuda_graphs.plugin.recorder_for(device)
+        made.num_replays, record, count = [0, 0], made.record, [0]
+
+        def counted(work):
+            replay, number = record(work), count[0] % 2
+            count[0] += 1
+
+            def replay_and_count():
+                made.num_replays[number] += 1
+                replay()
+
+            return replay_and_count
+
+        made.record = counted
+    monkeypatch.setattr(hookdiff_cuda_graphs.plugin, "recorder_for", lambda device: made)
+    return made
+
+
+def plugins(**given: object) -> dict[str, object]:
+    return {name: plugin_class(name)(**options) for name, options in USUAL.items()} | given
+
+
+def graphs() -> CudaGraphs:
+    return CudaGraphs(warmup=WARMUP)
+
+
+def toy(device, given, **options):
+    options = {"model": toy_model(dropout=0.3), "steps": STEPS, **options}
+    return toy_loop(given, **options | {"model": options["model"].to(device)})
+
+
+def assert_close(loop: Loop, other: Loop) -> None:
+    """The rate is a float32 on the device, and an average is updated by three operations in place of one."""
+    for mine, theirs in (
+        (loop.model.state_dict(), other.model.state_dict()),
+        (loop.plugins["ema"].shadow, other.plugins["ema"].shadow),  # type: ignore[attr-defined]
+    ):
+        for name, value in theirs.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_replayed_steps_give_the_weights_and_averages_of_usual_ones(device, recorder):
+    replayed, usual = toy(device, plugins(cuda_graphs=graphs())), toy(device, plugins())
+    steps = []
+    for loop in (replayed, usual):
+        with loop:
+            steps.append(list(loop.steps()))
+    assert recorder.num_replays == [STEPS - WARMUP] * 2
+    assert_close(replayed, usual)
+    for one, other in zip(*steps, strict=True):
+        assert (one.step, one.outcome) == (other.step, other.outcome)
+        assert one.loss == pytest.approx(other.loss, rel=1e-4)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda classes: UNet(
+            in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8, num_classes=classes
+        ),
+        lambda classes: DiT(in_channels=1, image_size=8, patch_size=4, hidden_size=16, depth=2, num_classes=classes),
+    ],
+    ids=["unet", "dit"],
+)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_networks_and_optimizers_of_real_runs(device, recorder, make, optimizer):
+    labels = device.type == "cuda"  # on a CPU the networks look at their values, to refuse wrong ones
+    loops = []
+    for given in (plugins(cuda_graphs=graphs()), plugins()):
+        torch.manual_seed(0)
+        loop = Loop(
+            make(10 if labels else 0).to(device),
+            lambda model: optimizer(model.parameters(), lr=1e-3, fused=True),
+            Diffusion(conditional=labels),
+            Feed(digits()),
+            LoopConfig(steps=8, batch_size=8),
+            given,
+        )
+        loop.run()
+        loops.append(loop)
+    assert recorder.num_replays == [5, 5]
+    assert_close(*loops)
+
+
+def test_a_replayed_step_makes_the_host_wait_once(device, recorder):
+    loop = toy(device, plugins(cuda_graphs=graphs()), log_every=100)
+    counts = []
+    with loop:
+        for batch in (batch for epoch in range(3) for batch in loop.feed.batches(epoch)):
+            with CountTransfers() as transfers:
+                loop.run_step(batch)
+            counts.append(transfers.count)
+    assert counts[WARMUP + 1 :] == [1] * (15 - WARMUP - 1)
+
+
+class Poison:
+    """An objective whose loss is not finite at the positions in `at`."""
+
+    def __init__(self, at):
+        self.toy, self.at, self.position = ToyObjective(), at, -1
+
+    def draw(self, batch, generator):
+        self.position += 1
+        drawn = self.toy.draw(batch, generator)
+        if self.position in self.at:
+            drawn.draws["noise"][0] = float("nan")
+        return drawn
+
+    def __call__(self, net, batch):
+        return self.toy(net, batch)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_that_is_not_finite_changes_nothing(device, recorder, tmp_path, policy):
+    loops = []
+    for name, given in (("replayed", {"cuda_graphs": graphs()}), ("usual", {})):
+        given = plugins(**given, nan=plugin_class("nan")(policy=policy), checkpoint=Checkpoint(every=5))
+        loop = toy(device, given, objective=Poison({8, 17}), run_dir=tmp_path / name)
+        with loop:
+            outcomes = [step.outcome for step in loop.steps()]
+        loops.append((loop, outcomes))
+        (kept, *_) = sorted((tmp_path / name / "nan").iterdir())
+        assert "position-00000008" in kept.name
+    (replayed, one), (usual, other) = loops
+    assert one == other
+    assert one.count("skipped") == 2
+    assert recorder.num_replays[0] > STEPS // 3
+    assert_close(replayed, usual)
+
+
+def test_the_step_that_is_not_finite_itself_moves_no_weight_and_no_average(device, recorder):
+    loop = toy(device, plugins(cuda_graphs=graphs(), nan=plugin_class("nan")(policy="skip")), objective=Poison({9}))
+    seen = []
+
+    def state():
+        held = loop.optimizers[0].state[next(loop.model.parameters())]
+        ema = loop.plugins["ema"]
+        return [value.clone() for value in (*weights(loop).values(), *ema.shadow.values(), *held.values())]
+
+    with loop:
+        for _ in loop.steps():
+            seen.append(state())
+    assert recorder.num_replays[1] > 5  # the tenth batch was replayed: three steps before the recording, six after it
+    for before, after in zip(seen[8], seen[9], strict=True):
+        assert torch.equal(before, after)
+    assert not torch.equal(seen[9][0], seen[10][0])
+
+
+def test_an_overflow_of_the_norm_alone_does_not_lose_the_step(device, recorder):
+    """The squares of finite gradients are infinite in float32: the host measures again, and makes the update."""
+
+    class Steep(ToyObjective):
+        def __call__(self, net, batch):
+            output = super().__call__(net, batch)
+            return LossOutput(output.loss * 1e22)
+
+    given = {"clip": plugin_class("clip")(), "ema": plugin_class("ema")()}
+    loops = [toy(device, {**given, **extra}, objective=Steep(), steps=6) for extra in ({"cuda_graphs": graphs()}, {})]
+    for loop in loops:
+        with loop:
+            assert [step.outcome for step in loop.steps()] == ["updated"] * 6
+    assert recorder.num_replays == [3, 3]
+    assert_close(*loops)
+
+
+class Reader:
+    """A plugin of a user that reads gradients after the backward pass."""
+
+    def __init__(self):
+        self.largest = []
+
+    @hookimpl
+    def after_backward(self, loop):
+        self.largest.append(float(max(one.abs().max() for one in loop.gradients.tensors())))
+
+
+def test_a_plugin_between_backward_and_update_splits_the_step_and_is_named(device, recorder, caplog):
+    caplog.set_level(logging.INFO, "hookdiff")
+    readers = Reader(), Reader()
+    replayed = toy(device, plugins(cuda_graphs=graphs(), mine=readers[0]))
+    usual = toy(device, plugins(mine=readers[1]))
+    for loop in (replayed, usual):
+        loop.run()
+    assert recorder.num_replays == [STEPS - WARMUP, 0]
+    assert readers[0].largest == pytest.approx(readers[1].largest, rel=1e-4)
+    assert_close(replayed, usual)
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    check_facts(said, "cuda_graphs", "update", "mine")
+
+
+@pytest.mark.parametrize(
+    ("given", "optimizer", "reason"),
+    [
+        ({"clip": plugin_class("clip")(rule="agc")}, None, "clip"),
+        ({}, lambda model: torch.optim.AdamW(model.parameters()), "AdamW"),
+        ({}, lambda model: torch.optim.RMSprop(model.parameters()), "RMSprop"),
+    ],
+)
+def test_what_the_device_cannot_hold_back_is_left_to_the_host(device, recorder, caplog, given, optimizer, reason):
+    loops = [toy(device, plugins(**given, **extra), optimizers=optimizer) for extra in ({"cuda_graphs": graphs()}, {})]
+    for loop in loops:
+        loop.run()
+    assert recorder.num_replays == [STEPS - WARMUP, 0]
+    check_facts(caplog.text, "update", reason)
+    assert_close(*loops)
+
+
+def test_plugins_that_measure_some_steps_have_the_host_in_these(device, recorder):
+    def given(**extra):
+        return plugins(gradients=plugin_class("gradients")(window=20), debug=plugin_class("debug")(), **extra)
+
+    replayed, usual = toy(device, given(cuda_graphs=graphs())), toy(device, given())
+    logged = []
+    for loop in (replayed, usual):
+        with loop:
+            found = []
+            loop.log._call = lambda hook, found=found, **what: found.append((what["step"], what.get("values")))
+            list(loop.steps())
+        logged.append({step: values for step, values in found if values})
+    assert 0 < recorder.num_replays[1] <= recorder.num_replays[0] < STEPS - WARMUP
+    assert_close(replayed, usual)
+    assert logged[0].keys() == logged[1].keys()
+    for step, values in logged[1].items():
+        assert logged[0][step] == pytest.approx(values, rel=1e-3, abs=1e-6), step
+
+
+def test_passes_on_trial_update_nothing(device, recorder):
+    class Tries:
+        """A plugin that makes the passes of the step once more after the update."""
+
+        @hookimpl
+        def before_step(self, batch):
+            self.batch = batch
+
+        @hookimpl
+        def after_optimizer_step(self, loop):
+            with rehearsing(loop) as passes:
+                passes(self.batch)
+
+    loops = [toy(device, plugins(mine=Tries(), **extra)) for extra in ({"cuda_graphs": graphs()}, {})]
+    for loop in loops:
+        loop.run()
+    assert recorder.num_replays == [STEPS - WARMUP] * 2
+    assert_close(*loops)
+
+
+class Passes:
+    """A plugin that makes the passes of a step itself."""
+
+    @hookimpl
+    def accumulate(self, loop, batch):
+        return loop.run_pass(batch)
+
+
+class Casts:
+    """A plugin that surrounds the loss."""
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self):
+        return (yield)
+
+
+@pytest.mark.parametrize("mine", [Passes(), Casts()], ids=["accumulate", "compute_loss"])
+def test_plugins_in_the_passes_keep_the_step_from_being_recorded(device, recorder, caplog, mine):
+    replayed = toy(device, plugins(cuda_graphs=graphs(), mine=mine))
+    replayed.run()
+    assert recorder.num_replays == [0, 0]
+    check_facts(caplog.text, "cuda_graphs", "mine")
+
+
+def test_micro_batches_and_smaller_batches_are_made_as_usual(device, recorder):
+    data = InMemory(torch.linspace(-1, 1, 168).reshape(42, 4))
+    for options, replays in (
+        ({"micro_batch": 3}, 0),
+        ({"data": Feed(data, drop_last=False), "steps": 12}, 12 - WARMUP - 2),  # two epochs end with two samples
+    ):
+        recorder.num_replays[:] = [0, 0]
+        loops = [toy(device, plugins(**extra), **options) for extra in ({"cuda_graphs": graphs()}, {})]
+        for loop in loops:
+            loop.run()
+        assert recorder.num_replays == [replays] * 2
+        assert_close(*loops)
+
+
+class Decay:
+    """A plugin that changes a hyper-parameter after ten updates, and thaws a weight after fourteen."""
+
+    @hookimpl
+    def before_step(self, loop):
+        loop.optimizers[0].param_groups[0]["weight_decay"] = 0.01 if loop.progress.step < 10 else 0.5
+        loop.model[3].bias.requires_grad_(loop.progress.step >= 14)
+
+
+def test_changed_hyper_parameters_and_thawed_weights_are_heeded(device, recorder):
+    loops = [toy(device, plugins(mine=Decay(), **extra)) for extra in ({"cuda_graphs": graphs()}, {})]
+    for loop in loops:
+        loop.run()
+    assert_close(*loops)
+    assert recorder.num_replays == [14 - WARMUP, 10 - WARMUP]
+
+
+def test_a_run_resumes_with_or_without_the_plugin(device, recorder, tmp_path):
+    def run(folder, steps, resume, **extra):
+        loop = toy(device, plugins(checkpoint=Checkpoint(every=5), **extra), run_dir=folder, steps=steps, resume=resume)
+        loop.run()
+        return loop
+
+    usual = run(tmp_path / "usual", 20, False)
+    for name, first, second in (("with", {}, {"cuda_graphs": 1}), ("without", {"cuda_graphs": 1}, {})):
+        made = [{key: graphs() for key in extra} for extra in (first, second)]
+        run(tmp_path / name, 10, False, **made[0])
+        resumed = run(tmp_path / name, 20, True, **made[1])
+        assert_close(resumed, usual)
+
+
+def test_a_value_that_the_host_reads_in_the_passes_is_one_message(device, recorder):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) if x.mean().item() > 0 else self.layer(-x)
+
+    facts = ("plugins.cuda_graphs", "not permitted", "--plugins no:cuda_graphs")
+    with refused(UserError, *facts):
+        toy(device, plugins(cuda_graphs=graphs()), model=Reads()).run()
+
+
+def test_a_machine_without_graphs_trains_as_without_the_plugin(caplog):
+    caplog.set_level(logging.INFO, "hookdiff")
+    loops = [toy_loop(plugins(**extra), model=toy_model()) for extra in ({"cuda_graphs": graphs()}, {})]
+    for loop in loops:
+        loop.run()
+    assert_same(weights(loops[0]), weights(loops[1]))
+    check_facts(caplog.text, "cuda_graphs", "cpu")
