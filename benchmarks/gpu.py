@@ -16,6 +16,7 @@ captured as one CUDA graph, without noise, clipping, average or a look at the lo
 """
 
 import argparse
+import math
 import platform
 import random
 import re
@@ -284,7 +285,7 @@ def peak(given: argparse.Namespace, network: str, plugins: str) -> None:
             steps = iter(loop.steps())
             for _ in range(WARM_UP):
                 next(steps)
-            measured = torch.cuda.max_memory_allocated() if given.device != "cpu" else estimated
+            measured = torch.cuda.max_memory_allocated() if given.device != "cpu" else math.nan
     cells = f"{estimated / 2**30:.2f} GiB | {measured / 2**30:.2f} GiB | {estimated / measured:.2f}"
     print(f"result | {network} | usual{', ' if plugins else ''}{plugins} | {cells} |")
 

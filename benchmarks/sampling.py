@@ -4,9 +4,9 @@
 
 One UNet2DModel of diffusers makes images of 32 x 32 with 50 steps of DDIM. "bare calls" are as many calls of it, and
 nothing else. The pipeline is diffusers' DDIMPipeline, its images as arrays. hookdiff makes them through a Loop, as
-`hookdiff sample` does, in float32 and in bf16, each with the attention of diffusers (kernel) and by layer. All take
-turns in an order shuffled for each round; the table has medians of the ratio to the bare calls of the same form, and to
-the pipeline.
+`hookdiff sample` does, in float32 and in bf16, each with the attention of diffusers (kernel) and by layer, the latter
+also compiled. All take turns in an order shuffled for each round; the table has medians of the ratio to the bare calls
+of the same form, which are not compiled, and to the pipeline.
 """
 
 import argparse
@@ -50,9 +50,11 @@ def bare(precision: str, attention: str, num: int, device: torch.device) -> Call
     return make
 
 
-def hookdiff(precision: str, attention: str, num: int, device: torch.device) -> Callable[[], object]:
+def hookdiff(
+    precision: str, attention: str, num: int, device: torch.device, compiles: bool = False
+) -> Callable[[], object]:
     model = adapt(network(attention, device))
-    sampler = Sampling("ddim", STEPS, precision=precision)  # type: ignore[arg-type]
+    sampler = Sampling("ddim", STEPS, precision=precision, compile=compiles)  # type: ignore[arg-type]
     blank = torch.zeros(128, 1, SIDE, SIDE)
     loop = Loop(model, (), Diffusion(), blank, sampler=sampler)
 
@@ -91,6 +93,7 @@ def main() -> None:
         for attention in ("kernel", "by_layer"):
             makers[f"bare {precision} {attention}"] = bare(precision, attention, num, device)
             makers[f"hookdiff {precision} {attention}"] = hookdiff(precision, attention, num, device)
+        makers[f"hookdiff {precision} by_layer, compiled"] = hookdiff(precision, "by_layer", num, device, True)
     seconds: dict[str, list[float]] = {name: [] for name in makers}
     order = random.Random(0)
     for number in range(-1, given.rounds):
@@ -103,7 +106,7 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - begun)
     print(f"{num} images, batches of {BATCH}: ratio of times")
     for name, times in seconds.items():
-        to_bare = seconds[name.replace("hookdiff", "bare")]
+        to_bare = seconds[name.replace("hookdiff", "bare").removesuffix(", compiled")]
         cells = [_quartiles(times, to_bare), _quartiles(seconds["pipeline"], times)]
         speed = num / statistics.median(times)
         print(f"{name:<28}{speed:>7.1f} images/s   to bare calls {cells[0]}   as fast as the pipeline {cells[1]}")

@@ -22,6 +22,7 @@ from hookdiff.diffusion.prediction import q_sample
 from hookdiff.diffusion.process import IMAGE, Point, Process
 from hookdiff.diffusion.solvers import Solver
 from hookdiff.diffusion.spacing import Spacing
+from hookdiff.models.compiler import compiled
 from hookdiff.options import about
 from hookdiff.pace import paced
 
@@ -66,6 +67,10 @@ class Sampling:
         metadata=about(
             'precision of the network, by autocast: "float32", or "bf16", which is faster; steps are float32'
         ),
+    )
+    compile: bool = field(
+        default=False,
+        metadata=about("compile the network before its first call: a minute or more, which pays for many images"),
     )
     batch_size: int = field(
         default=256, validator=ge(1), metadata=about("images in one call of the network, at most; a CPU makes fewer")
@@ -175,6 +180,7 @@ class Sampling:
         # Not inference_mode: a tensor that the network makes in it and keeps, such as a table of positions,
         # could not be used in a later backward pass; and it is not faster. Autocast is around all steps, so that the
         # weights are cast once; it leaves the additions and multiplications of the steps alone.
+        net = compiled(net) if self.compile else net
         is_cast = self.precision == "bf16"
         with torch.no_grad(), torch.autocast(made.device.type, torch.bfloat16) if is_cast else nullcontext():
             for start in range(0, len(made), self.batch_size):

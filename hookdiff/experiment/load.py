@@ -216,6 +216,7 @@ class Run:
         steps: int | None = None,
         sampler: str | None = None,
         precision: str | None = None,
+        compile: bool | None = None,
         seed: int = 0,
         weights: str | None = None,
         images: Tensor | None = None,
@@ -231,10 +232,11 @@ class Run:
         Args:
             num: number of images.
             labels: classes by name or number, used in turn; -1 is no class. Unless given, all classes in turn.
-            guidance_scale: scale of classifier-free guidance. This and the next three replace those of the config.
+            guidance_scale: scale of classifier-free guidance. This and the next four replace those of the config.
             steps: steps of the sampler.
             sampler: name of the sampler, such as "ddim".
             precision: of the network, "float32" or "bf16".
+            compile: compile the network before its first call, which pays for many images.
             seed: seed of the noise.
             weights: see `Run.weights`.
             images: pictures to start from, in turn: n c h w in [-1, 1].
@@ -249,6 +251,7 @@ class Run:
             ValueError: for tensors of another shape.
         """
         changes = {"steps": steps, "sampler": sampler, "precision": precision, "guidance.scale": guidance_scale}
+        changes["compile"] = None if compile is None else str(compile).lower()
         wanted = self.labels(labels, num)
         if strength is None:
             strength = 0.8 if mask is None else 1.0

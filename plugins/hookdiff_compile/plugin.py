@@ -1,8 +1,8 @@
 """The plugin `compile`."""
 
 import logging
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookdiff import Loop, LossOutput, UserError, hookimpl, nearest
 from hookdiff.device_part import DevicePart
-from hookdiff.models import modules_named
+from hookdiff.models import compiler_errors, modules_named
 from hookdiff.options import about
 
 log = logging.getLogger("hookdiff")
@@ -74,20 +74,9 @@ class Compile:
         with self._one_message():
             return (yield)
 
-    @contextmanager
-    def _one_message(self) -> Iterator[None]:
-        """Raise an error of the compiler as one UserError."""
-        from torch._dynamo.exc import TorchDynamoException  # the import takes a second
-
-        try:
-            yield
-        except TorchDynamoException as error:
-            cause = getattr(error, "inner_exception", error)
-            reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-            raise UserError(
-                f"plugins.compile: {self.backend} failed: {reason}\n"
-                "  train without it: --plugins no:compile; with plugins.compile.backend = 'eager' nothing is compiled"
-            ) from error
+    def _one_message(self) -> AbstractContextManager[None]:
+        remedy = "train without it: --plugins no:compile; with plugins.compile.backend = 'eager' nothing is compiled"
+        return compiler_errors(f"plugins.compile: {self.backend}", remedy)
 
 
 def _probe(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option("--steps", type=int, metavar="N", help="Steps of the sampler.")
 @click.option("--sampler", metavar="NAME", help="ddim, ddpm, euler, heun or dpmpp_2m.")
 @click.option("--precision", type=click.Choice(["float32", "bf16"]), help="Precision of the network.")
+@click.option("--compile", is_flag=True, default=None, help="Compile the network first: pays for many images.")
 @click.option("--guidance-scale", type=float, metavar="X", help="Scale of classifier-free guidance.")
 @click.option("--labels", metavar="A,B,...", help="Classes by name or number, in turn; -1: none.  [default: all]")
 @click.option(
@@ -64,8 +65,9 @@ def command(
 
     RUN stands for its newest checkpoint. The images are written as one grid, unless --each or --out says otherwise. An
     NPZ file has them as arr_0 (uint8, n h w c), and their class numbers as arr_1 if the run has classes, as the
-    evaluators of the field read them. --steps, --sampler, --precision and --guidance-scale replace the values of the
-    config. With --images, a higher --strength leaves less of the picture; with --mask, the black part stays as it is.
+    evaluators of the field read them. --steps, --sampler, --precision, --compile and --guidance-scale replace the
+    values of the config. With --images, a higher --strength leaves less of the picture; with --mask, the black part
+    stays as it is.
     """
     from hookdiff import load_run
     from hookdiff.disk import run_of

@@ -2,12 +2,14 @@
 
 import sys
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from hookdiff import ConfigError, SampleRequest, UserError, load_config
 from hookdiff.experiment.probe import try_config
+from hookdiff.models.compiler import compiled
 from hookdiff.testing import assert_resumes, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_compile import Compile
@@ -183,6 +185,38 @@ def test_a_run_from_a_config_trains_and_makes_images(run, tmp_path):
     code, err = run("run.micro_batch=none", "plugins.compile.dynamic=false")
     assert code == 0, err[-2000:]
     assert (tmp_path / "run" / "samples" / "step-00000004.png").exists()
+
+
+TO_SAMPLE = "no:compile,no:samples,checkpoint"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CXX names the compiler there")
+def test_sampling_without_a_compiler_is_one_message(start, config, tmp_path):
+    assert finish(start(tmp_path, "run", config, "--out", "run", "--plugins", TO_SAMPLE))[0] == 0
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty"), "CXX": str(tmp_path / "nothing")}
+    code, _, err = finish(start(tmp_path, "sample", "run", "--num", "2", "--compile", **cache))
+    assert code == 2, err[-2000:]
+    check_facts(err, "sampling.compile", "InvalidCxxCompiler", "sampling.compile = false")
+    assert not (tmp_path / "run" / "samples").exists()
+
+
+@pytest.mark.slow
+def test_a_compiled_network_samples_the_same_images_and_trains_on_as_it_was(start, config, tmp_path):
+    assert finish(start(tmp_path, "run", config, "--out", "run", "--plugins", TO_SAMPLE))[0] == 0
+    images = []
+    for extra in ((), ("--compile",)):
+        out = tmp_path / f"{len(images)}.npz"
+        code, _, err = finish(start(tmp_path, "sample", "run", "--num", "5", "--batch-size", "3", "--out", out, *extra))
+        assert code == 0, err[-2000:]
+        images.append(numpy.load(out)["arr_0"].astype(int))
+    assert numpy.abs(images[0] - images[1]).max() <= 1
+    loops = [toy_loop({}, model=net()) for _ in range(2)]
+    with loops[0] as loop:
+        list(loop.steps())
+        compiled(loop.model)(torch.zeros(2, 4))
+        assert loop.model._compiled_call_impl is None
+    loops[1].run()
+    assert_same(weights(loops[0]), weights(loops[1]))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at the inputs of a block

@@ -1,0 +1,48 @@
+"""torch's compiler: its errors as one message, and networks that are compiled for a while."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from hookdiff.errors import UserError
+
+
+@contextmanager
+def compiler_errors(what: str, remedy: str) -> Iterator[None]:
+    """Raise an error of the compiler as one UserError about `what`, which ends with the `remedy`."""
+    from torch._dynamo.exc import TorchDynamoException  # the import takes a second
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        cause = getattr(error, "inner_exception", error)
+        reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        raise UserError(f"{what} failed: {reason}\n  {remedy}") from error
+
+
+def compiled(net: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `net` compiled; `net` itself, which may be trained meanwhile, is not changed.
+
+    torch compiles at the first call, and once more for inputs of a second size. A network that is compiled already is
+    returned as it is. Raises UserError, in a call, if the compiler fails.
+    """
+    if getattr(net, "_compiled_call_impl", None) is not None:
+        return net
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        with compiler_errors("sampling.compile: the compiler", "sample without it: sampling.compile = false"):
+            return _compiled_call()(net, *arguments, **named)
+
+    return call
+
+
+@cache
+def _compiled_call() -> Callable[..., Any]:
+    return torch.compile(_call)
+
+
+def _call(net: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return net(*arguments, **named)
