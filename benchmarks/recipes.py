@@ -101,8 +101,9 @@ lr = 2e-3
 class ByHand(Recipe):
     """What one writes today: v prediction, a cosine schedule of noise and of the rate, an average, bf16."""
 
-    def __init__(self, folder: Path, seed: int, steps: int, lr: float = 2e-3) -> None:
+    def __init__(self, folder: Path, seed: int, steps: int, lr: float = 2e-3, batch_size: int = 64) -> None:
         keep_memory()
+        self.batch_size = batch_size
         torch.manual_seed(seed)
         self.images = in_unit_range(numpy.load(folder / "train.npy"))
         self.net = of_diffusers(self.images.shape[-1])
@@ -295,7 +296,7 @@ RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
 TUNED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     **{
         f"diffusers, batch {size}, lr {lr:g}": (Diffusers, {"lr": lr, "warmup": 60, "batch_size": size})
-        for size in (16, 64)
+        for size in (16, 32, 64)
         for lr in (1e-3, 2e-3, 4e-3, 8e-3)
     },
     **{
@@ -306,13 +307,18 @@ TUNED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
         for size in (16, 64)
         for lr in (1e-3, 2e-3, 4e-3)
     },
-    **{f"by hand, lr {lr:g}": (ByHand, {"lr": lr}) for lr in (1e-3, 2e-3, 4e-3)},
+    **{
+        f"by hand, batch {size}, lr {lr:g}": (ByHand, {"lr": lr, "batch_size": size})
+        for size in (32, 64)
+        for lr in (1e-3, 2e-3, 4e-3)
+    },
     **{f"hookdiff, {name}": (Hookdiff, {"settings": settings}) for name, settings in VARIANTS.items()},
     **{
         f"hookdiff, batch {size}, lr {lr:g}": (Hookdiff, {"settings": (f"optimizer.lr={lr}",), "batch_size": size})
         for size in (16, 32)
-        for lr in (1e-3, 2e-3)
+        for lr in (1e-3, 2e-3, 4e-3)
     },
+    "hookdiff, batch 32, betas of 0.99": (Hookdiff, {"settings": ("optimizer.betas=[0.9,0.99]",), "batch_size": 32}),
 }
 
 

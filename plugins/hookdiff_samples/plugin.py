@@ -174,7 +174,8 @@ class SampleGrid(Periodic):
         for name in names:
             for text, sampler in samplers:
                 used = evolve(sampler, sampler=recorded) if recorded and not panels else sampler
-                title = f"{name}{text}" if len(names) * len(samplers) > 1 else ""
+                shown = "model, not averaged" if name == "model" and len(names) > 1 else name
+                title = f"{shown}{text}" if len(names) * len(samplers) > 1 else ""
                 panels.append(self._panel(self._made(loop, used, name), title))
         between = self._between(loop, first, names[0]) if self.interpolation else None
         if not loop.is_main:

@@ -10,6 +10,7 @@ from torch import nn
 import hookdiff_cuda_graphs.plugin
 from hookdiff import Feed, Loop, LoopConfig, LossOutput, UserError, hookimpl
 from hookdiff.data import InMemory, digits
+from hookdiff.device_part import DevicePart
 from hookdiff.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
 from hookdiff.rehearsal import rehearsing
@@ -230,6 +231,38 @@ def test_a_plugin_between_backward_and_update_splits_the_step_and_is_named(devic
     assert_close(replayed, usual)
     (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     check_facts(said, "cuda_graphs", "update", "mine")
+
+
+class Shrink:
+    """A plugin of a user that shrinks gradients in each step more, and leaves this to the device in a recorded one."""
+
+    @hookimpl
+    def on_start(self, loop):
+        self.factor = torch.zeros((), device=loop.device)
+
+    @hookimpl
+    def after_backward(self, loop):
+        if not loop.gradients.is_applied:
+            self.fill(loop)
+            self.work(loop)
+
+    def on_device(self, loop):
+        return [DevicePart("after_backward", lambda finite: self.work(loop), lambda: self.fill(loop))]
+
+    def fill(self, loop):
+        self.factor.fill_(0.9**loop.progress.step)
+
+    def work(self, loop):
+        torch._foreach_mul_(loop.gradients.tensors(), self.factor)
+        loop.gradients.clear()
+
+
+def test_the_work_of_a_plugin_on_the_device_is_recorded(device, recorder):
+    loops = [toy(device, plugins(mine=Shrink(), **extra)) for extra in ({"cuda_graphs": graphs()}, {})]
+    for loop in loops:
+        loop.run()
+    assert recorder.num_replays == [STEPS - WARMUP] * 2
+    assert_close(*loops)
 
 
 @pytest.mark.parametrize(
