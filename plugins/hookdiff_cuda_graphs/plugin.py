@@ -33,7 +33,7 @@ class CudaGraphs:
     """
 
     warmup: int = field(
-        default=11,
+        default=3,
         validator=ge(1),
         metadata=about("steps before the recording, in which compilers and kernels choose what is fastest", "steps"),
     )

@@ -72,8 +72,9 @@ class Clock:
             self._open.pop()
 
     def _turn(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # work counts for the plugin that starts it, not for one that waits
+        # Work counts for the plugin that starts it, not for one that waits. A graph is recorded without waiting.
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since

@@ -51,8 +51,9 @@ class Recorder:
             self._mark(hook)
 
     def _mark(self, hook: str) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # work counts for the hook that starts it, not for one that waits
+        # Work counts for the hook that starts it, not for one that waits. A graph is recorded without waiting.
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.device)
         self._marks.append(_Mark(time.perf_counter(), self._open[-1] if self._open else None, hook))
 
     def parts(self) -> dict[str, float]:

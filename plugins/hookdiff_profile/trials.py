@@ -35,7 +35,7 @@ class Outcome:
     why: str = ""  # it cannot
 
 
-def changes(config: Config, is_stored: bool, channels_last: bool) -> Iterator[Change]:
+def changes(config: Config, device: str, is_stored: bool, channels_last: bool) -> Iterator[Change]:
     """Yield the changes that fit `config`: its data is stored or read in each epoch, its settled memory format."""
     if "amp" not in config.plugins:
         yield Change(("amp",))
@@ -48,6 +48,8 @@ def changes(config: Config, is_stored: bool, channels_last: bool) -> Iterator[Ch
     if not is_stored:
         yield Change(settings=(f"data.workers={max(1, num_cpus() - 1)}",))
         yield Change(settings=("data.store=disk",))
+    if "cuda_graphs" not in config.plugins and device == "cuda":
+        yield Change(("cuda_graphs",))
     if "compile" not in config.plugins:
         yield Change(("compile",))
 
@@ -57,7 +59,7 @@ def tried(path: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps
     config = load_config(path, plugins, settings)
     with running(config) as (loop, step):
         stored, form = isinstance(loop.feed.samples, InMemory), bool(loop.hparams["run"]["channels_last"])
-        for change in changes(config, stored, form):
+        for change in changes(config, loop.device.type, stored, form):
             ratios = []
             try:
                 changed = load_config(path, (*plugins, *change.plugins), (*settings, *change.settings))

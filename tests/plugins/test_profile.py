@@ -99,12 +99,14 @@ def test_changes_are_measured_beside_the_config(small: Callable[..., Path], hook
 
 
 def test_the_changes_follow_from_the_config(small: Callable[..., Path], load_small: Any) -> None:
-    def of(*plugins: str, stored: bool = True, channels_last: bool = True) -> list[str]:
-        return [str(change) for change in changes(load_small(plugins=plugins), stored, channels_last)]
+    def of(*plugins: str, device: str = "cpu", stored: bool = True, channels_last: bool = True) -> list[str]:
+        return [str(change) for change in changes(load_small(plugins=plugins), device, stored, channels_last)]
 
     sizes = ["--set run.batch_size=32", "--set run.batch_size=8"]
     assert of() == ["--plugins amp", "--set run.channels_last=false", *sizes, "--plugins compile"]
     assert of("amp", "compile", channels_last=False) == ["--plugins no:amp", "--set run.channels_last=true", *sizes]
+    assert of(device="cuda")[-2:] == ["--plugins cuda_graphs", "--plugins compile"]
+    assert of("cuda_graphs", device="cuda") == of()
     assert of("amp", "compile", stored=False)[-1] == "--set data.store=disk"
     assert of("amp", "compile", stored=False)[-2].startswith("--set data.workers=")
 
