@@ -47,6 +47,7 @@ class Recipe(ABC):
 class Hookdiff(Recipe):
     """A config as in examples: data, network, batch size, steps and rate; hookdiff decides the rest."""
 
+    batch_size = 32
     CONFIG = """
 [run]
 steps = {steps}
@@ -70,7 +71,7 @@ lr = 2e-3
 """
 
     def __init__(
-        self, folder: Path, seed: int, steps: int, settings: tuple[str, ...] = (), batch_size: int = 64
+        self, folder: Path, seed: int, steps: int, settings: tuple[str, ...] = (), batch_size: int = 32
     ) -> None:
         from hookdiff.experiment import build_loop, load_config
 
@@ -273,6 +274,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "cooldown": ("plugins.lr.schedule=cooldown",),
     "EMA of 0.05": ("plugins.ema.std=0.05",),
     "EMA of 0.2": ("plugins.ema.std=0.2",),
+    "betas of 0.9 and 0.99": ("optimizer.betas=[0.9,0.99]",),
     "ddim": ("sampling.sampler=ddim",),
     "ddpm sampler": ("sampling.sampler=ddpm",),
     "flow": ("diffusion.process=flow",),
@@ -286,7 +288,7 @@ RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     "hookdiff": (Hookdiff, {}),
     "hookdiff, flow": (Hookdiff, {"settings": FLOW}),
     "hookdiff, ddpm": (Hookdiff, {"settings": DDPM}),
-    "by hand": (ByHand, {"lr": 4e-3}),
+    "by hand": (ByHand, {"lr": 2e-3, "batch_size": 32}),
     "diffusers, as installed": (Diffusers, {}),
     "diffusers, tuned": (Diffusers, {"lr": 4e-3, "warmup": 60, "batch_size": 64}),
     "denoising-diffusion-pytorch, as installed": (DenoisingDiffusionPytorch, {}),
@@ -315,10 +317,9 @@ TUNED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     **{f"hookdiff, {name}": (Hookdiff, {"settings": settings}) for name, settings in VARIANTS.items()},
     **{
         f"hookdiff, batch {size}, lr {lr:g}": (Hookdiff, {"settings": (f"optimizer.lr={lr}",), "batch_size": size})
-        for size in (16, 32)
-        for lr in (1e-3, 2e-3, 4e-3)
+        for size in (16, 64)
+        for lr in (1e-3, 2e-3)
     },
-    "hookdiff, batch 32, betas of 0.99": (Hookdiff, {"settings": ("optimizer.betas=[0.9,0.99]",), "batch_size": 32}),
 }
 
 

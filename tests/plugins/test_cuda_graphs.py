@@ -1,6 +1,7 @@
 """The plugin `cuda_graphs`: on a GPU, and on a CPU with a recorder that notes operations and repeats them."""
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -135,6 +136,23 @@ def test_a_replayed_step_makes_the_host_wait_once(device, recorder):
             with CountTransfers() as transfers:
                 loop.run_step(batch)
             counts.append(transfers.count)
+    assert counts[WARMUP + 1 :] == [1] * (15 - WARMUP - 1)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recorded", [True, False])
+def test_torch_sees_one_wait_in_a_step(recorded):
+    """Counted by torch itself: every call that makes the host wait for the device is a warning."""
+    loop = toy(torch.device("cuda", 0), plugins(**({"cuda_graphs": graphs()} if recorded else {})), log_every=100)
+    counts = []
+    with loop:
+        for batch in (batch for epoch in range(3) for batch in loop.feed.batches(epoch)):
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loop.run_step(batch)
+            torch.cuda.set_sync_debug_mode("default")
+            counts.append(len([one for one in caught if "synchroniz" in str(one.message)]))
     assert counts[WARMUP + 1 :] == [1] * (15 - WARMUP - 1)
 
 
