@@ -4,6 +4,7 @@
     python benchmarks/quality.py train [NAME ...] [--seeds 0 1 2] [--threads 1]
     python benchmarks/quality.py train --tune [NAME ...]    # another split
     python benchmarks/quality.py table [--tune]
+    python benchmarks/quality.py precision RUN              # float32 and bf16 from the same noise
 
     pip install -e '.[diffusers]' denoising-diffusion-pytorch accelerate
 
@@ -238,6 +239,21 @@ def table(given: argparse.Namespace) -> None:
         print(f"| {name} | {speeds.get(rate_of(name), 0):.0f} | {mean:.1f} | {each} |")
 
 
+def precision(given: argparse.Namespace) -> None:
+    """Print the distance of images of a run in each precision of sampling, from the same noise."""
+    from hookdiff import load_run
+
+    body, split = score_for(given.work, given.data), split_for(given.work, given.data, given.tune)
+    real = in_unit_range(numpy.load(split / "test.npy")[:10_000])
+    made = {}
+    with load_run(Path(given.names[0])) as run:
+        for name in ("float32", "bf16"):
+            made[name] = run.sample(given.samples, precision=name)
+            print(f"{name}: distance {distance(body, made[name], real):.2f}", flush=True)
+    apart = (made["float32"] - made["bf16"]).abs().mean() * 127.5
+    print(f"a pixel differs by {apart:.2f} of 255 on average")
+
+
 def _results(given: argparse.Namespace) -> Path:
     return Path(given.work / ("tuning" if given.tune else "results") / given.data)
 
@@ -252,7 +268,7 @@ def _shared(given: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("rates", "train", "table", "child"))
+    parser.add_argument("what", choices=("rates", "train", "table", "precision", "child"))
     parser.add_argument("names", nargs="*", help="recipes; unless given, all")
     parser.add_argument("--work", type=Path, default=Path("quality"), help="folder of data and results")
     parser.add_argument("--data", choices=tuple(DATA), default="fashion-mnist")
@@ -268,7 +284,7 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     given.work = given.work.resolve()
     torch.set_num_threads(given.threads)
-    {"rates": rates, "train": train, "table": table, "child": measure}[given.what](given)
+    {"rates": rates, "train": train, "table": table, "precision": precision, "child": measure}[given.what](given)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,12 @@ def can_be_held_back(optimizer: Optimizer) -> bool:
     return type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
 
 
+def has_state(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` has its state for all present gradients; each replay would make a missing one anew."""
+    needed = (p for group in optimizer.param_groups if group.get("momentum", 1) for p in group["params"])
+    return all(parameter.grad is None or bool(optimizer.state.get(parameter)) for parameter in needed)
+
+
 @define(eq=False)
 class RecordedStep:
     """The passes and the update of a step, recorded for batches like `example`; nothing is computed meanwhile.
@@ -80,7 +86,7 @@ class RecordedStep:
         self._inputs = tensors_of(batch)
         self._seed()  # a seed cannot change while a graph is recorded
         self._passes = self.recorder.record(lambda: self._run_passes(batch))
-        if self.parts is not None:
+        if self.parts is not None and all(map(has_state, loop.optimizers)):
             with _held_back(loop.optimizers, self._infinite):
                 self._update = self.recorder.record(self._run_update)
         loop.gradients.reset(batch.weight)

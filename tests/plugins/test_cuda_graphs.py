@@ -394,6 +394,26 @@ def test_changed_hyper_parameters_and_thawed_weights_are_heeded(device, recorder
     assert recorder.num_replays == [14 - WARMUP, 10 - WARMUP]
 
 
+def test_a_weight_whose_first_gradient_is_recorded_is_updated_by_the_host(device, recorder):
+    """Its state would be made anew in each replay."""
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.late, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.first(x) + (self.late(x) if self.calls > WARMUP else 0)
+
+    loops = [toy(device, plugins(**extra), model=Late()) for extra in ({"cuda_graphs": graphs()}, {})]
+    for loop in loops:
+        loop.run()
+    assert recorder.num_replays == [STEPS - WARMUP, 0]
+    assert_close(*loops)
+
+
 def test_a_run_resumes_with_or_without_the_plugin(device, recorder, tmp_path):
     def run(folder, steps, resume, **extra):
         loop = toy(device, plugins(checkpoint=Checkpoint(every=5), **extra), run_dir=folder, steps=steps, resume=resume)
