@@ -96,6 +96,7 @@ def test_the_core_knows_no_plugin() -> None:
 # Names of plugins that the core also uses for something else, such as a logged value, with the files that use them.
 OWN_USES = {
     "checkpoint": {"hookdiff/builtin/events.py"},  # kinds of events
+    "compile": {"hookdiff/experiment/load.py"},  # a key of [sampling]
     "nan": {"hookdiff/builtin/events.py"},
     "loss": {"hookdiff/cli/summary.py", "hookdiff/diffusion/losses.py", "hookdiff/loop.py"},
     "lr": {

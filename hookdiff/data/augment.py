@@ -12,7 +12,7 @@ from attrs import evolve
 from torch import Tensor
 
 from hookdiff.data.batch import Batch
-from hookdiff.data.memory import to_unit_range
+from hookdiff.data.memory import to_device, to_unit_range
 from hookdiff.data.transforms import Transforms, is_paired
 from hookdiff.randomness import uniforms
 
@@ -31,12 +31,13 @@ def augment(samples: Batch, transforms: Transforms, seed: int, epoch: int) -> Ba
 
     def move(images: Tensor) -> Tensor:
         if size is not None and size != side:
-            top, left = (draws[:, [_TOP, _LEFT]] * (side - size + 1)).long().to(images.device).unbind(1)
+            places = (draws[:, [_TOP, _LEFT]] * (side - size + 1)).long()
+            top, left = to_device(places, images.device).unbind(1)
             windows = images.unfold(2, size, 1).unfold(3, size, 1)  # n c y x size size: a view of every window
             images = windows[torch.arange(len(images), device=images.device), :, top, left]
         if transforms.flip:
             share = 0.5 if transforms.flip is True else transforms.flip
-            mirrored = (draws[:, _FLIP] < share).to(images.device)
+            mirrored = to_device(draws[:, _FLIP] < share, images.device)
             images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
         return images
 
@@ -89,8 +90,8 @@ def jitter(images: Tensor, strengths: tuple[float, float, float, float], draws: 
             if not strength or not len(rows) or (number > 1 and images.shape[1] == 1):
                 continue  # grey has neither saturation nor hue
             low, high = (-strength, strength) if change is _hue else (max(0.0, 1 - strength), 1 + strength)
-            factors = (low + draws[rows, number] * (high - low)).float().to(images.device).view(-1, 1, 1, 1)
-            rows = rows.to(images.device)
+            factors = (low + draws[rows, number] * (high - low)).float().view(-1, 1, 1, 1)
+            factors, rows = to_device(factors, images.device), to_device(rows, images.device)
             images[rows] = change(images[rows], factors).clamp_(0, 1)
     return images
 

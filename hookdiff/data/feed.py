@@ -28,7 +28,7 @@ from hookdiff.data.facts import LIMIT, MOST, Facts
 from hookdiff.data.items import Stack, read_item
 from hookdiff.data.labels import check_range
 from hookdiff.data.loader import Loader, read_batch, read_image
-from hookdiff.data.memory import InMemory
+from hookdiff.data.memory import InMemory, to_device
 from hookdiff.data.order import balanced, replacements, split
 from hookdiff.data.source import Images, Source, name_of
 from hookdiff.data.store import Prepared, Store, prepare
@@ -422,15 +422,12 @@ class Feed:
                 logger.warning("data: %s cannot be read; another sample replaces it (%d so far)", name, count)
             if labels is None and self.labels is not None:
                 labels = self.labels[indices]
-            images, labels = self._on_device(images), None if labels is None else self._on_device(labels)
-            conditions = {name: self._on_device(column) for name, column in conditions.items()}
+            images, labels = to_device(images, self.device), None if labels is None else to_device(labels, self.device)
+            conditions = {name: to_device(column, self.device) for name, column in conditions.items()}
             made = finish(Batch(images, labels, indices, conditions=conditions))
             yield made.inputs, labels, indices, dict(made.conditions)
         # If the epoch is left before its end, the loader is not kept: its workers still load batches of that epoch.
         self._idle.append(loader)
-
-    def _on_device(self, column: Tensor) -> Tensor:
-        return column.to(self.device, non_blocking=True)
 
     def close(self) -> None:
         """End the workers that wait for another epoch; a later epoch starts new ones."""

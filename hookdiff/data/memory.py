@@ -11,6 +11,14 @@ import torch
 from torch import Tensor
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move `tensor` to `device` without making the host wait for a GPU."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        # A copy from pageable memory makes the host wait; a copy from pinned memory is asynchronous.
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def to_unit_range(images: Tensor) -> Tensor:
     """Scale uint8 images from [0, 255] to float32 in [-1, 1]; floats become float32, and others stay as they are."""
     if images.dtype == torch.uint8:
@@ -58,11 +66,10 @@ class InMemory:
         self, indices: Tensor, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """Return images, as they are stored, labels and conditions of `indices` (n, int64, CPU) on `device`."""
-        rows = indices.to(self.images.device, non_blocking=True)
-        images = self.images[rows].to(device, non_blocking=True)
-        labels = None if self.labels is None else self.labels[rows].to(device, non_blocking=True)
-        conditions = {name: column[rows].to(device, non_blocking=True) for name, column in self.conditions.items()}
-        return images, labels, conditions
+        rows, device = to_device(indices, self.images.device), device or self.images.device
+        labels = None if self.labels is None else to_device(self.labels[rows], device)
+        conditions = {name: to_device(column[rows], device) for name, column in self.conditions.items()}
+        return to_device(self.images[rows], device), labels, conditions
 
 
 def digits() -> InMemory:

@@ -6,9 +6,10 @@ import torch
 from attrs import define
 from torch import Generator, Tensor
 
+from hookdiff.data.memory import to_device
 from hookdiff.diffusion.clipping import Clipping
 from hookdiff.diffusion.guidance import Guidance
-from hookdiff.diffusion.objective import Diffusion, Given, Net, to_device
+from hookdiff.diffusion.objective import Diffusion, Given, Net
 from hookdiff.diffusion.prediction import noise_from_x0
 from hookdiff.diffusion.process import Point
 

@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 
 from hookdiff.choices import chosen
 from hookdiff.data.batch import Batch
+from hookdiff.data.memory import to_device
 from hookdiff.diffusion.losses import MSE, Loss
 from hookdiff.diffusion.prediction import Prediction, q_sample
 from hookdiff.diffusion.process import VP, Process
@@ -31,14 +32,6 @@ _PURE = frozenset(Weighting.known.values())  # weightings that depend on nothing
 def without(given: Given) -> dict[str, Tensor]:
     """Return what the network gets for samples without label and conditions: label -1, and zeros."""
     return {name: torch.full_like(column, -1 if name == "labels" else 0) for name, column in given.items()}
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move `tensor` to `device` without making the host wait for a GPU."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        # A copy from pageable memory makes the host wait; a copy from pinned memory is asynchronous.
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def _numbers(value: float | tuple[float, ...] | list[float]) -> tuple[float, ...]:

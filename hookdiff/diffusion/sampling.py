@@ -14,6 +14,7 @@ from attrs.validators import ge, le
 from torch import Generator, Tensor
 
 from hookdiff.choices import chosen
+from hookdiff.data.memory import to_device
 from hookdiff.diffusion.chain import Chain, standard_normal
 from hookdiff.diffusion.clipping import Clipping
 from hookdiff.diffusion.guidance import ClassifierFree, Guidance
@@ -195,13 +196,14 @@ class Sampling:
                 known = {name: column[rows].to(made.device) for name, column in conditions.items()}
                 if labels is not None and diffusion.conditional:
                     known["labels"] = labels[rows].to(made.device)
+                unknown = None if mask is None else to_device(mask[rows], made.device)
                 chain = Chain(net, diffusion, clipping, self.guidance, self.steps, known, generators[rows])
                 pairs = pairwise((*points, IMAGE))
                 for point, next_point in paced(pairs, len(points), "sampling", "steps", size=lambda _: 1):
                     x = solver.step(chain, x, point, next_point)
-                    if mask is not None:
+                    if unknown is not None:
                         known_x = chain.noised(next_point.alpha * x0, next_point.sigma)
-                        x = torch.where(mask[rows].to(x.device), x, known_x)
+                        x = torch.where(unknown, x, known_x)
                 shown = diffusion.denormalize(x)
                 made[rows] = shown.clamp(-1, 1) if clipping.clips else shown  # denormalize has rounded
         return made

@@ -10,7 +10,7 @@ from torch import nn
 
 import hookdiff_cuda_graphs.plugin
 from hookdiff import Feed, Loop, LoopConfig, LossOutput, UserError, hookimpl
-from hookdiff.data import InMemory, digits
+from hookdiff.data import InMemory, Transforms, digits
 from hookdiff.device_part import DevicePart
 from hookdiff.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
@@ -143,14 +143,22 @@ def test_a_replayed_step_makes_the_host_wait_once(device, recorder):
 @pytest.mark.parametrize("recorded", [True, False])
 def test_torch_sees_one_wait_in_a_step(recorded):
     """Counted by torch itself: every call that makes the host wait for the device is a warning."""
-    loop = toy(torch.device("cuda", 0), plugins(**({"cuda_graphs": graphs()} if recorded else {})), log_every=100)
+    loop = Loop(
+        UNet(in_channels=1, image_size=8, channels=8, num_res_blocks=1, head_dim=8, num_classes=10).to("cuda"),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        Diffusion(conditional=True),
+        Feed(digits(), Transforms(flip=True)),
+        LoopConfig(steps=15, batch_size=8, log_every=100),
+        plugins(**({"cuda_graphs": graphs()} if recorded else {})),
+    )
     counts = []
     with loop:
-        for batch in (batch for epoch in range(3) for batch in loop.feed.batches(epoch)):
+        steps = loop.steps()
+        for _ in range(15):
             torch.cuda.set_sync_debug_mode("warn")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                loop.run_step(batch)
+                next(steps)
             torch.cuda.set_sync_debug_mode("default")
             counts.append(len([one for one in caught if "synchroniz" in str(one.message)]))
     assert counts[WARMUP + 1 :] == [1] * (15 - WARMUP - 1)
