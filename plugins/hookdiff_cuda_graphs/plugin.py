@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from attrs import define, field
 from attrs.validators import ge
 
@@ -79,6 +80,9 @@ class CudaGraphs:
         if reasons:
             log.warning("cuda_graphs: the host makes the update in each step, because of %s", ", ".join(reasons))
             return None
+        for group in (group for optimizer in loop.optimizers for group in optimizer.param_groups):
+            # A tensor, which the plugin `lr` fills, in all steps: so a resumed run, which records later, is the same.
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=loop.device)
         hooks = ("after_backward", "after_optimizer_step")
         plugins = {id(impl.plugin): impl.plugin for hook in hooks for impl in loop.plugins.order(hook)}
         return [part for one in plugins.values() if isinstance(one, Recordable) for part in one.on_device(loop) or ()]

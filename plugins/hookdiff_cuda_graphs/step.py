@@ -134,17 +134,13 @@ class RecordedStep:
 
 @contextmanager
 def _held_back(optimizers: Sequence[Optimizer], infinite: Tensor) -> Iterator[None]:
-    """During the `with`, let steps of `optimizers` do nothing where `infinite` is 1.0, as torch's GradScaler does.
-
-    Their learning rates become tensors, which the plugin `lr` fills, and stay so.
-    """
+    """During the `with`, let steps of `optimizers` do nothing where `infinite` is 1.0, as torch's GradScaler does."""
     with ExitStack() as ends:
         for optimizer in optimizers:
             held: Any = optimizer
             held.found_inf = infinite
             ends.callback(delattr, held, "found_inf")
             for group in optimizer.param_groups:
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=infinite.device)
                 if "capturable" in group:
                     ends.callback(group.update, capturable=group["capturable"])
                     group["capturable"] = True

@@ -99,7 +99,9 @@ class EMA:
     _averages: list[Average] = field(init=False)
     _weights: Weights = field(init=False)
     _taken: list[Tensor] = field(init=False)  # this rank's parts of the weights, with the averages' device and dtype
-    _is_recorded: bool = field(default=False, init=False)  # the replay of a recorded step updates the averages
+    # What a recorded step repeats; other steps of the run do the same, so that all have the same rounding.
+    _recorded: list[DevicePart] = field(factory=list, init=False)
+    _one: Tensor = field(init=False)
     _pending: bool = field(default=False, init=False)  # the averages lack the weights that were fetched last
     _due: Due = field(init=False)
     _folder: Path = field(init=False)  # of the snapshots
@@ -123,7 +125,7 @@ class EMA:
         self._folder = (loop.run_dir or Path()) / FOLDER
         self._weights = Weights(loop.model, torch.device("cpu") if self.device == "cpu" else None)
         self._taken = parts(self._weights.tensors.values())
-        self._due = Due(self.snapshot_every)
+        self._due, self._recorded = Due(self.snapshot_every), []
         for average in self._averages:
             average.start(self._weights.tensors)
 
@@ -134,7 +136,10 @@ class EMA:
 
     @hookimpl(tryfirst=True)
     def after_optimizer_step(self, loop: Loop) -> None:
-        if loop.gradients.is_applied and self._is_recorded:
+        if self._recorded:
+            for part in () if loop.gradients.is_applied else self._recorded:
+                part.prepare()
+                part.work(self._one)
             self.num_updates += 1
         else:
             self._settle()
@@ -156,13 +161,15 @@ class EMA:
 
     def on_device(self, loop: Loop) -> list[DevicePart]:
         """Return the updates of averages of the weights themselves; averages of copies are updated by the host."""
-        self._is_recorded = self._weights.are_direct
-        made = [(average, *average.on_device(self._taken)) for average in self._averages if self._is_recorded]
 
-        def fill(average: Average, share: Tensor) -> None:
-            share.fill_(1 - average.decay(self.num_updates))
+        def part(average: Average) -> DevicePart:
+            share, update = average.on_device(self._taken)
+            fill = lambda: share.fill_(1 - average.decay(self.num_updates))  # noqa: E731
+            return DevicePart("after_optimizer_step", update, fill)
 
-        return [DevicePart("after_optimizer_step", update, partial(fill, one, share)) for one, share, update in made]
+        self._one = torch.ones((), device=loop.device)
+        self._recorded = [part(average) for average in self._averages if self._weights.are_direct]
+        return self._recorded
 
     def _log(self, loop: Loop) -> None:
         self._settle()

@@ -132,7 +132,7 @@ def test_ddim(diffusers: Any, prediction: str, spacing: str, eta: float, clip: b
     # by default diffusers keeps the noise that belongs to the unclipped image
     made = theirs(scheduler, Net(), eta=eta, use_clipped_model_output=True, generator=generators(*range(NUM)))
     options = {"sampler": DDIM(eta), "steps": 20, "spacing": spacing, "clipping": "clamp" if clip else "none"}
-    check(ours(Diffusion(prediction=prediction), Net(), **options), made)
+    check(ours(Diffusion(VP("linear"), prediction), Net(), **options), made)
 
 
 @pytest.mark.parametrize("schedule", ["scaled_linear", "cosine"])
@@ -148,7 +148,7 @@ def test_ddim_with_zero_terminal_snr(diffusers: Any, schedule: str, prediction: 
     )
     scheduler.set_timesteps(20)
     diffusion = Diffusion(VP(schedule, rescale_betas_zero_snr=True), prediction)
-    check(ours(diffusion, Net(), steps=20), theirs(scheduler, Net()))
+    check(ours(diffusion, Net(), sampler="ddim", steps=20), theirs(scheduler, Net()))
 
 
 def test_ddim_with_thresholding(diffusers: Any) -> None:
@@ -157,7 +157,9 @@ def test_ddim_with_thresholding(diffusers: Any) -> None:
     )
     scheduler.set_timesteps(20)
     made = theirs(scheduler, Net(), use_clipped_model_output=True)
-    check(ours(Diffusion(), Net(), steps=20, clipping=DynamicThreshold(0.9)), made)
+    check(
+        ours(Diffusion(VP("linear"), "epsilon"), Net(), sampler="ddim", steps=20, clipping=DynamicThreshold(0.9)), made
+    )
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
@@ -174,7 +176,7 @@ def test_ddpm(diffusers: Any, prediction: str, variance: str, spacing: str, clip
     scheduler.set_timesteps(20)
     made = theirs(scheduler, Net(), generator=generators(*range(NUM)))
     options = {"sampler": DDPM(variance), "steps": 20, "spacing": spacing, "clipping": "clamp" if clip else "none"}
-    check(ours(Diffusion(prediction=prediction), Net(), **options), made)
+    check(ours(Diffusion(VP("linear"), prediction), Net(), **options), made)
 
 
 def scale_of(scheduler: Any) -> float:
@@ -239,7 +241,7 @@ def test_dpmpp_2m(diffusers: Any, prediction: str, spacing: str, steps: int) -> 
     else:
         scheduler.set_timesteps(steps)
     net = RoundedTime()  # diffusers rounds the times of "karras"
-    images = ours(Diffusion(prediction=prediction), net, sampler="dpmpp_2m", steps=steps, spacing=spacing)
+    images = ours(Diffusion(VP("linear"), prediction), net, sampler="dpmpp_2m", steps=steps, spacing=spacing)
     check(images, theirs(scheduler, net))
 
 

@@ -436,6 +436,24 @@ def test_a_run_resumes_with_or_without_the_plugin(device, recorder, tmp_path):
         assert_close(resumed, usual)
 
 
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(device, recorder, tmp_path):
+    """It records its steps elsewhere: usual steps of such a run have the rounding of recorded ones."""
+    torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
+
+    def run(folder, steps, resume=False):
+        given = plugins(checkpoint=Checkpoint(every=5), cuda_graphs=graphs())
+        loop = toy(device, given, run_dir=folder, steps=steps, resume=resume)
+        loop.run()
+        return loop
+
+    uninterrupted = run(tmp_path / "one", 20)
+    run(tmp_path / "two", 10)
+    resumed = run(tmp_path / "two", 20, resume=True)
+    torch.use_deterministic_algorithms(False)
+    assert_same(weights(resumed), weights(uninterrupted))
+    assert_same(resumed.plugins["ema"].shadow, uninterrupted.plugins["ema"].shadow)
+
+
 def test_a_value_that_the_host_reads_in_the_passes_is_one_message(device, recorder):
     class Reads(nn.Module):
         def __init__(self):
