@@ -20,11 +20,11 @@ def _nothing() -> None:
 class DevicePart:
     """The work of a hook on the device, without a decision by the host.
 
+    hook: the hook to which the work belongs.
     work: is recorded once, and the device repeats it in each replay. It reads and writes the same tensors each time,
         and never the value of one. Its argument is 1.0 if loss and gradients are finite, else 0.0 (float32, scalar, on
         the device): then it must change nothing that lasts.
     prepare: is called before each replay. It fills the tensors in which `work` finds numbers that change.
-    hook: the hook to which the work belongs.
     """
 
     hook: Literal["after_backward", "after_optimizer_step"]

@@ -113,13 +113,13 @@ class Gradients:
         self._host_loss = None
         self.clear()
 
-    def take(self, loss: Tensor, gradients: Sequence[Tensor | None], norms: Tensor) -> None:
-        """Begin a pass whose `loss`, `gradients` of `parameters`, and `norms` of these the device has computed."""
+    def take(self, loss: Tensor, gradients: Sequence[Tensor | None], measured: Tensor) -> None:
+        """Begin a pass whose `loss`, `gradients` of `parameters`, and their norms, `measured`, are known already."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         self.begin(loss)
         self._measured = [one for one in gradients if one is not None]
-        self._norms = norms
+        self._norms = measured
 
     def zero(self) -> None:
         """Set all gradients to None between two passes; loss and norm of the first are kept for `finite`."""

@@ -178,10 +178,10 @@ class Sampling:
             if not 0 < strength <= 1:
                 raise ValueError(f"strength must be in (0, 1]: {strength:g}")
             points = points[len(points) - max(1, int(self.steps * strength + 1e-9)) :]
+        net = compiled(net) if self.compile else net
         # Not inference_mode: a tensor that the network makes in it and keeps, such as a table of positions,
         # could not be used in a later backward pass; and it is not faster. Autocast is around all steps, so that the
         # weights are cast once; it leaves the additions and multiplications of the steps alone.
-        net = compiled(net) if self.compile else net
         is_cast = self.precision == "bf16"
         with torch.no_grad(), torch.autocast(made.device.type, torch.bfloat16) if is_cast else nullcontext():
             for start in range(0, len(made), self.batch_size):
@@ -193,9 +193,9 @@ class Sampling:
                 else:
                     x0 = diffusion.normalize(images[rows].to(made))
                     x = q_sample(x0, x, points[0].alpha, points[0].sigma)
-                known = {name: column[rows].to(made.device) for name, column in conditions.items()}
+                known = {name: to_device(column[rows], made.device) for name, column in conditions.items()}
                 if labels is not None and diffusion.conditional:
-                    known["labels"] = labels[rows].to(made.device)
+                    known["labels"] = to_device(labels[rows], made.device)
                 unknown = None if mask is None else to_device(mask[rows], made.device)
                 chain = Chain(net, diffusion, clipping, self.guidance, self.steps, known, generators[rows])
                 pairs = pairwise((*points, IMAGE))

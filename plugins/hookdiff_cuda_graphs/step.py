@@ -60,18 +60,18 @@ def has_state(optimizer: Optimizer) -> bool:
 
 @define(eq=False)
 class RecordedStep:
-    """The passes and the update of a step, recorded for batches like `example`; nothing is computed meanwhile.
+    """The passes and the update of a step, recorded for batches like the given one; nothing is computed meanwhile.
 
+    batch: a copy of it, into which each replay copies its own.
     parts: the work of the plugins in an update, in their order. Without it the host makes the updates.
     """
 
     loop: Loop
-    example: Batch
+    batch: Batch = field(converter=copied)
     parts: Sequence[DevicePart] | None
     recorder: Recorder
     key: Any = field(init=False)
     options: list[dict[str, Any]] = field(init=False)  # of the optimizers
-    _inputs: list[Tensor] = field(init=False)
     _output: LossOutput = field(init=False)
     _norms: Tensor = field(init=False)
     _gradients: list[Tensor | None] = field(init=False)
@@ -81,11 +81,10 @@ class RecordedStep:
     _update: Callable[[], object] | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        loop, batch = self.loop, copied(self.example)
+        loop, batch = self.loop, self.batch
         self.key, self.options = key_of(loop, batch), options_of(loop.optimizers)
-        self._inputs = tensors_of(batch)
         self._seed()  # a seed cannot change while a graph is recorded
-        self._passes = self.recorder.record(lambda: self._run_passes(batch))
+        self._passes = self.recorder.record(self._run_passes)
         if self.parts is not None and all(map(has_state, loop.optimizers)):
             with _held_back(loop.optimizers, self._infinite):
                 self._update = self.recorder.record(self._run_update)
@@ -94,10 +93,10 @@ class RecordedStep:
     def _seed(self) -> None:
         self.loop.random.seed_dropout(self.loop.progress.position, 0, self.loop.device)
 
-    def _run_passes(self, batch: Batch) -> None:
+    def _run_passes(self) -> None:
         gradients = self.loop.gradients
-        gradients.reset(batch.weight)
-        self._output = self.loop.run_pass(batch)
+        gradients.reset(self.batch.weight)
+        self._output = self.loop.run_pass(self.batch)
         self._norms = gradients.norms
         self._gradients = [parameter.grad for parameter in gradients.parameters]
         self._finite = (self._output.loss + torch.linalg.vector_norm(self._norms)).isfinite().float()
@@ -117,7 +116,7 @@ class RecordedStep:
     def replay(self, batch: Batch, updates: bool) -> LossOutput:
         """Make the passes of `batch`, and the update if it is recorded and `updates`; return the loss."""
         gradients = self.loop.gradients
-        torch._foreach_copy_(self._inputs, tensors_of(batch))
+        torch._foreach_copy_(tensors_of(self.batch), tensors_of(batch))
         self._seed()
         self._passes()
         # Copies, because values are logged later, and the next replay overwrites the output.

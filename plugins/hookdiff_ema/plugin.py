@@ -164,7 +164,10 @@ class EMA:
 
         def part(average: Average) -> DevicePart:
             share, update = average.on_device(self._taken)
-            fill = lambda: share.fill_(1 - average.decay(self.num_updates))  # noqa: E731
+
+            def fill() -> None:
+                share.fill_(1 - average.decay(self.num_updates))
+
             return DevicePart("after_optimizer_step", update, fill)
 
         self._one = torch.ones((), device=loop.device)

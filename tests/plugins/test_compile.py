@@ -151,7 +151,10 @@ def run(start, config):
     return call
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="CXX names the compiler there")
+NAMED_COMPILER = pytest.mark.skipif(sys.platform != "linux", reason="torch takes its compiler from CXX only there")
+
+
+@NAMED_COMPILER
 def test_a_machine_without_a_compiler_is_refused_before_the_run_starts(run, tmp_path):
     code, err = run(CXX=str(tmp_path / "nothing"))
     assert code == 2, err[-2000:]
@@ -190,7 +193,7 @@ def test_a_run_from_a_config_trains_and_makes_images(run, tmp_path):
 TO_SAMPLE = "no:compile,no:samples,checkpoint"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="CXX names the compiler there")
+@NAMED_COMPILER
 def test_sampling_without_a_compiler_is_one_message(start, config, tmp_path):
     assert finish(start(tmp_path, "run", config, "--out", "run", "--plugins", TO_SAMPLE))[0] == 0
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty"), "CXX": str(tmp_path / "nothing")}
