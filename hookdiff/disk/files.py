@@ -94,7 +94,17 @@ def _write(path: Path, parts: Iterator[memoryview]) -> Written:
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """Return the error to raise for an OSError at `path`: a StorageError when the disk is full or fails."""
+    """Return the error to raise for an OSError at `path`.
+
+    It is a StorageError when the disk is full or fails, or when the run directory went away after it was checked.
+    """
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        try:
+            check_place(path)
+        except StorageError as gone:
+            return gone
+        except OSError:  # a link that leads nowhere: `error` says what is wrong with it
+            pass
     kind = StorageError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else UserError
     return kind(f"{path}: cannot be written: {error.strerror or error}")
 

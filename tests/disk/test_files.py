@@ -1,6 +1,7 @@
 import hashlib
 import os
 import stat
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hookdiff.disk import check_tensors, new_file, new_folder, write_file, write_tensors
+from hookdiff import StorageError
+from hookdiff.disk import check_tensors, lock_run_dir, new_file, new_folder, write_file, write_tensors
+from hookdiff.disk.files import writing
 from tests.conftest import refused
 
 DTYPES = [
@@ -123,3 +126,16 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         fails()
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()} == {"one": b"second"}
+
+
+@pytest.mark.parametrize("remains", ["nothing", "a file"])
+def test_a_run_directory_that_goes_away_just_before_a_write_is_no_mistake_in_the_input(tmp_path, remains):
+    run = tmp_path / "run"
+    run.mkdir()
+    with ExitStack() as resources:
+        lock_run_dir(run, resources)
+        with refused(StorageError, run, ".lock", "moved or removed"), writing(run / "metrics.jsonl"):
+            run.rename(tmp_path / "elsewhere")
+            if remains == "a file":
+                run.touch()
+            (run / "metrics.jsonl").open("ab")
