@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch import distributed
 
 from hookdiff import PASS, Loop, hookimpl
 from hookdiff.disk import flatten, unflatten
+from hookdiff.ranks import leave
+from tests.forked import PATIENCE, forked
 
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("deep", max_examples=1000, deadline=None)
@@ -161,9 +164,6 @@ def torchrun(tmp_path: Path) -> Torchrun:
                 os.killpg(process.pid, signal.SIGKILL)
 
     return call
-
-
-PATIENCE = 300  # seconds that a process may take on a busy machine
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -425,34 +425,21 @@ class StopAt:
             loop.stop()
 
 
-_RANK = """
-import datetime, sys
-import torch
-from hookdiff.ranks import leave
-from torch import distributed
-rank = int(sys.argv[1])
-wait = datetime.timedelta(seconds=300)
-distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=wait)
-exec(sys.argv[3])
-print("RESULT", result)
-distributed.destroy_process_group()
-leave(0)
-"""
+def _rank(rank: int, store: Path, code: str) -> None:
+    wait = timedelta(seconds=PATIENCE)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=wait)
+    names: dict[str, Any] = {"__name__": "__main__", "torch": torch, "distributed": distributed, "rank": rank}
+    exec(code, names)
+    print("RESULT", names["result"])
+    distributed.destroy_process_group()
+    leave(0)
 
 
 def two_ranks(code: str, folder: Path) -> list[Any]:
     """Run `code` in two processes that are ranks of one run, and return the values that it gives to `result`."""
     if not torch.distributed.is_gloo_available():  # as some distributions build it
         pytest.skip("torch was built without gloo")
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(rank), str(folder / "store"), code],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    written = [process.communicate(timeout=PATIENCE) for process in started]
-    assert [process.returncode for process in started] == [0, 0], written
-    return [ast.literal_eval(out.partition("RESULT ")[2].strip()) for out, _ in written]
+    with forked(folder, 2, _rank, folder / "store", code) as ranks:
+        written = [process.finish() for process in ranks]
+    assert [returned for returned, *_ in written] == [0, 0], written
+    return [ast.literal_eval(out.partition("RESULT ")[2].strip()) for _, out, _ in written]

@@ -1,8 +1,9 @@
-"""A short training as a script, on one process or under torchrun: `python -m tests.on_ranks SPEC OUT`."""
+"""A short training, on this process or on several ranks."""
 
-import json
-import sys
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, LossOutput, hookimpl
 from hookdiff.experiment import make_plugin
-from hookdiff.ranks import gathered, joined, leave, rank
+from hookdiff.ranks import gathered, joined, leave
 from hookdiff.shards import whole
+from tests.forked import Process, forked
 
 
 class Net(nn.Module):
@@ -172,16 +174,33 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     return {"weights": weights, "averages": averages, "ranks": shown}
 
 
-def main(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Do the `work` of the spec in the first argument, and write what it returns to the file in the second."""
-    spec, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    torch.set_num_threads(1)
+Work = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@contextmanager
+def started(folder: Path, num: int, work: Work, spec: dict[str, Any]) -> Iterator[list[Process]]:
+    """Start `num` ranks that do the `work` of `spec`; the first one writes what it returns to `folder`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with forked(folder, num, _do, num, port, work, spec, folder / "out.pt") as processes:
+        yield processes
+
+
+def _do(rank: int, num: int, port: int, work: Work, spec: dict[str, Any], out: Path) -> None:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
     with joined("cpu"):
         result = work(spec)
-        if rank() == 0:
+        if rank == 0:
             torch.save(result, out)
     leave(0)
 
 
-if __name__ == "__main__":
-    main(train)
+def done(folder: Path, num: int, work: Work, spec: dict[str, Any]) -> dict[str, Any]:
+    """Let `num` ranks do the `work` of `spec`, and return what it returns on the first one."""
+    with started(folder, num, work, spec) as processes:
+        for code, _, err in [process.finish() for process in processes]:
+            assert code == 0, err
+    result: dict[str, Any] = torch.load(folder / "out.pt")
+    return result

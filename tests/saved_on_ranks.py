@@ -1,15 +1,11 @@
-"""A run with checkpoints as a script, on one process or under torchrun: `python -m tests.saved_on_ranks SPEC OUT`."""
+"""A run with checkpoints, on this process or on several ranks."""
 
 import errno
-import json
 import logging
 import os
 import signal
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +20,6 @@ from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ddp import DDP
 from hookdiff_ema import EMA
-from tests.conftest import finish
-from tests.on_ranks import main
 
 
 class Rows(torch.optim.Optimizer):
@@ -217,7 +211,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
     RANK in the directory stands for the number of the rank, which then has its run in a folder of its own.
     """
-    run_dir = Path(spec["run_dir"])
+    run_dir = spec["run_dir"]
     if "RANK" in run_dir.name:
         os.chdir(run_dir.with_name(run_dir.name.replace("RANK", str(rank()))))
         run_dir = Path("run")
@@ -248,50 +242,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     return {"begun": begun, "ended": ended, "ranks": gathered(seen)}
 
 
-def written(folder: Path, run_dir: Path, steps: int, **options: Any) -> Path:
-    """Write what `run` is to do, by default with `SHARDED`, and return the file."""
+def spec_of(run_dir: Path, steps: int, **options: Any) -> dict[str, Any]:
+    """Return what `run` is to do, by default with `SHARDED`."""
     run_dir.mkdir(exist_ok=True)
-    spec = {"run_dir": str(run_dir), "steps": steps, "plugins": SHARDED, **options}
-    (folder / "spec.json").write_text(json.dumps(spec))
-    return folder / "spec.json"
-
-
-@contextmanager
-def started(folder: Path, num: int, run_dir: Path, steps: int, **options: Any) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start ranks that nothing watches: if one dies, no torchrun ends the others."""
-    words = ["-m", "tests.saved_on_ranks", str(written(folder, run_dir, steps, **options)), str(folder / "out.pt")]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fixed = {"WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    fixed["PYTHONPATH"] = os.pathsep.join(sys.path)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env={**os.environ, **fixed, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(num)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            with process:
-                process.kill()
-
-
-def train_apart(folder: Path, num: int, run_dir: Path, steps: int, **options: Any) -> dict[str, Any]:
-    """Train on `num` ranks, in processes of their own, and return what `run` returns."""
-    with started(folder, num, run_dir, steps, **options) as processes:
-        for process in processes:
-            code, _, err = finish(process)
-            assert code == 0, err
-    result: dict[str, Any] = torch.load(folder / "out.pt")
-    return result
-
-
-if __name__ == "__main__":
-    main(run)
+    return {"run_dir": run_dir, "steps": steps, "plugins": SHARDED, **options}

@@ -1,6 +1,5 @@
-"""Training under torchrun equals training on one process; real processes that talk over gloo."""
+"""Training on several ranks equals training on one process; real processes that talk over gloo."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import Torchrun, check_facts
-from tests.on_ranks import train
+from tests.conftest import check_facts
+from tests.on_ranks import done, started, train
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -18,15 +17,11 @@ Trained = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def on_ranks(torchrun: Torchrun, tmp_path: Path) -> Trained:
+def on_ranks(tmp_path: Path) -> Trained:
     """Return a function that trains as a spec says on `num` ranks, and returns what `train` returns."""
 
     def call(num: int, **spec: Any) -> dict[str, Any]:
-        (tmp_path / "spec.json").write_text(json.dumps(spec))
-        code, _, err = torchrun(num, "-m", "tests.on_ranks", tmp_path / "spec.json", tmp_path / "out.pt")
-        assert code == 0, err
-        result: dict[str, Any] = torch.load(tmp_path / "out.pt")
-        return result
+        return done(tmp_path, num, train, spec)
 
     return call
 
@@ -145,12 +140,10 @@ def test_parameters_may_be_thawed_and_frozen(on_ranks: Trained, plugin: str) -> 
     assert apart(train({"plugins": plugins}), on_ranks(2, plugins=plugins)) < 1e-5
 
 
-def test_ddp_names_a_parameter_without_a_part_in_the_loss(
-    on_ranks: Trained, torchrun: Torchrun, tmp_path: Path
-) -> None:
-    (tmp_path / "spec.json").write_text(json.dumps({"plugins": {"ddp": {}}, "unused": True}))
-    code, _, err = torchrun(2, "-m", "tests.on_ranks", tmp_path / "spec.json", tmp_path / "out.pt")
-    assert code == 1
-    check_facts(err, "UserError", "unused.weight", "unused.bias", "plugins.ddp.find_unused_parameters = true")
+def test_ddp_names_a_parameter_without_a_part_in_the_loss(on_ranks: Trained, tmp_path: Path) -> None:
+    with started(tmp_path, 2, train, {"plugins": {"ddp": {}}, "unused": True}) as processes:
+        ends = [process.finish() for process in processes]
+    assert [code for code, *_ in ends] == [1, 1]
+    check_facts(ends[0][2], "UserError", "unused.weight", "unused.bias", "plugins.ddp.find_unused_parameters = true")
     spec = {"plugins": {"ddp": {"find_unused_parameters": True}}, "unused": True, "config": {"steps": 3}}
     assert apart(train(spec), on_ranks(2, **spec)) < 1e-5

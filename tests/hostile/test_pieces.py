@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import check_facts
 from tests.hostile.test_checkpoints import KINDS, damage, forge_tensor, stamp
-from tests.saved_on_ranks import SHARDED, run, train_apart
+from tests.on_ranks import done
+from tests.saved_on_ranks import run, spec_of
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -25,7 +26,7 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of two ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    train_apart(folder, 2, folder / "run", STEP)
+    done(folder, 2, run, spec_of(folder / "run", STEP))
     return folder / "run"
 
 
@@ -36,7 +37,7 @@ def resumed(source: Path, folder: Path, forge: Callable[[Path, dict[str, Any]], 
     manifest = json.loads((path / "manifest.json").read_bytes())
     forge(path, manifest)
     stamp(path, manifest)
-    result = run({"run_dir": str(run_dir), "steps": STEP + 1, "plugins": SHARDED, "resume": True})
+    result = run(spec_of(run_dir, STEP + 1, resume=True))
     (only,) = result["ranks"]
     shutil.rmtree(run_dir)
     if only["error"]:
@@ -119,7 +120,7 @@ def test_values_that_are_not_finite_in_the_part_of_one_rank_are_refused_by_all(
     tensors[name][-1] = torch.nan
     save_file(tensors, file)
     stamp(path, json.loads((path / "manifest.json").read_bytes()))
-    result = train_apart(tmp_path, 2, run_dir, STEP + 1, resume=True)
+    result = done(tmp_path, 2, run, spec_of(run_dir, STEP + 1, resume=True))
     first, second = result["ranks"]
     assert first["error"] == second["error"]
     check_facts(first["error"][1], "blocks.0.0.weight")

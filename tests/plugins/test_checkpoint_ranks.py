@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from hookdiff.disk import flatten
 from hookdiff.testing import assert_same
 from hookdiff_checkpoint import find_checkpoints, read_checkpoint
-from tests.conftest import Torchrun, check_facts, finish, write_small
-from tests.saved_on_ranks import SHARDED, Net, run, started, train_apart, written
+from tests.conftest import Torchrun, check_facts, write_small
+from tests.on_ranks import done, started
+from tests.saved_on_ranks import SHARDED, Net, run, spec_of
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
@@ -28,22 +29,17 @@ Run = Callable[..., dict[str, Any]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run of six steps on two ranks."""
     made = tmp_path_factory.mktemp("six")
-    train_apart(made, 2, made / "run", 6)
+    done(made, 2, run, spec_of(made / "run", 6))
     return made
 
 
 @pytest.fixture
-def on_ranks(torchrun: Torchrun, tmp_path: Path) -> Run:
+def on_ranks(tmp_path: Path) -> Run:
     """Return a function that trains on `num` ranks, and returns what `tests.saved_on_ranks.run` returns."""
 
     def call(num: int, run_dir: Path, steps: int, **options: Any) -> dict[str, Any]:
-        spec = written(tmp_path, run_dir, steps, **options)
-        if num == 1:
-            return run(json.loads(spec.read_text()))
-        code, _, err = torchrun(num, "-m", "tests.saved_on_ranks", spec, tmp_path / "out.pt")
-        assert code == 0, err
-        result: dict[str, Any] = torch.load(tmp_path / "out.pt")
-        return result
+        spec = spec_of(run_dir, steps, **options)
+        return run(spec) if num == 1 else done(tmp_path, num, run, spec)
 
     return call
 
@@ -241,8 +237,8 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_named_with_the_rank(on_ranks:
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_save_is_completed_though_the_training_of_one_rank_fails(rank: int, tmp_path: Path) -> None:
     plugins = {"crash": {"at": 5, "rank": rank}, **SHARDED}
-    with started(tmp_path, 2, tmp_path / "run", 8, plugins=plugins) as processes:
-        ends = [finish(process) for process in processes]
+    with started(tmp_path, 2, run, spec_of(tmp_path / "run", 8, plugins=plugins)) as processes:
+        ends = [process.finish() for process in processes]
     assert all(code for code, *_ in ends)
     assert "mine" in ends[rank][2]
     assert steps(tmp_path / "run") == [2, 4]
@@ -253,8 +249,8 @@ def test_a_rank_that_is_killed_in_a_save_leaves_whole_checkpoints_and_lets_no_ot
     rank: int, name: str, on_ranks: Run, folder: Path, tmp_path: Path
 ) -> None:
     plugins = {"fault": {"at": 4, "rank": rank, "kind": "killed", "name": name}, **SHARDED}
-    with started(tmp_path, 2, tmp_path / "run", 30, plugins=plugins) as processes:
-        ends = [finish(process) for process in processes]
+    with started(tmp_path, 2, run, spec_of(tmp_path / "run", 30, plugins=plugins)) as processes:
+        ends = [process.finish() for process in processes]
     assert ends[rank][0] == -signal.SIGKILL
     assert ends[1 - rank][0] not in (0, -signal.SIGKILL), ends[1 - rank]
     found, problems = find_checkpoints(tmp_path / "run")
