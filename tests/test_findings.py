@@ -2,10 +2,7 @@
 
 import json
 import math
-import subprocess
-import sys
 
-import pytest
 from hypothesis import given, strategies as st
 
 from hookdiff import Alarms, Finding
@@ -21,6 +18,7 @@ from hookdiff.findings import (
     rate_too_high,
     warning,
 )
+from tests.conftest import check_facts, two_ranks
 
 HOT = Finding("warning", "hot", "70 degrees", "a fan")
 BURNS = Finding("error", "burns")
@@ -101,31 +99,25 @@ def test_a_resumed_run_reports_what_the_whole_run_would(events, cut):
     assert parts.state_dict() == whole.state_dict()
 
 
-RANK = """
-import sys
-from torch import distributed
+REPORTS = """
+import logging
 from hookdiff import Finding
-distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
 from hookdiff.testing import toy_loop
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("hookdiff").addHandler(handler)
 with toy_loop(steps=1) as loop:
     next(loop.steps())
     loop.log.report(Finding("warning", "hot"))
-distributed.destroy_process_group()
+result = [text for text in said if "hot" in text]
 """
 
 
-@pytest.mark.slow
 def test_only_the_main_rank_reports(tmp_path):
-    distributed = pytest.importorskip("torch.distributed")
-    if not distributed.is_gloo_available():
-        pytest.skip("torch was built without gloo")
-    command = [sys.executable, "-c", RANK]
-    started = [
-        subprocess.Popen([*command, rank, str(tmp_path / "store")], stderr=subprocess.PIPE, text=True) for rank in "01"
-    ]
-    texts = [process.communicate(timeout=300)[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    assert ["step 1: hot" in text for text in texts] == [True, False]
+    first, second = two_ranks(REPORTS, tmp_path)
+    check_facts(first, 1, "hot")
+    assert second == []
 
 
 def test_the_texts_have_the_numbers():
