@@ -20,7 +20,8 @@ def summary(loop: Loop, reason: str, name: str, seconds: float) -> str:
     if loop.end.message:
         end = f"{end} ({loop.end.message})"
     took = f"{int(seconds) // 60}:{int(seconds) % 60:02} min"
-    done = f"{end} after {loop.progress.step} steps, {loop.progress.epoch} epochs, in {took}"
+    step, epoch = loop.progress.step, loop.progress.epoch
+    done = f"{end} after {step} step{'s' * (step != 1)}, {epoch} epoch{'s' * (epoch != 1)}, in {took}"
     files = [path for path in sorted(loop.run_dir.glob(_VISIBLE)) if path.name != OUTCOME]  # `done` says the same
     rows = [(shown(path), _describe(path, loop.log.details)) for path in files]
     width = max((len(path) for path, _ in rows), default=0)
