@@ -3,6 +3,8 @@
 Such an import takes longer than the work of most ranks in the tests.
 """
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import sys
@@ -10,11 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from attrs import define
+
+if TYPE_CHECKING:  # Windows has neither
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 PATIENCE = 300  # seconds that a process may take on a busy machine
 _IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "tests.saved_on_ranks"]
