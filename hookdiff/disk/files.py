@@ -103,7 +103,7 @@ def cannot_write(path: Path, error: OSError) -> UserError:
             check_place(path)
         except StorageError as gone:
             return gone
-        except OSError:  # a link that leads nowhere: `error` says what is wrong with it
+        except OSError:  # a link leads out of the directory, which is still there
             pass
     kind = StorageError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else UserError
     return kind(f"{path}: cannot be written: {error.strerror or error}")
