@@ -205,7 +205,7 @@ def hookdiff(work: Workload, folder: Path, step: Callable[[], None], bare: bool 
     loop = Loop(
         work.model(),
         lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
-        Diffusion(),
+        Diffusion(VP()),
         digits(),
         LoopConfig(steps=STEPS, batch_size=work.batch_size, log_every=LOG_EVERY),
         {} if bare else plugins,

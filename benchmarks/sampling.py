@@ -56,7 +56,7 @@ def hookdiff(
     model = adapt(network(attention, device))
     sampler = Sampling("ddim", STEPS, precision=precision, compile=compiles)  # type: ignore[arg-type]
     blank = torch.zeros(128, 1, SIDE, SIDE)
-    loop = Loop(model, (), Diffusion(), blank, sampler=sampler)
+    loop = Loop(model, (), Diffusion("ddpm"), blank, sampler=sampler)
 
     def make() -> None:
         for _ in Images(loop).make(range(num), lambda part: SampleRequest(len(part), 0, part.start)):

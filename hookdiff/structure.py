@@ -84,7 +84,7 @@ def arguments(
         if key not in known:
             keys = (*known, *beside)
             moved: Mapping[str, str] = getattr(target, "moved_keys", {})
-            way_out = f"; write {moved[key]}" if key in moved else nearest(key, keys)
+            way_out = f"; write {moved[key]}" if key in moved else _elsewhere(target, key) or nearest(key, keys)
             problems.add(f"{where}.{key}", f"unknown key{way_out}; known: {', '.join(keys) or 'none'}")
             continue
         try:
@@ -101,6 +101,13 @@ def arguments(
                 message = _message(error).removeprefix(f"'{field.name}' ").removeprefix(f"{field.name} ")
                 problems.add(f"{where}.{key}", message)
     return result
+
+
+def _elsewhere(target: Callable[..., Any], key: str) -> str:
+    """Return which other choices of the same kind have `key`, if `target` is a choice."""
+    known: Mapping[str, type] = getattr(target, "known", {})
+    names = [f"use = {name!r}" for name, other in known.items() if key in parameters(other)]
+    return f"; it is a key with {' or '.join(names)}" if names else ""
 
 
 def structured(kind: type[T], values: Any) -> T:

@@ -15,7 +15,7 @@ from hookdiff.data.batch import Batch
 from hookdiff.data.memory import to_device
 from hookdiff.diffusion.losses import MSE, Loss
 from hookdiff.diffusion.prediction import Prediction, q_sample
-from hookdiff.diffusion.process import VP, Process
+from hookdiff.diffusion.process import VP, Flow, Process
 from hookdiff.diffusion.times import Times
 from hookdiff.diffusion.weighting import UniformWeighting, Weighting
 from hookdiff.objective import LossOutput
@@ -62,14 +62,14 @@ class Diffusion:
         ValueError: naming the argument that is out of its range, or does not fit another.
     """
 
-    process: Process = field(default=VP(), converter=chosen[Process], metadata=about("process that adds noise"))
+    process: Process = field(default=Flow(), converter=chosen[Process], metadata=about("process that adds noise"))
     prediction: Prediction = field(
         default=Factory(lambda self: self.process.default_prediction, takes_self=True),
         converter=chosen[Prediction],
         validator=_fits_process,
         metadata=about(
-            'meaning of the network\'s output; unless given, "v_prediction" with process "vp", "epsilon" with "ddpm", '
-            '"flow_prediction" with "flow", "edm" with "edm"'
+            'meaning of the network\'s output; unless given, "flow_prediction" with process "flow", "v_prediction" '
+            'with "vp", "epsilon" with "ddpm", "edm" with "edm"'
         ),
     )
     weighting: Weighting = field(
@@ -84,8 +84,8 @@ class Diffusion:
         converter=chosen[Times],
         validator=_fits_process,
         metadata=about(
-            'noise levels drawn in training; unless given, "log_normal" with process "edm", "logit_normal" with '
-            '"flow", else "uniform", and stratified but with "ddpm"'
+            'noise levels drawn in training; unless given, "logit_normal" with process "flow", "log_normal" with "edm", '
+            'else "uniform", and stratified but with "ddpm"'
         ),
     )
     loss: Loss = field(default=MSE(), converter=chosen[Loss], metadata=about("error of each pixel"))

@@ -41,10 +41,10 @@ class Process(Choice, ABC):
     """A process that turns images into noise."""
 
     kind = "process"
-    default = "vp"
+    default = "flow"
 
     # The parts that are usual with this process, as a config writes them; they apply unless it chooses others. Those of
-    # "vp" and "flow" made the best images of benchmarks/quality.py.
+    # "flow" made the best images of benchmarks/quality.py, then those of "vp".
     default_prediction: ClassVar[str] = "v_prediction"
     default_times: ClassVar[str | Mapping[str, Any]] = MappingProxyType({"use": "uniform", "stratified": True})
     default_sampler: ClassVar[str] = "dpmpp_2m"
@@ -229,7 +229,6 @@ class Flow(Process):
 
     default_prediction = "flow_prediction"
     default_times = MappingProxyType({"use": "logit_normal", "stratified": True})
-    default_sampler = "euler"
     reaches_image = True
 
     @property

@@ -39,8 +39,7 @@ class Sampling:
         default=None,
         converter=optional(chosen[Solver]),
         metadata=about(
-            'method; unless given, "dpmpp_2m" with process "vp", "ddpm" with "ddpm", "euler" with "flow", "heun" with '
-            '"edm"'
+            'method; unless given, "dpmpp_2m" with process "flow" or "vp", "ddpm" with "ddpm", "heun" with "edm"'
         ),
     )
     steps: int = field(

@@ -61,10 +61,14 @@ class UniformTimes(Times):
 class LogitNormal(Times):
     """More times in the middle of the way: Esser et al. 2024 (arXiv 2403.03206), section 3.1.
 
-    The logit of the time is N(mean, std²).
+    The logit of the time is N(mean, std²). In a flow it is ln(sigma / alpha). Esser et al. have a mean of 0, for the
+    latents of an autoencoder. Pixels vary less, and learn more from little noise: Karras et al. 2022 have -1.2 for
+    ln(sigma / alpha), and benchmarks/quality.py is best between -1 and 0.
     """
 
-    mean: float = field(default=0.0, metadata=about("mean of the logit of the time"))
+    mean: float = field(
+        default=-0.5, metadata=about("mean of the logit of the time; lower: more of the training at little noise")
+    )
     std: float = field(default=1.0, validator=gt(0), metadata=about("standard deviation of the logit of the time"))
 
     def at(self, process: Process, fraction: Tensor) -> Tensor:

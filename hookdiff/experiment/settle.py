@@ -131,7 +131,8 @@ def _kept(part: Part, before: Mapping[str, Any]) -> Part:
     """Return the part with the values of the run before for keys that it does not set."""
     left_out = {key: value for key, value in before.items() if part.accepts(key)}
     problems = Problems()
-    known = arguments(part.target, left_out, part.where, problems)
+    # Beside what it does set, since one option may only fit another: "epsilon" does not fit the default process.
+    known = arguments(part.target, {**part.arguments, **left_out}, part.where, problems)
     if problems.found:  # a key that this version no longer has
         return part
-    return part.given(**known)
+    return part.given(**{key: known[key] for key in left_out})

@@ -147,7 +147,7 @@ def test_draw_adds_noise_and_timesteps() -> None:
 
 
 @pytest.mark.parametrize(
-    "diffusion", [Diffusion(), Diffusion(conditional=True), Diffusion("edm", times=LogNormal(stratified=True))]
+    "diffusion", [Diffusion(), Diffusion("vp", conditional=True), Diffusion("edm", times=LogNormal(stratified=True))]
 )
 def test_draw_depends_on_the_generator_alone(diffusion: Diffusion) -> None:
     torch.manual_seed(1)
@@ -195,7 +195,7 @@ def test_conditional_without_labels_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     "diffusion",
-    [Diffusion(), Diffusion(conditional=True, weighting="min_snr"), Diffusion("flow", data_mean=0.1, data_std=0.4)],
+    [Diffusion("vp"), Diffusion(conditional=True, weighting="min_snr"), Diffusion("flow", data_mean=0.1, data_std=0.4)],
 )
 def test_micro_batches_add_up_to_the_batch(diffusion: Diffusion) -> None:
     net = Net()
@@ -210,7 +210,8 @@ def test_micro_batches_add_up_to_the_batch(diffusion: Diffusion) -> None:
 
 
 @pytest.mark.parametrize(
-    "diffusion", [Diffusion(), Diffusion("edm"), Diffusion(prediction=EDMPrediction(1.0), data_std=0.5)]
+    "diffusion",
+    [Diffusion(), Diffusion("vp"), Diffusion("edm"), Diffusion(prediction=EDMPrediction(1.0), data_std=0.5)],
 )
 def test_autocast_touches_only_the_network(diffusion: Diffusion) -> None:
     net, has_timesteps = Net(), diffusion.process.has_timesteps
@@ -412,7 +413,7 @@ def test_unknown_names_get_the_nearest(option: str, name: str, nearest: str) -> 
     [
         ("vp", VPrediction(), UniformTimes(stratified=True)),
         ("ddpm", Epsilon(), UniformTimes()),
-        ("flow", FlowPrediction(), LogitNormal(stratified=True)),
+        ("flow", FlowPrediction(), LogitNormal(-0.5, 1.0, stratified=True)),
         ("edm", EDMPrediction(), LogNormal(stratified=True)),
     ],
 )
@@ -422,7 +423,7 @@ def test_each_process_has_its_defaults(process: str, prediction: Prediction, tim
     assert (diffusion.prediction, diffusion.times) == (prediction, times)
     assert diffusion.weighting == (MinSNR() if process == "vp" else UniformWeighting())
     assert diffusion.loss == MSE()
-    assert Diffusion().process == VP()
+    assert Diffusion().process == Flow()
 
 
 def test_a_name_gives_the_same_part_as_an_object() -> None:

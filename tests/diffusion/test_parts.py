@@ -53,7 +53,6 @@ class MyProcess(Process):
     shift: float = 1.0
     default_prediction = "flow_prediction"
     default_times = {"use": "logit_normal", "stratified": True}
-    default_sampler = "euler"
     ratio_range = (0.0, math.inf)
 
     def from_fraction(self, fraction):
@@ -242,7 +241,7 @@ def test_all_of_a_strangers_parts_work_in_one_run(
         table, _, name = key.partition(".")
         if key != "diffusion.process.schedule":
             tables[table][name] = part
-    tables["diffusion"]["process"] = {"schedule": strangers["diffusion.process.schedule"], "timesteps": 20}
+    tables["diffusion"]["process"] = {"use": "vp", "schedule": strangers["diffusion.process.schedule"], "timesteps": 20}
     path = write_config("strange.toml", run={"steps": 3, "plugins": ["checkpoint"]}, **tables)
     elsewhere = mine / "elsewhere"
     elsewhere.mkdir()
@@ -311,9 +310,9 @@ def test_a_part_that_is_no_attrs_class_must_keep_its_options(install: Load, load
         ({}, Diffusion()),
         ({"process": "flow"}, Diffusion("flow")),
         ({"process": {"use": "flow", "shift": 3}}, Diffusion(Flow(3.0))),
-        ({"process": {"timesteps": 500}}, Diffusion(VP(timesteps=500))),
-        ({"process": {"schedule": "cosine"}}, Diffusion(VP("cosine"))),
-        ({"process": {"schedule": {"use": "cosine", "max_beta": 0.99}}}, Diffusion(VP(Cosine(max_beta=0.99)))),
+        ({"process": {"shift": 2}}, Diffusion(Flow(2.0))),
+        ({"process": {"use": "vp", "timesteps": 500}}, Diffusion(VP(timesteps=500))),
+        ({"process": {"use": "vp", "schedule": "linear"}}, Diffusion(VP("linear"))),
         (
             {"process": {"use": "vp", "schedule": {"use": "cosine", "max_beta": 0.99}, "timesteps": 50}},
             Diffusion(VP(Cosine(max_beta=0.99), 50)),
@@ -326,7 +325,7 @@ def test_a_part_that_is_no_attrs_class_must_keep_its_options(install: Load, load
         ({"weighting": {"use": "min_snr", "gamma": 3}}, Diffusion(weighting=MinSNR(3.0))),
         (
             {"times": {"use": "logit_normal", "std": 2, "stratified": True}},
-            Diffusion(times=LogitNormal(0.0, 2.0, stratified=True)),
+            Diffusion(times=LogitNormal(-0.5, 2.0, stratified=True)),
         ),
         (
             {"loss": "l1", "label_dropout": 0.2, "data_mean": [0.1, 0.2]},
@@ -375,7 +374,7 @@ VP_20 = {"use": "vp", "schedule": "cosine", "timesteps": 20}
         ),
         ({"process": VP_20}, ["process.schedule.offset=0.01"], {"process": VP(Cosine(offset=0.01), 20)}),
         ({}, ["weighting=min_snr", "weighting.gamma=2"], {"weighting": MinSNR(2.0)}),
-        ({}, ["process.timesteps=400"], {"process": VP(timesteps=400)}),
+        ({}, ["process.shift=2"], {"process": Flow(2.0)}),
         # a new name drops the options of the old one
         ({"process": VP_20}, ["process=edm"], {"process": EDM()}),
         ({"process": VP_20}, ["process.use=edm"], {"process": EDM()}),
@@ -479,18 +478,26 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
         ({"diffusion": {"process": {"use": "flow", "shift": "x"}}}, "diffusion.process.shift", ["'x'"]),
         ({"diffusion": {"process": {"use": "flow", "shift": 0}}}, "diffusion.process.shift", [0.0]),
         ({"diffusion": {"process": {"use": "flow", "shfit": 3}}}, "diffusion.process.shfit", ["'shift'", "time_scale"]),
-        ({"diffusion": {"process": {"use": "flow", "timesteps": 50}}}, "diffusion.process.timesteps", ["shift"]),
         (
-            {"diffusion": {"process": {"schedule": {"use": "linear", "beta_end": 2}}}},
+            {"diffusion": {"process": {"timesteps": 50}}},
+            "diffusion.process.timesteps",
+            ["use = 'vp' or use = 'ddpm'", "shift"],
+        ),
+        (
+            {"diffusion": {"process": {"use": "vp", "schedule": {"use": "linear", "beta_end": 2}}}},
             "diffusion.process.schedule.beta_end",
             ["(0, 1)", 2],
         ),
         (
-            {"diffusion": {"process": {"schedule": {"use": "cosine", "beta_end": 0.1}}}},
+            {"diffusion": {"process": {"use": "vp", "schedule": {"use": "cosine", "beta_end": 0.1}}}},
             "diffusion.process.schedule.beta_end",
             ["offset", "max_beta"],
         ),
-        ({"diffusion": {"process": {"schedule": "cosin"}}}, "diffusion.process.schedule", ["'cosin'", "'cosine'"]),
+        (
+            {"diffusion": {"process": {"use": "vp", "schedule": "cosin"}}},
+            "diffusion.process.schedule",
+            ["'cosin'", "'cosine'"],
+        ),
         ({"diffusion": {"process": {"use": "ddpm", "timesteps": 100}}}, "diffusion.process", ["'timesteps'", 100]),
         ({"diffusion": {"process": {"use": "edm", "sigma_min": 90}}}, "diffusion.process", ["'sigma_min'", 90, 80]),
         ({"diffusion": {"process": 3}}, "diffusion.process", [3]),
@@ -511,7 +518,13 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
         ({"diffusion": {"loss": "hd_nowhere:Loss"}}, "diffusion.loss", ["hd_nowhere"]),
         ({"diffusion": {"process": "flow", "prediction": "epsilon"}}, "diffusion.prediction", ["'epsilon'"]),
         (
-            {"diffusion": {"process": {"rescale_betas_zero_snr": True}, "prediction": "sample", "times": "log_normal"}},
+            {
+                "diffusion": {
+                    "process": {"use": "vp", "rescale_betas_zero_snr": True},
+                    "prediction": "sample",
+                    "times": "log_normal",
+                }
+            },
             "diffusion.times",
             ["'log_normal'", "'uniform'"],
         ),

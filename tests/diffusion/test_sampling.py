@@ -30,7 +30,7 @@ from hookdiff.errors import PluginError
 from tests.conftest import refused
 from tests.diffusion.conftest import euler_for_heun_on_flow, generators, objectives, pointwise, solvers
 
-LINEAR = Diffusion()
+LINEAR = Diffusion("vp")
 
 
 @given(
@@ -300,7 +300,7 @@ def test_each_process_has_its_defaults() -> None:
     for process, *parts in (
         (VP(), DPMSolver2M(), Trailing(), Clamp()),
         (DDPMProcess(), DDPM(), Trailing(), Clamp()),
-        (Flow(), Euler(), Trailing(), NoClipping()),
+        (Flow(), DPMSolver2M(), Trailing(), NoClipping()),
         (EDM(), Heun(), Karras(), NoClipping()),
     ):
         fitted = Sampling(steps=7).fit(Diffusion(process))

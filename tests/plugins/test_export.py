@@ -231,7 +231,9 @@ def recipe(diffusion: dict[str, Any], sampling: dict[str, Any]) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
     data, config = InMemory(torch.zeros(4, 1, 4, 4)), LoopConfig(steps=1, batch_size=4)
     sampler = Sampling(**sampling)
-    return equivalent_of(Loop(model, optimizer, Diffusion(**diffusion), data, config, sampler=sampler))
+    return equivalent_of(
+        Loop(model, optimizer, Diffusion(**{"process": "vp", **diffusion}), data, config, sampler=sampler)
+    )
 
 
 ODD = (type("Odd", (DDIM,), {}), type("Odd", (Trailing,), {}), type("Odd", (Clamp,), {}), type("Odd", (VP,), {}))
@@ -264,10 +266,17 @@ WEIGHTS = "--to safetensors"
             {"sampler": "dpmpp_2m"},
             *("diffusion.process.rescale_betas_zero_snr", "true", "--set sampling.sampler=ddim"),
         ),
-        (FLOW, {"clipping": "clamp"}, "sampling.clipping", "'clamp'", "--set sampling.clipping=none"),
+        (FLOW, {}, "sampling.sampler", "'dpmpp_2m'", "--set sampling.sampler=euler"),
+        (
+            FLOW,
+            {"sampler": "euler", "clipping": "clamp"},
+            "sampling.clipping",
+            "'clamp'",
+            "--set sampling.clipping=none",
+        ),
         (
             {"process": "flow"},
-            {"clipping": "dynamic"},
+            {"sampler": "euler", "clipping": "dynamic"},
             "sampling.clipping",
             "'dynamic'",
             "--set sampling.clipping=none",
@@ -282,7 +291,7 @@ WEIGHTS = "--to safetensors"
         ),
         (FLOW, {"sampler": "heun"}, "sampling.sampler", "'heun'", "--set sampling.sampler=euler"),
         ({"process": "flow", "prediction": "v_prediction"}, {}, "diffusion.prediction", "'v_prediction'", WEIGHTS),
-        ({"process": Flow(time_scale=0.5)}, {}, SCALE, "0.5", WEIGHTS),
+        ({"process": Flow(time_scale=0.5)}, {"sampler": "euler"}, SCALE, "0.5", WEIGHTS),
         ({"process": "edm"}, {}, "sampling.sampler", "'heun'", "--set sampling.sampler=euler"),
         ({"process": "edm"}, {"sampler": "euler"}, SCALE, "1000.0", WEIGHTS),
         ({"process": "edm", "prediction": "epsilon"}, {}, "diffusion.prediction", "'epsilon'", WEIGHTS),
@@ -335,11 +344,15 @@ def called(diffusers: Any, out: str, num: int) -> Tensor:
 PROCESSES = {
     "linear, epsilon": ("diffusion.process=ddpm",),
     "linear, v": ("diffusion.process=ddpm", "diffusion.prediction=v_prediction"),
-    "cosine, epsilon": ("diffusion.prediction=epsilon",),
-    "cosine, v": (),
-    "sigmoid, sample": ("diffusion.process.schedule=sigmoid", "diffusion.prediction=sample"),
+    "cosine, epsilon": ("diffusion.process=vp", "diffusion.prediction=epsilon"),
+    "cosine, v": ("diffusion.process=vp",),
+    "sigmoid, sample": (
+        *("diffusion.process.use=vp", "diffusion.process.schedule=sigmoid"),
+        "diffusion.prediction=sample",
+    ),
     "scaled, zero SNR": (
-        *("diffusion.process.schedule=scaled_linear", "diffusion.process.rescale_betas_zero_snr=true"),
+        *("diffusion.process.use=vp", "diffusion.process.schedule=scaled_linear"),
+        "diffusion.process.rescale_betas_zero_snr=true",
         "diffusion.prediction=v_prediction",
     ),
 }
@@ -357,10 +370,10 @@ SAMPLERS = {
     "dpmpp_2m, free": ("sampling.sampler=dpmpp_2m", "sampling.steps=20", "sampling.clipping=none"),
 }
 OWN_LOOPS = [
-    ("classes", THEIRS + "num_class_embeds = 11", ("sampling.sampler=ddim",)),
-    ("dit", DIT, ("sampling.sampler=ddim",)),
+    ("classes", THEIRS + "num_class_embeds = 11", ("diffusion.process=vp", "sampling.sampler=ddim")),
+    ("dit", DIT, ("diffusion.process=vp", "sampling.sampler=ddim")),
     ("flow", THEIRS, ("diffusion.process=flow", "diffusion.process.shift=3", "sampling.sampler=ddim")),
-    ("flow-shifted", THEIRS, ("diffusion.process=flow", "sampling.spacing={use = 'shifted', shift = 2}")),
+    ("flow-shifted", THEIRS, ("sampling.sampler=euler", "sampling.spacing={use = 'shifted', shift = 2}")),
     ("edm", THEIRS, ("diffusion.process=edm", "diffusion.process.time_scale=1", "sampling.sampler=euler")),
 ]
 USUAL = ("ddim", "ddim, 50 steps", "ddpm")

@@ -216,7 +216,7 @@ def test_pure_noise_is_in_the_first_bin() -> None:
 @pytest.mark.parametrize(
     "diffusion",
     [
-        Diffusion(),
+        Diffusion("ddpm"),
         Diffusion(VP(schedule="cosine")),
         Diffusion(VP(rescale_betas_zero_snr=True), prediction="sample"),
     ],
