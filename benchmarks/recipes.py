@@ -268,26 +268,34 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "default": (),
     "lr 1e-3": ("optimizer.lr=1e-3",),
     "lr 4e-3": ("optimizer.lr=4e-3",),
-    "uniform weighting": ("diffusion.weighting=uniform",),
-    "not stratified": ("diffusion.times.use=uniform",),
+    **{
+        f"times of {mean:g}, {std:g}": tuple(
+            f"diffusion.times.{option}"
+            for option in ("use=logit_normal", f"mean={mean}", f"std={std}", "stratified=true")
+        )
+        for mean, std in ((0.5, 1.0), (0.0, 1.0), (-0.5, 1.3), (-0.75, 0.8), (-1.0, 0.8), (-1.0, 1.0), (-1.0, 1.3))
+    },
+    "uniform times": ("diffusion.times.use=uniform", "diffusion.times.stratified=true"),
+    "not stratified": ("diffusion.times=logit_normal",),
     "cosine rate": ("plugins.lr.schedule=cosine",),
     "cooldown": ("plugins.lr.schedule=cooldown",),
     "EMA of 0.05": ("plugins.ema.std=0.05",),
-    "EMA of 0.2": ("plugins.ema.std=0.2",),
+    "EMA of 0.15": ("plugins.ema.std=0.15",),
     "betas of 0.9 and 0.99": ("optimizer.betas=[0.9,0.99]",),
-    "ddim": ("sampling.sampler=ddim",),
-    "ddpm sampler": ("sampling.sampler=ddpm",),
-    "flow": ("diffusion.process=flow",),
-    "flow, clamp": ("diffusion.process=flow", "sampling.clipping=clamp"),
-    "flow, uniform times": ("diffusion.process=flow", "diffusion.times=uniform"),
+    "euler": ("sampling.sampler=euler",),
+    "heun": ("sampling.sampler=heun", "sampling.steps=25"),
+    "clamp": ("sampling.clipping=clamp",),
+    "shifted spacing": ("sampling.spacing.use=shifted", "sampling.spacing.shift=2.0"),
+    "vp": ("diffusion.process=vp",),
+    "vp, uniform weighting": ("diffusion.process=vp", "diffusion.weighting=uniform"),
+    "vp, no clipping": ("diffusion.process=vp", "sampling.clipping=none"),
     "edm": ("diffusion.process=edm", "sampling.steps=25"),
 }
-FLOW, DDPM = ("diffusion.process=flow",), ("diffusion.process=ddpm",)
 # By name: the class and its options.
 RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     "hookdiff": (Hookdiff, {}),
-    "hookdiff, flow": (Hookdiff, {"settings": FLOW}),
-    "hookdiff, ddpm": (Hookdiff, {"settings": DDPM}),
+    "hookdiff, vp": (Hookdiff, {"settings": ("diffusion.process=vp",)}),
+    "hookdiff, ddpm": (Hookdiff, {"settings": ("diffusion.process=ddpm",)}),
     "by hand": (ByHand, {"lr": 2e-3, "batch_size": 32}),
     "diffusers, as installed": (Diffusers, {}),
     "diffusers, tuned": (Diffusers, {"lr": 4e-3, "warmup": 60, "batch_size": 32}),

@@ -78,7 +78,7 @@ def test_a_choice_is_an_object_a_name_or_a_table() -> None:
 def test_a_table_without_use_needs_a_default() -> None:
     with refused(PluginError, "`use`", "square", "circle"):
         Shape.of({"side": 3.0})
-    assert isinstance(diffusion.Process.of({"timesteps": 500}), diffusion.VP)
+    assert diffusion.Process.of({"shift": 2.0}) == diffusion.Flow(2.0)
     assert diffusion.Guidance.of({"scale": 2.0}) == diffusion.ClassifierFree(2.0)
 
 

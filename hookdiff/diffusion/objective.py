@@ -84,8 +84,8 @@ class Diffusion:
         converter=chosen[Times],
         validator=_fits_process,
         metadata=about(
-            'noise levels drawn in training; unless given, "logit_normal" with process "flow", "log_normal" with "edm", '
-            'else "uniform", and stratified but with "ddpm"'
+            'noise levels drawn in training; unless given, "logit_normal" with process "flow", "log_normal" with '
+            '"edm", else "uniform", and stratified but with "ddpm"'
         ),
     )
     loss: Loss = field(default=MSE(), converter=chosen[Loss], metadata=about("error of each pixel"))

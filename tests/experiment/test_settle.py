@@ -118,6 +118,12 @@ def test_a_resumed_run_keeps_the_meaning_that_its_config_does_not_set(load_small
     assert "sampling.steps" not in told
 
 
+def test_a_choice_of_a_resumed_run_need_not_fit_the_default_process(load_small):
+    old = {"diffusion": {"process": {"use": "ddpm"}, "prediction": {"use": "epsilon"}, "label_dropout": 0.3}}
+    settled = settle(load_small(diffusion={"process": "ddpm"}), CPU, old).resolved()["diffusion"]
+    assert (settled["prediction"]["use"], settled["label_dropout"]) == ("epsilon", 0.3)
+
+
 def test_a_run_says_what_was_chosen(load_small, monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO")
     set_bf16(monkeypatch, True)

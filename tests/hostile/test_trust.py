@@ -156,8 +156,10 @@ def config(place: str, target: str, arguments: Mapping[str, Any], in_table: bool
     *path, last = place.split(".")
     if place in SECTIONS:
         return {**tables, path[0]: {**arguments, last: target}}
-    value: Any = {"use": target, **arguments} if in_table else target
-    for name in (last, *reversed(path[1:])):
+    value: Any = {last: {"use": target, **arguments} if in_table else target}
+    if path[-1] == "process":
+        value["use"] = "vp"  # which has a schedule
+    for name in reversed(path[1:]):
         value = {name: value}
     return {**tables, path[0]: value}
 
