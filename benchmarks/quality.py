@@ -16,12 +16,14 @@ classifier that the script trains, for the images and for real ones that no reci
 
 All train a UNet2DModel of diffusers with 1.1 million weights; denoising-diffusion-pytorch trains its own U-Net of that
 size. The data is Fashion-MNIST, padded to 32 x 32, the same reduced to 16 x 16 (--data fashion-mnist-16, quick enough
-for a tuning), or the digits of scikit-learn, enlarged to 16 x 16 (--data digits).
+for a tuning), the digits of scikit-learn, enlarged to 16 x 16 (--data digits), or polygons that the script draws, of 16
+x 16, which no tuning saw (--data polygons).
 """
 
 import argparse
 import gzip
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -33,7 +35,7 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageDraw
 from recipes import RECIPES, TUNED, in_unit_range, rate_of
 from torch import Tensor, nn
 
@@ -75,7 +77,38 @@ def digits() -> dict[str, Any]:
     return {"train": images[:1297], "labels": found.target[order][:1297], "test": images[1297:]}
 
 
-DATA = {"fashion-mnist": fashion_mnist, "fashion-mnist-16": small_fashion_mnist, "digits": digits}
+def polygons() -> dict[str, Any]:
+    """Regular polygons of three to seven corners, filled or not: ten classes."""
+    rng = numpy.random.default_rng(0)
+    labels = rng.integers(10, size=12_000)
+    images = numpy.stack([_polygon(rng, 3 + label % 5, is_filled=label < 5) for label in labels.tolist()])
+    return {"train": images[:10_000], "labels": labels[:10_000], "test": images[10_000:]}
+
+
+def _polygon(rng: numpy.random.Generator, corners: int, is_filled: bool) -> Any:
+    paper, ink = int(rng.integers(64)), int(rng.integers(128, 256))
+    (x, y), radius, turn, width = (
+        rng.uniform(22, 42, 2),
+        rng.uniform(10, 20),
+        rng.uniform(0, math.tau),
+        rng.integers(3, 7),
+    )
+    angles = [turn + math.tau * number / corners for number in range(corners)]
+    points = [(x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles]
+    canvas = Image.new("L", (64, 64), paper)
+    if is_filled:
+        ImageDraw.Draw(canvas).polygon(points, ink)
+    else:
+        ImageDraw.Draw(canvas).line([*points, *points[:2]], ink, int(width), joint="curve")
+    return numpy.asarray(canvas.resize((16, 16), Image.Resampling.BOX))
+
+
+DATA = {
+    "fashion-mnist": fashion_mnist,
+    "fashion-mnist-16": small_fashion_mnist,
+    "digits": digits,
+    "polygons": polygons,
+}
 
 
 def split_for(work: Path, data: str, tune: bool) -> Path:

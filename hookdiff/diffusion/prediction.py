@@ -60,7 +60,7 @@ class Prediction(Choice, ABC):
         if self.needs_alpha and process.ends_in_noise:
             raise ValueError(
                 f"'prediction' cannot be {self.use!r}: this process ends in pure noise, where the image does not "
-                "follow from the output; use 'v_prediction', 'flow_prediction', 'sample' or 'edm'"
+                "follow from the output; use 'v_prediction', 'flow_prediction', 'sample' or 'edm', or process 'ddpm'"
             )
 
 

@@ -516,7 +516,7 @@ def test_modules_are_found_in_the_import_from_folder(mine: Path, load_small: Loa
             ["X0Weighting", "on_x0"],
         ),
         ({"diffusion": {"loss": "hd_nowhere:Loss"}}, "diffusion.loss", ["hd_nowhere"]),
-        ({"diffusion": {"process": "flow", "prediction": "epsilon"}}, "diffusion.prediction", ["'epsilon'"]),
+        ({"diffusion": {"prediction": "epsilon"}}, "diffusion.prediction", ["'epsilon'", "'ddpm'"]),
         (
             {
                 "diffusion": {
