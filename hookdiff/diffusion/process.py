@@ -48,7 +48,6 @@ class Process(Choice, ABC):
     default_prediction: ClassVar[str] = "v_prediction"
     default_times: ClassVar[str | Mapping[str, Any]] = MappingProxyType({"use": "uniform", "stratified": True})
     default_sampler: ClassVar[str] = "dpmpp_2m"
-    default_spacing: ClassVar[str] = "trailing"
     default_clipping: ClassVar[str] = "none"
 
     has_timesteps: ClassVar[bool] = False  # times are int64, 0 to T - 1; else float32
@@ -59,6 +58,11 @@ class Process(Choice, ABC):
     def default_weighting(self) -> str:
         """Name of the weighting that is usual with this process: an option may decide it."""
         return "uniform"
+
+    @property
+    def default_spacing(self) -> str | Mapping[str, Any]:
+        """The spacing that is usual with this process: an option may decide it."""
+        return "trailing"
 
     @property
     def initial_scale(self) -> float:
@@ -232,6 +236,11 @@ class Flow(Process):
     reaches_image = True
 
     @property
+    def default_spacing(self) -> Mapping[str, Any]:
+        # More steps at much noise: a tenth closer to real images with 20 and 50 steps, see benchmarks/quality.py.
+        return {"use": "shifted", "shift": 3 * self.shift}
+
+    @property
     def ratio_range(self) -> tuple[float, float]:
         return 0.0, math.inf
 
@@ -280,11 +289,14 @@ class EDM(Process):
     default_prediction = "edm"
     default_times = MappingProxyType({"use": "log_normal", "stratified": True})
     default_sampler = "heun"
-    default_spacing = "karras"
 
     def __attrs_post_init__(self) -> None:
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"'sigma_min' must be below sigma_max = {self.sigma_max:g}: {self.sigma_min:g}")
+
+    @property
+    def default_spacing(self) -> str:
+        return "karras"
 
     @property
     def initial_scale(self) -> float:

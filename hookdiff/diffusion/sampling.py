@@ -50,7 +50,10 @@ class Sampling:
     spacing: Spacing | None = field(
         default=None,
         converter=optional(chosen[Spacing]),
-        metadata=about('noise levels of the steps; unless given, "karras" with process "edm", else "trailing"'),
+        metadata=about(
+            'noise levels of the steps; unless given, "shifted" with process "flow", three times as far as '
+            'in training, "karras" with "edm", else "trailing"'
+        ),
     )
     clipping: Clipping | None = field(
         default=None,

@@ -188,7 +188,7 @@ def with_part(key: str, value: Any) -> Tables:
     tables: Tables = {
         "model": {**SMALL["model"], "num_classes": 10},
         "diffusion": {"process": {"use": "vp", "schedule": {"use": "cosine"}, "timesteps": 20}},
-        "sampling": {"steps": 3},
+        "sampling": {"steps": 3, "spacing": "trailing"},
     }
     *path, last = key.split(".")
     table: dict[str, Any] = tables

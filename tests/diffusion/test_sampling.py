@@ -179,9 +179,10 @@ def test_the_network_sees_int64_timesteps_and_may_output_bfloat16() -> None:
 @pytest.mark.parametrize(
     ("diffusion", "chosen", "expected"),
     [
-        (Diffusion("flow"), {}, [1000, 750, 500, 250]),
-        (Diffusion(Flow(time_scale=1.0)), {}, [1, 0.75, 0.5, 0.25]),
-        (Diffusion(Flow(shift=3.0)), {}, [1000, 900, 750, 500]),
+        (Diffusion("flow"), {}, [1000, 900, 750, 500]),
+        (Diffusion("flow"), {"spacing": "trailing"}, [1000, 750, 500, 250]),
+        (Diffusion(Flow(time_scale=1.0)), {"spacing": "trailing"}, [1, 0.75, 0.5, 0.25]),
+        (Diffusion(Flow(shift=3.0)), {"spacing": "trailing"}, [1000, 900, 750, 500]),
         (Diffusion(Flow(shift=9.0)), {"spacing": Shifted(3.0)}, [1000, 900, 750, 500]),
         (Diffusion(EDM(1.0, exp(4))), {"spacing": Karras(rho=1e6)}, [1000, 2000 / 3, 1000 / 3, 0]),
         (Diffusion(VP("cosine", 9)), {"spacing": "leading"}, [6, 4, 2, 0]),
@@ -300,7 +301,8 @@ def test_each_process_has_its_defaults() -> None:
     for process, *parts in (
         (VP(), DPMSolver2M(), Trailing(), Clamp()),
         (DDPMProcess(), DDPM(), Trailing(), Clamp()),
-        (Flow(), DPMSolver2M(), Trailing(), NoClipping()),
+        (Flow(), DPMSolver2M(), Shifted(3.0), NoClipping()),
+        (Flow(2.0), DPMSolver2M(), Shifted(6.0), NoClipping()),
         (EDM(), Heun(), Karras(), NoClipping()),
     ):
         fitted = Sampling(steps=7).fit(Diffusion(process))

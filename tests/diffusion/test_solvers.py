@@ -170,7 +170,7 @@ def test_std_of_flow_samples(
     for sampler, s, expected in wanted:
         if sampler == "heun" and prediction == "sample":
             continue  # at t = 0 the noise cannot be derived, so that the last step is Euler's
-        mean, std = affine_map(Sampling(sampler, steps, clipping="none"), gaussian(diffusion, mu=2, s=s))
+        mean, std = affine_map(Sampling(sampler, steps, "trailing", "none"), gaussian(diffusion, mu=2, s=s))
         assert std == pytest.approx(expected, rel=1e-9, abs=1e-12)
         assert mean == pytest.approx(2, rel=1e-9)
 
