@@ -170,7 +170,8 @@ def measured_loss(net: GaussianNet, diffusion: Diffusion) -> float:
 def measured_samples(net: GaussianNet, diffusion: Diffusion, sampler: str) -> tuple[float, float]:
     """Return mean and deviation of the pixels of 2000 samples."""
     solver = Solver.of({"use": "ddpm", "variance": "fixed_large"} if sampler == "ddpm large" else sampler)
-    sampling = Sampling(solver, STEPS, clipping="none", batch_size=2000)
+    spacing = "karras" if net.case.schedule == "edm" else "trailing"
+    sampling = Sampling(solver, STEPS, spacing, "none", batch_size=2000)
     generators = [Generator().manual_seed(k) for k in range(2000)]
     images = sampling.sample(net, diffusion, SHAPE, generators, "cpu", noise=gaussian(2000, 0, 1)).double()
     return float(images.mean()), float(images.std(correction=0))
