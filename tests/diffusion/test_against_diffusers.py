@@ -263,7 +263,7 @@ def test_flow_euler(diffusers: Any, shift: float, steps: int) -> None:
     # diffusers' default sigmas do not end at 1 / steps
     scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
     diffusion = Diffusion(Flow(shift))
-    check(ours(diffusion, Net(), sampler="euler", steps=steps), theirs(TimesOnly(scheduler), Net()))
+    check(ours(diffusion, Net(), sampler="euler", steps=steps, spacing="trailing"), theirs(TimesOnly(scheduler), Net()))
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
@@ -279,7 +279,7 @@ def test_flow_heun(diffusers: Any, shift: float, steps: int) -> None:
         x0: Tensor = x - time.view(-1, 1, 1, 1) / steps * net(x, time)
         return x0
 
-    check(ours(diffusion, image, sampler="heun", steps=steps), theirs(TimesOnly(scheduler), net))
+    check(ours(diffusion, image, sampler="heun", steps=steps, spacing="trailing"), theirs(TimesOnly(scheduler), net))
 
 
 class TimesOnly:

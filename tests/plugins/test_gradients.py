@@ -347,7 +347,7 @@ result = look.values.get(400, {}).get("gradients/noise_scale")
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_ranks_are_parts_of_the_batch(micro_batch: int | None, tmp_path: Path) -> None:
     # Without no_sync the gradients of the first micro-batch, too, are averaged over ranks after the backward pass.
-    given = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\nmicro_batch = {micro_batch}\n"
+    given = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nmicro_batch = {micro_batch}\n"
     one, other = two_ranks(given + RANK, tmp_path)
     assert other is None  # the first rank has the log
     assert one == pytest.approx(4, rel=0.12)  # |G|^2 = 20 / 16, S = 20 / 4

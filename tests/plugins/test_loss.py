@@ -470,7 +470,7 @@ result = (values, sum(len(output.per_sample) for output in heard.outputs))
 
 @pytest.mark.slow
 def test_ranks_sum_their_samples(tmp_path: Path) -> None:
-    given = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    given = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     (values, own), (others, its) = two_ranks(given + RANK, tmp_path)
     assert others == {}  # the first rank has the log
     assert own == its == 160  # each saw its own share
