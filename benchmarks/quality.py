@@ -87,19 +87,15 @@ def polygons() -> dict[str, Any]:
 
 def _polygon(rng: numpy.random.Generator, corners: int, is_filled: bool) -> Any:
     paper, ink = int(rng.integers(64)), int(rng.integers(128, 256))
-    (x, y), radius, turn, width = (
-        rng.uniform(22, 42, 2),
-        rng.uniform(10, 20),
-        rng.uniform(0, math.tau),
-        rng.integers(3, 7),
-    )
+    (x, y), radius = rng.uniform(22, 42, 2), rng.uniform(10, 20)
+    turn, width = rng.uniform(0, math.tau), int(rng.integers(3, 7))
     angles = [turn + math.tau * number / corners for number in range(corners)]
     points = [(x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles]
     canvas = Image.new("L", (64, 64), paper)
     if is_filled:
         ImageDraw.Draw(canvas).polygon(points, ink)
     else:
-        ImageDraw.Draw(canvas).line([*points, *points[:2]], ink, int(width), joint="curve")
+        ImageDraw.Draw(canvas).line([*points, *points[:2]], ink, width, joint="curve")
     return numpy.asarray(canvas.resize((16, 16), Image.Resampling.BOX))
 
 

@@ -285,7 +285,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "euler": ("sampling.sampler=euler",),
     "heun": ("sampling.sampler=heun", "sampling.steps=25"),
     "clamp": ("sampling.clipping=clamp",),
-    "shifted spacing": ("sampling.spacing.use=shifted", "sampling.spacing.shift=2.0"),
+    "trailing": ("sampling.spacing=trailing",),
     "vp": ("diffusion.process=vp",),
     "vp, uniform weighting": ("diffusion.process=vp", "diffusion.weighting=uniform"),
     "vp, no clipping": ("diffusion.process=vp", "sampling.clipping=none"),
