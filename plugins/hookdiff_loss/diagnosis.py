@@ -69,6 +69,8 @@ class TrendsState:
     back_below: float = field(validator=numbers())
     first: float | None = field(validator=numbers())
     above_first: int = field(validator=COUNT)
+    ruin: float | None = field(validator=numbers())
+    ruin_at: int = field(validator=COUNT)
     flat: float = field(validator=numbers(finite=False))
     ended: bool
 
@@ -144,6 +146,8 @@ class LossTrends:
     _back_below: float = field(init=False, default=0.0)  # level at which a divergence is over
     _first: float | None = field(init=False, default=None)  # logarithm of the first loss
     _above_first: int = field(init=False, default=0)  # short levels in a row
+    _ruin: float | None = field(init=False, default=None)  # the last of `IN_A_ROW` levels or more above the first loss
+    _ruin_at: int = field(init=False, default=0)
     _flat: float = field(init=False, default=math.inf)  # level of the plateau that was reported
     _ended: bool = field(init=False, default=False)
 
@@ -153,7 +157,7 @@ class LossTrends:
     def observe(self, step: int, loss: float, worse_than_nothing: bool = False) -> Findings:
         """Add the loss of update `step`; return the findings that are news.
 
-        `worse_than_nothing`: the error is larger than that of a constant prediction.
+        `worse_than_nothing`: the error before the last log was larger than that of a constant prediction.
         """
         self._ended = self._ended or loss <= 0
         if self._ended:
@@ -269,16 +273,22 @@ class LossTrends:
     def _ruined(self, step: int, worse_than_nothing: bool) -> Findings:
         # A rate that is much too high may ruin a network before the first level.
         level, num = self._short.values[-1], self._short.num
+        if "divergence" in self.alarms or num > STARTING:
+            return {}
         assert self._first is not None
         self._above_first = self._above_first + 1 if level - self._first > START else 0
-        if "divergence" in self.alarms or num > STARTING or self._above_first < IN_A_ROW:
+        if self._above_first >= IN_A_ROW:
+            self._ruin, self._ruin_at = level, step
+        if self._ruin is None:
             return {}
-        rise = min(self._short.values[-IN_A_ROW:]) - self._first
         # The first loss is one number: all others must be above it, and far from it.
+        rise = min(self._short.values[-IN_A_ROW:]) - self._first
         alone = min(self._recent[1:]) > self._first and rise > max(math.log(2), MARGIN * self._noise())
+        # `worse_than_nothing` may come after the loss: it is known at a log.
         if not worse_than_nothing and not alone:
             return {}
-        return self._divergence(step, level, self._first, 1, START)
+        ruin, self._ruin = self._ruin, None
+        return self._divergence(self._ruin_at, ruin, self._first, 1, START)
 
     def _divergence(
         self, step: int, level: float, before: float, before_at: int, slack: float, by_long: bool = False

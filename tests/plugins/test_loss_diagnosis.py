@@ -175,6 +175,14 @@ def test_a_smaller_ruin_is_found_if_a_constant_prediction_would_be_better() -> N
         assert found == expected
 
 
+def test_a_ruin_is_found_though_the_loss_is_back_before_the_log_that_shows_it() -> None:
+    diagnosis, found = LossTrends(), list[tuple[int, str, int]]()
+    for step, loss in enumerate(noisy([1.0, 0.9] + [30.0] * 40 + [1.0] * 100), 1):
+        for kind, finding in diagnosis.observe(step, loss, worse_than_nothing=50 < step <= 100).items():
+            found.append((step, kind, int(re.findall(r"at step (\d+)", finding.why)[0])))
+    assert found == [(60, "divergence", 40), (70, "recovery", 70)]  # once
+
+
 def test_a_poor_start_is_not_a_divergence() -> None:
     for levels in ([1.0] * 100, [1.0 * math.exp(-k / 50) for k in range(200)]):
         diagnosis, found = LossTrends(), list[str]()
