@@ -16,7 +16,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         # A copy from pageable memory makes the host wait; a copy from pinned memory is asynchronous.
         return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def to_unit_range(images: Tensor) -> Tensor:
@@ -67,9 +67,10 @@ class InMemory:
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """Return images, as they are stored, labels and conditions of `indices` (n, int64, CPU) on `device`."""
         rows, device = to_device(indices, self.images.device), device or self.images.device
-        labels = None if self.labels is None else to_device(self.labels[rows], device)
-        conditions = {name: to_device(column[rows], device) for name, column in self.conditions.items()}
-        return to_device(self.images[rows], device), labels, conditions
+        # Not [rows]: on a CPU, index_select copies whole rows and is up to 20 times as fast.
+        labels = None if self.labels is None else to_device(self.labels.index_select(0, rows), device)
+        conditions = {name: to_device(one.index_select(0, rows), device) for name, one in self.conditions.items()}
+        return to_device(self.images.index_select(0, rows), device), labels, conditions
 
 
 def digits() -> InMemory:

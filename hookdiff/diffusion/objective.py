@@ -222,13 +222,13 @@ class Diffusion:
         per_sample = error.flatten(1).mean(1)
         if type(self.weighting) is UniformWeighting:
             return LossOutput(error.mean(), per_sample, times, log_snr.flatten())
-        weights = self._weights(times, alpha.flatten(), sigma.flatten())
+        weights = self._weights(times, alpha, sigma)
         return LossOutput((weights * per_sample).mean(), per_sample, times, log_snr.flatten(), weights)
 
     def _weights(self, times: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         weights = partial(self.weighting.weights, self.prediction)
         if type(self.weighting) not in _PURE or not isinstance(self.process, VP):
-            return weights(alpha, sigma)
+            return weights(alpha.flatten(), sigma.flatten())
         key = "weights", times.device, alpha.dtype
         if key not in self._constants:  # one of all timesteps, since a dozen small operations are felt in each step
             every = torch.arange(self.process.timesteps, device=times.device)

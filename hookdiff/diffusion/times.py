@@ -41,8 +41,8 @@ class Times(Choice, ABC):
         device = generator.device
         fraction = torch.rand(num, generator=generator, device=device, dtype=torch.float32)
         if self.stratified:
-            part = torch.randperm(num, generator=generator, device=device)
-            fraction = ((part + fraction) / num).clamp_(max=_LARGEST)  # the sum may have been rounded up
+            part = torch.randperm(num, generator=generator, device=device, dtype=torch.float32)
+            fraction = part.add_(fraction).div_(num).clamp_(max=_LARGEST)  # the sum may have been rounded up
         return self.at(process, fraction)
 
     def check(self, process: Process) -> None:
