@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import re
@@ -165,6 +166,28 @@ def test_golden_message_of_a_signal_and_the_end_at_the_second(folder, start):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == -signal.SIGINT  # shells report this as 130
+
+
+GARBAGE = """
+import gc
+from hookdiff import hookimpl
+
+class Looks:
+    @hookimpl
+    def before_step(self, loop):
+        loop.log({"objects": len(gc.get_objects()), "threshold": gc.get_threshold()[0], "on": gc.isenabled()})
+"""
+
+
+def test_a_training_looks_for_garbage_as_usual_but_not_among_imported_modules(folder, start):
+    (folder / "hd_looks.py").write_text(GARBAGE)
+    process = start(folder, "run", "small.toml", "--plugins", "hd_looks:Looks", "--out", "run")
+    assert finish(process)[0] == 0
+    found = records(folder / "run")[0]
+    assert found["threshold"] == gc.get_threshold()[0]
+    assert found["on"]
+    # `gc.get_objects` leaves the frozen ones out; torch and its compiler alone make half a million.
+    assert found["objects"] < 200_000
 
 
 def test_a_config_whose_name_is_no_utf8_needs_a_name_for_its_run(hookdiff, folder):
