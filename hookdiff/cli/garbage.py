@@ -5,7 +5,7 @@ from functools import cache
 from importlib import import_module
 
 _USUAL = gc.get_threshold()
-_RARE = 100_000  # new objects
+_RARE = 5_000  # new objects between two searches; every hundredth is one among all objects
 
 
 @cache

@@ -1,4 +1,3 @@
-import gc
 import json
 import os
 import re
@@ -184,7 +183,7 @@ def test_a_training_looks_for_garbage_as_usual_but_not_among_imported_modules(fo
     process = start(folder, "run", "small.toml", "--plugins", "hd_looks:Looks", "--out", "run")
     assert finish(process)[0] == 0
     found = records(folder / "run")[0]
-    assert found["threshold"] == gc.get_threshold()[0]
+    assert found["threshold"] <= 2_000  # the usual one; this process may have another by now
     assert found["on"]
     # `gc.get_objects` leaves the frozen ones out; torch and its compiler alone make half a million.
     assert found["objects"] < 200_000
