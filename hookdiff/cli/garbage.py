@@ -10,7 +10,7 @@ _RARE = 5_000  # new objects between two searches; every hundredth is one among 
 
 @cache
 def look_rarely() -> None:
-    """Look for garbage rarely from now on. While torch is imported, this takes a quarter of the time otherwise."""
+    """Look for garbage rarely from now on: the search took a quarter of the time in which torch is imported."""
     gc.set_threshold(_RARE, *_USUAL[1:])
 
 
