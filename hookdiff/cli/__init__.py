@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points, version
 
 import click
 
-from hookdiff.cli.garbage import look_rarely
+from hookdiff.cli.garbage import collect_rarely
 from hookdiff.cli.output import drop_unwritten, log_to_stderr, open_streams, say
 from hookdiff.cli.source import file_of
 from hookdiff.errors import OnAnotherRank, UserError
@@ -65,7 +65,7 @@ def group() -> None:
 
 def main() -> None:
     """Run the command line; an error of the user ends in one message and exit code 2."""
-    look_rarely()
+    collect_rarely()
     open_streams()
     log_to_stderr()
     try:

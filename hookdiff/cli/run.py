@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hookdiff.cli.garbage import look_elsewhere
+from hookdiff.cli.garbage import freeze_modules
 from hookdiff.cli.options import config_argument, training_options
 from hookdiff.cli.output import say
 from hookdiff.disk.paths import LAUNCH, check_run_dir
@@ -115,7 +115,7 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
     goes_on = first_rank_does(settled)
     if resume is True and not goes_on:
         log.info("%s does not exist: the run starts anew", run_dir)
-    look_elsewhere()
+    freeze_modules()
     experiment.try_config(config, resume=bool(goes_on))
     signals = Signals(usr1)
     loop = experiment.build_loop(
