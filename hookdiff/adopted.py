@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -84,7 +85,7 @@ class Adopted:
         self._trained.setdefault(name, []).append(Trained(module.to(self._like.device), optimizer, every))
 
     def __iter__(self) -> Iterator[Trained]:
-        return (one for trained in self._trained.values() for one in trained)
+        return itertools.chain.from_iterable(self._trained.values())
 
     def of(self, plugin: str) -> list[Trained]:
         """Return the trained modules of `plugin`."""

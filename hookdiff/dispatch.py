@@ -18,7 +18,6 @@ from pluggy import HookImpl
 from hookdiff.errors import HookError
 
 Arguments = Mapping[str, Any]
-Bound = Callable[[Arguments], Any]
 Watch = Callable[[str, str], AbstractContextManager[object]]  # takes the names of a plugin and of a hook
 
 log = logging.getLogger("hookdiff")
@@ -92,7 +91,7 @@ def compile_hook(contract: Contract, calls: Sequence[Call]) -> Callable[..., Any
     useless: set[str] = set()  # plugins with a result that nothing takes
 
     # Each loop calls the functions itself: one more frame for each call is felt in a step of a small network.
-    def moment(arguments: Arguments) -> list[Any]:
+    def moment(**arguments: Any) -> list[Any]:
         results = []
         for plugin, function, take, takes_one in plain:
             try:
@@ -111,7 +110,7 @@ def compile_hook(contract: Contract, calls: Sequence[Call]) -> Callable[..., Any
             results.append(result)
         return results
 
-    def seam(arguments: Arguments) -> Any:
+    def seam(**arguments: Any) -> Any:
         for plugin, function, take, takes_one in plain:
             try:
                 result = function(take(arguments)) if takes_one else function(*take(arguments))
@@ -124,7 +123,7 @@ def compile_hook(contract: Contract, calls: Sequence[Call]) -> Callable[..., Any
                 return result
         raise HookError(f"every implementation of the hook {contract.name!r} returned PASS")
 
-    def to_the_end(arguments: Arguments) -> list[Any]:
+    def to_the_end(**arguments: Any) -> list[Any]:
         errors: list[Exception] = []
         for plugin, function, take, takes_one in plain:
             try:
@@ -138,10 +137,10 @@ def compile_hook(contract: Contract, calls: Sequence[Call]) -> Callable[..., Any
             raise errors[0]
         return []
 
-    body: Bound = seam if contract.is_seam else to_the_end if contract.to_the_end else moment
+    body: Callable[..., Any] = seam if contract.is_seam else to_the_end if contract.to_the_end else moment
     for call in reversed([call for call in calls if call.is_wrapper]):
         body = _surround(contract, call, body)
-    return lambda **arguments: body(arguments)
+    return body
 
 
 def _refusal(contract: Contract, plugin: str, result: object) -> str:
@@ -199,7 +198,7 @@ class _WatchedWrapper:
         self.generator.close()
 
 
-def _surround(contract: Contract, wrapper: Call, body: Bound) -> Bound:
+def _surround(contract: Contract, wrapper: Call, body: Callable[..., Any]) -> Callable[..., Any]:
     """Run `body` at the `yield` of `wrapper`, which sees its result or its exception."""
     hook, plugin = contract.name, wrapper.plugin
     gives_list = not contract.is_seam and contract.returns is not NoneType
@@ -213,7 +212,7 @@ def _surround(contract: Contract, wrapper: Call, body: Bound) -> Bound:
             )
         return result
 
-    def call(arguments: Arguments) -> Any:
+    def call(**arguments: Any) -> Any:
         taken = wrapper.take(arguments)
         around: Generator[None, Any, Any] = wrapper.function(*((taken,) if wrapper.takes_one else taken))
         thrown: BaseException | None = None
@@ -223,7 +222,7 @@ def _surround(contract: Contract, wrapper: Call, body: Bound) -> Bound:
             except StopIteration:
                 raise HookError(f"the plugin {plugin!r} wraps the hook {hook!r} and returned without a yield") from None
             try:
-                result = body(arguments)
+                result = body(**arguments)
             except BaseException as error:
                 thrown = error
                 around.throw(error)

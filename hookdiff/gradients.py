@@ -49,6 +49,7 @@ class Gradients:
         self._brought = adopted
         self._no_loss = torch.zeros(())
         self._vote = votes
+        self._num_ranks = num_ranks()
         # The gradients of other parameters are never cleared: they grow from step to step, and move no weight.
         held = {p: None for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in model.named_parameters() if p in held}
@@ -155,7 +156,7 @@ class Gradients:
         if self._norms is None:
             # The list is kept: reading `grad` of hundreds of parameters takes as long as a small kernel.
             self._measured = self.tensors()
-            if num_ranks() == 1:
+            if self._num_ranks == 1:
                 self._norms = norms(self._measured, self.dtype)
             else:
                 self._exchange()
@@ -219,7 +220,7 @@ class Gradients:
             if self._exchanged is None:
                 total = torch.linalg.vector_norm(own)
                 values = [self._loss, total, *self._earlier]
-                if adopted := [p.grad for _, p in self._adopted if p.grad is not None]:
+                if self._adopted and (adopted := [p.grad for _, p in self._adopted if p.grad is not None]):
                     values += [self._loss, torch.linalg.vector_norm(norms(adopted, self.dtype))]
                 self._host_loss, *self._host_norms = torch.stack([value.to(total) for value in values]).tolist()
             else:
@@ -245,7 +246,7 @@ class Gradients:
         names = [name for (name, _), flag in zip(everything, summed(wrong).tolist(), strict=True) if flag]
         if not names:
             self._measured = list(named.values())
-            if num_ranks() == 1:
+            if self._num_ranks == 1:
                 self._norms = torch.stack([torch.linalg.vector_norm(g.cpu().double()) for g in self._measured])
             else:
                 self._norms = summed(squares(self._measured, torch.float64)).sqrt()

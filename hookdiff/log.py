@@ -41,6 +41,7 @@ class Log:
         self._progress = progress
         self._every = every
         self._call = call
+        self._is_main = rank() == 0
         self._records: dict[int, dict[str, Value | Mean]] = {}
         self._window: dict[str, list[Value]] = {}  # values of `average` that may still be on the device
         self._sums: dict[str, tuple[float, int]] = {}  # sum and count of the earlier values of `average`
@@ -81,9 +82,11 @@ class Log:
 
     def average(self, values: Mapping[str, Value]) -> None:
         """Log the mean of `values` over all steps since the last log, when the next log is due."""
-        self._claim("number", values)
         for name, value in values.items():
-            self._window.setdefault(name, []).append(value)
+            if name not in self._window:
+                self._claim("number", (name,))
+                self._window[name] = []
+            self._window[name].append(value)
 
     def images(self, images: Mapping[str, Tensor | Picture]) -> None:
         """Log pictures by name, such as "samples": finished ones, or images (n c h w in [-1, 1]), which become a grid.
@@ -94,7 +97,7 @@ class Log:
         self._claim("picture", images)
         for name in images:
             _check_name(name)
-        if rank():
+        if not self._is_main:
             return
         ready = {name: image if isinstance(image, Picture) else grid(image) for name, image in images.items()}
         self._send("on_images", self._progress.step, images=ready)
@@ -107,7 +110,7 @@ class Log:
     def distributions(self, tensors: Mapping[str, Tensor | Distribution]) -> None:
         """Log the distribution of the values of each tensor, of any shape, by name. It waits for the device."""
         self._claim("distribution", tensors)
-        if rank():
+        if not self._is_main:
             return
         ready = {n: one if isinstance(one, Distribution) else Distribution.of(one) for n, one in tensors.items()}
         self._send("on_distributions", self._progress.step, distributions=ready)
@@ -121,7 +124,7 @@ class Log:
         if finding is None or self._call is _drop:
             return
         step = self._progress.step if step is None else step
-        if rank() == 0:
+        if self._is_main:
             level = logging.INFO if finding.severity == "info" else logging.WARNING
             logger.log(level, "step %d: %s", step, finding)
         self.event(Event.of(finding), step)
@@ -141,7 +144,7 @@ class Log:
                 raise ValueError(f"{name!r} is the name of a {known} already, and cannot be that of a {kind} too")
 
     def _send(self, hook: str, step: int, **what: object) -> None:
-        if rank():
+        if not self._is_main:
             return
         call = partial(self._call, hook, step=step, **what)
         if self._early is None:
@@ -151,7 +154,7 @@ class Log:
 
     def flush(self) -> None:
         """Send the logged values to the sinks."""
-        if rank():
+        if not self._is_main:
             self._records, self._window = {}, {}
             return
         if self.due and self._closed != self._progress.step and (self._window or self._sums):

@@ -242,7 +242,8 @@ class End(ReadOnly):
 
     def begin_step(self) -> bool:
         """Return whether the run is over; if not, a request up to now is from before this step."""
-        self._set(_is_early=self._asked is not None)
+        if self._is_early != (self._asked is not None):
+            self._set(_is_early=not self._is_early)
         return self.reason is not None
 
     def votes(self) -> list[float]:

@@ -31,7 +31,7 @@ def derive_seed(seed: int, stream: str, position: int = 0, rank: int = 0, part: 
     "model") or the sample (stream "augment") of a position. Each number goes through SplitMix64 in turn, so
     neighbouring positions share nothing. torch's CPU generators use the low 32 bits.
     """
-    return _extend(_prefix(seed, stream, rank), position, part)
+    return splitmix64(splitmix64(_prefix(seed, stream, rank) ^ position) ^ part)
 
 
 @functools.lru_cache(maxsize=64)
@@ -43,10 +43,6 @@ def _number(stream: str) -> int:
     if stream in STREAMS:
         return STREAMS.index(stream)
     return int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8])
-
-
-def _extend(prefix: int, position: int, part: int) -> int:
-    return splitmix64(splitmix64(prefix ^ position) ^ part)
 
 
 def uniforms(seed: int, stream: str, position: int, parts: Tensor, count: int) -> Tensor:

@@ -17,7 +17,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from attrs import Factory, define, field
+from attrs import Factory, define, field, setters
 from attrs.validators import ge, optional
 from torch import Generator, Tensor
 
@@ -74,7 +74,7 @@ def _checked(labels: Tensor, classes: Sequence[str] | None) -> tuple[Tensor, Seq
     return labels, None if classes is None else tuple(map(shown, classes))
 
 
-@define(eq=False)
+@define(eq=False, on_setattr=setters.NO_OP)  # validated when made; each step sets `waited`
 class Feed:
     """The epochs of `source` in batches, and this rank's share of each batch.
 
@@ -380,13 +380,14 @@ class Feed:
         else:
             made = self._load(epoch, shares, finish)
         for part, (inputs, labels, indices, conditions) in zip(parts, made, strict=True):
-            is_filler, most = rank >= len(part), -(-len(part) // num_ranks)
-            rows = range(1) if is_filler else range(rank, len(part), num_ranks)
+            total = part.shape[0]  # len() of a tensor is ten times slower
+            is_filler, most = rank >= total, -(-total // num_ranks)
+            rows = range(1) if is_filler else range(rank, total, num_ranks)
             yield Batch(
                 inputs,
                 labels,
                 indices,
-                total=len(part),
+                total=total,
                 conditions=conditions,
                 rows=rows,
                 most=most,
@@ -406,10 +407,11 @@ class Feed:
             indices = torch.cat(group)
             images, labels, conditions = samples.rows(indices, self.device)
             made = finish(Batch(images, labels, indices, conditions=conditions))
-            inputs, by_batch = torch.split(made.inputs, sizes), repeat(None)
+            inputs = torch.split(made.inputs, sizes)
             columns = {name: torch.split(column, sizes) for name, column in made.conditions.items()}
             cut = ({name: parts[k] for name, parts in columns.items()} for k in range(len(group)))
-            yield from zip(inputs, by_batch if labels is None else torch.split(labels, sizes), group, cut, strict=False)
+            by_label = repeat(None) if labels is None else torch.split(labels, sizes)
+            yield from zip(inputs, by_label, group, cut if columns else repeat({}), strict=False)
 
     def _load(self, epoch: int, shares: Sequence[Tensor], finish: Finish) -> Iterator[Stack]:
         loader = self._idle.pop() if self._idle else self._loader(self.workers)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from attrs import Attribute, Factory, define, evolve, field
+from attrs import Attribute, Factory, define, field
 from torch import Generator, Tensor
 
 from hookdiff.choices import chosen
@@ -183,13 +183,15 @@ class Diffusion:
             for name, nothing in without(given).items():
                 rows = dropped.view(-1, *[1] * (nothing.dim() - 1))
                 drawn[name] = torch.where(rows, nothing, given[name])
-        return evolve(batch, draws={**batch.draws, **drawn})
+        return batch.with_draws(drawn)
 
     def given(self, batch: Batch) -> dict[str, Tensor]:
         """Return what the network gets of `batch` beside its inputs, by name: labels, if conditional, and conditions.
 
         Raises ValueError for what the batch lacks.
         """
+        if not (self.conditional or self.conditions):
+            return {}
         if self.conditional and batch.labels is None:
             raise ValueError("the objective is conditional, but the data has no labels")
         if lacking := [name for name in self.conditions if name not in batch.conditions]:
@@ -226,13 +228,12 @@ class Diffusion:
         return LossOutput((weights * per_sample).mean(), per_sample, times, log_snr.flatten(), weights)
 
     def _weights(self, times: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        weights = partial(self.weighting.weights, self.prediction)
         if type(self.weighting) not in _PURE or not isinstance(self.process, VP):
-            return weights(alpha.flatten(), sigma.flatten())
+            return self.weighting.weights(self.prediction, alpha.flatten(), sigma.flatten())
         key = "weights", times.device, alpha.dtype
         if key not in self._constants:  # one of all timesteps, since a dozen small operations are felt in each step
             every = torch.arange(self.process.timesteps, device=times.device)
-            self._constants[key] = weights(*self.process.rates(every, 1)[:2])
+            self._constants[key] = self.weighting.weights(self.prediction, *self.process.rates(every, 1)[:2])
         return self._constants[key].index_select(0, times)
 
     def floor(self, timesteps: Tensor, variance: float | Tensor) -> Tensor:
@@ -285,7 +286,7 @@ class Diffusion:
         """Undo `normalize`."""
         return images if not self.is_normalized else images * self._each("std", images) + self._each("mean", images)
 
-    @property
+    @cached_property
     def is_normalized(self) -> bool:
         """Whether `normalize` changes anything."""
         return (self.data_mean, self.data_std) != ((0.0,), (1.0,))

@@ -118,7 +118,7 @@ class NoiseSchedule:
     """
 
     betas: Tensor = field(converter=_as_table)
-    _on_device: dict[torch.device, Tensor] = field(init=False, factory=dict, repr=False)
+    _on_device: dict[tuple[torch.device, int], Tensor] = field(init=False, factory=dict, repr=False)
 
     @betas.validator
     def _check_betas(self, attribute: Attribute[Tensor], betas: Tensor) -> None:
@@ -157,12 +157,12 @@ class NoiseSchedule:
 
         Each is float32 of shape n 1 1 ... (`ndim` axes), ready to multiply a batch.
         """
-        if timesteps.device not in self._on_device:
+        key = timesteps.device, ndim
+        if key not in self._on_device:
             # float32 only after all is computed: 1 - alphas_cumprod would be off by 2e-4 at the first timesteps. But
             # before the move, because some devices (mps) have no float64. The copy is kept, because a copy in each
             # step would make the host wait for the device.
             tables = torch.stack([self.sqrt_alphas_cumprod, self.sqrt_one_minus_alphas_cumprod, self.log_snr])
-            self._on_device[timesteps.device] = tables.float().to(timesteps.device)
-        at_timesteps = self._on_device[timesteps.device].index_select(1, timesteps)
-        alpha, sigma, log_snr = at_timesteps.view(3, -1, *[1] * (ndim - 1)).unbind()
+            self._on_device[key] = tables.float().to(timesteps.device).view(3, -1, *[1] * (ndim - 1))
+        alpha, sigma, log_snr = self._on_device[key].index_select(1, timesteps).unbind()
         return alpha, sigma, log_snr

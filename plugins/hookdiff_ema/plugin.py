@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from attrs import define, field
+from attrs import define, field, setters
 from attrs.validators import ge, gt, le, lt
 from torch import Tensor, nn
 
@@ -52,7 +52,7 @@ class EMAState:
     ema: Numbers
 
 
-@define(eq=False)
+@define(eq=False, on_setattr=setters.NO_OP)  # validated when made; each step sets fields
 class EMA:
     """Keeps moving averages of the weights, to sample with.
 
@@ -142,7 +142,8 @@ class EMA:
                 part.work(self._one)
             self.num_updates += 1
         else:
-            self._settle()
+            if self._pending:
+                self._settle()
             self._weights.fetch()
             self._pending = True
             if not self._weights.wait_is_long:
