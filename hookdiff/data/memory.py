@@ -13,10 +13,12 @@ from torch import Tensor
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Move `tensor` to `device` without making the host wait for a GPU."""
+    if tensor.device == device:
+        return tensor
     if device.type == "cuda" and tensor.device.type == "cpu":
         # A copy from pageable memory makes the host wait; a copy from pinned memory is asynchronous.
         return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor if tensor.device == device else tensor.to(device)
+    return tensor.to(device)
 
 
 def to_unit_range(images: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve
 from torch import Generator, Tensor, nn
 
 from hookdiff.data.batch import Batch
@@ -25,7 +24,7 @@ class ToyObjective:
         device = generator.device
         noise = torch.randn((batch.total, *batch.inputs.shape[1:]), generator=generator, device=device)
         timesteps = torch.randint(0, 10, (batch.total,), generator=generator, device=device)
-        return evolve(batch, draws={"noise": batch.own(noise), "timesteps": batch.own(timesteps)})
+        return batch.with_draws({"noise": batch.own(noise), "timesteps": batch.own(timesteps)})
 
     def __call__(self, net: nn.Module, batch: Batch) -> LossOutput:
         noise, timesteps = batch.draws["noise"], batch.draws["timesteps"]
