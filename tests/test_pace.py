@@ -1,5 +1,6 @@
 """Work that takes long: what is shown and logged of it."""
 
+import itertools
 import logging
 from collections.abc import Iterator
 
@@ -55,6 +56,7 @@ def test_work_that_an_error_ends_is_gone() -> None:
 def test_the_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     list(paced(parts(monkeypatch, 10, 1.0), 20, "short"))
+    list(paced(itertools.chain(parts(monkeypatch, 1, 0.9), [range(998)]), 1000, "long only by the first part"))
     assert not caplog.messages
     for _ in paced(parts(monkeypatch, 12, 10.0), 24, "fid: images"):
         list(paced(range(100), 100, "inner", size=lambda _: 1))
