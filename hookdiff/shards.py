@@ -94,7 +94,8 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype, held: Sequence[Tensor] 
     Of sharded ones it is the norm of the whole, and all ranks must call this. `held` replaces this rank's parts of
     them, such as by their differences to earlier ones.
     """
-    if any(map(is_sharded, tensors)):
+    # The set first: to look at each of hundreds of gradients takes as long as a small kernel.
+    if set(map(type, tensors)) != {Tensor} and any(map(is_sharded, tensors)):
         return summed(squares(tensors, dtype, held)).sqrt().to(dtype)
     own = list(tensors if held is None else held)
     return torch.stack(torch._foreach_norm(own, 2, dtype)) if own else torch.zeros(0, dtype=dtype)
