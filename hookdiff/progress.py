@@ -242,8 +242,7 @@ class End(ReadOnly):
 
     def begin_step(self) -> bool:
         """Return whether the run is over; if not, a request up to now is from before this step."""
-        if self._is_early != (self._asked is not None):
-            self._set(_is_early=not self._is_early)
+        self._set(_is_early=self._asked is not None)
         return self.reason is not None
 
     def votes(self) -> list[float]:

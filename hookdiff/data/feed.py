@@ -407,11 +407,10 @@ class Feed:
             indices = torch.cat(group)
             images, labels, conditions = samples.rows(indices, self.device)
             made = finish(Batch(images, labels, indices, conditions=conditions))
-            inputs = torch.split(made.inputs, sizes)
+            inputs, by_batch = torch.split(made.inputs, sizes), repeat(None)
             columns = {name: torch.split(column, sizes) for name, column in made.conditions.items()}
             cut = ({name: parts[k] for name, parts in columns.items()} for k in range(len(group)))
-            by_label = repeat(None) if labels is None else torch.split(labels, sizes)
-            yield from zip(inputs, by_label, group, cut if columns else repeat({}), strict=False)
+            yield from zip(inputs, by_batch if labels is None else torch.split(labels, sizes), group, cut, strict=False)
 
     def _load(self, epoch: int, shares: Sequence[Tensor], finish: Finish) -> Iterator[Stack]:
         loader = self._idle.pop() if self._idle else self._loader(self.workers)

@@ -142,8 +142,7 @@ class EMA:
                 part.work(self._one)
             self.num_updates += 1
         else:
-            if self._pending:
-                self._settle()
+            self._settle()
             self._weights.fetch()
             self._pending = True
             if not self._weights.wait_is_long:

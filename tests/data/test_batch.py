@@ -1,4 +1,5 @@
 import torch
+from attrs import evolve, fields_dict
 from hypothesis import given, strategies as st
 
 from hookdiff import Batch
@@ -36,3 +37,14 @@ def test_one_slice_is_the_batch_itself() -> None:
 def test_slices_lack_the_fields_that_the_batch_lacks() -> None:
     part = Batch(torch.zeros(5, 1))[1:3]
     assert (len(part), part.labels, part.indices, part.draws, part.total) == (2, None, None, {}, 5)
+
+
+def test_draws_are_added_and_all_else_stays() -> None:
+    mask = {"mask": torch.ones(2, 1)}
+    batch = Batch(torch.zeros(2, 1), torch.ones(2), torch.arange(2), {"noise": torch.ones(2)}, 9, mask)
+    batch = evolve(batch, rows=range(0, 8, 4), most=4, is_filler=True, replaced=Batch(torch.ones(2, 1)))
+    drawn = batch.with_draws({"timesteps": torch.arange(2)})
+    assert {name: values.tolist() for name, values in drawn.draws.items()} == {"noise": [1, 1], "timesteps": [0, 1]}
+    assert list(batch.draws) == ["noise"]
+    for name in fields_dict(Batch).keys() - {"draws"}:
+        assert getattr(drawn, name) is getattr(batch, name), name
