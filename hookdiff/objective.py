@@ -44,7 +44,7 @@ class Objective(Protocol):
     """Draws the randomness of a step once, and returns the loss of slices of its batch."""
 
     def draw(self, batch: Batch, generator: Generator) -> Batch:
-        """Return `batch` with this step's randomness in `draws`, one row per sample.
+        """Return `batch.with_draws({...})` with this step's randomness, one row per sample.
 
         Called once in a step, before the batch is sliced, so that the noise does not depend on `micro_batch`. The
         generator is the same on all ranks: draw for the `batch.total` samples of the step, and keep those of
