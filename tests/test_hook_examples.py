@@ -254,7 +254,7 @@ def test_reduce_loss() -> None:
 
 
 def test_backward() -> None:
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         toy_loop({"mark": examples.MarkBackward()}, steps=3, micro_batch=4).run()
     assert sum(event.name == "backward" for event in profile.events()) == 6
 

@@ -88,7 +88,7 @@ def _traced(loop: Loop, step: Callable[[], float], trace: Path | None) -> float 
     on_gpu = loop.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     loop.plugins.instrument(lambda plugin, hook: record_function(f"{plugin}: {hook}"))
-    with profile(activities=activities) as profiled:
+    with profile(activities=activities, acc_events=True) as profiled:  # torch 2.11 warns without it
         seconds = sum(step() for _ in range(_TRACED))
     loop.plugins.instrument(None)
     if trace:

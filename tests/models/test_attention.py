@@ -59,7 +59,7 @@ def test_a_layer_takes_the_form_that_was_measured_as_the_faster_one(
 
 def kernels(model: nn.Module, *inputs: Tensor) -> int:
     """Return how many layers of `model` call torch's kernel in bf16."""
-    with torch.profiler.profile() as profile, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+    with torch.profiler.profile(acc_events=True) as profile, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         model(*inputs)
     return sum(event.count for event in profile.key_averages() if event.key == "aten::scaled_dot_product_attention")
 

@@ -283,7 +283,7 @@ def test_the_counted_memory_is_what_the_allocator_gave():
         next(steps)
         twin.model.zero_grad()
         batch = next(twin.feed.batches(0))
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             twin.run_step(batch)
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     asked = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
