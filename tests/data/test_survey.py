@@ -3,6 +3,7 @@
 import re
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,8 @@ def test_another_sample_replaces_one_that_cannot_be_decoded(
         kept = Store(store=store, unreadable="skip", cache_dir=str(tmp_path / "cache"))
         feed = Feed(Folder(str(root)), store=kept, held_out=3, workers=workers, transforms=Transforms(flip=True))
         feed.bind(3)
-        batches = list(feed.batches(1))
+        with closing(feed):
+            batches = list(feed.batches(1))
         indices = torch.cat([batch.indices for batch in batches if batch.indices is not None])
         labels = torch.cat([batch.labels for batch in batches if batch.labels is not None])
         assert feed.labels is not None
