@@ -89,7 +89,7 @@ class RunDir:
             reason = loop.end.reason or "done"  # a plugin may have changed it
             return result
         finally:
-            if loop.run_dir is not None and self._is_ready:
+            if loop.run_dir is not None and (self._is_ready or _was_killed_at_the_end(loop, loop.run_dir, reason)):
                 self._record(loop, loop.run_dir / OUTCOME, reason)
 
     def _record(self, loop: Loop, path: Path, reason: str) -> None:
@@ -103,6 +103,12 @@ class RunDir:
         except StorageError:  # the directory is gone
             if reason != "error":
                 raise
+
+
+def _was_killed_at_the_end(loop: Loop, path: Path, reason: str) -> bool:
+    """Return whether the run in `path` was done when it was resumed, and an earlier process could not record this."""
+    goes_on = loop.is_main and loop.resume is not None and not loop.is_branch
+    return goes_on and reason == "done" and not (path / OUTCOME).exists()
 
 
 def _as_toml(loop: Loop) -> bytes:

@@ -182,6 +182,24 @@ def test_the_leftovers_of_a_killed_start_count_as_an_empty_folder(tmp_path):
         check_run_dir(tmp_path)
 
 
+def test_a_run_that_was_done_but_not_recorded_so_is_recorded_when_it_is_resumed(tmp_path):
+    def train(run, resume):
+        plugins = {"run_dir": RunDir(), "checkpoint": Checkpoint()}
+        assert toy_loop(plugins, run_dir=run, resume=resume, steps=2).run() == "done"
+
+    run, branch = tmp_path / "run", tmp_path / "branch"
+    train(run, resume=False)
+    outcome = (run / "outcome.json").read_bytes()
+    (run / "outcome.json").unlink()  # as if the run was killed between its last checkpoint and this file
+    train(branch, resume=run)
+    assert not branch.exists()
+    train(run, resume=True)
+    assert (run / "outcome.json").read_bytes() == outcome
+    (run / "outcome.json").write_text("why it was done")
+    train(run, resume=True)
+    assert (run / "outcome.json").read_text() == "why it was done"
+
+
 def test_overwriting_leaves_the_lock_and_nothing_else(tmp_path):
     run_dir_loop(tmp_path).run()
     before = (tmp_path / ".lock").stat().st_ino
