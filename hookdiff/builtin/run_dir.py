@@ -89,7 +89,7 @@ class RunDir:
             reason = loop.end.reason or "done"  # a plugin may have changed it
             return result
         finally:
-            if loop.run_dir is not None and (self._is_ready or _was_killed_at_the_end(loop, loop.run_dir, reason)):
+            if loop.run_dir is not None and (self._is_ready or _lacks_outcome(loop, loop.run_dir, reason)):
                 self._record(loop, loop.run_dir / OUTCOME, reason)
 
     def _record(self, loop: Loop, path: Path, reason: str) -> None:
@@ -105,10 +105,13 @@ class RunDir:
                 raise
 
 
-def _was_killed_at_the_end(loop: Loop, path: Path, reason: str) -> bool:
-    """Return whether the run in `path` was done when it was resumed, and an earlier process could not record this."""
-    goes_on = loop.is_main and loop.resume is not None and not loop.is_branch
-    return goes_on and reason == "done" and not (path / OUTCOME).exists()
+def _lacks_outcome(loop: Loop, path: Path, reason: str) -> bool:
+    """Return whether the run in `path` was done when it was resumed, and has no file of its outcome.
+
+    It was killed between its last checkpoint and that file.
+    """
+    is_resumed = loop.is_main and loop.resume is not None and not loop.is_branch
+    return is_resumed and reason == "done" and not (path / OUTCOME).exists()
 
 
 def _as_toml(loop: Loop) -> bytes:
