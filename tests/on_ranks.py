@@ -13,8 +13,10 @@ from torch import Generator, Tensor, nn
 
 from hookdiff import Batch, Loop, LoopConfig, LossOutput, hookimpl
 from hookdiff.experiment import make_plugin
+from hookdiff.experiment.optimizers import weights_of
 from hookdiff.ranks import gathered, joined, leave
 from hookdiff.shards import whole
+from hookdiff_muon import muon
 from tests.forked import Process, forked
 
 
@@ -142,6 +144,10 @@ class Sees:
         return (yield)
 
 
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "muon": lambda model: muon(weights_of(model), lr=0.01),
+}
 OWN = {"halves": Halves, "asks": Asks, "spoils": Spoils, "drops": Drops, "looks": Looks, "thaws": Thaws}
 
 
@@ -159,7 +165,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
         plugins[name] = OWN[name](**options) if name in OWN else make_plugin(name, {"plugins": {name: options}})
     loop = Loop(
         net,
-        lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        OPTIMIZERS[spec.get("optimizer", "adamw")],
         Denoise(dtype),
         data,
         LoopConfig(**{"steps": 20, "batch_size": 12, "log_every": 5, **spec.get("config", {})}),

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from hookdiff import Loop, UserError, hookimpl
 from hookdiff.disk import flatten
+from hookdiff.experiment.optimizers import weights_of
 from hookdiff.ranks import gathered, num_ranks, rank
 from hookdiff.shards import fill_, is_sharded, local, whole
 from hookdiff.testing import toy_loop
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_ddp import DDP
 from hookdiff_ema import EMA
+from hookdiff_muon import muon
 
 
 class Rows(torch.optim.Optimizer):
@@ -43,6 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
     "rows": lambda model: Rows([parameter for parameter in model.parameters() if parameter.dim() == 2]),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, amsgrad=True),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    "muon": lambda model: muon(weights_of(model), lr=0.01),
 }
 
 

@@ -43,24 +43,27 @@ def samples(result: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("num", "plugins", "dtype", "tolerance"),
+    ("num", "plugins", "optimizer", "dtype", "tolerance"),
     [
-        (2, {"ddp": {}}, "float32", 1e-5),
-        (2, {"ddp": {}}, "float64", 1e-12),
-        (2, {"fsdp": {}}, "float32", 1e-5),
-        (2, {"fsdp": {}}, "float64", 1e-12),
-        (2, {"fsdp": {"reshard": False, "checkpointing": True, "sync_once": True}, "looks": {}}, "float64", 1e-12),
-        (4, {"fsdp": {"replicas": 2}}, "float64", 1e-12),
+        (2, {"ddp": {}}, "adamw", "float32", 1e-5),
+        (2, {"ddp": {}}, "muon", "float64", 1e-12),
+        (2, {"fsdp": {}}, "adamw", "float32", 1e-5),
+        (2, {"fsdp": {}}, "muon", "float64", 1e-12),
+        (
+            *(2, {"fsdp": {"reshard": False, "checkpointing": True, "sync_once": True}, "looks": {}}),
+            *("adamw", "float64", 1e-12),
+        ),
+        (4, {"fsdp": {"replicas": 2}}, "muon", "float64", 1e-12),
     ],
     ids=str,
 )
 def test_ranks_train_as_one_process(
-    on_ranks: Trained, num: int, plugins: dict[str, Any], dtype: str, tolerance: float
+    on_ranks: Trained, num: int, plugins: dict[str, Any], optimizer: str, dtype: str, tolerance: float
 ) -> None:
     # Shares of 4 and 3 samples, in passes of 2 and 1, and a last batch that is smaller.
     config = {"batch_size": 7, "micro_batch": 2, "epochs": 3, "steps": 20}
-    alone = train({"plugins": {**plugins, **USUAL}, "dtype": dtype, "config": config})
-    together = on_ranks(num, plugins={**plugins, **USUAL}, dtype=dtype, config=config)
+    spec: dict[str, Any] = {"plugins": {**plugins, **USUAL}, "optimizer": optimizer, "dtype": dtype, "config": config}
+    alone, together = train(spec), on_ranks(num, **spec)
     assert apart(alone, together) < tolerance
     assert samples(alone) == samples(together)
     (own,) = alone["ranks"]

@@ -11,6 +11,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from hookdiff.errors import ConfigError, nearest
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 AUTO = "auto"  # among the patterns of no_decay
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# LBFGS evaluates the loss several times in a step, SparseAdam takes only sparse gradients, and Muon only matrices.
+# LBFGS evaluates the loss several times in a step, SparseAdam takes only sparse gradients, and the Muon of torch only
+# matrices: ours has its name.
 _UNFIT = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 _KINDS = [name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and kind not in _UNFIT]
 OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in sorted(_KINDS, key=str.lower)}
@@ -50,7 +52,8 @@ class Weight:
 
     name: str  # without parametrisation: "a.weight" rather than "a.parametrizations.weight.original"
     parameter: Tensor
-    role: Literal["embedding", "norm", "vector", "matrix", "kernel"]  # vector: a bias, or any other of 1 dimension
+    # vector: a bias, or any other of 1 dimension; kernel: of a convolution; other: any other of 3 dimensions or more
+    role: Literal["embedding", "norm", "vector", "matrix", "kernel", "other"]
     decays: bool = True
 
 
@@ -66,7 +69,9 @@ def weights_of(model: nn.Module) -> list[Weight]:
             return "embedding"  # also where an output layer shares it
         if any(isinstance(owner, _NORMS) for owner in owners[parameter]):
             return "norm"
-        return {0: "vector", 1: "vector", 2: "matrix"}.get(parameter.ndim, "kernel")
+        if any(isinstance(owner, _ConvNd) for owner in owners[parameter]) and parameter.ndim > 1:
+            return "kernel"
+        return {0: "vector", 1: "vector", 2: "matrix"}.get(parameter.ndim, "other")
 
     return [Weight(plain_name(name), parameter, role(parameter)) for name, parameter in model.named_parameters()]
 

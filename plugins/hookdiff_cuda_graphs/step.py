@@ -47,9 +47,13 @@ def options_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 
 def can_be_held_back(optimizer: Optimizer) -> bool:
-    """Return whether a flag on the device can hold back a step of `optimizer`, as fused kernels of torch allow."""
+    """Return whether a flag on the device can hold back a step of `optimizer`.
+
+    Fused kernels of torch can be held back, and classes with an attribute `found_inf`, such as our own Muon.
+    """
     kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-    return type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
+    is_fused = type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused or hasattr(type(optimizer), "found_inf")
 
 
 def has_state(optimizer: Optimizer) -> bool:

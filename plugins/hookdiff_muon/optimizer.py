@@ -1,74 +1,110 @@
-"""Muon with AdamW beside it."""
+"""Muon, for weights of two or more dimensions."""
 
-import logging
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from hookdiff.experiment.optimizers import Weight, fastest_kernel, groups, matching
+from hookdiff.shards import local, place, whole
+from hookdiff_muon.orthogonal import orthogonalized
 
-log = logging.getLogger("hookdiff")
+Adjust = Literal["match_rms_adamw", "original", "spectral_unclamped"]
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,  # Liu et al. 2025, eq. 4
+    "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+    "spectral_unclamped": lambda rows, columns: (rows / columns) ** 0.5,
+}
 
 
-def muon(
-    params: Sequence[Weight],
-    *,
-    lr: float = 1e-3,
-    weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    ns_steps: int = 5,
-    adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw",
-    adamw: tuple[str, ...] = (),
-    adamw_lr: float | None = None,
-    adamw_betas: tuple[float, float] = (0.9, 0.999),
-    adamw_eps: float = 1e-8,
-) -> tuple[Optimizer, ...]:
-    """Make Muon for the matrices, and AdamW for the rest: convolutions, embeddings, norms, biases.
+class Muon(Optimizer):
+    """Steps along the nearest orthogonal matrix of the momentum (Jordan et al. 2024), with decoupled weight decay.
 
-    Muon (Jordan et al. 2024) steps along the nearest orthogonal matrix of the momentum, by `ns_steps` of a
-    Newton-Schulz iteration. With "match_rms_adamw" its updates are as large as those of AdamW (Liu et al. 2025, arXiv
-    2502.16982, eq. 4), so that one learning rate serves both.
+    A kernel of a convolution is a matrix with a row for each first index, as Jordan has it. Weights of one shape take
+    their step together. Each rank computes the whole of a sharded weight.
+
+    `found_inf`, a tensor of 0 or 1 on the device, holds back a step where it is 1, as in fused optimizers of torch.
 
     Args:
-        params: the weights to train.
-        lr: learning rate of the matrices, and of AdamW unless `adamw_lr` is given.
-        weight_decay: weight decay of both.
-        momentum: momentum of Muon.
-        nesterov: use Nesterov's momentum in Muon.
-        ns_steps: steps of the Newton-Schulz iteration that makes an update orthogonal.
-        adjust_lr_fn: scaling of the learning rate by the shape of a matrix: "match_rms_adamw" (updates as large as
-            AdamW's, Liu et al. 2025), "original" or "spectral_unclamped", as in torch.
-        adamw: patterns of matrices for AdamW, such as the first and last of "dit": `["patch_in.*", "patch_out.*"]`.
-        adamw_lr: learning rate of AdamW.
-        adamw_betas: betas of AdamW.
-        adamw_eps: epsilon of AdamW.
+        params: weights of two or more dimensions, or groups of them.
+        lr: learning rate.
+        weight_decay: decoupled weight decay.
+        momentum: share of the earlier momentum in the new one, 0 to below 1.
+        nesterov: step along the gradient mixed with the momentum once more.
+        ns_steps: steps of the Newton-Schulz iteration, 1 to 99.
+        adjust_lr_fn: factor for the learning rate by the shape of a matrix: "match_rms_adamw" (updates as large as
+            AdamW's, Liu et al. 2025, arXiv 2502.16982, eq. 4), "original" or "spectral_unclamped", as torch has them.
 
     Raises:
-        ValueError: there is no matrix, or a pattern matches no weight.
+        ValueError: a value out of range, or a weight of fewer dimensions.
     """
-    if not 1 <= ns_steps < 100:  # torch's own limit, which it checks in the first step
-        raise ValueError(f"ns_steps={ns_steps}: expected 1 to 99")
-    kept = matching(params, adamw, "adamw")
-    matrices = [weight for weight in params if weight.role == "matrix" and weight.name not in kept]
-    if not matrices:
-        raise ValueError("muon trains matrices, and the model has none left for it; nearest: 'adamw'")
-    own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-    own |= {"adjust_lr_fn": adjust_lr_fn, "lr": lr, "weight_decay": weight_decay}
-    first = torch.optim.Muon(groups(matrices, "muon"), **own)
-    rest = [weight for weight in params if weight not in matrices]
-    if not rest:
-        return (first,)
-    own_size, rest_size = (sum(weight.parameter.numel() for weight in weights) for weights in (matrices, rest))
-    if own_size < rest_size:
-        log.warning(
-            f"muon: trains {own_size / (own_size + rest_size):.1%} of the parameters, and AdamW the others\n"
-            "  Muon pays off if most of a model is matrices, as in a transformer (model.use = 'dit'); here "
-            "optimizer.use = 'adamw' may do as well"
-        )
-    rate = lr if adamw_lr is None else adamw_lr
-    of_adamw: dict[str, Any] = {"lr": rate, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": weight_decay}
-    of_adamw |= fastest_kernel(torch.optim.AdamW, of_adamw, rest)
-    return first, torch.optim.AdamW(groups(rest, "adamw"), **of_adamw)
+
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: Adjust = "match_rms_adamw",
+    ) -> None:
+        for name, value, least, end in (
+            ("lr", lr, 0.0, float("inf")),
+            ("weight_decay", weight_decay, 0.0, float("inf")),
+            ("momentum", momentum, 0.0, 1.0),
+            ("ns_steps", ns_steps, 1, 100),
+        ):
+            if not least <= value < end:
+                raise ValueError(f"{name}={value}: expected {least} to below {end}")
+        if adjust_lr_fn not in SCALES:
+            raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}: expected one of {', '.join(SCALES)}")
+        own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        super().__init__(params, {**own, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn})
+        shapes = [tuple(one.shape) for group in self.param_groups for one in group["params"] if one.dim() < 2]
+        if shapes:
+            raise ValueError(f"Muon trains weights of two or more dimensions, got the shape {shapes[0]}")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Make a step with the gradients of the weights, without those that have none; return what `closure` does."""
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            alike = defaultdict(list)
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    alike[weight.shape, weight.dtype, weight.device].append(weight)
+            for weights in alike.values():
+                self._update(weights, group)
+        return loss
+
+    def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        """Train `weights` of one shape."""
+        gradients: list[Any] = [weight.grad for weight in weights]
+        momenta = [self._momentum_of(weight) for weight in weights]
+        lr = group["lr"]
+        if self.found_inf is not None:
+            is_kept = self.found_inf == 0
+            gradients = [torch.where(is_kept, *pair) for pair in zip(gradients, momenta, strict=True)]
+            lr = lr * is_kept
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
+        matrices = torch.stack([whole(one).flatten(1) for one in ahead])
+        updates = orthogonalized(matrices, group["ns_steps"]).to(matrices.dtype)
+        updates *= lr * SCALES[group["adjust_lr_fn"]](*matrices.shape[1:])
+        parts = [local(weight) for weight in weights]
+        torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
+        moves = updates.view(len(weights), *weights[0].shape)
+        torch._foreach_sub_(parts, [move[place(one)] for move, one in zip(moves, weights, strict=True)])
+
+    def _momentum_of(self, weight: Tensor) -> Tensor:
+        state = self.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        momentum: Tensor = state["momentum_buffer"]
+        return momentum

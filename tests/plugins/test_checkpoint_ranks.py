@@ -75,8 +75,10 @@ def newest(run_dir: Path) -> Path:
     [
         (2, (1, 4), "adamw"),
         (1, (2,), "rows"),
+        (1, (2,), "muon"),
         pytest.param(1, (2,), "adamw", marks=pytest.mark.slow),
         pytest.param(2, (1, 4), "rows", marks=pytest.mark.slow),
+        pytest.param(2, (1, 4), "muon", marks=pytest.mark.slow),
         pytest.param(3, (2,), "adamw", marks=pytest.mark.slow),
     ],
 )

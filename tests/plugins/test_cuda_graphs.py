@@ -14,10 +14,12 @@ from hookdiff.data import InMemory, Transforms, digits
 from hookdiff.device_part import DevicePart
 from hookdiff.diffusion import Diffusion
 from hookdiff.experiment.discovery import plugin_class
+from hookdiff.experiment.optimizers import weights_of
 from hookdiff.rehearsal import rehearsing
 from hookdiff.testing import CountTransfers, ToyObjective, assert_same, toy_loop, toy_model, weights
 from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
+from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet
 from tests.conftest import check_facts, refused
 from tests.replayed import CpuRecorder
@@ -29,6 +31,12 @@ USUAL: dict[str, dict[str, Any]] = {
     "amp": {"precision": "bf16"},
     "ema": {"decay": [0.9], "std": [0.1]},
     "nan": {},
+}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, fused=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, fused=True),
+    "muon": lambda model: muon(weights_of(model), lr=1e-3),
 }
 
 
@@ -108,7 +116,7 @@ def test_replayed_steps_give_the_weights_and_averages_of_usual_ones(device, reco
     ],
     ids=["unet", "dit"],
 )
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_networks_and_optimizers_of_real_runs(device, recorder, make, optimizer):
     labels = device.type == "cuda"  # on a CPU the networks look at their values, to refuse wrong ones
     loops = []
@@ -116,7 +124,7 @@ def test_networks_and_optimizers_of_real_runs(device, recorder, make, optimizer)
         torch.manual_seed(0)
         loop = Loop(
             make(10 if labels else 0).to(device),
-            lambda model: optimizer(model.parameters(), lr=1e-3, fused=True),
+            OPTIMIZERS[optimizer],
             Diffusion(conditional=labels),
             Feed(digits()),
             LoopConfig(steps=8, batch_size=8),
@@ -199,14 +207,15 @@ def test_a_step_that_is_not_finite_changes_nothing(device, recorder, tmp_path, p
     assert_close(replayed, usual)
 
 
-def test_the_step_that_is_not_finite_itself_moves_no_weight_and_no_average(device, recorder):
-    loop = toy(device, plugins(cuda_graphs=graphs(), nan=plugin_class("nan")(policy="skip")), objective=Poison({9}))
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_step_that_is_not_finite_itself_moves_no_weight_and_no_average(device, recorder, optimizer):
+    given = plugins(cuda_graphs=graphs(), nan=plugin_class("nan")(policy="skip"))
+    loop = toy(device, given, objective=Poison({9}), optimizers=OPTIMIZERS[optimizer])
     seen = []
 
     def state():
-        held = loop.optimizers[0].state[next(loop.model.parameters())]
-        ema = loop.plugins["ema"]
-        return [value.clone() for value in (*weights(loop).values(), *ema.shadow.values(), *held.values())]
+        held = [value for one in loop.optimizers for state in one.state.values() for value in state.values()]
+        return [value.clone() for value in (*weights(loop).values(), *loop.plugins["ema"].shadow.values(), *held)]
 
     with loop:
         for _ in loop.steps():
