@@ -9,7 +9,8 @@ memory: the estimate of `hookdiff memory` beside the measured peak.
 sampling: benchmarks/sampling.py on the GPU, if diffusers is installed.
 
 Each measurement of `train` has a process and the GPU for itself; the contestants take turns in an order shuffled for
-each round. "hookdiff" is a config with the usual plugins, alone and with `cuda_graphs` and `compile`. "diffusers" is
+each round. "hookdiff" is a config with the usual plugins, alone and with `cuda_graphs` and `compile`, and with AdamW as
+the others have it; with "Muon" it has the optimizer that a config gets unless it names one. "diffusers" is
 the loop of its train_unconditional example around the same network, as it is installed and with its mixed precision;
 its images are tensors already, which it would decode. "bare graph" is forward, backward and a fused AdamW in bf16,
 captured as one CUDA graph, without noise, clipping, average or a look at the loss: no loop can be faster.
@@ -89,6 +90,9 @@ channels = {channels}
 channel_mults = {channel_mults}
 num_res_blocks = {num_res_blocks}
 
+[optimizer]
+use = "adamw"
+
 [plugins.checkpoint]
 every = "1000 h"
 """
@@ -110,9 +114,10 @@ def config_of(network: Network, device: str, folder: Path, plugins: tuple[str, .
     return load_config(folder / "gpu.toml", ["no:progress", "no:samples", *plugins], settings)
 
 
-def hookdiff(network: Network, device: str, *plugins: str) -> Iterator[None]:
+def hookdiff(network: Network, device: str, *plugins: str, optimizer: str = "adamw") -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
-        loop = build_loop(config_of(network, device, Path(folder), plugins), Path(folder) / "run")
+        config = config_of(network, device, Path(folder), plugins, f"optimizer.use={optimizer}")
+        loop = build_loop(config, Path(folder) / "run")
         with loop:
             for _ in loop.steps():
                 yield
@@ -181,6 +186,8 @@ CONTESTANTS: dict[str, Callable[[Network, str], Iterator[None]]] = {
     "hookdiff, cuda_graphs": lambda network, device: hookdiff(network, device, "cuda_graphs"),
     "hookdiff, compile": lambda network, device: hookdiff(network, device, "compile"),
     "hookdiff, compile and cuda_graphs": lambda network, device: hookdiff(network, device, "compile", "cuda_graphs"),
+    "hookdiff, Muon": lambda network, device: hookdiff(network, device, optimizer="muon"),
+    "hookdiff, Muon, cuda_graphs": lambda network, device: hookdiff(network, device, "cuda_graphs", optimizer="muon"),
     "diffusers, as installed": lambda network, device: diffusers(network, device, mixed_precision=False),
     "diffusers, bf16": lambda network, device: diffusers(network, device, mixed_precision=True),
 }

@@ -45,7 +45,7 @@ class Recipe(ABC):
 
 
 class Hookdiff(Recipe):
-    """A config as in examples: data, network, batch size, steps and rate; hookdiff decides the rest."""
+    """A config as in examples: data, network, batch size and steps; hookdiff decides the rest."""
 
     batch_size = 32
     CONFIG = """
@@ -65,9 +65,6 @@ block_out_channels = [32, 64, 64]
 down_block_types = ["DownBlock2D", "DownBlock2D", "AttnDownBlock2D"]
 up_block_types = ["AttnUpBlock2D", "UpBlock2D", "UpBlock2D"]
 norm_num_groups = 8
-
-[optimizer]
-lr = 2e-3
 """
 
     def __init__(
@@ -266,8 +263,13 @@ class DenoisingDiffusionPytorch(Recipe):
 # Of hookdiff's own keys, each beside the default.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "default": (),
-    "lr 1e-3": ("optimizer.lr=1e-3",),
+    "lr 5e-4": ("optimizer.lr=5e-4",),
+    "lr 2e-3": ("optimizer.lr=2e-3",),
     "lr 4e-3": ("optimizer.lr=4e-3",),
+    "momentum 0.9": ("optimizer.momentum=0.9",),
+    "AdamW, lr 1e-3": ("optimizer.use=adamw",),
+    "AdamW": ("optimizer.use=adamw", "optimizer.lr=2e-3"),
+    "AdamW, lr 4e-3": ("optimizer.use=adamw", "optimizer.lr=4e-3"),
     **{
         f"times of {mean:g}, {std:g}": tuple(
             f"diffusion.times.{option}"
@@ -281,7 +283,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "cooldown": ("plugins.lr.schedule=cooldown",),
     "EMA of 0.05": ("plugins.ema.std=0.05",),
     "EMA of 0.15": ("plugins.ema.std=0.15",),
-    "betas of 0.9 and 0.99": ("optimizer.betas=[0.9,0.99]",),
+    "betas of 0.9 and 0.99": ("optimizer.use=adamw", "optimizer.lr=2e-3", "optimizer.betas=[0.9,0.99]"),
     "euler": ("sampling.sampler=euler",),
     "heun": ("sampling.sampler=heun", "sampling.steps=25"),
     "clamp": ("sampling.clipping=clamp",),
@@ -294,6 +296,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 # By name: the class and its options.
 RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     "hookdiff": (Hookdiff, {}),
+    "hookdiff, AdamW": (Hookdiff, {"settings": ("optimizer.use=adamw", "optimizer.lr=2e-3")}),
     "hookdiff, vp": (Hookdiff, {"settings": ("diffusion.process=vp",)}),
     "hookdiff, ddpm": (Hookdiff, {"settings": ("diffusion.process=ddpm",)}),
     "by hand": (ByHand, {"lr": 2e-3, "batch_size": 32}),
@@ -332,6 +335,7 @@ TUNED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
 
 
 def rate_of(name: str) -> str:
-    """Return what the speed of a recipe depends on: its class and its batch size."""
+    """Return what the speed of a recipe depends on: its class, its batch size and its optimizer."""
     kind, options = {**RECIPES, **TUNED}[name]
-    return f"{kind.__name__}, batch {options.get('batch_size', kind.batch_size)}"
+    optimizer = ", AdamW" * ("optimizer.use=adamw" in options.get("settings", ()))
+    return f"{kind.__name__}, batch {options.get('batch_size', kind.batch_size)}{optimizer}"

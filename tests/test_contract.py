@@ -299,6 +299,7 @@ print(*sys.modules)
     assert (tmp_path / "run" / "config.toml").exists()
     assert {module.partition(".")[0] for module in modules if module.startswith("hookdiff_")} == {
         "hookdiff_clip",
+        "hookdiff_muon",
         "hookdiff_networks",
     }
     asked_for = {"builtin.micro_batch", "models.memory"}

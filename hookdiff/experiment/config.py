@@ -156,7 +156,7 @@ SOURCES = {
 SECTIONS = (
     Section("data", SOURCES, (Transforms, Store, Feed), SOURCE, key="source", find=_import_source),
     Section("model", {}, (Start, Initialisation), MODEL, adapt=checkpointable),
-    Section("optimizer", OPTIMIZERS, (Groups,), OPTIMIZER, default="adamw"),
+    Section("optimizer", OPTIMIZERS, (Groups,), OPTIMIZER, default="muon"),
 )
 
 

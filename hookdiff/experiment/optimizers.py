@@ -61,7 +61,8 @@ def weights_of(model: nn.Module) -> list[Weight]:
     """Return each parameter of `model` once, in the model's order, frozen ones too: a plugin may thaw them later."""
     owners: dict[Tensor, list[nn.Module]] = {}
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+        lists = getattr(module, "parametrizations", {}).values()
+        for parameter in (p for one in (module, *lists) for p in one.parameters(recurse=False)):
             owners.setdefault(parameter, []).append(module)
 
     def role(parameter: Tensor) -> Any:

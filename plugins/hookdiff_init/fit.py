@@ -30,14 +30,13 @@ class Network:
     channels: int
     mults: tuple[int, ...]
     blocks: int
-    lr: float
 
 
 _NETWORKS = (
-    Network(8, 32, (1, 2), 1, 2e-3),
-    Network(16, 32, (1, 2, 2), 1, 2e-3),
-    Network(48, 64, (1, 2, 2, 4), 1, 5e-4),
-    Network(96, 64, (1, 1, 2, 2, 4), 1, 5e-4),
+    Network(8, 32, (1, 2), 1),
+    Network(16, 32, (1, 2, 2), 1),
+    Network(48, 64, (1, 2, 2, 4), 1),
+    Network(96, 64, (1, 1, 2, 2, 4), 1),
 )
 
 
@@ -56,7 +55,6 @@ def fit(pictures: Pictures, seconds: float | None) -> Plan:
             channels=network.channels,
             mults=network.mults,
             blocks=network.blocks,
-            lr=network.lr,
             batch_size=min(pictures.num, _BATCH if device == "cpu" else 2 * _BATCH),
         )
         fewest = _STEPS * side / _SIDE

@@ -19,7 +19,6 @@ class Plan:
     channels: int
     mults: tuple[int, ...]
     blocks: int
-    lr: float
     batch_size: int
     steps: int = 1000
     step_seconds: float = 0.0
@@ -61,9 +60,6 @@ def _lines(pictures: Pictures, plan: Plan, path: Path) -> Iterator[tuple[str, st
         yield "[diffusion]", ""
         yield "conditional = true", f"train on the classes: {_named(pictures.classes)}"
         yield "", ""
-    yield "[optimizer]", ""
-    yield f"lr = {plan.lr:g}", ""
-    yield "", ""
     if pictures.classes:
         yield "[sampling]", ""
         yield "guidance = { scale = 2.0 }", "1 follows the class less, 4 more"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hookdiff.shards import local, place, whole
-from hookdiff_muon.orthogonal import orthogonalized
+from hookdiff.shards import is_sharded, local, place, whole
+from hookdiff_muon.orthogonal import batch_of, orthogonalized
 
 Adjust = Literal["match_rms_adamw", "original", "spectral_unclamped"]
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -22,8 +22,8 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 class Muon(Optimizer):
     """Steps along the nearest orthogonal matrix of the momentum (Jordan et al. 2024), with decoupled weight decay.
 
-    A kernel of a convolution is a matrix with a row for each first index, as Jordan has it. Weights of one shape take
-    their step together. Each rank computes the whole of a sharded weight.
+    A kernel of a convolution is a matrix with a row for each first index, as Jordan has it. Weights of alike shapes
+    make their steps together. Each rank computes the whole of a sharded weight.
 
     `found_inf`, a tensor of 0 or 1 on the device, holds back a step where it is 1, as in fused optimizers of torch.
 
@@ -75,16 +75,17 @@ class Muon(Optimizer):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for group in self.param_groups:
-            alike = defaultdict(list)
+            batches = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
-                    alike[weight.shape, weight.dtype, weight.device].append(weight)
-            for weights in alike.values():
+                    # A sharded one alone, since its whole is in memory meanwhile.
+                    batches[id(weight) if is_sharded(weight) else batch_of(weight)].append(weight)
+            for weights in batches.values():
                 self._update(weights, group)
         return loss
 
     def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Train `weights` of one shape."""
+        """Train `weights`, which are one batch."""
         gradients: list[Any] = [weight.grad for weight in weights]
         momenta = [self._momentum_of(weight) for weight in weights]
         lr = group["lr"]
@@ -94,13 +95,14 @@ class Muon(Optimizer):
             lr = lr * is_kept
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         ahead = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
-        matrices = torch.stack([whole(one).flatten(1) for one in ahead])
-        updates = orthogonalized(matrices, group["ns_steps"]).to(matrices.dtype)
-        updates *= lr * SCALES[group["adjust_lr_fn"]](*matrices.shape[1:])
+        matrices = [whole(one).flatten(1) for one in ahead]
+        updates = [one.to(matrices[0].dtype) for one in orthogonalized(matrices, group["ns_steps"])]
+        scale = SCALES[group["adjust_lr_fn"]]
+        torch._foreach_mul_(updates, [scale(*one.shape) for one in updates])
+        torch._foreach_mul_(updates, lr)
         parts = [local(weight) for weight in weights]
         torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
-        moves = updates.view(len(weights), *weights[0].shape)
-        torch._foreach_sub_(parts, [move[place(one)] for move, one in zip(moves, weights, strict=True)])
+        torch._foreach_sub_(parts, [_part(*pair) for pair in zip(updates, weights, strict=True)])
 
     def _momentum_of(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
@@ -108,3 +110,9 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         momentum: Tensor = state["momentum_buffer"]
         return momentum
+
+
+def _part(update: Tensor, weight: Tensor) -> Tensor:
+    """Return the part of `update`, a matrix, that this rank holds of `weight`."""
+    shaped = update.reshape(weight.shape)
+    return shaped[place(weight)] if is_sharded(weight) else shaped

@@ -154,7 +154,7 @@ def test_golden_line_of_the_changes(runs):
         ("data.held_out=0.5", "0 -> 0.5"),
         ("data.balanced=true", "False -> True"),
         ("diffusion.process.timesteps=50", "20 -> 50"),
-        ("optimizer.amsgrad=true", "False -> True"),
+        ("optimizer.momentum=0.0", "0.95 -> 0.0"),
     ],
 )
 def test_a_change_of_a_fixed_key_is_refused(runs, setting, change, tmp_path):

@@ -188,6 +188,7 @@ def with_part(key: str, value: Any) -> Tables:
     tables: Tables = {
         "model": {**SMALL["model"], "num_classes": 10},
         "diffusion": {"process": {"use": "vp", "schedule": {"use": "cosine"}, "timesteps": 20}},
+        "optimizer": {"lr": 0.01},  # so that three steps show what an option does
         "sampling": {"steps": 3, "spacing": "trailing"},
     }
     *path, last = key.split(".")

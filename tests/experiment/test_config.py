@@ -70,7 +70,7 @@ def test_a_good_config_is_read_with_its_types(path):
 def test_three_keys_are_a_whole_config(tmp_path):
     text = '[run]\nsteps = 1\n[data]\nsource = "digits"\n[model]\nuse = "unet"\n'
     config = load_config(write(tmp_path / "small.toml", text))
-    assert config.optimizer.use == "adamw"
+    assert config.optimizer.use == "muon"
     assert tuple(config.plugins) == ("lr", "clip", "amp", "ema", "nan", "checkpoint", "samples", "progress")
     bare = text.replace("steps = 1", "steps = 1\nplugins = []")
     assert load_config(write(tmp_path / "bare.toml", bare)).plugins == {}

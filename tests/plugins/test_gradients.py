@@ -444,7 +444,7 @@ class TestRuns:
         loop.run()
         first, *_ = said(caplog)
         assert first.partition(": ")[2].startswith("learning rate probably too high")
-        assert "the weights grew to " in first
+        assert "the weights grew to " in first or "one update changed the weights by " in first
         assert any(name in first for name in loop.gradients.names)
 
     def test_a_dead_layer(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -103,7 +103,7 @@ CASES = [
     ("unet", ("model.num_classes=10", "run.micro_batch=4", "diffusion.weighting=min_snr"), ()),
     ("dit", ("plugins.amp.precision=bf16", "model.dropout=0.1"), ("amp", "ema", "clip")),
     ("dit", ("model.num_classes=10", "model.gradient_checkpointing=true", "optimizer.use=sgd"), ()),
-    ("Norms", ("optimizer.amsgrad=true", "run.micro_batch=3"), ("ema",)),
+    ("Norms", ("optimizer.use=adamw", "optimizer.amsgrad=true", "run.micro_batch=3"), ("ema",)),
     ("MLP", ("optimizer.use=sgd", "optimizer.momentum=0.9"), ()),
 ]
 
@@ -132,7 +132,7 @@ def test_the_estimate_is_the_memory_of_a_real_run(config, tmp_path, model, setti
 
 def test_the_estimate_of_an_mlp_is_its_formula(config):
     n, size, hidden, number = 6, 64, 100, 4
-    estimate = estimate_memory(config("MLP", "model.hidden=100", "diffusion.process.use=ddpm"))
+    estimate = estimate_memory(config("MLP", "model.hidden=100", "diffusion.process.use=ddpm", "optimizer.use=adamw"))
     weights = number * (2 * size * hidden + hidden + size)
     assert (estimate.parameters, estimate.gradients, estimate.buffers) == (weights, weights, 0)
     assert estimate.optimizer == 2 * weights + 4 * number  # Adam: two numbers a weight, and a count for each tensor
@@ -180,7 +180,7 @@ def test_a_smaller_micro_batch_needs_less(config):
 
 @pytest.mark.parametrize("amp", [(), ("amp",)], ids=["", "amp"])
 def test_two_passes_are_counted(config, amp):
-    settings = ("model.hidden=400", "run.micro_batch=3")
+    settings = ("model.hidden=400", "run.micro_batch=3", "optimizer.use=adamw")
     plain = estimate_memory(config("MLP", *settings, plugins=amp))
     moved = estimate_memory(config("MLP", *settings, plugins=[*amp, "tests.sam:SAM"]))
     assert moved.notes == ()
@@ -231,7 +231,7 @@ def count(hookdiff, user_module, write_config):
 
 
 def test_memory_is_printed_as_a_table_in_mib(count):
-    code, out, _ = count("--set", "model.hidden=8192", "--plugins", "ema")
+    code, out, _ = count("--set", "model.hidden=8192", "--set", "optimizer.use=adamw", "--plugins", "ema")
     assert code == 0
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines()[1:]}
     expected = {"parameters": 4.03, "gradients": 4.03, "optimizer": 8.06, "plugins.ema": 4.03, "activations": 0.19}

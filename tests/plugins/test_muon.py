@@ -85,7 +85,7 @@ def test_the_rate_is_scaled_by_the_shape(kind: Any, tall: float, wide: float) ->
         weights, gradient = [weight_of(shape)], drawn(*shape, seed=1)
         before = weights[0].detach().clone()
         stepped(Muon(weights, lr=0.1, adjust_lr_fn=kind, weight_decay=0.0), weights, [gradient])
-        made = orthogonalized(gradient[None], 5)[0]
+        (made,) = orthogonalized([gradient], 5)
         torch.testing.assert_close(before - weights[0].detach(), 0.1 * factor * made, rtol=1e-4, atol=1e-6)
 
 
@@ -110,11 +110,11 @@ def test_the_result_is_nearly_orthogonal_for_any_shape_and_size(
     rows: int, columns: int, seed: int, size: float
 ) -> None:
     """Jordan et al. (2024): singular values end between 0.68 and 1.14, unless they are small beside the norm."""
-    matrix = drawn(1, rows, columns, seed=seed).double()
-    u, s, v = torch.linalg.svd(matrix[0], full_matrices=False)
+    matrix = drawn(rows, columns, seed=seed).double()
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     kept = s > 0.003 * s.norm()
     for steps, scaled in ((5, matrix), (5, matrix.float() * size)):
-        made = orthogonalized(scaled, steps)[0].double()
+        made = orthogonalized([scaled], steps)[0].double()
         found = torch.diagonal(u.mT @ made @ v.mT)
         assert ((found > 0.67) & (found < 1.21))[kept].all()
         torch.testing.assert_close((u * found) @ v, made, rtol=0, atol=1e-3)
@@ -123,8 +123,8 @@ def test_the_result_is_nearly_orthogonal_for_any_shape_and_size(
 def test_small_singular_values_survive_float32() -> None:
     """The iteration works with squares; those of 1e-4 and less are about the rounding of float32."""
     u, _, v = torch.linalg.svd(drawn(32, 96).double(), full_matrices=False)
-    matrix = ((u * torch.logspace(0, -5, 32, dtype=torch.float64)) @ v)[None]
-    exact, ours = orthogonalized(matrix, 5), orthogonalized(matrix.float(), 5)
+    matrix = (u * torch.logspace(0, -5, 32, dtype=torch.float64)) @ v
+    (exact,), (ours,) = orthogonalized([matrix], 5), orthogonalized([matrix.float()], 5)
     assert (ours - exact).norm() < 1e-3 * exact.norm()
 
 

@@ -357,7 +357,8 @@ def test_the_denoising_leads_from_noise_to_the_image(
 ) -> None:
     options = {"num": 5, "scale": 1, "steps": 4, "denoising": [0.0, 0.5, 1.0]}
     table = {"use": process, **({"schedule": "cosine", "timesteps": 20} if process == "vp" else {})}
-    made = trained(write_config, tmp_path / "run", options, diffusion={"process": table})
+    tables = {"diffusion": {"process": table}, "optimizer": {"lr": 0.01}}
+    made = trained(write_config, tmp_path / "run", options, **tables)
     ((_, sheet),), ((_, strip),) = (panels(made[name]) for name in ("samples", "samples/denoising"))
     assert len(strip) == 3 * 4
     for row in range(4):

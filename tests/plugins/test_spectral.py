@@ -276,10 +276,11 @@ def test_memory_format_and_decay_are_those_of_the_weight(tmp_path: Path) -> None
     with build_loop(load(tmp_path, UNET, *SOME), tmp_path / "run") as loop:
         weight = loop.model.down[0][0].conv1.weight  # type: ignore[index, union-attr]
         assert weight.is_contiguous(memory_format=torch.channels_last)
-        (first, second) = loop.optimizers[0].param_groups
+        of_muon, of_adamw = ([p for g in one.param_groups for p in g["params"]] for one in loop.optimizers)
         original = dict(loop.model.named_parameters())["down.0.0.conv1.parametrizations.weight.original"]
-        assert any(p is original for p in first["params"])
-        assert all(p.ndim == 1 for p in second["params"])
+        assert any(p is original for p in of_muon)
+        assert all(p.ndim == 1 for p in of_adamw)
+        assert all(group["weight_decay"] == 0 for group in loop.optimizers[1].param_groups)
 
 
 def test_plain_tensors_have_the_names_of_the_model(tmp_path: Path) -> None:
