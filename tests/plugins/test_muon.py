@@ -1,5 +1,6 @@
 """Muon: its formula in a few lines of float64, the nearest orthogonal matrix, and what a run needs of an optimizer."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -126,6 +127,37 @@ def test_small_singular_values_survive_float32() -> None:
     matrix = (u * torch.logspace(0, -5, 32, dtype=torch.float64)) @ v
     (exact,), (ours,) = orthogonalized([matrix], 5), orthogonalized([matrix.float()], 5)
     assert (ours - exact).norm() < 1e-3 * exact.norm()
+
+
+@pytest.fixture
+def reduced() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("reduced")
+def test_where_products_of_float32_are_reduced_the_iteration_is_in_bf16() -> None:
+    """So it is on a GPU."""
+    weights = [weight_of((8, 4, 3, 3)), weight_of((36, 8))]
+    gradients = [drawn(8, 4, 3, 3, seed=1), drawn(36, 8, seed=2)]
+    expected = [plainly(*pair, lr=0.1) for pair in zip(weights, ([one] for one in gradients), strict=True)]
+    before = [weight.detach().double() for weight in weights]
+    assert {one.dtype for one in orthogonalized([gradients[1]], 5)} == {torch.bfloat16}
+    stepped(Muon(weights, lr=0.1), weights, gradients)
+    for weight, old, new in zip(weights, before, expected, strict=True):
+        assert (weight.detach() - new).norm() < 0.03 * (new - old).norm()
+
+
+@pytest.mark.cuda
+def test_a_gpu_makes_the_steps_of_the_formula_up_to_bf16() -> None:
+    weights, gradients = [weight_of((8, 4, 3, 3)), weight_of((8, 4, 3, 3))], [drawn(8, 4, 3, 3, seed=s) for s in (1, 2)]
+    expected = [plainly(*pair, lr=0.1) for pair in zip(weights, ([one] for one in gradients), strict=True)]
+    moved = [nn.Parameter(weight.detach().cuda()) for weight in weights]
+    stepped(Muon(moved, lr=0.1), moved, [gradient.cuda() for gradient in gradients])
+    for weight, old, new in zip(moved, weights, expected, strict=True):
+        assert (weight.detach().cpu() - new).norm() < 0.03 * (new - old.detach()).norm()
 
 
 def test_a_gradient_of_zeros_moves_nothing() -> None:
