@@ -90,9 +90,6 @@ channels = {channels}
 channel_mults = {channel_mults}
 num_res_blocks = {num_res_blocks}
 
-[optimizer]
-use = "adamw"
-
 [plugins.checkpoint]
 every = "1000 h"
 """

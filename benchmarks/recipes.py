@@ -260,6 +260,7 @@ class DenoisingDiffusionPytorch(Recipe):
         return torch.cat(made) * 2 - 1
 
 
+ADAMW = ("optimizer.use=adamw", "optimizer.lr=2e-3")  # the best rate for it
 # Of hookdiff's own keys, each beside the default.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -268,7 +269,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "lr 4e-3": ("optimizer.lr=4e-3",),
     "momentum 0.9": ("optimizer.momentum=0.9",),
     "AdamW, lr 1e-3": ("optimizer.use=adamw",),
-    "AdamW": ("optimizer.use=adamw", "optimizer.lr=2e-3"),
+    "AdamW": ADAMW,
     "AdamW, lr 4e-3": ("optimizer.use=adamw", "optimizer.lr=4e-3"),
     **{
         f"times of {mean:g}, {std:g}": tuple(
@@ -283,7 +284,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "cooldown": ("plugins.lr.schedule=cooldown",),
     "EMA of 0.05": ("plugins.ema.std=0.05",),
     "EMA of 0.15": ("plugins.ema.std=0.15",),
-    "betas of 0.9 and 0.99": ("optimizer.use=adamw", "optimizer.lr=2e-3", "optimizer.betas=[0.9,0.99]"),
+    "betas of 0.9 and 0.99": (*ADAMW, "optimizer.betas=[0.9,0.99]"),
     "euler": ("sampling.sampler=euler",),
     "heun": ("sampling.sampler=heun", "sampling.steps=25"),
     "clamp": ("sampling.clipping=clamp",),
@@ -296,9 +297,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 # By name: the class and its options.
 RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     "hookdiff": (Hookdiff, {}),
-    "hookdiff, AdamW": (Hookdiff, {"settings": ("optimizer.use=adamw", "optimizer.lr=2e-3")}),
-    "hookdiff, vp": (Hookdiff, {"settings": ("diffusion.process=vp",)}),
-    "hookdiff, ddpm": (Hookdiff, {"settings": ("diffusion.process=ddpm",)}),
+    "hookdiff, AdamW": (Hookdiff, {"settings": ADAMW}),
+    "hookdiff, AdamW, vp": (Hookdiff, {"settings": (*ADAMW, "diffusion.process=vp")}),
+    "hookdiff, AdamW, ddpm": (Hookdiff, {"settings": (*ADAMW, "diffusion.process=ddpm")}),
     "by hand": (ByHand, {"lr": 2e-3, "batch_size": 32}),
     "diffusers, as installed": (Diffusers, {}),
     "diffusers, tuned": (Diffusers, {"lr": 4e-3, "warmup": 60, "batch_size": 32}),
