@@ -49,7 +49,7 @@ def options_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 def can_be_held_back(optimizer: Optimizer) -> bool:
     """Return whether a flag on the device can hold back a step of `optimizer`.
 
-    Fused kernels of torch can be held back, and classes with an attribute `found_inf`, such as our own Muon.
+    Fused kernels of torch can be held back, and other classes that have an attribute `found_inf`, such as our Muon.
     """
     kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
     is_fused = type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
