@@ -6,7 +6,8 @@ All train the same network on the same digits with the same features: v predicti
 stratified times, AdamW (fused), clipping by norm, an average of the weights, a learning rate schedule, a line of mean
 loss and norm every 50 steps. The C library keeps freed memory, as `hookdiff run` has it. "by hand, checked" also has
 what hookdiff does for its promises: it seeds the draws of each step, and looks at loss and norm before it updates
-anything. "by hand, seeded" has the first of these, "hookdiff, bare" has no plugins at all.
+anything. "by hand, seeded" has the first of these, "hookdiff, bare" has no plugins at all. hookdiff trains with its own
+class of AdamW, a loop by hand with torch's, as one writes it; two rows have them the other way round.
 
 They take turns: in each round every one of them makes a block of steps, in a shuffled order, so that other load on the
 machine affects all alike. The table has the median time of a step, the median over the rounds of its ratio to "by hand"
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hookdiff import Loop, LoopConfig, builtin_plugins
+from hookdiff.adamw import AdamW
 from hookdiff.data import digits
 from hookdiff.diffusion import VP, Diffusion
 from hookdiff.machine import keep_memory
@@ -112,10 +114,10 @@ class Turn:
 class Parts:
     """The parts of the other loops: the same data, loss, schedule and average as hookdiff's, in plain torch."""
 
-    def __init__(self, work: Workload, file: IO[str]) -> None:
+    def __init__(self, work: Workload, file: IO[str], kind: type[torch.optim.AdamW] = torch.optim.AdamW) -> None:
         torch.manual_seed(0)
         self.model, self.file = work.model(), file
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
+        self.optimizer = kind(self.model.parameters(), lr=RATE, fused=True)
         schedule = VP().tables
         self.alpha = schedule.alphas_cumprod.sqrt().float()
         self.sigma = (1 - schedule.alphas_cumprod).sqrt().float()
@@ -169,10 +171,15 @@ def batches(work: Workload) -> Iterator[Tensor]:
 
 
 def by_hand(
-    work: Workload, folder: Path, step: Callable[[], None], seeded: bool = False, checked: bool = False
+    work: Workload,
+    folder: Path,
+    step: Callable[[], None],
+    seeded: bool = False,
+    checked: bool = False,
+    kind: type[torch.optim.AdamW] = torch.optim.AdamW,
 ) -> None:
     with (folder / "log.jsonl").open("w") as file:
-        parts = Parts(work, file)
+        parts = Parts(work, file, kind)
         for x in batches(work):
             parts.set_rate()
             parts.optimizer.zero_grad(set_to_none=True)
@@ -194,7 +201,13 @@ def by_hand(
             step()
 
 
-def hookdiff(work: Workload, folder: Path, step: Callable[[], None], bare: bool = False) -> None:
+def hookdiff(
+    work: Workload,
+    folder: Path,
+    step: Callable[[], None],
+    bare: bool = False,
+    kind: type[torch.optim.AdamW] = AdamW,
+) -> None:
     torch.manual_seed(0)
     plugins = {
         **builtin_plugins(signals=False),
@@ -204,7 +217,7 @@ def hookdiff(work: Workload, folder: Path, step: Callable[[], None], bare: bool 
     }
     loop = Loop(
         work.model(),
-        lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, fused=True),
+        lambda model: kind(model.parameters(), lr=RATE, fused=True),
         Diffusion(VP()),
         digits(),
         LoopConfig(steps=STEPS, batch_size=work.batch_size, log_every=LOG_EVERY),
@@ -306,8 +319,10 @@ CONTESTANTS: dict[str, Callable[[Workload, Path, Callable[[], None]], None]] = {
     "by hand": by_hand,
     "by hand, seeded": partial(by_hand, seeded=True),
     CHECKED: partial(by_hand, seeded=True, checked=True),
+    "by hand, checked, hookdiff's AdamW": partial(by_hand, seeded=True, checked=True, kind=AdamW),
     "hookdiff, bare": partial(hookdiff, bare=True),
     "hookdiff": hookdiff,
+    "hookdiff, torch's AdamW": partial(hookdiff, kind=torch.optim.AdamW),
 }
 for other in (accelerate, ignite, lightning):
     if importlib.util.find_spec(other.__name__):
@@ -346,7 +361,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             seconds = compare(WORKLOADS[name], options.rounds or WORKLOADS[name].rounds, Path(folder))
         for contestant, times in seconds.items():
-            shown = [f"{name:<6} {contestant:<16} {statistics.median(times) * 1e3:8.3f} ms a step"]
+            shown = [f"{name:<6} {contestant:<34} {statistics.median(times) * 1e3:8.3f} ms a step"]
             for base in ("by hand", CHECKED):
                 ratios = [mine / other for mine, other in zip(times, seconds[base], strict=True)]
                 low, middle, high = statistics.quantiles(ratios, n=4)

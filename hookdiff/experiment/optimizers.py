@@ -31,6 +31,7 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _UNFIT = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 _KINDS = [name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and kind not in _UNFIT]
 OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in sorted(_KINDS, key=str.lower)}
+OPTIMIZERS["adamw"] = "hookdiff.adamw:AdamW"  # torch's, with a shorter step
 
 
 @define(frozen=True, kw_only=True)

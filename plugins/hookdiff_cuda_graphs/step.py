@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hookdiff import Batch, Loop, LossOutput
+from hookdiff.adamw import AdamW
 from hookdiff.device_part import DevicePart
 from hookdiff_cuda_graphs.recorder import Recorder
 
@@ -51,7 +52,7 @@ def can_be_held_back(optimizer: Optimizer) -> bool:
 
     Fused kernels of torch can be held back, and other classes that have an attribute `found_inf`, such as our Muon.
     """
-    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    kinds = (AdamW, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
     is_fused = type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
     return is_fused or hasattr(type(optimizer), "found_inf")
 

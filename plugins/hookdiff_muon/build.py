@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
+from hookdiff.adamw import AdamW
 from hookdiff.experiment.optimizers import Weight, fastest_kernel, groups, matching
 from hookdiff_muon.optimizer import Adjust, Muon
 
@@ -57,6 +57,6 @@ def muon(
     if rest:
         rate = lr if adamw_lr is None else adamw_lr
         of_adamw: dict[str, Any] = {"lr": rate, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": weight_decay}
-        of_adamw |= fastest_kernel(torch.optim.AdamW, of_adamw, rest)
-        made.append(torch.optim.AdamW(groups(rest, "adamw"), **of_adamw))
+        of_adamw |= fastest_kernel(AdamW, of_adamw, rest)
+        made.append(AdamW(groups(rest, "adamw"), **of_adamw))
     return tuple(made)

@@ -10,6 +10,7 @@ from torch import nn
 
 import hookdiff_cuda_graphs.plugin
 from hookdiff import Feed, Loop, LoopConfig, LossOutput, UserError, hookimpl
+from hookdiff.adamw import AdamW
 from hookdiff.data import InMemory, Transforms, digits
 from hookdiff.device_part import DevicePart
 from hookdiff.diffusion import Diffusion
@@ -33,7 +34,8 @@ USUAL: dict[str, dict[str, Any]] = {
     "nan": {},
 }
 OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+    "adamw": lambda model: AdamW(model.parameters(), lr=1e-3, fused=True),
+    "torch's adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, fused=True),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, fused=True),
     "muon": lambda model: muon(weights_of(model), lr=1e-3),
