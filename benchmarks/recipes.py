@@ -302,6 +302,7 @@ RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     "hookdiff, AdamW, ddpm": (Hookdiff, {"settings": (*ADAMW, "diffusion.process=ddpm")}),
     "by hand": (ByHand, {"lr": 2e-3, "batch_size": 32}),
     "diffusers, as installed": (Diffusers, {}),
+    "diffusers, as installed, batches of 64": (Diffusers, {"batch_size": 64}),
     "diffusers, tuned": (Diffusers, {"lr": 4e-3, "warmup": 60, "batch_size": 32}),
     "denoising-diffusion-pytorch, as installed": (DenoisingDiffusionPytorch, {}),
     "denoising-diffusion-pytorch, tuned": (DenoisingDiffusionPytorch, {"lr": 4e-3, "warmup": 60}),
