@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _is_profiled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-# With its hooks, which torch adds when the first optimizer of a class is made.
+# The step of torch calls hooks, but only once an optimizer of its class has been made.
 _ITS_STEP: Any = torch.optim.AdamW.step
 _LONG_STEP: Any = _ITS_STEP if hasattr(_ITS_STEP, "hooked") else Optimizer.profile_hook_step(_ITS_STEP)
 

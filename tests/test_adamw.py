@@ -117,7 +117,7 @@ def test_a_step_without_any_gradient_changes_nothing() -> None:
         {"fused": False},
         {"amsgrad": True},
         {"lr": torch.tensor(1e-2)},
-        {"fused": False, "capturable": False, "foreach": True},
+        {"capturable": True},
     ],
 )
 def test_other_options_get_torchs_step(options: dict[str, Any], only_short: Any) -> None:
