@@ -61,6 +61,11 @@ class SlowSteps:
             return
         self._is_reported = True
         cause = Usage.now().since(self._since).cause()
-        what = f"steps have become slow: {1000 * took:.3g} ms, usually {1000 * self._usual:.3g} ms"
+        what = f"steps have become slow: {shown(took)}, usually {shown(self._usual)}"
         why = cause or "neither other processes, nor the memory, nor the limit of a container shows as the cause"
         loop.log.report(Finding("warning", what, why))
+
+
+def shown(seconds: float) -> str:
+    """Return "67.3 ms" or "2.48 s"."""
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"

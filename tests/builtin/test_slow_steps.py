@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hookdiff import PASS, hookimpl
-from hookdiff.builtin.slow_steps import SlowSteps
+from hookdiff.builtin.slow_steps import SlowSteps, shown
 from hookdiff.machine import Usage, num_cpus
 from hookdiff.testing import toy_loop
 from tests.conftest import check_facts
@@ -40,6 +40,13 @@ def test_a_slow_stretch_is_reported_once_and_the_next_one_again():
     events = events_of((30, 36), (50, 56))
     assert [step for step, _ in events] == [33, 53]
     check_facts(events[0][1], "steps have become slow", "usually")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.0673, "67.3 ms"), (0.9994, "999 ms"), (0.9996, "1 s"), (2.48, "2.48 s")]
+)
+def test_the_time_of_a_step_is_shown_in_a_unit_that_fits(seconds, expected):
+    assert shown(seconds) == expected
 
 
 def test_a_few_slow_steps_are_no_news():
