@@ -15,16 +15,16 @@ _LONG_STEP: Any = _ITS_STEP if hasattr(_ITS_STEP, "hooked") else Optimizer.profi
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW of torch, to the last bit. A fused one (`fused=True`) spends less time outside of its kernel.
+    """AdamW of torch (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2), to the last bit.
 
-    Each step of torch's announces itself to the profiler, looks for hooks, and sorts its tensors by device. This one
-    calls the kernel at once, unless a hook or a profiler waits for the step, or an option needs more than that.
-    Arguments, attributes and state are those of torch's.
+    A fused one (`fused=True`) spends less time outside of its kernel. Each step of torch's announces itself to the
+    profiler, looks for hooks, and sorts its tensors by device. This one calls the kernel at once, unless a hook or a
+    profiler waits for the step, or an option needs more than that. Arguments, attributes and state are torch's.
     """
 
     def step(self, closure: Any = None) -> Any:
         """Make a step with the gradients of the weights, without those that have none; return what `closure` does."""
-        calls = self._calls() if closure is None and not self._is_watched() else None
+        calls = self._calls() if closure is None and self._is_undisturbed() else None
         if calls is None:
             return _LONG_STEP(self, closure)
         with torch.no_grad():
@@ -35,14 +35,15 @@ class AdamW(torch.optim.AdamW):
 
     step.hooked = True  # type: ignore[attr-defined]  # so that torch adds nothing to it
 
-    def _is_watched(self) -> bool:
-        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _is_profiled())
+    def _is_undisturbed(self) -> bool:
+        """Return whether no hook, no profiler, and no flag or scale of an overflow has a part in the step."""
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        flags = (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
+        return not (hooks or _is_profiled() or any(flag is not None for flag in flags))
 
     def _calls(self) -> list[tuple[Any, dict[str, Any]]] | None:
-        """Return the arguments of the kernel for each group, or None if torch's own step is needed."""
-        if getattr(self, "found_inf", None) is not None or getattr(self, "grad_scale", None) is not None:
-            return None
+        """Return the arguments of the kernel for each group, or None if a group needs torch's own step."""
         calls = []
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
@@ -59,9 +60,9 @@ class AdamW(torch.optim.AdamW):
                 return None
             averages = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
             steps = [state["step"] for state in states]
-            options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
             gradients = [weight.grad for weight in weights]
             if weights:
-                options |= {"beta1": beta1, "beta2": beta2}
+                options = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
+                options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False}
                 calls.append(((weights, gradients, *averages, [], steps), options))
         return calls
