@@ -261,6 +261,8 @@ class DenoisingDiffusionPytorch(Recipe):
 
 
 ADAMW = ("optimizer.use=adamw", "optimizer.lr=2e-3")  # the best rate for it
+GUIDED = ("sampling.steps=35",)  # 50 evaluations, as 15 of the steps ask the guide too
+UNGUIDED = ("plugins.autoguidance.scale=1.0", "sampling.steps=50")
 # Of hookdiff's own keys, each beside the default.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -296,10 +298,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 # By name: the class and its options.
 RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
-    "hookdiff": (Hookdiff, {}),
-    "hookdiff, AdamW": (Hookdiff, {"settings": ADAMW}),
-    "hookdiff, AdamW, vp": (Hookdiff, {"settings": (*ADAMW, "diffusion.process=vp")}),
-    "hookdiff, AdamW, ddpm": (Hookdiff, {"settings": (*ADAMW, "diffusion.process=ddpm")}),
+    "hookdiff": (Hookdiff, {"settings": GUIDED}),
+    "hookdiff, 25 steps": (Hookdiff, {}),
+    "hookdiff, not guided": (Hookdiff, {"settings": UNGUIDED}),
+    "hookdiff, AdamW": (Hookdiff, {"settings": (*UNGUIDED, *ADAMW)}),
+    "hookdiff, AdamW, vp": (Hookdiff, {"settings": (*UNGUIDED, *ADAMW, "diffusion.process=vp")}),
+    "hookdiff, AdamW, ddpm": (Hookdiff, {"settings": (*UNGUIDED, *ADAMW, "diffusion.process=ddpm")}),
     "by hand": (ByHand, {"lr": 2e-3, "batch_size": 32}),
     "diffusers, as installed": (Diffusers, {}),
     "diffusers, as installed, batches of 64": (Diffusers, {"batch_size": 64}),
@@ -327,7 +331,22 @@ TUNED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
         for size in (32, 64)
         for lr in (1e-3, 2e-3, 4e-3)
     },
-    **{f"hookdiff, {name}": (Hookdiff, {"settings": settings}) for name, settings in VARIANTS.items()},
+    **{f"hookdiff, {name}": (Hookdiff, {"settings": (*UNGUIDED, *settings)}) for name, settings in VARIANTS.items()},
+    **{
+        f"hookdiff, guide at {at:g}, scale {scale:g}, up to {high:g}": (
+            Hookdiff,
+            {
+                "settings": (
+                    f"plugins.autoguidance.at={at}",
+                    f"plugins.autoguidance.scale={scale}",
+                    f"plugins.autoguidance.interval=[0,{high}]",
+                )
+            },
+        )
+        for at in (0.3, 0.5)
+        for scale in (1.5, 2.0)
+        for high in (1.0, 2.5, math.inf)
+    },
     **{
         f"hookdiff, batch {size}, lr {lr:g}": (Hookdiff, {"settings": (f"optimizer.lr={lr}",), "batch_size": size})
         for size in (16, 64)

@@ -102,7 +102,7 @@ class Defaults:
             raise UserError("this Loop was given no sampler, so it cannot make images: Loop(..., sampler=Sampling())")
         with loop.weights(request.weights) as name, evaluating(loop.model):
             if request.num == 0:
-                return Samples(torch.empty(0, *loop.feed.shape), name)
+                return Samples(torch.empty(0, *loop.feed.shape), name, loop.sampler)
             images = loop.sampler.sample(
                 loop.model,
                 loop.objective,
@@ -111,7 +111,7 @@ class Defaults:
                 loop.device,
                 **_wanted(loop, request),
             )
-        return Samples(images, name)
+        return Samples(images, name, loop.sampler)
 
 
 def _scalar(loss: Tensor) -> Tensor:

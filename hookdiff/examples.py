@@ -223,7 +223,7 @@ class Rounded:
     def sample(self) -> Generator[None, Samples, Samples]:
         made = yield
         values = (made.images.clamp(-1, 1) * 127.5 + 127.5).round()
-        return Samples(values / 127.5 - 1, made.weights)
+        return evolve(made, images=values / 127.5 - 1)
 
 
 class OfferBFloat16:

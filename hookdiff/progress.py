@@ -188,6 +188,14 @@ class LoopConfig:
                 "nothing ends this run: give LoopConfig steps, epochs or max_time, as LoopConfig(steps=1000)"
             )
 
+    def planned_steps(self, num_batches: int) -> int | None:
+        """Return the step at which a run whose batches all change the weights ends, or None without a limit.
+
+        num_batches: batches of an epoch.
+        """
+        in_epochs = None if self.epochs is None else self.epochs * num_batches
+        return min((total for total in (self.steps, in_epochs) if total is not None), default=None)
+
     def expected_steps(self, progress: Progress, num_batches: int) -> int | None:
         """Return the step at which the run ends if all further batches change the weights, or None without a limit.
 

@@ -63,6 +63,7 @@ class Samples:
 
     images: Tensor  # n c h w, float32 in [-1, 1], on the model's device
     weights: str  # "model" or the name of the average that was used
+    sampler: Any = None  # that made them, which a plugin may have put in place of the run's; None: not known
 
 
 class Sampler(Protocol):

@@ -2,9 +2,9 @@
 
 from hookdiff.diffusion.chain import Chain
 from hookdiff.diffusion.clipping import Clamp, Clipping, DynamicThreshold, NoClipping
-from hookdiff.diffusion.guidance import ClassifierFree, Guidance
+from hookdiff.diffusion.guidance import Ask, ClassifierFree, Guidance
 from hookdiff.diffusion.losses import L1, MSE, Huber, Loss
-from hookdiff.diffusion.objective import Diffusion, without
+from hookdiff.diffusion.objective import Diffusion, Given, Net, without
 from hookdiff.diffusion.prediction import (
     EDMPrediction,
     Epsilon,
@@ -30,6 +30,7 @@ __all__ = [
     "MSE",
     "P2",
     "VP",
+    "Ask",
     "Chain",
     "Churning",
     "Clamp",
@@ -47,6 +48,7 @@ __all__ = [
     "Euler",
     "Flow",
     "FlowPrediction",
+    "Given",
     "Guidance",
     "Heun",
     "Huber",
@@ -57,6 +59,7 @@ __all__ = [
     "LogitNormal",
     "Loss",
     "MinSNR",
+    "Net",
     "NoClipping",
     "Point",
     "Prediction",

@@ -37,10 +37,11 @@ class Chain:
         """Return the clipped image (x0) and the noise that the network predicts for `x` at the point `at`."""
         diffusion = self.diffusion
 
-        def network(noisy: Tensor, given: Given) -> Tensor:
+        def network(noisy: Tensor, given: Given, net: Net | None = None) -> Tensor:
             dtype = torch.int64 if isinstance(at.time, int) else noisy.dtype
             times = torch.full((len(noisy),), at.time, device=noisy.device, dtype=dtype)
-            return diffusion.predict(self.net, noisy, times, given, at.alpha, at.sigma)
+            asked = self.net if net is None else net
+            return diffusion.predict(asked, noisy, times, given, at.alpha, at.sigma)
 
         output = self.guidance.output(network, x, at, self.given).to(x.dtype)
         x0, noise = diffusion.prediction.x0_and_noise(output, x, at.alpha, at.sigma)

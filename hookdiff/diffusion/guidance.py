@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from attrs import Attribute, define, field
@@ -13,11 +12,16 @@ from attrs.validators import ge
 from torch import Tensor
 
 from hookdiff.choices import Choice
-from hookdiff.diffusion.objective import Given, without
+from hookdiff.diffusion.objective import Given, Net, without
 from hookdiff.diffusion.process import Point
 from hookdiff.options import about, between
 
-Ask = Callable[[Tensor, Given], Tensor]  # (x_t, labels and conditions) -> output of the network
+
+class Ask(Protocol):
+    """Calls the network of a chain, or another one that was trained with the same objective."""
+
+    def __call__(self, x: Tensor, given: Given, /, net: Net | None = None) -> Tensor:
+        """Return the output for x_t and the labels and conditions `given`, of `net` if one is given."""
 
 
 class Guidance(Choice, ABC):

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import ClassVar, Literal
 
 import torch
-from attrs import define, evolve, field
-from attrs.converters import optional
+from attrs import converters, define, evolve, field, validators
 from attrs.validators import ge, le
 from torch import Generator, Tensor
 
@@ -32,24 +31,27 @@ from hookdiff.pace import paced
 class Sampling:
     """Makes images from noise, or from other images; its arguments are the keys of the config table [sampling].
 
-    Unless given, sampler, spacing and clipping are the usual ones for the process.
+    Unless given, sampler, spacing and clipping are the usual ones for the process, and steps those for the sampler.
     """
 
     sampler: Solver | None = field(
         default=None,
-        converter=optional(chosen[Solver]),
+        converter=converters.optional(chosen[Solver]),
         metadata=about(
             'method; unless given, "dpmpp_2m" with process "flow" or "vp", "ddpm" with "ddpm", "heun" with "edm"'
         ),
     )
-    steps: int = field(
-        default=50,
-        validator=[ge(1), le(1_000_000)],
-        metadata=about("number of steps; at most the timesteps of the process, if it has some"),
+    steps: int | None = field(
+        default=None,
+        validator=validators.optional([ge(1), le(1_000_000)]),
+        metadata=about(
+            "number of steps; at most the timesteps of the process, if it has some; unless given, 25 with the samplers "
+            'of second order, "dpmpp_2m" and "heun", else 50'
+        ),
     )
     spacing: Spacing | None = field(
         default=None,
-        converter=optional(chosen[Spacing]),
+        converter=converters.optional(chosen[Spacing]),
         metadata=about(
             'noise levels of the steps; unless given, "shifted" with process "flow", three times as far as '
             'in training, "karras" with "edm", else "trailing"'
@@ -57,7 +59,7 @@ class Sampling:
     )
     clipping: Clipping | None = field(
         default=None,
-        converter=optional(chosen[Clipping]),
+        converter=converters.optional(chosen[Clipping]),
         metadata=about('clipping of predicted images; unless given, "clamp" with process "vp" or "ddpm", else "none"'),
     )
     guidance: Guidance = field(
@@ -97,7 +99,8 @@ class Sampling:
     def fit(self, diffusion: Diffusion) -> Sampling:
         """Return these options, with those that are not given filled in from the process of `diffusion`."""
         sampler, spacing, clipping = self._parts(diffusion.process)
-        return evolve(self, sampler=sampler, spacing=spacing, clipping=clipping)
+        steps = self.steps or sampler.usual_steps
+        return evolve(self, sampler=sampler, steps=steps, spacing=spacing, clipping=clipping)
 
     def _parts(self, process: Process) -> tuple[Solver, Spacing, Clipping]:
         sampler = self.sampler or Solver.of(process.default_sampler)
@@ -154,6 +157,7 @@ class Sampling:
         """
         solver, _, clipping = self._parts(diffusion.process)
         points = self.points(diffusion)
+        num_steps = len(points)
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{dtype} would round small steps away: use float32, and autocast in the net")
         made = torch.empty(len(generators), *shape, device=device, dtype=dtype)
@@ -179,7 +183,7 @@ class Sampling:
         if images is not None:
             if not 0 < strength <= 1:
                 raise ValueError(f"strength must be in (0, 1]: {strength:g}")
-            points = points[len(points) - max(1, int(self.steps * strength + 1e-9)) :]
+            points = points[len(points) - max(1, int(num_steps * strength + 1e-9)) :]
         net = compiled(net) if self.compile else net
         # Not inference_mode: a tensor that the network makes in it and keeps, such as a table of positions,
         # could not be used in a later backward pass; and it is not faster. Autocast is around all steps, so that the
@@ -199,7 +203,7 @@ class Sampling:
                 if labels is not None and diffusion.conditional:
                     known["labels"] = to_device(labels[rows], made.device)
                 unknown = None if mask is None else to_device(mask[rows], made.device)
-                chain = Chain(net, diffusion, clipping, self.guidance, self.steps, known, generators[rows])
+                chain = Chain(net, diffusion, clipping, self.guidance, num_steps, known, generators[rows])
                 pairs = pairwise((*points, IMAGE))
                 for point, next_point in paced(pairs, len(points), "sampling", "steps", size=lambda _: 1):
                     x = solver.step(chain, x, point, next_point)
@@ -215,6 +219,6 @@ class Sampling:
 
         Raises ValueError, naming the key, for options that do not fit `diffusion`.
         """
-        _, spacing, _ = self._parts(diffusion.process)
+        sampler, spacing, _ = self._parts(diffusion.process)
         self.guidance.check(diffusion)
-        return spacing.points(diffusion.process, self.steps)
+        return spacing.points(diffusion.process, self.steps or sampler.usual_steps)

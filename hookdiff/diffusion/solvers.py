@@ -6,7 +6,7 @@ are those of the papers, and they hold for other processes too.
 
 import math
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import ClassVar, Literal
 
 from attrs import define, field
 from attrs.validators import ge, gt, in_
@@ -25,6 +25,7 @@ class Solver(Choice, ABC):
     """Makes one step of a chain from noise to image."""
 
     kind = "sampler"
+    usual_steps: ClassVar[int] = 50  # of a chain, where nobody gives another number
 
     @abstractmethod
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
@@ -113,6 +114,8 @@ class Euler(Churning):
 class Heun(Churning):
     """Heun's method, two calls of the network a step: Karras et al. 2022 (arXiv 2206.00364), algorithms 1 and 2."""
 
+    usual_steps: ClassVar[int] = 25
+
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
         x, start = self.churned(chain, x, start)
         x0, noise = chain.predict(x, start)
@@ -137,6 +140,8 @@ class DPMSolver2M(Solver):
     The first step, a step after one from pure noise, and the last step are DDIM steps, because the half log-SNR lambda
     is infinite at both ends.
     """
+
+    usual_steps: ClassVar[int] = 25
 
     def step(self, chain: Chain, x: Tensor, start: Point, end: Point) -> Tensor:
         x0, _ = chain.predict(x, start)

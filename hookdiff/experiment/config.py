@@ -37,7 +37,7 @@ from hookdiff.progress import AUTO, LoopConfig
 from hookdiff.structure import Problems, Text, arguments, as_toml, described, missing, parameters
 
 # The plugins of a config that names none: what a training needs to be stable, sampled well, and continued.
-USUAL = ("lr", "clip", "amp", "ema", "nan", "checkpoint", "samples", "progress")
+USUAL = ("lr", "clip", "amp", "ema", "autoguidance", "nan", "checkpoint", "samples", "progress")
 
 log = logging.getLogger("hookdiff")
 

@@ -3,7 +3,7 @@
 from hookdiff.models.adapters import adapt
 from hookdiff.models.attention import Form, attention, use_attention
 from hookdiff.models.checks import check_labels
-from hookdiff.models.compiler import compiler_errors
+from hookdiff.models.compiler import compiled, compiler_errors
 from hookdiff.models.load import check_file, load_into
 from hookdiff.models.names import modules_named
 
@@ -13,6 +13,7 @@ __all__ = [
     "attention",
     "check_file",
     "check_labels",
+    "compiled",
     "compiler_errors",
     "load_into",
     "modules_named",

@@ -62,4 +62,7 @@ def command(
             where = f" ({error.filename})" if error.filename else ""
             raise UserError(f"{out}: cannot be written: {error.strerror or error}{where}") from None
         origin = f"weights in {name}" if name.endswith(".safetensors") else f"{name} weights of step {opened.step}"
+        helpers = [one.plugin_name for one in loop.plugins.order("sample") if one.plugin_name in loop.plugins]
     click.echo(f"{out}: the {origin}\n  {usage}")
+    if helpers:
+        click.echo(f"  hookdiff sample makes other images, since {' and '.join(helpers)} takes part in its sampling")

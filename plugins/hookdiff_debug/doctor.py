@@ -184,7 +184,8 @@ def _portray(loop: Loop) -> _Portrait:
         few = {name: column[:_DRAWN] for name, column in given.items()}
         strip = measure.draw_strip(loop.model, objective, batch.inputs[:_DRAWN], few).cpu()
     sampler: Any = loop.sampler
-    with loop.using(sampler=evolve(sampler, steps=min(sampler.steps, _SAMPLER_STEPS))):
+    steps = min(sampler.fit(objective).steps, _SAMPLER_STEPS)
+    with loop.using(sampler=evolve(sampler, steps=steps)):
         samples = loop.sample(SampleRequest(_MADE)).images.float().cpu()
     return _Portrait(outputs, samples, strip, levels, average, averaged)
 

@@ -127,10 +127,7 @@ class LR:
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
-        ends = [] if loop.config.steps is None else [loop.config.steps]
-        if loop.config.epochs is not None:
-            ends.append(loop.config.epochs * loop.feed.num_batches)
-        steps = min(ends, default=None)  # a script may give both
+        steps = loop.config.planned_steps(loop.feed.num_batches)
         self._curve = self.curve(steps)
         for remark in self.remarks(steps) if loop.is_main else ():
             log.warning(remark)

@@ -10,13 +10,18 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from hookdiff import Loop, SampleRequest
 from hookdiff.diffusion import Chain, ClassifierFree, Diffusion, Point, Sampling, Solver
 from hookdiff.pictures import Panel, to_uint8
 from hookdiff.structure import as_toml
 
 
-def about(sampler: object, objective: object) -> dict[str, Any]:
-    """Return what a picture says about its sampler, with the options of each part; nothing if it is not hookdiff's."""
+def about(loop: Loop, weights: str) -> dict[str, Any]:
+    """Return what a picture of `weights` says about the sampler that plugins leave, with the options of each part.
+
+    It is nothing if the sampler is not hookdiff's.
+    """
+    sampler, objective = loop.sample(SampleRequest(0, weights=weights)).sampler or loop.sampler, loop.objective
     if not (isinstance(sampler, Sampling) and isinstance(objective, Diffusion)):
         return {}
     fitted = sampler.fit(objective)

@@ -173,7 +173,8 @@ class SampleGrid(Periodic):
         panels: list[Panel] = []
         for name in names:
             for text, sampler in samplers:
-                used = evolve(sampler, sampler=recorded) if recorded and not panels else sampler
+                is_recorded = recorded and not panels
+                used = evolve(sampler.fit(loop.objective), sampler=recorded) if is_recorded else sampler
                 shown = "model, not averaged" if name == "model" and len(names) > 1 else name
                 title = f"{shown}{text}" if len(names) * len(samplers) > 1 else ""
                 panels.append(self._panel(self._made(loop, used, name), title))
@@ -195,10 +196,12 @@ class SampleGrid(Periodic):
         loop.log.images(pictures)
         self._film(loop, recorded, self._info(loop, first, names[0], rows))
 
-    def _info(self, loop: Loop, sampler: object, weights: str, rows: Sequence[int]) -> dict[str, Any]:
+    def _info(self, loop: Loop, sampler: Any, weights: str, rows: Sequence[int]) -> dict[str, Any]:
         """Return how the images of a picture were made; `rows` are the labels of its rows, if there are any."""
         classes = {"classes": [self._names[label] if label >= 0 else "-" for label in rows]} if rows else {}
-        return {"weights": [weights], "seed": self.seed, **about_sampler(sampler, loop.objective), **classes}
+        with loop.using(sampler=sampler):
+            about = about_sampler(loop, weights)
+        return {"weights": [weights], "seed": self.seed, **about, **classes}
 
     def _recorded(self, loop: Loop, sampler: object) -> Recorded | None:
         if isinstance(sampler, Sampling) and isinstance(loop.objective, Diffusion):

@@ -226,6 +226,22 @@ def test_no_generators_no_images() -> None:
 # From an image
 
 
+@pytest.mark.parametrize(
+    ("sampling", "process", "steps"),
+    [
+        (Sampling(), "flow", 25),
+        (Sampling(), "edm", 25),
+        (Sampling(), "ddpm", 50),
+        (Sampling("euler"), "flow", 50),
+        (Sampling("ddim"), "vp", 50),
+        (Sampling("ddim", 7), "vp", 7),
+    ],
+)
+def test_a_sampler_has_its_usual_steps_unless_told_otherwise(sampling: Sampling, process: str, steps: int) -> None:
+    diffusion = Diffusion(process)
+    assert len(sampling.points(diffusion)) == sampling.fit(diffusion).steps == steps
+
+
 @pytest.mark.parametrize(("strength", "steps"), [(1.0, 10), (0.5, 5), (0.25, 2), (0.01, 1)])
 @pytest.mark.parametrize("process", ["vp", "flow", "edm"])
 def test_a_chain_starts_from_a_noised_image(process: str, strength: float, steps: int) -> None:

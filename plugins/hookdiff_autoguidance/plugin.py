@@ -1,0 +1,140 @@
+"""The plugin `autoguidance`."""
+
+import math
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, ClassVar, TypeGuard
+
+from attrs import define, evolve, field
+from attrs.validators import ge
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hookdiff import Loop, SampleRequest, Samples, hookimpl
+from hookdiff.diffusion import ClassifierFree, Sampling
+from hookdiff.models import compiled
+from hookdiff.options import about, between
+from hookdiff.shards import is_sharded
+from hookdiff.structure import COUNT
+from hookdiff.weights import choose_weights
+from hookdiff_autoguidance.guidance import AwayFrom
+
+OWN = "model"  # the name of weights that are no average
+
+
+@define(frozen=True)
+class AutoguidanceState:
+    """The saved state of `Autoguidance`."""
+
+    step: int = field(validator=COUNT)
+    weights: dict[str, Tensor]
+
+
+@define(eq=False)
+class Autoguidance:
+    """Guides samples away from what the network made earlier in its training: Karras et al. 2024 (arXiv 2406.02507).
+
+    The guide is the first average of the weights as it was after a share of the run. Both make the same mistakes, the
+    guide larger ones, so the step from its output to that of the network points away from them. A step of the sampler
+    calls both. The guide needs the memory of the weights once more, in the host.
+
+    Samples of the model's own weights are not guided, nor those with classifier-free guidance, and none of a run
+    without an average, of sharded weights, or with a sampler or an objective that is not hookdiff's.
+    """
+
+    state_class: ClassVar[type] = AutoguidanceState
+    scale: float = field(default=1.5, validator=ge(1), metadata=about("strength; 1: no guidance"))
+    at: float = field(
+        default=0.3,
+        validator=between(0, 1, open_ends=True),
+        metadata=about("share of the run after which the guide is taken; before that, the same share of it, and so on"),
+    )
+    interval: tuple[float, float] = field(
+        default=(0.0, 2.5),
+        converter=tuple,
+        validator=between(0, math.inf),
+        metadata=about("lowest and highest sigma / alpha at which guidance is used"),
+    )
+    _step: int = field(default=0, init=False)  # updates that the guide had
+    _weights: dict[str, Tensor] = field(factory=dict, init=False)  # of the guide, by parameter name, in the host
+    _end: int | None = field(default=None, init=False)  # of the run
+
+    @hookimpl
+    def on_start(self, loop: Loop) -> None:
+        self._step, self._weights = 0, _average_of(loop)  # to hold the memory from the first step on
+
+    @hookimpl
+    def on_ready(self, loop: Loop) -> None:
+        self._end = loop.config.planned_steps(loop.feed.num_batches)
+
+    @hookimpl
+    def before_step(self, loop: Loop) -> None:
+        # Not after the update, where the guide of other plugins' samples would depend on the order of the plugins.
+        step = loop.progress.step
+        if self._step < landmark(step, self.at, self._end):
+            self._step, self._weights = step, _average_of(loop)
+
+    @hookimpl(wrapper=True)
+    def sample(self, loop: Loop, request: SampleRequest) -> Generator[None, Samples, Samples]:
+        sampler = loop.sampler
+        has_guide = self._step and self._weights and self.scale > 1
+        if not (has_guide and request.weights != OWN and _is_unguided(sampler)):
+            return (yield)
+        guide = self._guide(loop.model)
+        away = AwayFrom(compiled(guide) if sampler.compile else guide, self.scale, self.interval)
+        with loop.using(sampler=evolve(sampler, guidance=away)):
+            return (yield)
+
+    def _guide(self, model: nn.Module) -> Callable[..., Tensor]:
+        """Return a function that calls `model` with the weights of the guide."""
+        own = {name: parameter for name, parameter in model.named_parameters() if name in self._weights}
+        # Autocast keeps its copies of weights only if these ask for gradients.
+        held = {name: self._weights[name].to(one).detach().requires_grad_() for name, one in own.items()}
+        return lambda *arguments, **named: functional_call(model, held, arguments, named)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the guide, and the step at which it was taken: 0 for none yet."""
+        return {"step": self._step, "weights": self._weights}
+
+    def check_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for a guide of another model than `model`."""
+        parameters = dict(model.named_parameters())
+        for name, value in state["weights"].items():
+            if name not in parameters:
+                raise ValueError(f"the guide is of another model: this one has no {name!r}")
+            if value.shape != parameters[name].shape:
+                shapes = f"{tuple(value.shape)}, the model's {tuple(parameters[name].shape)}"
+                raise ValueError(f"the guide is of another model: the shape of its {name} is {shapes}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved guide."""
+        self._step, self._weights = state["step"], {name: value.cpu() for name, value in state["weights"].items()}
+
+
+def _average_of(loop: Loop) -> dict[str, Tensor]:
+    """Return a copy of the first average in the host; nothing if there is none, or only parts of it are here."""
+    name, values = choose_weights(None, OWN, loop.hook.offer_weights(loop=loop))
+    average = {} if name == OWN else values()
+    if any(map(is_sharded, average.values())):
+        return {}
+    return {key: value.detach().to("cpu", copy=True) for key, value in average.items()}
+
+
+def _is_unguided(sampler: object) -> TypeGuard[Sampling]:
+    return isinstance(sampler, Sampling) and type(sampler.guidance) is ClassifierFree and sampler.guidance.scale == 1
+
+
+def landmark(step: int, share: float, end: int | None) -> int:
+    """Return the newest step, up to `step`, at which a guide is taken; 0 before the first.
+
+    A run that ends at `end` takes it after `share` of its steps, before that after `share` of these, and so on, so that
+    its first guides are soon replaced. Without an end, a guide is replaced when it has had `share` of the steps.
+    """
+    if end is None:
+        at = 1.0
+        while at / share <= step:
+            at /= share
+    else:
+        at = end * share
+        while int(at) > step:
+            at *= share
+    return int(at)
