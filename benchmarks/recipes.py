@@ -345,7 +345,7 @@ TUNED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
         )
         for at in (0.3, 0.5)
         for scale in (1.5, 2.0)
-        for high in (1.0, 2.5, math.inf)
+        for high in (1.0, 2.33, math.inf)
     },
     **{
         f"hookdiff, batch {size}, lr {lr:g}": (Hookdiff, {"settings": (f"optimizer.lr={lr}",), "batch_size": size})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,3 +30,10 @@ def between(low: float, high: float, *, open_ends: bool = False) -> Callable[[An
                 raise ValueError(f"'{option.name}' must be in {brackets[0]}{low:g}, {high:g}{brackets[1]}: {shown}")
 
     return check
+
+
+def is_interval(instance: object, option: Attribute[Any], value: tuple[float, float]) -> None:
+    """Check that `value` is a low and a high number, from 0 to infinity, as an attrs validator; raises ValueError."""
+    between(0, math.inf)(instance, option, value)
+    if value[0] > value[1]:
+        raise ValueError(f"'{option.name}' must be [low, high]: [{value[0]:g}, {value[1]:g}]")

@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
-from attrs import Attribute, define, field
+from attrs import define, field
 from attrs.validators import ge
 from torch import Tensor
 
 from hookdiff.choices import Choice
 from hookdiff.diffusion.objective import Given, Net, without
 from hookdiff.diffusion.process import Point
-from hookdiff.options import about, between
+from hookdiff.options import about, is_interval
 
 
 class Ask(Protocol):
@@ -42,12 +42,6 @@ class Guidance(Choice, ABC):
         """Raise ValueError, naming `guidance`, if it does not fit the objective (`Diffusion`)."""
 
 
-def _is_interval(guidance: object, option: Attribute[Any], interval: tuple[float, float]) -> None:
-    between(0, math.inf)(guidance, option, interval)
-    if interval[0] > interval[1]:
-        raise ValueError(f"'interval' must be [low, high]: [{interval[0]:g}, {interval[1]:g}]")
-
-
 @define(frozen=True)
 class ClassifierFree(Guidance):
     """u + scale (c - u), for the outputs c with all conditions and u with none: Ho & Salimans 2022 (arXiv 2207.12598).
@@ -61,7 +55,7 @@ class ClassifierFree(Guidance):
     interval: tuple[float, float] = field(
         default=(0.0, math.inf),
         converter=tuple,
-        validator=_is_interval,
+        validator=is_interval,
         metadata=about("lowest and highest sigma / alpha at which guidance is used"),
     )
 

@@ -1,6 +1,5 @@
 """The plugin `autoguidance`."""
 
-import math
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar, TypeGuard
 
@@ -12,7 +11,7 @@ from torch.func import functional_call
 from hookdiff import Loop, SampleRequest, Samples, hookimpl
 from hookdiff.diffusion import ClassifierFree, Sampling
 from hookdiff.models import compiled
-from hookdiff.options import about, between
+from hookdiff.options import about, between, is_interval
 from hookdiff.shards import is_sharded
 from hookdiff.structure import COUNT
 from hookdiff.weights import choose_weights
@@ -38,7 +37,7 @@ class Autoguidance:
     calls both. The guide needs the memory of the weights once more, in the host.
 
     Samples of the model's own weights are not guided, nor those with classifier-free guidance, and none of a run
-    without an average, of sharded weights, or with a sampler or an objective that is not hookdiff's.
+    without an average, of sharded weights, or with a sampler that is not hookdiff's.
     """
 
     state_class: ClassVar[type] = AutoguidanceState
@@ -51,7 +50,7 @@ class Autoguidance:
     interval: tuple[float, float] = field(
         default=(0.0, 2.5),
         converter=tuple,
-        validator=between(0, math.inf),
+        validator=is_interval,
         metadata=about("lowest and highest sigma / alpha at which guidance is used"),
     )
     _step: int = field(default=0, init=False)  # updates that the guide had

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from PIL import Image
 from torch import Tensor, nn
 
-from hookdiff import Loop, LoopConfig, SampleRequest, build_loop, hookimpl, load_run
+from hookdiff import ConfigError, Loop, LoopConfig, SampleRequest, build_loop, hookimpl, load_run
 from hookdiff.data import digits
 from hookdiff.diffusion import ClassifierFree, Diffusion, Point, Sampling
 from hookdiff.pictures import read_info
@@ -237,6 +237,14 @@ def test_pictures_say_that_they_are_guided(
         assert guided["guidance"] == "autoguidance"
         assert guided["options"]["guidance"] == {"scale": 1.5, "interval": [0, 2.5]}
     assert (info[2]["guidance"], info[2]["guidance_scale"]) == ("cfg", 1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("scale", 0.9), ("at", 0.0), ("at", 1.0), ("interval", [2.0, 1.0]), ("interval", [-1.0, 1.0])]
+)
+def test_bad_options_are_refused_with_their_key(load_small: Callable[..., Any], option: str, value: object) -> None:
+    with refused(ConfigError, f"plugins.autoguidance.{option}"):
+        load_small(f"plugins.autoguidance.{option}={value}", plugins=["autoguidance"])
 
 
 @pytest.mark.parametrize(("name", "shape"), [("layer.wait", (1, 2, 3, 3)), ("layer.bias", (2,))])
