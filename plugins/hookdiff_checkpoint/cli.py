@@ -65,4 +65,4 @@ def command(
         helpers = [one.plugin_name for one in loop.plugins.order("sample") if one.plugin_name in loop.plugins]
     click.echo(f"{out}: the {origin}\n  {usage}")
     if helpers:
-        click.echo(f"  hookdiff sample makes other images, since {' and '.join(helpers)} takes part in its sampling")
+        click.echo(f"  hookdiff sample also uses {', '.join(helpers)}: the images of these weights alone are others")
