@@ -44,7 +44,7 @@ class Autoguidance:
     scale: float = field(default=1.5, validator=ge(1), metadata=about("strength; 1: no guidance"))
     at: float = field(
         default=0.3,
-        validator=between(0, 1, open_ends=True),
+        validator=between(0, 0.95, open_ends=True),  # a later one is the average itself
         metadata=about("share of the run after which the guide is taken; before that, the same share of it, and so on"),
     )
     interval: tuple[float, float] = field(
@@ -128,12 +128,9 @@ def landmark(step: int, share: float, end: int | None) -> int:
     A run that ends at `end` takes it after `share` of its steps, before that after `share` of these, and so on, so that
     its first guides are soon replaced. Without an end, a guide is replaced when it has had `share` of the steps.
     """
-    if end is None:
-        at = 1.0
-        while at / share <= step:
-            at /= share
-    else:
-        at = end * share
-        while int(at) > step:
-            at *= share
+    at = 1.0 if end is None else end * share
+    while end is None and at / share <= step:
+        at /= share
+    while int(at) > step:
+        at *= share
     return int(at)
