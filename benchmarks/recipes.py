@@ -262,6 +262,16 @@ class DenoisingDiffusionPytorch(Recipe):
 
 ADAMW = ("optimizer.use=adamw", "optimizer.lr=2e-3")  # the best rate for it
 GUIDED = ("sampling.steps=35",)  # 50 evaluations, as 15 of the steps ask the guide too
+# Share of the run at which the guide is taken, scale, and the highest sigma / alpha at which it is asked.
+GUIDES: tuple[tuple[float, float, tuple[float, ...]], ...] = (
+    (0.3, 1.25, (math.inf,)),
+    (0.3, 1.5, (1.0, 1.5, 2.33, 4.0, math.inf)),
+    (0.3, 1.75, (1.5,)),
+    (0.3, 2.0, (1.0,)),
+    (0.4, 1.5, (2.33, math.inf)),
+    (0.4, 2.0, (2.33,)),
+    (0.5, 2.0, (1.0, 2.33, math.inf)),
+)
 UNGUIDED = ("plugins.autoguidance.scale=1.0", "sampling.steps=50")
 # Of hookdiff's own keys, each beside the default.
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -299,7 +309,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 # By name: the class and its options.
 RECIPES: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
     "hookdiff": (Hookdiff, {"settings": GUIDED}),
-    "hookdiff, 25 steps": (Hookdiff, {}),
     "hookdiff, not guided": (Hookdiff, {"settings": UNGUIDED}),
     "hookdiff, AdamW": (Hookdiff, {"settings": (*UNGUIDED, *ADAMW)}),
     "hookdiff, AdamW, vp": (Hookdiff, {"settings": (*UNGUIDED, *ADAMW, "diffusion.process=vp")}),
@@ -343,9 +352,8 @@ TUNED: dict[str, tuple[type[Recipe], dict[str, Any]]] = {
                 )
             },
         )
-        for at in (0.3, 0.5)
-        for scale in (1.5, 2.0)
-        for high in (1.0, 2.33, math.inf)
+        for at, scale, highs in GUIDES
+        for high in highs
     },
     **{
         f"hookdiff, batch {size}, lr {lr:g}": (Hookdiff, {"settings": (f"optimizer.lr={lr}",), "batch_size": size})

@@ -193,8 +193,7 @@ class LoopConfig:
 
         num_batches: batches of an epoch.
         """
-        in_epochs = None if self.epochs is None else self.epochs * num_batches
-        return min((total for total in (self.steps, in_epochs) if total is not None), default=None)
+        return self.expected_steps(Progress(0, 0, 0, 0), num_batches)
 
     def expected_steps(self, progress: Progress, num_batches: int) -> int | None:
         """Return the step at which the run ends if all further batches change the weights, or None without a limit.

@@ -98,14 +98,14 @@ class Sampling:
 
     def fit(self, diffusion: Diffusion) -> Sampling:
         """Return these options, with those that are not given filled in from the process of `diffusion`."""
-        sampler, spacing, clipping = self._parts(diffusion.process)
-        steps = self.steps or sampler.usual_steps
+        sampler, steps, spacing, clipping = self._parts(diffusion.process)
         return evolve(self, sampler=sampler, steps=steps, spacing=spacing, clipping=clipping)
 
-    def _parts(self, process: Process) -> tuple[Solver, Spacing, Clipping]:
+    def _parts(self, process: Process) -> tuple[Solver, int, Spacing, Clipping]:
         sampler = self.sampler or Solver.of(process.default_sampler)
         spacing = self.spacing or Spacing.of(process.default_spacing)
-        return sampler, spacing, self.clipping or Clipping.of(process.default_clipping)
+        steps = self.steps or sampler.usual_steps
+        return sampler, steps, spacing, self.clipping or Clipping.of(process.default_clipping)
 
     def sample(
         self,
@@ -155,9 +155,8 @@ class Sampling:
         Raises:
             ValueError: for options that do not fit the objective, another dtype, or a tensor of the wrong shape.
         """
-        solver, _, clipping = self._parts(diffusion.process)
+        solver, steps, _, clipping = self._parts(diffusion.process)
         points = self.points(diffusion)
-        num_steps = len(points)
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{dtype} would round small steps away: use float32, and autocast in the net")
         made = torch.empty(len(generators), *shape, device=device, dtype=dtype)
@@ -183,7 +182,7 @@ class Sampling:
         if images is not None:
             if not 0 < strength <= 1:
                 raise ValueError(f"strength must be in (0, 1]: {strength:g}")
-            points = points[len(points) - max(1, int(num_steps * strength + 1e-9)) :]
+            points = points[len(points) - max(1, int(steps * strength + 1e-9)) :]
         net = compiled(net) if self.compile else net
         # Not inference_mode: a tensor that the network makes in it and keeps, such as a table of positions,
         # could not be used in a later backward pass; and it is not faster. Autocast is around all steps, so that the
@@ -203,7 +202,7 @@ class Sampling:
                 if labels is not None and diffusion.conditional:
                     known["labels"] = to_device(labels[rows], made.device)
                 unknown = None if mask is None else to_device(mask[rows], made.device)
-                chain = Chain(net, diffusion, clipping, self.guidance, num_steps, known, generators[rows])
+                chain = Chain(net, diffusion, clipping, self.guidance, steps, known, generators[rows])
                 pairs = pairwise((*points, IMAGE))
                 for point, next_point in paced(pairs, len(points), "sampling", "steps", size=lambda _: 1):
                     x = solver.step(chain, x, point, next_point)
@@ -219,6 +218,6 @@ class Sampling:
 
         Raises ValueError, naming the key, for options that do not fit `diffusion`.
         """
-        sampler, spacing, _ = self._parts(diffusion.process)
+        _, steps, spacing, _ = self._parts(diffusion.process)
         self.guidance.check(diffusion)
-        return spacing.points(diffusion.process, self.steps or sampler.usual_steps)
+        return spacing.points(diffusion.process, steps)
