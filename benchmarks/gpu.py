@@ -1,6 +1,6 @@
 """Measure all that needs a GPU, with one command, and write the table of this machine into benchmarks/README.md.
 
-    python benchmarks/gpu.py [PART ...] [--rounds 3] [--keep]
+    python benchmarks/gpu.py [PART ...] [--rounds 7] [--keep]
 
 tests: the tests that are marked `cuda`.
 train: images a second of U-Nets with 34M and 128M weights at 64 x 64, in bf16, from images in memory.
@@ -8,12 +8,13 @@ checkpoint: how much longer ten steps take if a checkpoint is saved among them.
 memory: the estimate of `hookdiff memory` beside the measured peak.
 sampling: benchmarks/sampling.py on the GPU, if diffusers is installed.
 
-Each measurement of `train` has a process and the GPU for itself; the contestants take turns in an order shuffled for
-each round. "hookdiff" is a config with the usual plugins, alone and with `cuda_graphs` and `compile`, and with AdamW as
-the others have it; with "Muon" it has the optimizer that a config gets unless it names one. "diffusers" is
-the loop of its train_unconditional example around the same network, as it is installed and with its mixed precision;
-its images are tensors already, which it would decode. "bare graph" is forward, backward and a fused AdamW in bf16,
-captured as one CUDA graph, without noise, clipping, average or a look at the loss: no loop can be faster.
+In `train`, each contestant has a process, in which it compiles and warms up beside the others. Then they take turns,
+one at a time, in an order shuffled for each round; a turn is about a second of steps. As many as the memory of the GPU
+holds are there at a time (`--together`). "hookdiff" is a config with the usual plugins, alone and with `cuda_graphs`
+and `compile`, and with AdamW as the others have it; with "Muon" it has the optimizer that a config gets unless it names
+one. "diffusers" is the loop of its train_unconditional example around the same network, as it is installed and with its
+mixed precision; its images are tensors already, which it would decode. "bare graph" is forward, backward and a fused
+AdamW in bf16, captured as one CUDA graph, without noise, clipping, average or a look at the loss: none is faster.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ from hookdiff.experiment import build_loop, load_config
 from hookdiff_memory.estimate import estimate_memory
 from hookdiff_networks import UNet
 
-README = Path(__file__).parent / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "benchmarks" / "README.md"
 PARTS = ("tests", "train", "checkpoint", "memory", "sampling")
 WARM_UP = 25  # steps: compilers and the recording of graphs need more than ten
-EVERY = 200  # steps from a checkpoint to the next
+EVERY = 40  # steps from a checkpoint to the next
 SIDE = 64
 
 
@@ -146,8 +148,9 @@ def diffusers(network: Network, device: str, mixed_precision: bool) -> Iterator[
             yield
 
 
-def bare_graph(network: Network, device: str, compiles: bool) -> Iterator[None]:
-    net = network.make().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+def bare_graph(network: Network, device: str, compiles: bool, channels_last: bool = False) -> Iterator[None]:
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    net = network.make().to(device, memory_format=form)  # type: ignore[call-overload]
     call: Callable[..., Tensor] = torch.compile(net) if compiles else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True, capturable=device != "cpu")
     x, t = torch.randn(network.batch_size, 3, SIDE, SIDE, device=device), torch.zeros(network.batch_size, device=device)
@@ -177,14 +180,19 @@ def bare_graph(network: Network, device: str, compiles: bool) -> Iterator[None]:
 
 
 CONTESTANTS: dict[str, Callable[[Network, str], Iterator[None]]] = {
-    "bare graph": lambda network, device: bare_graph(network, device, compiles=False),
-    "bare graph, compiled": lambda network, device: bare_graph(network, device, compiles=True),
+    "bare graph": lambda network, device: bare_graph(network, device, False),
+    "bare graph, compiled": lambda network, device: bare_graph(network, device, True),
+    "bare graph, channels_last": lambda network, device: bare_graph(network, device, False, True),
+    "bare graph, compiled, channels_last": lambda network, device: bare_graph(network, device, True, True),
     "hookdiff": hookdiff,
     "hookdiff, cuda_graphs": lambda network, device: hookdiff(network, device, "cuda_graphs"),
     "hookdiff, compile": lambda network, device: hookdiff(network, device, "compile"),
     "hookdiff, compile and cuda_graphs": lambda network, device: hookdiff(network, device, "compile", "cuda_graphs"),
     "hookdiff, Muon": lambda network, device: hookdiff(network, device, optimizer="muon"),
     "hookdiff, Muon, cuda_graphs": lambda network, device: hookdiff(network, device, "cuda_graphs", optimizer="muon"),
+    "hookdiff, Muon, compile and cuda_graphs": lambda network, device: hookdiff(
+        network, device, "compile", "cuda_graphs", optimizer="muon"
+    ),
     "diffusers, as installed": lambda network, device: diffusers(network, device, mixed_precision=False),
     "diffusers, bf16": lambda network, device: diffusers(network, device, mixed_precision=True),
 }
@@ -206,18 +214,54 @@ def seconds_of(steps: Iterator[object], num: int, device: str) -> float:
 
 
 def speed(given: argparse.Namespace, network: str, contestant: str) -> None:
-    """Print the images a second of a contestant: the median of five blocks of about a second."""
+    """Warm up, and say so; then print the images a second of a turn for each line of the input."""
     steps = CONTESTANTS[contestant](NETWORKS[network], given.device)
-    seconds_of(steps, WARM_UP, given.device)
+    seconds_of(steps, WARM_UP if given.device != "cpu" else 2, given.device)
     num = max(5, round(1.0 / (seconds_of(steps, 5, given.device) / 5))) if given.device != "cpu" else 1
-    blocks = [NETWORKS[network].batch_size * num / seconds_of(steps, num, given.device) for _ in range(5)]
-    print(f"result {statistics.median(blocks)}")
+    print("result ready", flush=True)
+    for _ in sys.stdin:
+        print(f"result {NETWORKS[network].batch_size * num / seconds_of(steps, num, given.device)}", flush=True)
+
+
+class Racer:
+    """A contestant in a process of its own, which waits for its turns."""
+
+    def __init__(self, given: argparse.Namespace, network: str, name: str) -> None:
+        self.name = f"{network}, {name}"
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the process has failed
+        command = [*child_of(given), "speed", network, name]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+        self.process: Any = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+
+    def answer(self) -> str | None:
+        """Wait for the next result; None if the process has failed, with its last line printed."""
+        for line in self.process.stdout or ():
+            if line.startswith("result "):
+                return str(line.removeprefix("result ").strip())
+        self.errors.seek(0)
+        last = (self.errors.read().strip() or "nothing").splitlines()[-1]
+        print(f"{self.name} failed: {last}", file=sys.stderr, flush=True)
+        return None
+
+    def turn(self) -> float | None:
+        """Return the images a second of a turn."""
+        self.process.stdin.write("turn\n")
+        self.process.stdin.flush()
+        found = self.answer()
+        return None if found is None else float(found)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def child_of(given: argparse.Namespace) -> list[str]:
+    return [sys.executable, __file__, "--device", given.device, "--child"]
 
 
 def child(given: argparse.Namespace, *arguments: str) -> list[str]:
     """Run a part of this script in a process of its own, and return the lines of its result."""
-    command = [sys.executable, __file__, "--device", given.device, "--child", *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = subprocess.run([*child_of(given), *arguments], capture_output=True, text=True)
     if ran.returncode:
         last = (ran.stderr.strip() or "nothing").splitlines()[-1]
         print(f"{' '.join(arguments)} failed: {last}", file=sys.stderr, flush=True)
@@ -225,20 +269,34 @@ def child(given: argparse.Namespace, *arguments: str) -> list[str]:
     return [line.removeprefix("result ") for line in ran.stdout.splitlines() if line.startswith("result ")]
 
 
+def race(given: argparse.Namespace, network: str, names: Sequence[str]) -> dict[str, list[float]]:
+    """Return the images a second of each turn of the contestants `names`; none for one that failed."""
+    racers, speeds = {name: Racer(given, network, name) for name in names}, {name: list[float]() for name in names}
+    ready = [name for name, racer in racers.items() if racer.answer()]
+    order = random.Random(0)
+    for _ in range(given.rounds):
+        for name in order.sample(ready, len(ready)):
+            if found := racers[name].turn():
+                speeds[name].append(found)
+                print(f"{racers[name].name}: {found:.0f} images/s", file=sys.stderr, flush=True)
+            else:
+                ready.remove(name)
+    for racer in racers.values():
+        racer.close()
+    return speeds
+
+
 def train(given: argparse.Namespace) -> Iterator[str]:
     for network in given.networks:
-        speeds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-        order = random.Random(0)
-        for _ in range(given.rounds):
-            for name in order.sample(list(CONTESTANTS), len(CONTESTANTS)):
-                speeds[name] += map(float, child(given, "speed", network, name))
-                print(f"{network}, {name}: {speeds[name][-1:]} images/s", file=sys.stderr, flush=True)
+        speeds = dict[str, list[float]]()
+        for first in range(0, len(given.contestants), given.together):
+            speeds |= race(given, network, given.contestants[first : first + given.together])
         title = f"{network}, batch {NETWORKS[network].batch_size}"
         yield f"\n| {title} | images/s | to the bare graph | to diffusers, bf16 |"
         yield "|---|---|---|---|"
         for name, found in speeds.items():
             bare = "bare graph, compiled" if "compile" in name else "bare graph"
-            cells = (ratio(found, speeds[other]) for other in (bare, "diffusers, bf16"))
+            cells = (ratio(found, speeds.get(other, [])) for other in (bare, "diffusers, bf16"))
             yield f"| {name} | {middle(found)} | {' | '.join(cells)} |"
 
 
@@ -264,7 +322,7 @@ def saves(given: argparse.Namespace, network: str) -> None:
         with build_loop(config, Path(folder) / "run") as loop:
             steps, usual, longer = loop.steps(), [], []
             seconds_of(steps, EVERY - 15, given.device)
-            for _ in range(5):
+            for _ in range(4):
                 usual.append(seconds_of(steps, 10, given.device))
                 longer.append(seconds_of(steps, 10, given.device) - usual[-1])  # the save is in the middle
                 seconds_of(steps, EVERY - 20, given.device)  # the files are written meanwhile
@@ -295,14 +353,24 @@ def peak(given: argparse.Namespace, network: str, plugins: str) -> None:
 
 
 def tests(given: argparse.Namespace) -> Iterator[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=README.parents[1])
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.cuda" in path.read_text("utf-8")]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *map(str, files)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     print(ran.stdout[-20_000:], file=sys.stderr, flush=True)
     yield f"\nTests marked `cuda`: {ran.stdout.strip().splitlines()[-1].strip('= ')}."
 
 
 def sampling(given: argparse.Namespace) -> Iterator[str]:
-    command = [sys.executable, str(README.parent / "sampling.py"), "--device", given.device, "--images", "512"]
+    command = [
+        sys.executable,
+        str(README.parent / "sampling.py"),
+        "--device",
+        given.device,
+        "--images",
+        "64",
+        "--rounds",
+        "3",
+    ]
     ran = subprocess.run(command, capture_output=True, text=True)
     found = ran.stdout if ran.returncode == 0 else f"not measured: {ran.stderr.strip().splitlines()[-1]}\n"
     yield f"\n```\n{found}```"
@@ -324,7 +392,9 @@ def write(name: str, lines: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; unless given, all")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--together", type=int, help="contestants in memory at a time; unless given, one for 11 GiB")
     parser.add_argument("--networks", nargs="+", choices=tuple(NETWORKS), default=["34M", "128M"])
     parser.add_argument("--device", default="cuda", help="cpu only tries the script")
     parser.add_argument("--keep", action="store_true", help="print the table, and leave README.md as it is")
@@ -332,6 +402,9 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     if given.device != "cpu" and not torch.cuda.is_available():
         raise SystemExit("gpu.py: there is no CUDA device here, so nothing was measured")
+    if given.together is None:
+        total = torch.cuda.get_device_properties(0).total_memory if given.device != "cpu" else 0
+        given.together = max(1, total // (11 << 30))
     if given.child:
         what, *arguments = given.parts
         {"speed": speed, "saves": saves, "peak": peak}[what](given, *arguments)

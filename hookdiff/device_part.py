@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+import torch
 from attrs import define
 from torch import Tensor
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
 
 def _nothing() -> None:
     """Do nothing before a replay."""
+
+
+def is_recording(device: torch.device) -> bool:
+    """Return whether `device` only notes its work now, for later replays. No value can be read meanwhile."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @define(frozen=True)

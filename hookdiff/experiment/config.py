@@ -67,8 +67,8 @@ class RunConfig(LoopConfig):
     channels_last: bool | Literal["auto"] = field(
         default=AUTO,
         metadata=about(
-            'use the memory format channels_last for convolutions; "auto": where it is faster, which a CPU in bf16 is '
-            "not, nor a network of diffusers on a CPU"
+            'use the memory format channels_last for convolutions; "auto": where it is faster, which is on a CPU '
+            "in float32, and not for a network of diffusers"
         ),
     )
     attention: Form = field(

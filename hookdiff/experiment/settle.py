@@ -58,7 +58,8 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
                 part = evolve(part, arguments={**part.arguments, key: value if chosen == AUTO else chosen})
         plugins[name] = part
     is_of_diffusers = getattr(config.model.target, "__module__", "").startswith("diffusers.")
-    run = {"channels_last": not (on_cpu and is_of_diffusers), **run}
+    # On a GPU the group norms of torch copy each image that is in channels_last: benchmarks/README.md.
+    run = {"channels_last": on_cpu and not is_of_diffusers, **run}
     run = {key: value for key, value in run.items() if getattr(config.run, key) == AUTO}
     if same_kind:
         run |= {key: earlier[key] for key in run if key in earlier and earlier[key] != AUTO}

@@ -121,7 +121,10 @@ class CudaGraphs:
         try:
             self._step = step = RecordedStep(loop, batch, self._parts, recorder)
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            first: BaseException = error  # the end of the recording fails, too, and says less
+            while first.__context__ is not None:
+                first = first.__context__
+            reason = str(first).partition("\n")[0]
             raise UserError(
                 f"plugins.cuda_graphs: this step cannot be recorded: {reason}\n"
                 "  the network, the objective or a plugin needs the host: train without it, --plugins no:cuda_graphs"

@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 from attrs import define, field
 
+from hookdiff.device_part import is_recording
+
 # What the loop itself does between two hooks, by the hook before or the hook after.
 _AFTER = {"make_batch": "draw of noise and times", "unscale": "finite check"}
 _BEFORE = {"make_batch": "data"}
@@ -52,7 +54,7 @@ class Recorder:
 
     def _mark(self, hook: str) -> None:
         # Work counts for the hook that starts it, not for one that waits. A graph is recorded without waiting.
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and not is_recording(self.device):
             torch.cuda.synchronize(self.device)
         self._marks.append(_Mark(time.perf_counter(), self._open[-1] if self._open else None, hook))
 

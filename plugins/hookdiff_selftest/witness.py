@@ -22,6 +22,7 @@ from attrs.validators import ge
 from torch import Tensor, nn
 
 from hookdiff import Batch, Loop, Reason, hookimpl
+from hookdiff.device_part import is_recording
 from hookdiff.disk import flatten
 from hookdiff.options import about
 from hookdiff_selftest.compare import DIGEST
@@ -84,7 +85,7 @@ class Witness:
                 call = self._calls.pop()
                 if call.drew and generators != begun:  # a plugin may draw if it restores the generators
                     self._drew.setdefault(plugin, set()).add(hook)
-                if hook in _CHANGING and loop.progress.step >= self.at:
+                if hook in _CHANGING and loop.progress.step >= self.at and not is_recording(loop.device):
                     self._trace.append((loop.progress.position, hook, plugin, _fingerprint(loop, hook, self._batch)))
                 if self._calls:
                     self._calls[-1].generators = generators

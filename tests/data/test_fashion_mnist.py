@@ -47,7 +47,7 @@ def test_both_parts_are_read(root: Path, download: bool) -> None:
         ("t10k-images-idx3-ubyte", None, ("download",)),
         ("train-images-idx3-ubyte", idx(IMAGES)[:-1], (3919,)),
         ("train-images-idx3-ubyte", b"\0\0", ()),
-        ("train-images-idx3-ubyte", gzip.compress(idx(IMAGES)), ()),
+        ("train-images-idx3-ubyte", gzip.compress(idx(IMAGES), mtime=0), ()),
         ("train-labels-idx1-ubyte", idx(IMAGES), ()),
         ("train-labels-idx1-ubyte", idx(LABELS[:4]), (5, 4)),
     ],

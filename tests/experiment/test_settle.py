@@ -34,7 +34,7 @@ def test_precision_and_memory_format_are_chosen_together(load_small, monkeypatch
     set_bf16(monkeypatch, False)
     assert formed(config) == ("off", True, True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    assert formed(config, CUDA) == ("bf16", True, False)
+    assert formed(config, CUDA) == ("bf16", False, False)
 
 
 def test_what_the_config_says_comes_first(load_small, monkeypatch):
@@ -46,12 +46,12 @@ def test_what_the_config_says_comes_first(load_small, monkeypatch):
     assert formed(load_small("plugins.amp.precision=bf16", plugins=["amp"]))[1] is False
 
 
-def test_a_network_of_diffusers_keeps_the_usual_memory_format_on_a_cpu(load_small):
+def test_a_network_of_diffusers_and_a_gpu_keep_the_usual_memory_format(load_small):
     model = {"use": "diffusers:UNet2DModel", "block_out_channels": [8], "norm_num_groups": 2}
     blocks = {"down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
     config = load_small(model={**model, **blocks})
     assert settle(config, CPU, {}).run.channels_last is False
-    assert settle(config, CUDA, {}).run.channels_last is True
+    assert [settle(load_small(), one, {}).run.channels_last for one in (CPU, CUDA)] == [True, False]
 
 
 def test_a_resumed_run_takes_the_choices_of_before(load_small, monkeypatch):
@@ -62,7 +62,8 @@ def test_a_resumed_run_takes_the_choices_of_before(load_small, monkeypatch):
     assert formed(config, CPU, before) == ("bf16", False, True)
     # On a device of another kind they would be slow, and bits differ in any case.
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    assert formed(config, CUDA, before) == ("fp16", True, False)
+    exact = settle(config, CPU, {}).resolved()
+    assert formed(config, CUDA, exact) == ("fp16", False, False)
 
 
 def test_choices_are_recorded_and_kept_by_a_run(load_small, tmp_path, start, monkeypatch):

@@ -37,7 +37,7 @@ def npz(compression: int = zipfile.ZIP_DEFLATED, **members: bytes) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", compression) as archive:
         for name, content in members.items():
-            archive.writestr(f"{name}.npy", content)
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content, compression)  # without the time of day
     return out.getvalue()
 
 

@@ -43,7 +43,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request):
+def device(request, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # two runs are compared
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
 
@@ -449,7 +450,6 @@ def test_a_run_resumes_with_or_without_the_plugin(device, recorder, tmp_path):
 
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(device, recorder, tmp_path):
     """It records its steps elsewhere: usual steps of such a run have the rounding of recorded ones."""
-    torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
 
     def run(folder, steps, resume=False):
         given = plugins(checkpoint=Checkpoint(every=5), cuda_graphs=graphs())
@@ -460,7 +460,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(device, recorder, 
     uninterrupted = run(tmp_path / "one", 20)
     run(tmp_path / "two", 10)
     resumed = run(tmp_path / "two", 20, resume=True)
-    torch.use_deterministic_algorithms(False)
     assert_same(weights(resumed), weights(uninterrupted))
     assert_same(resumed.plugins["ema"].shadow, uninterrupted.plugins["ema"].shadow)
 

@@ -257,6 +257,13 @@ def test_all_plugins_together_resume_exactly(folder: Path) -> None:
     assert "training 12 steps without a stop" in result.stderr
 
 
+@pytest.mark.cuda
+def test_a_run_with_cuda_graphs_resumes_exactly(folder: Path) -> None:
+    path = config(folder, "ema", "cuda_graphs", "checkpoint", source="digits")
+    result = selftest(path, "--set", "run.device=cuda", "--set", "run.micro_batch=10")
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("name", "others", "lost"),
     [
