@@ -266,7 +266,9 @@ def child(given: argparse.Namespace, *arguments: str) -> list[str]:
         last = (ran.stderr.strip() or "nothing").splitlines()[-1]
         print(f"{' '.join(arguments)} failed: {last}", file=sys.stderr, flush=True)
         return []
-    return [line.removeprefix("result ") for line in ran.stdout.splitlines() if line.startswith("result ")]
+    found = [line.removeprefix("result ") for line in ran.stdout.splitlines() if line.startswith("result ")]
+    print(*found, sep="\n", file=sys.stderr, flush=True)
+    return found
 
 
 def race(given: argparse.Namespace, network: str, names: Sequence[str]) -> dict[str, list[float]]:
@@ -276,7 +278,8 @@ def race(given: argparse.Namespace, network: str, names: Sequence[str]) -> dict[
     order = random.Random(0)
     for _ in range(given.rounds):
         for name in order.sample(ready, len(ready)):
-            if found := racers[name].turn():
+            found = racers[name].turn()
+            if found is not None:
                 speeds[name].append(found)
                 print(f"{racers[name].name}: {found:.0f} images/s", file=sys.stderr, flush=True)
             else:
@@ -361,24 +364,16 @@ def tests(given: argparse.Namespace) -> Iterator[str]:
 
 
 def sampling(given: argparse.Namespace) -> Iterator[str]:
-    command = [
-        sys.executable,
-        str(README.parent / "sampling.py"),
-        "--device",
-        given.device,
-        "--images",
-        "64",
-        "--rounds",
-        "3",
-    ]
+    script = README.parent / "sampling.py"
+    command = [sys.executable, str(script), "--device", given.device, "--images", "64", "--rounds", "3"]
     ran = subprocess.run(command, capture_output=True, text=True)
     found = ran.stdout if ran.returncode == 0 else f"not measured: {ran.stderr.strip().splitlines()[-1]}\n"
     yield f"\n```\n{found}```"
 
 
-def write(name: str, lines: list[str]) -> None:
-    """Put the table of the machine `name` into benchmarks/README.md, in place of its earlier one."""
-    begin, end = f"<!-- gpu.py: {name} -->", "<!-- end of gpu.py -->"
+def write(name: str, part: str, lines: Sequence[str]) -> None:
+    """Put a part of the table of the machine `name` into benchmarks/README.md, in place of its earlier one."""
+    begin, end = f"<!-- gpu.py {part}: {name} -->", "<!-- end of gpu.py -->"
     table = "\n".join([begin, *lines, "", end])
     text = README.read_text("utf-8")
     pattern = re.escape(begin) + ".*?" + re.escape(end)
@@ -417,12 +412,12 @@ def main() -> None:
         "memory": memory,
         "sampling": sampling,
     }
-    lines = [f"{name}, torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"]
-    for part in given.parts or PARTS:
-        lines += parts[part](given)
-    print("\n".join(lines))
-    if not given.keep:
-        write(name, lines)
+    title = f"{name}, torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    for part in given.parts or PARTS:  # each is written at once, so that a run which is cut short loses only the last
+        lines = [f"{title}:", *parts[part](given)]
+        print("\n".join(lines), flush=True)
+        if not given.keep:
+            write(name, part, lines)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ logger = logging.getLogger("hookdiff.pace")  # of its own, since every command s
 
 _LONG = 20.0  # seconds that are worth a message
 _BETWEEN = 30.0  # seconds between two messages
-_START = 1.0  # seconds before the first message: until then processes may only be starting
 
 Part = TypeVar("Part")
 
@@ -29,10 +28,24 @@ class Work:
     unit: str
     done: int = 0
     began: float = field(init=False, factory=lambda: time.monotonic())  # looked up late, for a clock of tests
+    _first: tuple[int, float] | None = field(init=False, default=None)  # units of the first part, and when it was done
+
+    def add(self, units: int) -> None:
+        """Count `units`, which are one part, as done."""
+        self.done += units
+        self._first = self._first or (self.done, time.monotonic())
+
+    @property
+    def has_pace(self) -> bool:
+        """Whether a second part is done; the first one may have compiled or started what the others need."""
+        return self._first is not None and self.done > self._first[0]
 
     def left(self) -> float | None:
-        """Return the seconds until it is done at the pace so far; None while nothing is done."""
-        return (time.monotonic() - self.began) / self.done * (self.total - self.done) if self.done else None
+        """Return the seconds until it is done at the pace since the first part; None while nothing is done."""
+        if not self.done or self._first is None:
+            return None
+        done, since = self._first if self.has_pace else (0, self.began)
+        return (time.monotonic() - since) / (self.done - done) * (self.total - self.done)
 
 
 Show = Callable[[Sequence[Work]], None]
@@ -87,12 +100,12 @@ def paced(
         _show()
         for part in parts:
             yield part
-            work.done += size(part)
+            work.add(size(part))
             if _here.shows:
                 _show()
             elif work.done < total and not any(one.done for one in outer):
                 now, left, is_first = time.monotonic(), work.left() or 0.0, last == begin
-                if left > (_LONG if is_first else 0) and now - last > (_START if is_first else _BETWEEN):
+                if left > (_LONG if is_first else 0) and now - last > (0 if is_first and work.has_pace else _BETWEEN):
                     done = f"{work.done:,} of {total:,} {unit}"
                     names = ", ".join(one.what for one in (*outer, work))
                     logger.info("%s: %s, about %s left", names, done, in_words(left))

@@ -105,6 +105,7 @@ class Watch:
     _takers: dict[tuple[Any, int], list[NamedModule]] = field(factory=dict, init=False)
     _makers: dict[tuple[Any, int], NamedModule] = field(factory=dict, init=False)
     _handles: list[Any] = field(factory=list, init=False)
+    _listeners: list[Any] = field(factory=list, init=False)  # handles of hooks on values of the micro-batch
 
     def begin(self) -> None:
         """Begin a micro-batch, and forget the one before. Does nothing outside of the `with`."""
@@ -119,11 +120,11 @@ class Watch:
                 self._close()
 
     def _forget(self) -> None:
+        self._let_go()
         self.forward, self.backward = None, None
         self.autocast, self._last = None, None
         self.given, self.returned = [], []
         self.bad_loss, self.given_finite, self.returned_finite = False, True, False
-        self._takers, self._makers = {}, {}
 
     def __enter__(self) -> Watch:
         self._forget()
@@ -145,7 +146,15 @@ class Watch:
     def _close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._takers, self._makers = [], {}, {}
+        self._handles = []
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # A hook holds the graph node of its value, and the node the hook. While they live, so does the whole graph,
+        # whose ends at the parameters remember the stream of the trial: no later step could be recorded elsewhere.
+        for listener in self._listeners:
+            listener.remove()
+        self._listeners, self._takers, self._makers = [], {}, {}
 
     def _before(self, place: NamedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = tensors((args, kwargs))
@@ -184,7 +193,7 @@ class Watch:
         key = value.grad_fn, value.output_nr
         if key not in self._takers:
             self._takers[key] = []
-            value.register_hook(partial(self._look, None, key))  # type: ignore[no-untyped-call]
+            self._listeners.append(value.register_hook(partial(self._look, None, key)))  # type: ignore[no-untyped-call]
         return key
 
     def _look(self, parameter: str | None, key: tuple[Any, int] | None, gradient: Tensor) -> None:

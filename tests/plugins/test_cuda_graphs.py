@@ -166,12 +166,14 @@ def test_torch_sees_one_wait_in_a_step(recorded):
     with loop:
         steps = loop.steps()
         for _ in range(15):
-            torch.cuda.set_sync_debug_mode("warn")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                next(steps)
-            torch.cuda.set_sync_debug_mode("default")
-            counts.append(len([one for one in caught if "synchroniz" in str(one.message)]))
+                torch.cuda.set_sync_debug_mode("warn")  # which warns that it may miss some
+                try:
+                    next(steps)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            counts.append(len([one for one in caught if "called a synchronizing" in str(one.message)]))
     assert counts[WARMUP + 1 :] == [1] * (15 - WARMUP - 1)
 
 
