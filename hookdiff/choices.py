@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from hookdiff.errors import PluginError, nearest
-from hookdiff.imports import PARTS, import_object
+from hookdiff.imports import PARTS, import_object, installed
 
 Chosen = TypeVar("Chosen", bound="Choice")
 
@@ -95,7 +95,8 @@ def path_of(kind: str, known: Iterable[str], use: object, key: str = "use") -> s
     if name not in published and ":" not in name:
         names = [*known, *published]
         unknown = f"needs a `{key}`" if use is None else f"unknown {use!r}{nearest(name, names)}"
-        raise PluginError(f"{unknown}; known: {', '.join(names)}, or module:Name")
+        other = f"; {name} is a plugin: --plugins {name}" if name in installed() else ""
+        raise PluginError(f"{unknown}{other}; known: {', '.join(names)}, or module:Name")
     path, *others = published.get(name, [name])
     if others:
         claims = " and ".join((path, *others))

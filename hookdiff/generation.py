@@ -79,8 +79,12 @@ class Generated:
         return min(gathered(self._images.size)) * self.loop.num_ranks
 
     def used(self) -> str:
-        """Return the name of the weights that make the images now."""
-        return self.loop.sample(SampleRequest(0, weights=self.weights)).weights
+        """Return what makes the images now: the weights, and the guidance if a plugin chose it, "ema with NAME"."""
+        samples = self.loop.sample(SampleRequest(0, weights=self.weights))
+        own, used = self.loop.sampler, samples.sampler or self.loop.sampler
+        if getattr(used, "guidance", None) is getattr(own, "guidance", None):
+            return samples.weights
+        return f"{samples.weights} with {used.guidance.use}"
 
     def images(self, numbers: range) -> Iterator[Tensor]:
         """Yield the images `numbers` in parts, n c h w, float32. All ranks make them."""

@@ -78,7 +78,7 @@ class Autoguidance:
         has_guide = self._step and self._weights and self.scale > 1
         if not (has_guide and request.weights != OWN and _is_unguided(sampler)):
             return (yield)
-        guide = self._guide(loop.model)
+        guide = self._guide(loop.model) if request.num else loop.model  # none is called for no images
         away = AwayFrom(compiled(guide) if sampler.compile else guide, self.scale, self.interval)
         with loop.using(sampler=evolve(sampler, guidance=away)):
             return (yield)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hookdiff import ConfigError, Loop, LoopConfig, SampleRequest, build_loop, hookimpl, load_run
 from hookdiff.data import digits
 from hookdiff.diffusion import ClassifierFree, Diffusion, Point, Sampling
+from hookdiff.generation import Generated
 from hookdiff.pictures import read_info
 from hookdiff.testing import toy_loop
 from hookdiff_autoguidance import Autoguidance
@@ -144,6 +145,12 @@ def test_what_it_leaves_alone(leave: dict[str, Any]) -> None:
     assert torch.equal(made(True), made(False))
 
 
+def test_metrics_say_which_images_are_guided() -> None:
+    loop, _ = trained()
+    said = [Generated.of(loop, None, 0, weights).used() for weights in (None, "model")]
+    assert said == ["ema with autoguidance", "model"]
+
+
 def test_a_sampler_of_another_kind_is_left_alone() -> None:
     with toy_loop({"ema": EMA(), "autoguidance": Autoguidance()}) as loop, toy_loop({"ema": EMA()}) as plain:
         loop.run()
@@ -259,6 +266,11 @@ def test_a_compiled_guide_makes_the_same_images(load_small: Callable[..., Any], 
 def test_bad_options_are_refused_with_their_key(load_small: Callable[..., Any], option: str, value: object) -> None:
     with refused(ConfigError, f"plugins.autoguidance.{option}"):
         load_small(f"plugins.autoguidance.{option}={value}", plugins=["autoguidance"])
+
+
+def test_its_name_in_place_of_a_guidance_is_explained(load_small: Callable[..., Any]) -> None:
+    with refused(ConfigError, "sampling.guidance", "--plugins autoguidance"):
+        load_small("sampling.guidance=autoguidance")
 
 
 @pytest.mark.parametrize(("name", "shape"), [("layer.wait", (1, 2, 3, 3)), ("layer.bias", (2,))])
