@@ -81,10 +81,8 @@ class Generated:
     def used(self) -> str:
         """Return what makes the images now: the weights, and the guidance if a plugin chose it, "ema with NAME"."""
         samples = self.loop.sample(SampleRequest(0, weights=self.weights))
-        own, used = self.loop.sampler, samples.sampler or self.loop.sampler
-        if getattr(used, "guidance", None) is getattr(own, "guidance", None):
-            return samples.weights
-        return f"{samples.weights} with {used.guidance.use}"
+        own, used = (getattr(one, "guidance", None) for one in (self.loop.sampler, samples.sampler))
+        return samples.weights if used is None or used is own else f"{samples.weights} with {used.use}"
 
     def images(self, numbers: range) -> Iterator[Tensor]:
         """Yield the images `numbers` in parts, n c h w, float32. All ranks make them."""
