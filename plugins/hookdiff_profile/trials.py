@@ -23,7 +23,8 @@ class Change:
     settings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join((*(f"--plugins {name}" for name in self.plugins), *(f"--set {each}" for each in self.settings)))
+        plugins = [f"--plugins {','.join(self.plugins)}"] if self.plugins else []
+        return " ".join((*plugins, *(f"--set {each}" for each in self.settings)))
 
 
 @define(frozen=True)
@@ -48,10 +49,11 @@ def changes(config: Config, device: str, is_stored: bool, channels_last: bool) -
     if not is_stored:
         yield Change(settings=(f"data.workers={max(1, num_cpus() - 1)}",))
         yield Change(settings=("data.store=disk",))
-    if "cuda_graphs" not in config.plugins and device == "cuda":
-        yield Change(("cuda_graphs",))
-    if "compile" not in config.plugins:
-        yield Change(("compile",))
+    names = ("compile", "cuda_graphs") if device == "cuda" else ("compile",)
+    missing = [name for name in names if name not in config.plugins]
+    yield from (Change((name,)) for name in missing)
+    if len(missing) == 2:  # each gains more beside the other
+        yield Change(tuple(missing))
 
 
 def tried(path: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int) -> Iterator[Outcome]:

@@ -105,7 +105,9 @@ def test_the_changes_follow_from_the_config(small: Callable[..., Path], load_sma
     sizes = ["--set run.batch_size=32", "--set run.batch_size=8"]
     assert of() == ["--plugins amp", "--set run.channels_last=false", *sizes, "--plugins compile"]
     assert of("amp", "compile", channels_last=False) == ["--plugins no:amp", "--set run.channels_last=true", *sizes]
-    assert of(device="cuda")[-2:] == ["--plugins cuda_graphs", "--plugins compile"]
+    assert of(device="cuda")[-3:] == [
+        f"--plugins {names}" for names in ("compile", "cuda_graphs", "compile,cuda_graphs")
+    ]
     assert of("cuda_graphs", device="cuda") == of()
     assert of("amp", "compile", stored=False)[-1] == "--set data.store=disk"
     assert of("amp", "compile", stored=False)[-2].startswith("--set data.workers=")
