@@ -1,5 +1,6 @@
 import ast
 import copy
+import gc
 import importlib
 import json
 import logging
@@ -27,6 +28,7 @@ from hookdiff import PASS, Loop, hookimpl
 from hookdiff.disk import flatten, unflatten
 from hookdiff.ranks import leave
 from tests.forked import PATIENCE, forked
+from tests.graphs import Graphs
 
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("deep", max_examples=1000, deadline=None)
@@ -109,6 +111,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def graphs() -> Iterator[Graphs]:
+    """Return what notes the graphs of models; Python looks for no garbage meanwhile."""
+    gc.disable()
+    yield Graphs()
+    gc.enable()
 
 
 @pytest.fixture

@@ -6,11 +6,13 @@ from typing import Any
 import attrs
 import pytest
 
+from hookdiff import hookimpl
 from hookdiff.imports import installed
 from hookdiff.structure import Problems, arguments
-from hookdiff.testing import COMPANIONS, assert_any_order, assert_removable, assert_resumes
+from hookdiff.testing import COMPANIONS, assert_any_order, assert_removable, assert_resumes, toy_loop
 from tests.conftest import check_facts
 from tests.first_party import KINDS, LOOP, OPTIONS, net
+from tests.graphs import Graphs
 
 CHANGES: dict[str, Any] = {"amp": "training", "clip": "training", "lr": "training", "spectral": "model"}
 
@@ -34,6 +36,22 @@ class TestEveryPlugin:
 
     def test_it_can_be_left_out_and_added(self, name: str) -> None:
         assert_removable(self.make(name), changes=CHANGES.get(name, "nothing"), model=net(), **LOOP)
+
+    def test_no_graph_outlives_its_step(self, name: str, graphs: Graphs, tmp_path: Path) -> None:
+        if name == "compile":
+            pytest.skip("the compiler does not trace what notes the graphs")
+
+        class Counts:
+            alive: list[int] = []  # noqa: RUF012 - of one test
+
+            @hookimpl(trylast=True)
+            def between_steps(self) -> None:
+                self.alive.append(graphs.num_alive)
+
+        plugins = {name: self.make(name)(), "counts": Counts()}
+        toy_loop(plugins, model=graphs.watch(net()), run_dir=tmp_path, **LOOP).run()
+        assert graphs.num_made >= LOOP["steps"]
+        assert set(Counts.alive) == {0}
 
     def test_an_unknown_key_is_named(self, name: str) -> None:
         problems = Problems()

@@ -1,0 +1,48 @@
+"""Notes the autograd graphs of a model, to see that none outlives its step.
+
+The end of a graph at a parameter remembers the stream of its pass: while it lives, no later step can be recorded as a
+CUDA graph. It holds memory, too.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+
+
+class _Held:
+    """Is held by a node of a graph."""
+
+
+class _Noting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, nodes: list[Any]) -> Tensor:
+        ctx.held = _Held()
+        nodes.append(weakref.ref(ctx.held))
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return *gradients, None
+
+
+@define(eq=False)
+class Graphs:
+    """The graphs of the models that are watched."""
+
+    _nodes: list[Any] = field(factory=list, init=False)
+
+    def watch(self, model: nn.Module) -> nn.Module:
+        """Note the graphs of `model` from now on, and return it."""
+        model.register_forward_hook(lambda module, given, output: _Noting.apply(output, self._nodes))
+        return model
+
+    @property
+    def num_made(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def num_alive(self) -> int:
+        return sum(node() is not None for node in self._nodes)
