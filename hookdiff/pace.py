@@ -15,6 +15,7 @@ logger = logging.getLogger("hookdiff.pace")  # of its own, since every command s
 
 _LONG = 20.0  # seconds that are worth a message
 _BETWEEN = 30.0  # seconds between two messages
+_START = 1.0  # seconds before the first message: until then processes may only be starting
 
 Part = TypeVar("Part")
 
@@ -105,7 +106,8 @@ def paced(
                 _show()
             elif work.done < total and not any(one.done for one in outer):
                 now, left, is_first = time.monotonic(), work.left() or 0.0, last == begin
-                if left > (_LONG if is_first else 0) and now - last > (0 if is_first and work.has_pace else _BETWEEN):
+                pause = _START if is_first and work.has_pace else _BETWEEN
+                if left > (_LONG if is_first else 0) and now - last > pause:
                     done = f"{work.done:,} of {total:,} {unit}"
                     names = ", ".join(one.what for one in (*outer, work))
                     logger.info("%s: %s, about %s left", names, done, in_words(left))

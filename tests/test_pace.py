@@ -56,9 +56,8 @@ def test_work_that_an_error_ends_is_gone() -> None:
 def test_the_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     list(paced(parts(monkeypatch, 10, 1.0), 20, "short"))
-    list(
-        paced(itertools.chain(parts(monkeypatch, 1, 20.0), parts(monkeypatch, 24, 0.5)), 50, "its first part compiles")
-    )
+    list(paced(itertools.chain(parts(monkeypatch, 1, 20.0), parts(monkeypatch, 24, 0.5)), 50, "compiles first"))
+    list(paced(itertools.chain(parts(monkeypatch, 2, 0.4), [range(996)]), 1000, "starts two processes"))
     assert not caplog.messages
     for _ in paced(parts(monkeypatch, 12, 10.0), 24, "fid: images"):
         list(paced(range(100), 100, "inner", size=lambda _: 1))
