@@ -30,11 +30,12 @@ class Work:
     done: int = 0
     began: float = field(init=False, factory=lambda: time.monotonic())  # looked up late, for a clock of tests
     _first: tuple[int, float] | None = field(init=False, default=None)  # units of the first part, and when it was done
+    _last: float = field(init=False, default=0.0)  # when the last part was done
 
     def add(self, units: int) -> None:
         """Count `units`, which are one part, as done."""
-        self.done += units
-        self._first = self._first or (self.done, time.monotonic())
+        self.done, self._last = self.done + units, time.monotonic()
+        self._first = self._first or (self.done, self._last)
 
     @property
     def has_pace(self) -> bool:
@@ -42,11 +43,11 @@ class Work:
         return self._first is not None and self.done > self._first[0]
 
     def left(self) -> float | None:
-        """Return the seconds until it is done at the pace since the first part; None while nothing is done."""
+        """Return the seconds that the rest takes at the pace since the first part; None while nothing is done."""
         if not self.done or self._first is None:
             return None
         done, since = self._first if self.has_pace else (0, self.began)
-        return (time.monotonic() - since) / (self.done - done) * (self.total - self.done)
+        return (self._last - since) / (self.done - done) * (self.total - self.done)
 
 
 Show = Callable[[Sequence[Work]], None]
