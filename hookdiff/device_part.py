@@ -22,6 +22,12 @@ def is_recording(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until `device` has done its work, for a clock; not while it is recording, which allows no waiting."""
+    if device.type == "cuda" and not is_recording(device):
+        torch.cuda.synchronize(device)
+
+
 @define(frozen=True)
 class DevicePart:
     """The work of a hook on the device, without a decision by the host.

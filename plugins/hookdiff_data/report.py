@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hookdiff import Feed, InMemory
+from hookdiff.device_part import wait_for
 
 _GROUPS = 5  # of duplicates that are listed
 
@@ -99,6 +100,5 @@ def _speed(feed: Feed, seconds: float) -> float:
         images += len(batch)
         if time.perf_counter() - start > seconds:
             break
-    if feed.device.type == "cuda":
-        torch.cuda.synchronize(feed.device)
+    wait_for(feed.device)
     return images / (time.perf_counter() - start)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hookdiff import Batch, Loop
-from hookdiff.device_part import is_recording
+from hookdiff.device_part import wait_for
 from hookdiff.models.memory import HeldBytes, storages
 from hookdiff_debug.measure import SETTLED, Inputs, Layer, eager, measure_inputs, measure_layers, merged
 
@@ -73,9 +73,7 @@ class Clock:
             self._open.pop()
 
     def _turn(self) -> None:
-        # Work counts for the plugin that starts it, not for one that waits. A graph is recorded without waiting.
-        if self.device.type == "cuda" and not is_recording(self.device):
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)  # work counts for the plugin that starts it, not for one that waits
         now = time.perf_counter()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since

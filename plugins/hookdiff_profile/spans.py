@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from attrs import define, field
 
-from hookdiff.device_part import is_recording
+from hookdiff.device_part import wait_for
 
 # What the loop itself does between two hooks, by the hook before or the hook after.
 _AFTER = {"make_batch": "draw of noise and times", "unscale": "finite check"}
@@ -53,9 +53,7 @@ class Recorder:
             self._mark(hook)
 
     def _mark(self, hook: str) -> None:
-        # Work counts for the hook that starts it, not for one that waits. A graph is recorded without waiting.
-        if self.device.type == "cuda" and not is_recording(self.device):
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)  # work counts for the hook that starts it, not for one that waits
         self._marks.append(_Mark(time.perf_counter(), self._open[-1] if self._open else None, hook))
 
     def parts(self) -> dict[str, float]:

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from attrs import define, evolve
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hookdiff import Config, Every, Loop, UserError, build_loop
+from hookdiff.device_part import wait_for
 from hookdiff_profile.spans import Recorder
 
 SETTLING = 3  # steps that are not timed: allocators and kernels settle
@@ -52,8 +52,7 @@ def running(config: Config) -> Iterator[tuple[Loop, Callable[[], float]]]:
                     begun = time.perf_counter()
                     if next(steps, None) is None:
                         raise UserError(f"the run ended after {loop.progress.step} steps: {loop.end.reason}")
-                    if loop.device.type == "cuda":
-                        torch.cuda.synchronize(loop.device)
+                    wait_for(loop.device)
                     return time.perf_counter() - begun
 
                 for _ in range(SETTLING):
