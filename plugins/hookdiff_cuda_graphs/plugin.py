@@ -121,8 +121,8 @@ class CudaGraphs:
         try:
             self._step = step = RecordedStep(loop, batch, self._parts, recorder)
         except RuntimeError as error:
-            first: BaseException = error  # the end of the recording fails, too, and says less
-            while first.__context__ is not None:
+            first = error  # the end of the recording fails, too, and says less
+            while isinstance(first.__context__, RuntimeError):
                 first = first.__context__
             reason = str(first).partition("\n")[0]
             raise UserError(
