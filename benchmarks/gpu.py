@@ -223,65 +223,55 @@ def speed(given: argparse.Namespace, network: str, contestant: str) -> None:
         print(f"result {NETWORKS[network].batch_size * num / seconds_of(steps, num, given.device)}", flush=True)
 
 
-class Racer:
-    """A contestant in a process of its own, which waits for its turns."""
+class Child:
+    """A part of this script in a process of its own, which prints results line by line."""
 
-    def __init__(self, given: argparse.Namespace, network: str, name: str) -> None:
-        self.name = f"{network}, {name}"
+    def __init__(self, given: argparse.Namespace, *arguments: str) -> None:
+        self.name = ", ".join(arguments[1:])
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the process has failed
-        command = [*child_of(given), "speed", network, name]
+        command = [sys.executable, __file__, "--device", given.device, "--child", *arguments]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
         self.process: Any = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
 
     def answer(self) -> str | None:
-        """Wait for the next result; None if the process has failed, with its last line printed."""
-        for line in self.process.stdout or ():
+        """Wait for the next result, and show it; None at the end, after the last line of an error."""
+        for line in self.process.stdout:
             if line.startswith("result "):
-                return str(line.removeprefix("result ").strip())
-        self.errors.seek(0)
-        last = (self.errors.read().strip() or "nothing").splitlines()[-1]
-        print(f"{self.name} failed: {last}", file=sys.stderr, flush=True)
+                found: str = line.removeprefix("result ").strip()
+                print(f"{self.name}: {found}", file=sys.stderr, flush=True)
+                return found
+        if self.process.wait():
+            self.errors.seek(0)
+            last = (self.errors.read().strip() or "nothing").splitlines()[-1]
+            print(f"{self.name} failed: {last}", file=sys.stderr, flush=True)
         return None
 
-    def turn(self) -> float | None:
-        """Return the images a second of a turn."""
+    def turn(self) -> str | None:
+        """Ask for one more result, and wait for it."""
         self.process.stdin.write("turn\n")
         self.process.stdin.flush()
-        found = self.answer()
-        return None if found is None else float(found)
+        return self.answer()
 
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
 
 
-def child_of(given: argparse.Namespace) -> list[str]:
-    return [sys.executable, __file__, "--device", given.device, "--child"]
-
-
-def child(given: argparse.Namespace, *arguments: str) -> list[str]:
-    """Run a part of this script in a process of its own, and return the lines of its result."""
-    ran = subprocess.run([*child_of(given), *arguments], capture_output=True, text=True)
-    if ran.returncode:
-        last = (ran.stderr.strip() or "nothing").splitlines()[-1]
-        print(f"{' '.join(arguments)} failed: {last}", file=sys.stderr, flush=True)
-        return []
-    found = [line.removeprefix("result ") for line in ran.stdout.splitlines() if line.startswith("result ")]
-    print(*found, sep="\n", file=sys.stderr, flush=True)
-    return found
+def results(given: argparse.Namespace, *arguments: str) -> Iterator[str]:
+    """Yield the results of a child until its end."""
+    yield from iter(Child(given, *arguments).answer, None)
 
 
 def race(given: argparse.Namespace, network: str, names: Sequence[str]) -> dict[str, list[float]]:
     """Return the images a second of each turn of the contestants `names`; none for one that failed."""
-    racers, speeds = {name: Racer(given, network, name) for name in names}, {name: list[float]() for name in names}
+    racers = {name: Child(given, "speed", network, name) for name in names}
+    speeds = {name: list[float]() for name in names}
     ready = [name for name, racer in racers.items() if racer.answer()]
     order = random.Random(0)
     for _ in range(given.rounds):
         for name in order.sample(ready, len(ready)):
-            found = racers[name].turn()
-            if found is not None:
-                speeds[name].append(found)
-                print(f"{racers[name].name}: {found:.0f} images/s", file=sys.stderr, flush=True)
+            if found := racers[name].turn():
+                speeds[name].append(float(found))
             else:
                 ready.remove(name)
     for racer in racers.values():
@@ -316,7 +306,7 @@ def ratio(found: list[float], others: list[float]) -> str:
 def checkpoint(given: argparse.Namespace) -> Iterator[str]:
     yield "\n| network | ten steps | longer with the first checkpoint | with later ones |\n|---|---|---|---|"
     for network in given.networks:
-        yield from child(given, "saves", network)
+        yield from results(given, "saves", network)
 
 
 def saves(given: argparse.Namespace, network: str) -> None:
@@ -337,7 +327,7 @@ def memory(given: argparse.Namespace) -> Iterator[str]:
     yield "\n| network | plugins | estimated | measured | ratio |\n|---|---|---|---|---|"
     for network in given.networks:
         for plugins in ("", "cuda_graphs"):
-            yield from child(given, "peak", network, plugins)
+            yield from results(given, "peak", network, plugins)
 
 
 def peak(given: argparse.Namespace, network: str, plugins: str) -> None:
@@ -364,7 +354,7 @@ def tests(given: argparse.Namespace) -> Iterator[str]:
 
 
 def sampling(given: argparse.Namespace) -> Iterator[str]:
-    script = README.parent / "sampling.py"
+    script = ROOT / "benchmarks" / "sampling.py"
     command = [sys.executable, str(script), "--device", given.device, "--images", "64", "--rounds", "3"]
     ran = subprocess.run(command, capture_output=True, text=True)
     found = ran.stdout if ran.returncode == 0 else f"not measured: {ran.stderr.strip().splitlines()[-1]}\n"
