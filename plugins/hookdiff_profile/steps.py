@@ -2,12 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from attrs import define, evolve
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hookdiff import Config, Every, Loop, UserError, build_loop
@@ -94,5 +96,17 @@ def _traced(loop: Loop, step: Callable[[], float], trace: Path | None) -> float 
         profiled.export_chrome_trace(str(trace))
     if not on_gpu:
         return None
-    busy: float = sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
-    return busy / seconds
+    return busy_seconds(profiled.events() or ()) / seconds
+
+
+def busy_seconds(events: Iterable[Any]) -> float:
+    """Return the seconds in which a GPU did at least one thing, from the events of torch's profiler.
+
+    A kernel also counts in the operator that launched it, and in each annotation around it: these are left out.
+    """
+    work = (one for one in events if one.device_type == DeviceType.CUDA and not one.is_user_annotation)
+    total = end = 0.0
+    for start, stop in sorted((one.time_range.start, one.time_range.end) for one in work):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e6

@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from attrs import define
 
 from hookdiff import Config, InMemory, UserError, load_config
+from hookdiff.fitting import free_memory
 from hookdiff.machine import num_cpus
 from hookdiff_profile.steps import running
 
@@ -61,16 +61,20 @@ def tried(path: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps
     config = load_config(path, plugins, settings)
     with running(config) as (loop, step):
         stored, form = isinstance(loop.feed.samples, InMemory), bool(loop.hparams["run"]["channels_last"])
+
+        def ratio(change: Change) -> float:
+            changed, ratios = load_config(path, (*plugins, *change.plugins), (*settings, *change.settings)), []
+            with running(changed) as (other, other_step):
+                size = other.config.batch_size / loop.config.batch_size
+                for _ in range(_ROUNDS):
+                    own = statistics.median(step() for _ in range(steps))
+                    ratios.append(size * own / statistics.median(other_step() for _ in range(steps)))
+            return statistics.median(ratios)
+
         for change in changes(config, loop.device.type, stored, form):
-            ratios = []
             try:
-                changed = load_config(path, (*plugins, *change.plugins), (*settings, *change.settings))
-                with running(changed) as (other, other_step):
-                    size = other.config.batch_size / loop.config.batch_size
-                    for _ in range(_ROUNDS):
-                        own = statistics.median(step() for _ in range(steps))
-                        ratios.append(size * own / statistics.median(other_step() for _ in range(steps)))
-            except (UserError, ValueError, torch.OutOfMemoryError) as error:
-                yield Outcome(change, why=str(error).partition("\n")[0])
-            else:
-                yield Outcome(change, statistics.median(ratios))
+                outcome = Outcome(change, ratio(change))
+            except (UserError, ValueError, MemoryError, RuntimeError) as error:  # a compiler's, or too little memory
+                outcome = Outcome(change, why=str(error).partition("\n")[0])
+            free_memory(loop.device)  # of this change, for the next one
+            yield outcome

@@ -1,4 +1,5 @@
 import gzip
+import importlib
 import json
 import time
 from collections.abc import Callable
@@ -7,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.autograd.profiler_util import FunctionEvent
 
 from hookdiff_profile import Recorder
 from hookdiff_profile.cli import advice
-from hookdiff_profile.trials import Change, Outcome, changes
+from hookdiff_profile.steps import busy_seconds
+from hookdiff_profile.trials import Change, Outcome, changes, tried
 from tests.conftest import check_facts
 
 SLEEPS = """
@@ -25,6 +29,20 @@ class Sleeps:
     @hookimpl
     def after_backward(self):
         time.sleep(self.seconds)
+"""
+
+ALIVE = """
+import weakref
+from attrs import define
+from hookdiff import hookimpl
+
+alive = weakref.WeakSet()
+
+@define(eq=False)
+class Alive:
+    @hookimpl
+    def on_start(self):
+        alive.add(self)
 """
 
 
@@ -51,6 +69,17 @@ def test_each_moment_belongs_to_the_inner_hook_or_to_what_the_loop_does_between_
     assert parts["backward"] >= 0.03
     for name in ("draw of noise and times", "finite check", "data"):
         assert 0.01 <= parts[name] < parts["backward"]
+
+
+def test_a_gpu_is_busy_while_it_does_anything() -> None:
+    def event(start: float, stop: float, **given: Any) -> FunctionEvent:
+        return FunctionEvent(0, "", 0, start, stop, **{"device_type": DeviceType.CUDA, **given})
+
+    launch = event(0, 90, device_type=DeviceType.CPU)
+    launch.append_kernel("kernel", 0, 40)
+    kernels = [event(20, 60), event(50, 70), event(80, 85)]  # the second in another stream
+    assert busy_seconds([event(10, 100, is_user_annotation=True), launch, *kernels]) == pytest.approx(55e-6)
+    assert busy_seconds([]) == 0
 
 
 def test_the_time_of_a_plugin_stands_at_its_hook(
@@ -96,6 +125,15 @@ def test_changes_are_measured_beside_the_config(small: Callable[..., Path], hook
     assert set(found) == {"amp", "run.channels_last=false", "run.batch_size=1800", "run.batch_size=450"}
     assert "1797" in found.pop("run.batch_size=1800")["why"]
     assert all(0.05 < each["ratio"] < 20 for each in found.values())
+
+
+def test_a_change_leaves_nothing_in_memory(small: Callable[..., Path], user_module: Callable[[str, str], None]) -> None:
+    user_module("hd_profile_alive", ALIVE)
+    config = small("hd_profile_alive:Alive", "compile", plugins={"compile": {"backend": "eager"}})
+    alive = importlib.import_module("hd_profile_alive").alive
+    found = [(outcome.ratio, len(alive)) for outcome in tried(config, (), (), 1)]
+    assert all(ratio for ratio, _ in found)
+    assert [num for _, num in found] == [1] * 4  # that of the config itself
 
 
 def test_the_changes_follow_from_the_config(small: Callable[..., Path], load_small: Any) -> None:
