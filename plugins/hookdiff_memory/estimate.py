@@ -121,6 +121,8 @@ def _estimate(config: Config, run_dir: Path, device: torch.device, made_on: torc
     for start in loop.plugins.order("on_start"):  # each plugin by itself
         with noted(f"the plugin {start.plugin_name!r} did not start"):
             start.function(*({"loop": loop}[name] for name in start.argnames))
+    for group in (group for each in optimizers for group in each.param_groups):
+        group["lr"] = float(group["lr"])  # for a tensor, torch would compute the update of the weights on real ones
     size = -(-config.run.batch_size // loop.num_ranks)
     micro_batch = min(size, loop.config.micro_batch or size)
     batch, more = _batch(loop, size), _batch(loop, micro_batch + 1)

@@ -50,6 +50,16 @@ class Reads:
         output = loop.run_pass(batch)
         return output if loop.gradients.total_norm > 1 else loop.run_pass(batch)
 
+class TensorRate:
+    @hookimpl
+    def on_start(self, loop):
+        for group in loop.optimizers[0].param_groups:
+            group["lr"] = torch.as_tensor(group["lr"])
+
+    @hookimpl
+    def prepare_model(self, loop):
+        pass
+
 class Broken:
     @hookimpl
     def on_start(self, loop):
@@ -161,6 +171,16 @@ def test_the_peak_is_that_of_the_allocator(config, tmp_path):
     # The gradients of the step before are given back, so that the count begins with them.
     fixed = estimate.parameters + estimate.optimizer + estimate.gradients
     assert estimate.peak == pytest.approx(fixed + most, rel=0.1)
+
+
+@pytest.mark.parametrize("plugins", [[], ["hd_sizes:TensorRate"]])
+def test_nothing_is_allocated_for_the_weights(config, plugins):
+    given = config("MLP", "model.hidden=20000", "optimizer.use=adamw", plugins=plugins)
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        estimate = estimate_memory(given)
+    assert estimate.notes == ()
+    sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert max(sizes) < estimate.parameters / 4
 
 
 def test_gradient_checkpointing_lowers_activations_and_peak(config):
