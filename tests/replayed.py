@@ -67,6 +67,9 @@ class CpuRecorder:
     def aside(self) -> Iterator[None]:
         yield
 
+    def renew(self) -> None:
+        pass
+
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
         noting = _Noting()
         with noting:

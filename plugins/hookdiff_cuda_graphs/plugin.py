@@ -140,3 +140,5 @@ class CudaGraphs:
     def on_nan(self, loop: Loop, report: NonFinite) -> None:
         # A rollback gives the optimizer new tensors, at other addresses.
         self._step, self._seen = None, 0
+        if self._recorder is not None:
+            self._recorder.renew()

@@ -18,12 +18,18 @@ class Recorder(Protocol):
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
         """Call `work`, whose operations are only noted, and return a function that does them."""
 
+    def renew(self) -> None:
+        """Give later recordings memory of their own: those before are dropped, but a tensor of theirs may live."""
+
 
 class CudaRecorder:
     """Records CUDA graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.renew()
+
+    def renew(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     @contextmanager
@@ -35,10 +41,14 @@ class CudaRecorder:
         usual.wait_stream(self._stream)
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local": the threads that write checkpoints and pin batches may go on meanwhile.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            work()
+        graph, usual = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
+        try:
+            # "thread_local": the threads that write checkpoints and pin batches may go on meanwhile.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError:
+            torch.cuda.set_stream(usual)  # torch stays on the other one when it cannot end a recording
+            raise
         return graph.replay
 
 

@@ -124,10 +124,10 @@ class RecordedStep:
         torch._foreach_copy_(tensors_of(self.batch), tensors_of(batch))
         self._seed()
         self._passes()
-        # Copies, because values are logged later, and the next replay overwrites the output.
+        # Copies, because values are logged later, and the next replay overwrites the output and the norms.
         loss, *columns = [None if one is None else one.clone() for one in (self._output.loss, *self._output.columns)]
         assert loss is not None
-        gradients.take(loss, self._gradients, self._norms)
+        gradients.take(loss, self._gradients, self._norms.clone())
         if updates and self._update is not None:
             for part in self.parts or ():
                 part.prepare()

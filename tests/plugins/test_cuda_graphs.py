@@ -2,6 +2,8 @@
 
 import logging
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from hookdiff_checkpoint import Checkpoint
 from hookdiff_cuda_graphs import CudaGraphs
 from hookdiff_muon import muon
 from hookdiff_networks import DiT, UNet
-from tests.conftest import check_facts, refused
+from tests.conftest import Logged, check_facts, refused
 from tests.replayed import CpuRecorder
 
 WARMUP, STEPS = 3, 20
@@ -248,6 +250,28 @@ def test_an_overflow_of_the_norm_alone_does_not_lose_the_step(device, recorder):
     assert_close(*loops)
 
 
+class LogsNorm:
+    """A plugin of a user that logs the norm of one gradient, and leaves the steps to the device."""
+
+    @hookimpl
+    def after_backward(self, loop):
+        loop.log.average({"first": loop.gradients.norms[0]})
+
+    def on_device(self, loop):
+        return []
+
+
+def test_norms_that_are_logged_later_are_those_of_their_step(device, recorder):
+    logged = []
+    for extra in ({"cuda_graphs": graphs()}, {}):
+        with toy(device, plugins(logs=LogsNorm(), sink=(sink := Logged()), **extra), log_every=10) as loop:
+            for _ in loop.steps():
+                pass
+        logged.append(sink.of("first"))
+    assert recorder.num_replays[0] > 0
+    assert logged[0] == pytest.approx(logged[1], rel=1e-4)
+
+
 class Reader:
     """A plugin of a user that reads gradients after the backward pass."""
 
@@ -466,18 +490,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(device, recorder, 
     assert_same(resumed.plugins["ema"].shadow, uninterrupted.plugins["ema"].shadow)
 
 
-def test_a_value_that_the_host_reads_in_the_passes_is_one_message(device, recorder):
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
 
-        def forward(self, x):
-            return self.layer(x) if x.mean().item() > 0 else self.layer(-x)
+    def forward(self, x):
+        return self.layer(x) if x.mean().item() > 0 else self.layer(-x)
 
-    facts = ("plugins.cuda_graphs", "not permitted", "--plugins no:cuda_graphs")
-    with refused(UserError, *facts):
+
+def refuse_a_reader(device):
+    with refused(UserError, "plugins.cuda_graphs", "not permitted", "--plugins no:cuda_graphs"):
         toy(device, plugins(cuda_graphs=graphs()), model=Reads()).run()
+
+
+def test_a_value_that_the_host_reads_in_the_passes_is_one_message(device, recorder):
+    if device.type == "cpu":
+        refuse_a_reader(device)
+    else:  # in a process of its own, as torch's allocator and its generator are not usable after it
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            process.submit(refuse_a_reader, device).result()
 
 
 def test_a_machine_without_graphs_trains_as_without_the_plugin(caplog):
