@@ -5,7 +5,7 @@
 tests: the tests that are marked `cuda`.
 train: images a second of U-Nets with 34M and 128M weights at 64 x 64, in bf16, from images in memory.
 checkpoint: how much longer ten steps take if a checkpoint is saved among them.
-memory: the estimate of `hookdiff memory` beside the measured peak.
+memory: the estimate of `hookdiff memory` beside the measured peak, and what torch's allocator holds for it.
 sampling: benchmarks/sampling.py on the GPU, if diffusers is installed.
 
 In `train`, each contestant has a process, in which it compiles and warms up beside the others. Then they take turns,
@@ -324,7 +324,7 @@ def saves(given: argparse.Namespace, network: str) -> None:
 
 
 def memory(given: argparse.Namespace) -> Iterator[str]:
-    yield "\n| network | plugins | estimated | measured | ratio |\n|---|---|---|---|---|"
+    yield "\n| network | plugins | estimated | measured | ratio | reserved |\n|---|---|---|---|---|---|"
     for network in given.networks:
         for plugins in ("", "cuda_graphs"):
             yield from results(given, "peak", network, plugins)
@@ -340,14 +340,17 @@ def peak(given: argparse.Namespace, network: str, plugins: str) -> None:
             steps = iter(loop.steps())
             for _ in range(WARM_UP):
                 next(steps)
-            measured = torch.cuda.max_memory_allocated() if given.device != "cpu" else math.nan
-    cells = f"{estimated / 2**30:.2f} GiB | {measured / 2**30:.2f} GiB | {estimated / measured:.2f}"
+            on_gpu = given.device != "cpu"
+            measured = torch.cuda.max_memory_allocated() if on_gpu else math.nan
+            reserved = torch.cuda.max_memory_reserved() if on_gpu else math.nan
+    sizes = [f"{size / 2**30:.2f} GiB" for size in (estimated, measured, reserved)]
+    cells = f"{sizes[0]} | {sizes[1]} | {estimated / measured:.2f} | {sizes[2]}"
     print(f"result | {network} | usual{', ' if plugins else ''}{plugins} | {cells} |")
 
 
 def tests(given: argparse.Namespace) -> Iterator[str]:
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.cuda" in path.read_text("utf-8")]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *map(str, files)]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *map(str, sorted(files))]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     print(ran.stdout[-20_000:], file=sys.stderr, flush=True)
     yield f"\nTests marked `cuda`: {ran.stdout.strip().splitlines()[-1].strip('= ')}."
