@@ -25,6 +25,7 @@ from hookdiff.experiment.settle import chosen, prepare_process, recorded, settle
 from hookdiff.loop import Loop
 from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.attention import use_attention
+from hookdiff.models.compiler import check_compiler
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.progress import AUTO
 from hookdiff.ranks import rank
@@ -73,9 +74,10 @@ def build_loop(
         ConfigError: a part cannot be built; the message names its table.
     """
     device = pick_device(config.run.device)
-    given, config = config, settle(config, device, recorded(run_dir, resume))
+    before = recorded(run_dir, resume)
+    given, config = config, settle(config, device, before)
     prepare_process(config, device)
-    if hooks is None and rank() == 0 and (choices := chosen(given, config)):
+    if hooks is None and rank() == 0 and (choices := chosen(given, config, before)):
         written = ", ".join(f"{key} = {json.dumps(value)}" for key, value in choices.items())
         log.info("chosen for this %s: %s", device.type, written)
     feed = build_feed(config, decode=hooks is None) if feed is None else feed
@@ -83,6 +85,8 @@ def build_loop(
     model = (make or make_model)(config, device)
     config = fit_to_model(config, model)
     objective, sampler = build_objective(config, feed)
+    if hooks is None and sampler.compile:
+        check_compiler(device)  # now, and not at the first pictures, far into the run
     with layers_called(model) as called:
         check_model(config, model, feed, objective)
     try:

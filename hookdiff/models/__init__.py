@@ -3,7 +3,7 @@
 from hookdiff.models.adapters import adapt
 from hookdiff.models.attention import Form, attention, use_attention
 from hookdiff.models.checks import check_labels
-from hookdiff.models.compiler import compiled, compiler_errors
+from hookdiff.models.compiler import check_compiler, compiled, compiler_errors
 from hookdiff.models.load import check_file, load_into
 from hookdiff.models.names import modules_named
 
@@ -11,6 +11,7 @@ __all__ = [
     "Form",
     "adapt",
     "attention",
+    "check_compiler",
     "check_file",
     "check_labels",
     "compiled",

@@ -9,6 +9,9 @@ import torch
 
 from hookdiff.errors import UserError
 
+_WHAT = "sampling.compile: the compiler"
+_REMEDY = "sample without it: sampling.compile = false, or hookdiff sample --no-compile"
+
 
 @contextmanager
 def compiler_errors(what: str, remedy: str) -> Iterator[None]:
@@ -23,6 +26,12 @@ def compiler_errors(what: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{what} failed: {reason}\n  {remedy}") from error
 
 
+def check_compiler(device: torch.device) -> None:
+    """Compile a small function for `device`; raises UserError, for `sampling.compile`, if the compiler fails."""
+    with compiler_errors(_WHAT, _REMEDY):
+        torch.compile(_probe)(torch.zeros(8, device=device))
+
+
 def compiled(net: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `net` compiled; `net` itself, which may be trained meanwhile, is not changed.
 
@@ -33,7 +42,7 @@ def compiled(net: Callable[..., Any]) -> Callable[..., Any]:
         return net
 
     def call(*arguments: Any, **named: Any) -> Any:
-        with compiler_errors("sampling.compile: the compiler", "sample without it: sampling.compile = false"):
+        with compiler_errors(_WHAT, _REMEDY):
             return _compiled_call()(net, *arguments, **named)
 
     return call
@@ -42,6 +51,10 @@ def compiled(net: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _compiled_call() -> Callable[..., Any]:
     return torch.compile(_call)
+
+
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() + 1
 
 
 def _call(net: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -17,7 +17,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option("--steps", type=int, metavar="N", help="Steps of the sampler.")
 @click.option("--sampler", metavar="NAME", help="ddim, ddpm, euler, heun or dpmpp_2m.")
 @click.option("--precision", type=click.Choice(["float32", "bf16"]), help="Precision of the network.")
-@click.option("--compile", is_flag=True, default=None, help="Compile the network first: pays for many images.")
+@click.option("--compile/--no-compile", default=None, help="Compile the network first: pays for many images.")
 @click.option("--guidance-scale", type=float, metavar="X", help="Scale of classifier-free guidance.")
 @click.option("--labels", metavar="A,B,...", help="Classes by name or number, in turn; -1: none.  [default: all]")
 @click.option(
@@ -82,7 +82,8 @@ def command(
     words = None if labels is None else [label.strip() for label in labels.split(",")]
     files = picture_files(images)
     num = num or len(files) or 64
-    output = Output(out or (None if each else free_name(run_of(run) / "samples", seed)), each, num, overwrite)
+    usual = None if each else free_name(run_of(run) / "samples", seed, overwrite)
+    output = Output(out or usual, each, num, overwrite)
     output.check()
     settings = [f"sampling.batch_size={batch_size}"] if batch_size else []
     with load_run(run, settings, device=device, trust=trust) as opened:
@@ -107,4 +108,7 @@ def command(
             info["mask"] = mask.name
         paths = output.finish(numbers, opened.classes, columns, info)
         origin = f"weights in {name}" if name.endswith(".safetensors") else f"{name} weights of step {opened.step}"
-    click.echo(f"{', '.join(map(str, paths))}: {num} images from the {origin}")
+    images_of = "1 image" if num == 1 else f"{num:,} images"
+    click.echo(f"{', '.join(map(str, paths))}: {images_of} from the {origin}")
+    if older := output.num_older():
+        click.echo(f"  {each} still has {older:,} of an earlier call, from {num:06d}.png on")

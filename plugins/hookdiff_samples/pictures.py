@@ -64,10 +64,10 @@ def _fitted(path: Path, channels: int, side: int) -> Tensor:
         raise UserError(f"{path}: cannot be read as a picture: {reason(error)}") from None
 
 
-def free_name(folder: Path, seed: int) -> Path:
-    """Return a file in `folder` that does not exist: seed-0.png, seed-0-2.png, ..."""
+def free_name(folder: Path, seed: int, overwrite: bool) -> Path:
+    """Return a file in `folder` that does not exist: seed-0.png, seed-0-2.png, ...; with `overwrite`, the first."""
     names = (f"seed-{seed}{'' if number == 1 else f'-{number}'}.png" for number in count(1))
-    return next(path for path in map(folder.joinpath, names) if not path.exists())
+    return next(path for path in map(folder.joinpath, names) if overwrite or not path.exists())
 
 
 @define(eq=False)
@@ -105,6 +105,13 @@ class Output:
         if (self.each or self.is_archive) and (len(shape) != 3 or shape[0] not in (1, 3)):
             made = " x ".join(map(str, shape))
             raise UserError(f"--each and .npz files are for grey or RGB images; this model makes {made}")
+
+    def num_older(self) -> int:
+        """Return how many pictures of an earlier call follow those of this one in the folder `each`."""
+        if self.each is None:
+            return 0
+        numbers = (int(path.stem) for path in self.each.glob("[0-9]*.png") if path.stem.isdecimal())
+        return sum(number >= self.num for number in numbers)
 
     def add(self, pixels: Tensor) -> None:
         """Take the next images: uint8, n c h w."""

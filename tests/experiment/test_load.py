@@ -108,9 +108,9 @@ def test_the_commands_need_only_the_run_directory(
         assert (code, err) == (0, ""), command
         check_facts(out, file)
         assert (here / file).is_file()
-    made = numpy.load(here / "x.npz")
-    assert (made["arr_0"].shape, made["arr_0"].dtype) == ((6, 8, 8, 1), numpy.uint8)
-    assert made["arr_1"].tolist() == [1, 2, 1, 2, 1, 2]
+    with numpy.load(here / "x.npz") as made:
+        assert (made["arr_0"].shape, made["arr_0"].dtype) == ((6, 8, 8, 1), numpy.uint8)
+        assert made["arr_1"].tolist() == [1, 2, 1, 2, 1, 2]
 
 
 def test_the_images_are_those_that_the_run_makes_with_its_data(tmp_path: Path, user_module: Any) -> None:

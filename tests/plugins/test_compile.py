@@ -203,6 +203,16 @@ def test_sampling_without_a_compiler_is_one_message(start, config, tmp_path):
     assert not (tmp_path / "run" / "samples").exists()
 
 
+@NAMED_COMPILER
+def test_a_run_that_cannot_sample_without_a_compiler_is_refused_before_it_starts(start, config, tmp_path):
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty"), "CXX": str(tmp_path / "nothing")}
+    words = ("--plugins", "no:compile", "--set", "sampling.compile=true")
+    code, _, err = finish(start(tmp_path, "run", config, "--out", "run", *words, **cache))
+    assert code == 2, err[-2000:]
+    check_facts(err, "sampling.compile", "InvalidCxxCompiler", "sampling.compile = false")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_compiled_network_samples_the_same_images_and_trains_on_as_it_was(start, config, tmp_path):
     assert finish(start(tmp_path, "run", config, "--out", "run", "--plugins", TO_SAMPLE))[0] == 0

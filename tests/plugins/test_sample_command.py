@@ -195,7 +195,12 @@ def test_single_pictures_are_those_of_the_archive_and_replace_none(hookdiff, fol
     assert [path.stat().st_mtime_ns for path in (folder / "singles").iterdir()] == before
     assert not (run / "samples").exists()
     for name in ("seed-0.png", "seed-0-2.png"):
-        check_facts(hookdiff("sample", "run", "--num", 1)[1], f"run/samples/{name}")
+        check_facts(hookdiff("sample", "run", "--num", 1)[1], f"run/samples/{name}", "1 image from")
+    check_facts(hookdiff("sample", "run", "--num", 1, "--overwrite")[1], "run/samples/seed-0.png")
+    (folder / "singles" / "notes.png").write_text("mine")
+    code, out, _ = hookdiff("sample", "run", "--num", 2, "--each", "singles", "--overwrite")
+    assert code == 0
+    check_facts(out, "2 images from", "singles still has 1 of an earlier call", "000002.png")
 
 
 def test_only_the_white_part_of_a_mask_is_painted(hookdiff, folder, run):
