@@ -1,5 +1,6 @@
 """The plugin `autoguidance`."""
 
+import logging
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar, TypeGuard
 
@@ -17,6 +18,7 @@ from hookdiff.structure import COUNT
 from hookdiff.weights import choose_weights
 from hookdiff_autoguidance.guidance import AwayFrom
 
+log = logging.getLogger("hookdiff")
 OWN = "model"  # the name of weights that are no average
 
 
@@ -60,6 +62,8 @@ class Autoguidance:
     @hookimpl
     def on_start(self, loop: Loop) -> None:
         self._step, self._weights = 0, _average_of(loop)  # to hold the memory from the first step on
+        if not self._weights:
+            log.info("autoguidance: there is no average to take a guide from, so no samples are guided")
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:

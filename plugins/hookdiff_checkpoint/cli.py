@@ -37,7 +37,7 @@ def command(
     They equal the weights with which `hookdiff sample RUN --weights NAME` samples, bit for bit. For diffusers the
     scheduler makes the steps of the run's sampler; a sampler that diffusers does not have is refused.
     """
-    from hookdiff import UserError, evaluating, load_run
+    from hookdiff import SampleRequest, UserError, evaluating, load_run
     from hookdiff.errors import UnknownWeights
     from hookdiff_checkpoint.export import about, check_place, write_weights
     from hookdiff_checkpoint.to_diffusers import equivalent_of, write_folder
@@ -51,7 +51,8 @@ def command(
         sampling = equivalent_of(loop) if to == "diffusers" else None
         try:
             with opened.weights(weights) as name, evaluating(loop.model):
-                metadata = about(name, opened.step)
+                metadata, held = about(name, opened.step), "model" if name.endswith(".safetensors") else name
+                is_helped = loop.sample(SampleRequest(0, weights=held)).sampler is not loop.sampler
                 if sampling:
                     usage = write_folder(out, loop.model, sampling, loop.feed.shape, metadata)
                 else:
@@ -64,5 +65,5 @@ def command(
         origin = f"weights in {name}" if name.endswith(".safetensors") else f"{name} weights of step {opened.step}"
         helpers = [one.plugin_name for one in loop.plugins.order("sample") if one.plugin_name in loop.plugins]
     click.echo(f"{out}: the {origin}\n  {usage}")
-    if helpers:
+    if is_helped:
         click.echo(f"  hookdiff sample also uses {', '.join(helpers)}: the images of these weights alone are others")

@@ -30,6 +30,7 @@ class Equivalent:
     times: str  # argument of set_timesteps
     step: Mapping[str, Any] = field(factory=dict)  # arguments of each step
     pipeline: str | None = None  # class that makes these calls, for a UNet2DModel without classes
+    scales: bool = False  # the scheduler scales the noise, and what the network gets
 
 
 def equivalent_of(loop: Loop) -> Equivalent:
@@ -73,12 +74,17 @@ def write_folder(out: Path, model: Any, sampling: Equivalent, shape: Sequence[in
             _write_config(folder, getattr(diffusers, sampling.pipeline)(unet=model, scheduler=scheduler))
             return f"{sampling.pipeline}.from_pretrained({str(out)!r})({sampling.times}{step})"
     why = "models with classes" if has_classes else f"{kind} with {sampling.scheduler}"
+    start, seen = "noise * scheduler.init_noise_sigma", "scheduler.scale_model_input(x, t)"
+    given = "t.expand(len(x))" + ", class_labels=labels" * has_classes
     return (
         f"diffusers has no pipeline for {why}; in a loop of your own:\n"
         f"  model = {kind}.from_pretrained({str(out)!r}, subfolder={name!r})\n"
         f"  scheduler = {sampling.scheduler}.from_pretrained({str(out)!r}, subfolder='scheduler')\n"
         f"  scheduler.set_timesteps({sampling.times})\n"
-        f"  x = scheduler.step(output, t, x{step}).prev_sample, for each t in scheduler.timesteps"
+        f"  x = {start if sampling.scales else 'noise'}\n"
+        f"  for t in scheduler.timesteps:\n"
+        f"      output = model({seen if sampling.scales else 'x'}, {given}).sample\n"
+        f"      x = scheduler.step(output, t, x{step}).prev_sample"
     )
 
 
@@ -148,7 +154,7 @@ def _edm(objective: Any, sampling: Any) -> Equivalent:
         "rho": sampling.spacing.rho,
         "prediction_type": "epsilon",  # the scheduler's name for the output of a preconditioned network
     }
-    return Equivalent("EDMEulerScheduler", options, f"num_inference_steps={sampling.steps}")
+    return Equivalent("EDMEulerScheduler", options, f"num_inference_steps={sampling.steps}", scales=True)
 
 
 def _check_free(objective: Any, sampling: Any, prediction: type[Choice], spacings: tuple[type[Choice], ...]) -> None:

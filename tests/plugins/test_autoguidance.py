@@ -158,6 +158,12 @@ def test_a_sampler_of_another_kind_is_left_alone() -> None:
         assert torch.equal(images(loop), images(plain))
 
 
+def test_a_run_without_an_average_says_that_it_has_no_guide(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hookdiff")
+    toy_loop({"autoguidance": Autoguidance()}, steps=1).run()
+    check_facts(caplog.text, "autoguidance", "no average")
+
+
 def test_training_is_the_same_with_it() -> None:
     loop, plain = trained()[0], make_loop({"ema": EMA(std=0.1)})
     plain.run()
@@ -247,6 +253,9 @@ def test_pictures_say_that_they_are_guided(
     code, out, _ = hookdiff("export", "runs/small", "weights.safetensors")
     assert code == 0
     check_facts(out, "autoguidance")  # which other programs do not have
+    code, out, _ = hookdiff("export", "runs/small", "weights.safetensors", "--weights", "model", "--overwrite")
+    assert code == 0
+    assert "autoguidance" not in out
 
 
 @pytest.mark.slow  # torch compiles for half a minute

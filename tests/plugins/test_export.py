@@ -1,5 +1,6 @@
 import json
 import re
+import textwrap
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -426,21 +427,13 @@ class TestWithDiffusers:
         code, out, error = command("export", run, folder, "--to", "diffusers", "--weights", "ema")
         assert code == 0, error
         assert not (folder / "model_index.json").exists()
-        lines = [line.strip() for line in out.splitlines()[1:]]
-        names = vars(diffusers) | {kind: getattr(diffusers, kind) for kind in re.findall(r"(\w+)\.from_pre", out)}
-        exec("\n".join(lines[1:4]), names)
-        step = compile(lines[4].partition(", for each")[0], "printed", "exec")
-        scheduler, net = names["scheduler"], names["model"].eval()
+        printed = textwrap.dedent("\n".join(out.splitlines()[2:]))
         labels = (3, 7, -1) if "embed" in model else None
-        rows = {} if labels is None else {"class_labels": torch.tensor([3, 7, 10])}
-        x = torch.stack([torch.randn(1, 8, 8, generator=g) for g in SampleRequest(3).generators()])
-        names["x"] = x * getattr(scheduler, "init_noise_sigma", 1.0)
-        scaled = getattr(scheduler, "scale_model_input", lambda x, t: x)
+        noise = torch.stack([torch.randn(1, 8, 8, generator=g) for g in SampleRequest(3).generators()])
+        names = {kind: getattr(diffusers, kind) for kind in re.findall(r"(\w+)\.from_pre", out)}
+        names |= {"noise": noise, "labels": torch.tensor([3, 7, 10])}
         with torch.no_grad():
-            for names["t"] in scheduler.timesteps:
-                shown = scaled(names["x"], names["t"])
-                names["output"] = net(shown, names["t"].expand(3), **rows).sample
-                exec(step, names)
+            exec(printed, names)
         ours = images(run, 3, "ema", labels=labels)
         assert ours.std() > 0.1
         # EDM's begins with sqrt(sigma_max² + 1)
