@@ -69,16 +69,18 @@ class Changes:
 
 
 def check_parts(settings: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Raise UserError for a setting that chooses another model or optimizer than the `config` of the run.
+    """Raise UserError for a setting that chooses another model, optimizer or process than the `config` of the run.
 
     Without this check, the error would list every key of the config that the other class lacks.
     """
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))
-        table, _, name = key.partition(".")
+        part = key if key in FIXED else key.removesuffix(".use")
+        table, _, name = part.partition(".")
         old = config.get(table, {}).get(name)
-        if name == "use" and key in FIXED and old not in (None, value):
-            raise _refusal([f"{key} {old!r} -> {value!r}: {FIXED[key]}"])
+        old = old.get("use") if isinstance(old, Mapping) else old
+        if part in FIXED and isinstance(old, str) and old != value:
+            raise _refusal([f"{key} {old!r} -> {value!r}: {FIXED[part]}"])
 
 
 def _refusal(refused: Iterable[str]) -> UserError:

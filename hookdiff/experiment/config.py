@@ -82,8 +82,8 @@ class RunConfig(LoopConfig):
         default=AUTO,
         validator=_is_size_or_auto,
         metadata=about(
-            'threads of the CPU, on which rounding depends; "auto": as many as torch and the container allow, and '
-            "those of the run when it resumes"
+            'threads of the CPU, on which rounding depends; "auto": as many as torch and the container allow; a '
+            "resumed run keeps its number, unless the variable OMP_NUM_THREADS is set"
         ),
     )
     plugins: tuple[str, ...] = field(
@@ -268,6 +268,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file: {why_missing(path)}") from None
+    except IsADirectoryError:
+        inside = "".join(f"; did you mean {file}?" for file in sorted(path.glob("*.toml"))[:1])
+        raise ConfigError(f"{path}: expected a TOML file, and this is a directory{inside}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -3,6 +3,7 @@
 The choices stand in config.toml and in the checkpoints. A resumed run takes them from there.
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -69,28 +70,34 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
     return _as_before(config, before) if before else config
 
 
-def chosen(given: Config, settled: Config) -> dict[str, Any]:
-    """Return what `settle` has filled in, by key."""
+def chosen(given: Config, settled: Config, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `settle` has filled in, by key, without what it took from the run `before`."""
     found = {f"run.{key}": getattr(settled.run, key) for key in ("channels_last", "threads")}
     found = {key: value for key, value in found.items() if getattr(given.run, key.removeprefix("run.")) == AUTO}
+    known = {f"run.{key}": value for key, value in before.get("run", {}).items()}
     for name, part in settled.plugins.items():
-        before = given.plugins[name].arguments
-        found |= {f"{part.where}.{key}": value for key, value in part.arguments.items() if value != before.get(key)}
-    return {key: value for key, value in found.items() if value is not None}
+        own, earlier = given.plugins[name].arguments, before.get("plugins", {}).get(name, {})
+        found |= {f"{part.where}.{key}": value for key, value in part.arguments.items() if value != own.get(key)}
+        known |= {f"{part.where}.{key}": value for key, value in earlier.items()} if isinstance(earlier, dict) else {}
+    return {key: value for key, value in found.items() if value not in (None, known.get(key))}
 
 
 def _as_before(config: Config, before: Mapping[str, Any]) -> Config:
+    usual, process = config.resolved(), before.get("diffusion", {}).get("process", {})
+    if isinstance(process, dict) and process.get("use") not in (None, usual["diffusion"]["process"]["use"]):
+        return config  # which `Changes` refuses
     kept = evolve(
         config,
         diffusion=_kept(config.diffusion, before.get("diffusion", {})),
         sampling=_kept(config.sampling, before.get("sampling", {})),
     )
-    usual, now = config.resolved(), kept.resolved()
+    now = kept.resolved()
     for table in ("diffusion", "sampling"):
-        if differing := [
-            f"{table}.{key} = {now[table][key]}" for key in now[table] if now[table][key] != usual[table].get(key)
-        ]:
-            log.info("kept from the run, as the config does not set it: %s", ", ".join(differing))
+        # Without a usual value, the data decides, now as before.
+        differing = [key for key, value in now[table].items() if usual[table].get(key) not in (None, value)]
+        if differing:
+            written = ", ".join(f"{table}.{key} = {json.dumps(now[table][key])}" for key in differing)
+            log.info("kept from the run, as the config does not set it: %s", written)
     return kept
 
 
@@ -111,8 +118,16 @@ def _threads(before: int | None) -> int:
 
 def prepare_process(config: Config, device: torch.device) -> None:
     """Let this process use the threads of the config, and on a CPU keep freed memory for the next step."""
-    if isinstance(config.run.threads, int):
-        torch.set_num_threads(config.run.threads)
+    threads = config.run.threads
+    if isinstance(threads, int):
+        if threads > num_cpus():
+            log.warning(
+                "run.threads: %d, but this process has %d CPUs: a step may take a hundred times as long; "
+                'with "auto" there are no more threads than CPUs',
+                threads,
+                num_cpus(),
+            )
+        torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_memory()
 

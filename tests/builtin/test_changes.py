@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hookdiff import Feed, UserError, build_loop, hookimpl, load_config
-from hookdiff.builtin.changes import FIXED, FIXED_SWITCHES, Changes, changes
+from hookdiff.builtin.changes import FIXED, FIXED_SWITCHES, Changes, changes, check_parts
 from hookdiff.diffusion import Diffusion
 from hookdiff.disk import flatten
 from hookdiff.experiment.config import RunConfig
@@ -166,6 +166,14 @@ def test_a_change_of_a_fixed_key_is_refused(runs, setting, change, tmp_path):
         runs(setting, "optimizer.lr=0.5")
     assert "optimizer.lr" not in str(error.value)
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize("setting", ["diffusion.process=edm", "diffusion.process.use=edm"])
+def test_another_process_is_refused_before_what_does_not_fit_it(setting):
+    config = {"diffusion": {"process": {"use": "flow", "shift": 1.0}}, "sampling": {"spacing": {"use": "shifted"}}}
+    with refused(UserError, "diffusion.process", "'flow' -> 'edm'", FIXED["diffusion.process"]):
+        check_parts([setting], config)
+    check_parts(["diffusion.process=flow", "diffusion.process.shift=2", "sampling.spacing=trailing"], config)
 
 
 def test_all_changes_of_fixed_keys_are_refused_at_once(runs):

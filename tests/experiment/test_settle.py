@@ -8,7 +8,7 @@ import torch
 import hookdiff.experiment.settle as settle_module
 from hookdiff import build_loop
 from hookdiff.builtin.slow_steps import SlowSteps
-from hookdiff.experiment.settle import recorded, settle
+from hookdiff.experiment.settle import prepare_process, recorded, settle
 from hookdiff.testing import assert_same, weights
 from tests.conftest import check_facts, finish
 
@@ -117,6 +117,30 @@ def test_a_resumed_run_keeps_the_meaning_that_its_config_does_not_set(load_small
     told = " ".join(record.getMessage() for record in caplog.records)
     check_facts(told, "diffusion.prediction", "epsilon", "sampling.spacing", "leading")
     assert "sampling.steps" not in told
+
+
+def test_nothing_is_kept_for_another_process(load_small, caplog):
+    old = settle(load_small(diffusion={"process": "flow"}), CPU, {}).resolved()
+    assert old["sampling"]["spacing"]["use"] == "shifted"
+    caplog.set_level("INFO")
+    settled = settle(load_small(diffusion={"process": "ddpm"}), CPU, old).resolved()
+    assert settled["sampling"]["spacing"]["use"] != "shifted"
+    assert not caplog.records
+
+
+def test_what_the_data_decides_is_not_said_to_be_kept(load_small, caplog):
+    old = settle(load_small(), CPU, {}).resolved()
+    old["diffusion"]["conditional"] = False
+    caplog.set_level("INFO")
+    settle(load_small(), CPU, old)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("threads", "is_warned"), [(1, False), (4096, True)])
+def test_more_threads_than_cpus_are_warned_of(load_small, monkeypatch, caplog, threads, is_warned):
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    prepare_process(load_small(f"run.threads={threads}"), CPU)
+    assert ["run.threads: 4096" in record.getMessage() for record in caplog.records] == [True] * is_warned
 
 
 def test_a_choice_of_a_resumed_run_need_not_fit_the_default_process(load_small):
