@@ -68,8 +68,14 @@ def shown(path: object) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the closest of `known`, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    word = name.casefold()
+
+    def closeness(other: str) -> tuple[float, bool, int]:
+        text = other.casefold()  # of two that share as much, "bf16" is nearer to "bfloat16" than "float32" is
+        return difflib.SequenceMatcher(None, text, word).ratio(), text[:1] == word[:1], -abs(len(text) - len(word))
+
+    best = max(known, key=closeness, default="")
+    return f"; did you mean {best!r}?" if best and closeness(best)[0] >= 0.5 else ""
 
 
 def why_missing(path: Path) -> str:

@@ -108,7 +108,7 @@ class Usage:
             return f"memory is short: {self.faults / self.wall:.0f} pages a second are read from the disk"
         if others > 0.3:
             used = f"other processes use {others:.1f} of the {num_cpus()} CPUs"
-            return f"{used}; beside them run.threads = 1 may be faster"
+            return used + "; beside them run.threads = 1 may be faster" * (torch.get_num_threads() > 1)
         return None
 
 

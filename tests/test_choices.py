@@ -8,7 +8,7 @@ from attrs import define
 
 from hookdiff import diffusion
 from hookdiff.choices import Choice, find, import_object, name_of
-from hookdiff.errors import PluginError
+from hookdiff.errors import PluginError, nearest
 from tests.conftest import refused
 
 
@@ -82,9 +82,23 @@ def test_a_table_without_use_needs_a_default() -> None:
     assert diffusion.Guidance.of({"scale": 2.0}) == diffusion.ClassifierFree(2.0)
 
 
-@pytest.mark.parametrize(("use", "nearest"), [("sqare", "'square'"), ("cirle", "'circle'")])
-def test_an_unknown_name_is_refused_with_the_nearest(use: str, nearest: str) -> None:
-    with refused(PluginError, f"'{use}'", nearest, "square", "circle", "module:Name"):
+@pytest.mark.parametrize(
+    ("given", "known", "expected"),
+    [
+        ("bfloat16", ["float32", "bf16"], "; did you mean 'bf16'?"),
+        ("emo", ["memory", "ema"], "; did you mean 'ema'?"),
+        ("DDPM", ["ddim", "ddpm"], "; did you mean 'ddpm'?"),
+        ("xyz", ["ab"], ""),
+        ("", [], ""),
+    ],
+)
+def test_the_nearest_name_shares_most_and_begins_alike(given: str, known: list[str], expected: str) -> None:
+    assert nearest(given, known) == expected
+
+
+@pytest.mark.parametrize(("use", "near"), [("sqare", "'square'"), ("cirle", "'circle'")])
+def test_an_unknown_name_is_refused_with_the_nearest(use: str, near: str) -> None:
+    with refused(PluginError, f"'{use}'", near, "square", "circle", "module:Name"):
         find(Shape, use)
 
 

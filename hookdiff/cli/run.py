@@ -121,6 +121,8 @@ def _train(config: Config, run_dir: Path, *, resume: bool | Path, overwrite: boo
     loop = experiment.build_loop(
         config, run_dir, resume=goes_on, overwrite=overwrite, plugins={"signals": signals}, **options
     )
+    if not loop.plugins.implement("restore"):
+        log.warning("no plugin saves checkpoints, so the weights are lost at the end: --plugins checkpoint")
     if warning := unused_classes(config, loop.feed.num_classes):
         log.warning(warning)
     reason = loop.run()

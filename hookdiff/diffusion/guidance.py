@@ -70,7 +70,10 @@ class ClassifierFree(Guidance):
     def check(self, diffusion: Any) -> None:
         if self.scale != 1 and diffusion.conditional is not None:
             if not diffusion.conditional and not diffusion.conditions:
-                raise ValueError("'guidance' needs a network trained with labels or conditions, and this one was not")
+                raise ValueError(
+                    "'guidance' with a scale other than 1 needs a network trained with labels or conditions: "
+                    "diffusion.conditional = true, or diffusion.conditions"
+                )
             if not diffusion.label_dropout:
                 raise ValueError(
                     "'guidance' needs diffusion.label_dropout above 0: the network was never trained without its label "

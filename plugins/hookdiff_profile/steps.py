@@ -93,6 +93,7 @@ def _traced(loop: Loop, step: Callable[[], float], trace: Path | None) -> float 
         seconds = sum(step() for _ in range(_TRACED))
     loop.plugins.instrument(None)
     if trace:
+        trace.parent.mkdir(parents=True, exist_ok=True)  # torch writes nothing without it, and does not say so
         profiled.export_chrome_trace(str(trace))
     if not on_gpu:
         return None

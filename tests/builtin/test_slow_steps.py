@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from hookdiff import PASS, hookimpl
 from hookdiff.builtin.slow_steps import SlowSteps, shown
@@ -71,6 +72,12 @@ def test_steps_that_are_slow_from_the_start_are_the_usual_ones():
 def test_the_cause_is_what_the_counts_show(counts, words):
     cause = counts.cause()
     assert cause is None if words is None else words in cause
+
+
+@pytest.mark.parametrize(("threads", "is_advised"), [(1, False), (2, True)])
+def test_fewer_threads_are_advised_where_there_are_several(monkeypatch, threads, is_advised):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert ("run.threads = 1" in Usage(10.0, 10.0, 25.0, 0, 0.0).cause()) == is_advised
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the time of all processes")

@@ -90,6 +90,23 @@ def test_parts_that_do_not_fit_together_are_refused_before_training(hookdiff, fo
     assert not (folder / "runs").exists()
 
 
+def test_a_resumed_run_with_another_process_is_refused_in_one_message(hookdiff, folder):
+    assert hookdiff("run", "small.toml", "--set", "run.steps=1", "--set", "diffusion.process=flow")[0] == 0
+    changed = ("--set", "diffusion.process=ddpm")
+    for words in (("run", "small.toml", "--resume", *changed), ("resume", "runs/small", *changed)):
+        code, _, err = hookdiff(*words)
+        assert code == 2
+        check_facts(err, "cannot change", "diffusion.process", "flow", "ddpm")
+        assert "spacing" not in err
+
+
+def test_a_run_that_saves_no_weights_says_so_first(hookdiff, folder, caplog):
+    for plugins, is_warned in (("no:checkpoint", True), ("checkpoint", False)):
+        caplog.clear()
+        assert hookdiff("run", "small.toml", "--plugins", plugins, "--set", "run.steps=1", "--overwrite")[0] == 0
+        assert ("--plugins checkpoint" in caplog.text) == is_warned
+
+
 def test_a_nan_exits_3_and_keeps_the_weights_before_it(hookdiff, folder):
     code, out, _ = hookdiff("run", "small.toml", "--out", "run", "--plugins", "hd_cli_user:NaN")
     assert code == 3

@@ -104,14 +104,14 @@ def test_the_time_of_a_plugin_stands_at_its_hook(
 
 
 def test_the_table_and_the_trace_are_for_reading(small: Callable[..., Path], hookdiff: Any, tmp_path: Path) -> None:
-    code, out, err = hookdiff("profile", small("clip"), "--steps", 2, "--no-try", "--trace", "step.json.gz")
+    code, out, err = hookdiff("profile", small("clip"), "--steps", 2, "--no-try", "--trace", "new/step.json.gz")
     assert code == 0, err
     first, columns, *rows, last = out.splitlines()
     check_facts(first, "small", "ms a step", 16, "cpu", "images/s")
     assert columns.split() == ["part", "ms", "share"]
     assert sum(float(row.rsplit(maxsplit=1)[1].rstrip("%")) for row in rows) == pytest.approx(100, abs=1)
     check_facts(last, "step.json.gz", "perfetto")
-    events = json.loads(gzip.decompress((tmp_path / "step.json.gz").read_bytes()))["traceEvents"]
+    events = json.loads(gzip.decompress((tmp_path / "new" / "step.json.gz").read_bytes()))["traceEvents"]
     names = {event.get("name") for event in events}
     assert {"clip: after_backward", "defaults: compute_loss", "aten::convolution"} <= names
 
@@ -178,6 +178,7 @@ def test_the_three_best_changes_come_first() -> None:
     ("words", "facts"),
     [
         (("missing.toml",), ("missing.toml", "no such file")),
+        ((".",), ("directory", "small.toml")),
         (("small.toml", "--trace", "small.toml/step.json"), ("small.toml/step.json",)),
         (("small.toml", "--set", "run.batch_size=2000"), ("batch_size", 2000, 1797)),
         (("small.toml", "--set", "model.chanels=8"), ("chanels", "channels")),

@@ -265,7 +265,15 @@ def test_what_takes_long_gets_a_bar_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     assert not any("fid: images" in line for line in screen(text))
 
 
-@pytest.mark.parametrize(("stop", "shown"), [(25, "saved at 20, next about 40"), (55, "saved at 50, next about 80")])
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        (25, "saved at 20, next about 40"),
+        (55, "saved at 50, next about 80"),
+        (20, "saved at 20\n"),
+        (50, "saved at 50\n"),
+    ],
+)
 def test_the_checkpoints_are_shown(stop: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bar = ProgressBar()
 
@@ -277,7 +285,7 @@ def test_the_checkpoints_are_shown(stop: int, shown: str, monkeypatch: pytest.Mo
 
     with terminal(monkeypatch) as output:
         make_loop({"bar": bar, "saves": Saves(), "stop": StopAt(stop)}, steps=80).run()
-    assert shown in "\n".join(screen(output.text()))
+    assert shown in "\n".join((*screen(output.text()), ""))
 
 
 @pytest.mark.parametrize("columns", [20, 30, 36])
