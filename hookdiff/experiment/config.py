@@ -218,13 +218,15 @@ def load_config(
     Raises:
         ConfigError: lists every problem.
     """
-    table, problems = read_toml(path), Problems()
-    for setting in sorted(settings, key=_set_order):
+    table, problems, settings = read_toml(path), Problems(), sorted(settings, key=_set_order)
+    for setting in settings:
         _set(table, setting, problems)
     if trust is not False:
         _make_importable(table, path, is_of_run=trust is True)
     with importing(only_installed=trust is False) as imports:
         config = _check(table, path, plugins, problems, without, hooks)
+    if hooks is None:
+        _warn_of_unused(settings, config)
     return evolve(config, own_code=tuple(imports.own))
 
 
@@ -299,6 +301,14 @@ def _set(table: dict[str, Any], setting: str, problems: Problems) -> None:
     if last == "use" and is_part and table.get("use") != value.strip():
         table.clear()  # the options belonged to the old choice
     table[last] = Text(value.strip())
+
+
+def _warn_of_unused(settings: Iterable[str], config: Config) -> None:
+    """Log which settings are options of plugins that are not switched on."""
+    for setting in settings:
+        table, name = f"{setting.partition('=')[0].strip()}.".split(".")[:2]
+        if table == "plugins" and name not in config.plugins:
+            log.warning("--set %s: the plugin %r is not switched on", setting, name)
 
 
 def _switch(listed: tuple[str, ...], name: str, problems: Problems) -> tuple[str, ...]:

@@ -296,6 +296,13 @@ def test_plugins_are_added_to_those_of_a_setting(path):
     assert config.run.plugins == ("ema", "clip")
 
 
+def test_an_option_of_a_plugin_that_is_not_on_is_warned_of(path, caplog):
+    settings = ["plugins.fid.every=10", "plugins.ema.decay=0.9"]
+    load_config(path, ["ema"], settings)
+    (record,) = caplog.records
+    check_facts(record.getMessage(), "--set plugins.fid.every=10", "'fid'", "not switched on")
+
+
 def test_the_table_of_a_plugin_that_is_switched_off_may_stay(path):
     assert list(load_config(path, ["no:ema"]).plugins) == ["lr"]
 
