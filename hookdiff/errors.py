@@ -70,9 +70,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the closest of `known`, or an empty string."""
     word = name.casefold()
 
-    def closeness(other: str) -> tuple[float, bool, int]:
+    def closeness(other: str) -> tuple[float, bool, int, str]:
         text = other.casefold()  # of two that share as much, "bf16" is nearer to "bfloat16" than "float32" is
-        return difflib.SequenceMatcher(None, text, word).ratio(), text[:1] == word[:1], -abs(len(text) - len(word))
+        shared = difflib.SequenceMatcher(None, text, word).ratio()
+        return shared, text[:1] == word[:1], -abs(len(text) - len(word)), other
 
     best = max(known, key=closeness, default="")
     return f"; did you mean {best!r}?" if best and closeness(best)[0] >= 0.5 else ""

@@ -85,7 +85,7 @@ class AMP:
         if self._dtype is not torch.float16:
             return
         if loop.device.type == "cpu":
-            log.warning('amp: a CPU is slow in fp16, often ten times slower than in float32: precision = "auto"')
+            log.info('amp: a CPU is slow in fp16, often ten times slower than in float32: precision = "auto"')
         for name, parameter in (*loop.model.named_parameters(), *loop.adopted.named_parameters()):
             if parameter.requires_grad and parameter.dtype in DTYPES.values():
                 raise UserError(

@@ -330,7 +330,7 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, write_config, tmp_p
     assert code == 0
     assert out.startswith("made/wide.safetensors: std 0.08 at step 8, of ")
     code, out, _ = hookdiff("sample", "run", "--num", 1, "--weights", "made/wide.safetensors", "--out", "x.png")
-    assert (code, out) == (0, "x.png: 1 images from the weights in made/wide.safetensors\n")
+    assert (code, out) == (0, "x.png: 1 image from the weights in made/wide.safetensors\n")
     start = load_config(tmp_path / "small.toml", (), ["model.start_from=made/wide.safetensors"])
     with build_loop(start, tmp_path / "again") as loop:
         assert_same(loop.model.state_dict(), load_file("made/wide.safetensors"))
@@ -342,7 +342,7 @@ def test_the_command_makes_a_file_that_others_load(hookdiff, write_config, tmp_p
 
     # The averages that the run held to its end can be sampled with by name.
     code, out, _ = hookdiff("sample", "run", "--num", 1, "--weights", "ema/std=0.1", "--out", "y.png")
-    assert (code, out) == (0, "y.png: 1 images from the ema/std=0.1 weights of step 8\n")
+    assert (code, out) == (0, "y.png: 1 image from the ema/std=0.1 weights of step 8\n")
 
     for words, message in (
         (["run", "--std", "0.4"], "--std 0.4: expected a width above 0 and at most 0.2887"),
