@@ -93,7 +93,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def config(*settings: str, plugins: tuple[str, ...] = ()) -> Any:
     """The first example, with a smaller net and fewer steps."""
     small = ["run.steps=60", "run.log_every=10", "run.batch_size=16", "run.device=cpu", "model.channels=8"]
-    small += ["model.head_dim=8", "plugins.lr.warmup=20"]
+    small += ["model.head_dim=8", *(["plugins.lr.warmup=20"] if "no:lr" not in plugins else [])]
     left_out = ["no:samples", "no:checkpoint", "no:progress"]
     return load_config(EXAMPLE, settings=[*small, *settings], plugins=["gradients", *left_out, *plugins])
 
