@@ -89,8 +89,8 @@ class _Run:
             following = 2 * self.saved[-1] - before
             is_known = following > self.loop.progress.step and (self.total is None or following <= self.total)
             is_known &= len(self.saved) > 1 or self.loop.first_step == 0
-            is_last = self.saved[-1] == self.loop.progress.step and self.loop.end.reason  # a run that is stopped saves
-            is_known &= not is_last
+            is_of_stop = self.loop.end.reason and self.saved[-1] == self.loop.progress.step
+            is_known &= not is_of_stop  # such a save comes at no interval
             yield f"saved at {self.saved[-1]}" + (f", next about {following}" if is_known else "")
 
 
