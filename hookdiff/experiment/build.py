@@ -25,7 +25,7 @@ from hookdiff.experiment.settle import chosen, prepare_process, recorded, settle
 from hookdiff.loop import Loop
 from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.attention import use_attention
-from hookdiff.models.compiler import check_compiler
+from hookdiff.models.compiler import sampling_errors, try_compiler
 from hookdiff.models.init import Initialisation, layers_called
 from hookdiff.progress import AUTO
 from hookdiff.ranks import rank
@@ -86,7 +86,8 @@ def build_loop(
     config = fit_to_model(config, model)
     objective, sampler = build_objective(config, feed)
     if hooks is None and sampler.compile:
-        check_compiler(device)  # now, and not at the first pictures, far into the run
+        with sampling_errors():
+            try_compiler(device)  # now, and not at the first pictures, far into the run
     with layers_called(model) as called:
         check_model(config, model, feed, objective)
     try:

@@ -171,6 +171,11 @@ class Run:
             finally:
                 self._held = None
 
+    @staticmethod
+    def in_loop(weights: str) -> str:
+        """Return the name in the loop of the weights that a `with` yields: a file's are in the model itself."""
+        return "model" if weights.endswith(_SUFFIX) else weights
+
     @contextmanager
     def _from_file(self, file: str) -> Iterator[str]:
         model = self.loop.model
@@ -262,7 +267,7 @@ class Run:
                 seed,
                 rows.start,
                 stream=stream,
-                weights="model" if name.endswith(_SUFFIX) else name,
+                weights=self.in_loop(name),
                 labels=wanted and wanted[rows.start : rows.stop],
                 images=_in_turn(images, rows),
                 mask=_in_turn(mask, rows),

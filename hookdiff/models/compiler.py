@@ -1,16 +1,13 @@
 """torch's compiler: its errors as one message, and networks that are compiled for a while."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 
 from hookdiff.errors import UserError
-
-_WHAT = "sampling.compile: the compiler"
-_REMEDY = "sample without it: sampling.compile = false, or hookdiff sample --no-compile"
 
 
 @contextmanager
@@ -26,10 +23,15 @@ def compiler_errors(what: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{what} failed: {reason}\n  {remedy}") from error
 
 
-def check_compiler(device: torch.device) -> None:
-    """Compile a small function for `device`; raises UserError, for `sampling.compile`, if the compiler fails."""
-    with compiler_errors(_WHAT, _REMEDY):
-        torch.compile(_probe)(torch.zeros(8, device=device))
+def try_compiler(device: torch.device, **options: Any) -> None:
+    """Compile a small function for `device` with the `options` of torch.compile, to see whether the compiler works."""
+    torch.compile(_probe, **options)(torch.zeros(8, device=device))
+
+
+def sampling_errors() -> AbstractContextManager[None]:
+    """Raise an error of the compiler as one UserError about `sampling.compile`."""
+    remedy = "sample without it: sampling.compile = false, or hookdiff sample --no-compile"
+    return compiler_errors("sampling.compile: the compiler", remedy)
 
 
 def compiled(net: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +44,7 @@ def compiled(net: Callable[..., Any]) -> Callable[..., Any]:
         return net
 
     def call(*arguments: Any, **named: Any) -> Any:
-        with compiler_errors(_WHAT, _REMEDY):
+        with sampling_errors():
             return _compiled_call()(net, *arguments, **named)
 
     return call

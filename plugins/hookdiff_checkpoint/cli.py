@@ -51,8 +51,8 @@ def command(
         sampling = equivalent_of(loop) if to == "diffusers" else None
         try:
             with opened.weights(weights) as name, evaluating(loop.model):
-                metadata, held = about(name, opened.step), "model" if name.endswith(".safetensors") else name
-                is_helped = loop.sample(SampleRequest(0, weights=held)).sampler is not loop.sampler
+                metadata = about(name, opened.step)
+                is_helped = loop.sample(SampleRequest(0, weights=opened.in_loop(name))).sampler is not loop.sampler
                 if sampling:
                     usage = write_folder(out, loop.model, sampling, loop.feed.shape, metadata)
                 else:

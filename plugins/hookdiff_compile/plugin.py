@@ -8,11 +8,10 @@ from typing import Any, Literal
 import torch
 from attrs import define, field
 from attrs.validators import min_len
-from torch import Tensor
 
 from hookdiff import Loop, LossOutput, UserError, hookimpl, nearest
 from hookdiff.device_part import DevicePart
-from hookdiff.models import compiler_errors, modules_named
+from hookdiff.models import compiler_errors, modules_named, try_compiler
 from hookdiff.options import about
 
 log = logging.getLogger("hookdiff")
@@ -59,7 +58,7 @@ class Compile:
             raise UserError(f"plugins.compile.backend: torch has no {self.backend!r}{nearest(self.backend, known)}")
         options: dict[str, Any] = {"mode": self.mode, "dynamic": self.dynamic, "backend": self.backend}
         with self._one_message():  # the model is compiled at its first call, too late to report a missing compiler
-            torch.compile(_probe, **options)(torch.zeros(8, device=loop.device))
+            try_compiler(loop.device, **options)
         blocks = modules_named(loop.model, self.blocks, "plugins.compile.blocks")
         for module in blocks.values() or (loop.model,):
             module.compile(**options)
@@ -77,7 +76,3 @@ class Compile:
     def _one_message(self) -> AbstractContextManager[None]:
         remedy = "train without it: --plugins no:compile; with plugins.compile.backend = 'eager' nothing is compiled"
         return compiler_errors(f"plugins.compile: {self.backend}", remedy)
-
-
-def _probe(x: Tensor) -> Tensor:
-    return x.sin() + 1

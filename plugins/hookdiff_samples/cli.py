@@ -95,10 +95,9 @@ def command(
         options["strength"] = options["strength"] or (0.8 if mask is None else 1.0)
         try:
             with opened.weights(weights) as name:
-                held = "model" if name.endswith(".safetensors") else name
                 for part in paced(opened.batches(num, labels=numbers, seed=seed, **options), num, "images"):
                     output.add(to_uint8(part))
-                    info = about(opened.loop, held)  # while the loop has the sampler that is used
+                    info = about(opened.loop, opened.in_loop(name))  # while the loop has the sampler that is used
         except UnknownWeights as error:
             raise UserError(f"--weights: {error}, or a file that ends in .safetensors") from None
         info |= {"step": opened.step, "weights": name, "seed": seed}
