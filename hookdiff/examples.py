@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy
 import torch
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hookdiff import PASS, Batch, Finding, Loop, LossOutput, NonFinite, Reason, Samples, Verdict, hookimpl
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
+from hookdiff.options import Writes
 from hookdiff.pictures import Picture
 from hookdiff.ranks import first_rank_says
 
@@ -285,7 +286,7 @@ class StopAtFinding:
 class Mirror:
     """Copies each checkpoint to another disk."""
 
-    folder: str
+    folder: Annotated[str, Writes()]
 
     @hookimpl
     def on_checkpoint(self, path: Path) -> None:

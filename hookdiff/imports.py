@@ -19,6 +19,10 @@ from attrs import define, field
 
 from hookdiff.errors import PluginError, nearest
 
+TRUST = (
+    "a config.toml, or a config beside the files of a run, may be a stranger's: if you trust it, add --trust (in "
+    "Python: trust=True)"
+)
 LIBRARIES = ("torch", "torchvision", "diffusers", "hookdiff")
 PLUGINS, PARTS = "hookdiff.plugins", "hookdiff.parts"  # groups of entry points
 
@@ -58,10 +62,7 @@ def import_object(path: str, purpose: str) -> Any:
     if imports and not is_installed(path):
         imports.own.append(path)
         if imports.only_installed:
-            raise PluginError(
-                f"{purpose}: would import {module}, which is no installed plugin, and the config of a run may be a "
-                "stranger's; if you trust its code, add --trust (in Python: trust=True)"
-            )
+            raise PluginError(f"{purpose}: would import {module}, which is no installed plugin; {TRUST}")
     try:
         found = importlib.import_module(module)
     except (ImportError, TypeError, ValueError) as error:  # the last two if `module` starts with a dot, or is empty

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from attrs import Attribute
+from attrs import Attribute, define
 
 
 def about(help: str, unit: str = "") -> dict[str, str]:
@@ -15,6 +16,22 @@ def about(help: str, unit: str = "") -> dict[str, str]:
     docs/config.md and `hookdiff plugins NAME` print it beside the name and the default.
     """
     return {"help": help, "unit": unit} if unit else {"help": help}
+
+
+@define(frozen=True)
+class Writes:
+    """Marks an option that names a file or a folder to write: `dir: Annotated[str | None, Writes()] = None`.
+
+    The config of a run that is not trusted may name only what lies in the run directory.
+    """
+
+    when: str = ""  # the option that must be true, such as "download"; empty: always
+    in_run_dir: bool = False  # whether a relative path starts at the run directory, not at the working directory
+
+
+@define(frozen=True)
+class Handed:
+    """Marks a table of options that a library gets as they are; the config of a run needs to be trusted for them."""
 
 
 def between(low: float, high: float, *, open_ends: bool = False) -> Callable[[Any, Attribute[Any], Any], None]:
@@ -30,6 +47,13 @@ def between(low: float, high: float, *, open_ends: bool = False) -> Callable[[An
                 raise ValueError(f"'{option.name}' must be in {brackets[0]}{low:g}, {high:g}{brackets[1]}: {shown}")
 
     return check
+
+
+def is_below(instance: object, option: Attribute[Any], value: str) -> None:
+    """Check that `value` is a path that stays below the folder that it is in, as an attrs validator."""
+    path = Path(value)
+    if not path.name or path.is_absolute() or path.drive or ".." in path.parts:
+        raise ValueError(f"'{option.name}' must be the name of a folder, without / before it and without ..: {value!r}")
 
 
 def is_interval(instance: object, option: Attribute[Any], value: tuple[float, float]) -> None:

@@ -239,14 +239,34 @@ def fields_of(target: Any) -> dict[str, attrs.Attribute[Any]]:
     return {field.alias: field for field in attrs.fields(target) if field.init} if is_attrs else {}
 
 
-def hints_of(target: Any) -> dict[str, Any]:
-    """Return the type of each argument that a config may set; Any if it has none, or one that cannot be evaluated."""
+def hints_of(target: Any, *, marks: bool = False) -> dict[str, Any]:
+    """Return the type of each argument that a config may set; Any if it has none, or one that cannot be evaluated.
+
+    With `marks`, types that are Annotated stay so.
+    """
     fields, inner = fields_of(target), inspect.unwrap(target)
     scope: dict[str, Any] = {}
     for owner in reversed(inner.__mro__) if inspect.isclass(inner) else [inner]:
         scope |= getattr(sys.modules.get(owner.__module__), "__dict__", {})
     given = {name: parameter.annotation for name, parameter in parameters(target).items()}
-    return {name: _hint(fields[name].type if name in fields else kind, scope) for name, kind in given.items()}
+    return {n: _hint(fields[n].type if n in fields else kind, scope, marks) for n, kind in given.items()}
+
+
+def marks_of(target: Any, kind: type[T]) -> dict[str, T]:
+    """Return the marks of a `kind` by the arguments whose annotations have one: `Annotated[str, Writes()]`."""
+    return {
+        name: mark
+        for name, hint in hints_of(target, marks=True).items()
+        for mark in _metadata(hint)
+        if isinstance(mark, kind)
+    }
+
+
+def _metadata(hint: Any) -> Iterator[Any]:
+    """Yield what is written beside a type, or a part of it, by Annotated."""
+    yield from getattr(hint, "__metadata__", ())
+    for part in typing.get_args(hint):
+        yield from _metadata(part)
 
 
 def result_of(target: Callable[..., Any]) -> Any:
@@ -259,12 +279,12 @@ def result_of(target: Callable[..., Any]) -> Any:
     return _hint(annotation, vars(sys.modules[module]) if module in sys.modules else {})
 
 
-def _hint(annotation: Any, scope: dict[str, Any]) -> Any:
+def _hint(annotation: Any, scope: dict[str, Any], marks: bool = False) -> Any:
     if annotation in (None, inspect.Parameter.empty):
         return Any
     alone = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
-        return typing.get_type_hints(alone, scope)["it"]
+        return typing.get_type_hints(alone, scope, include_extras=marks)["it"]
     except (AttributeError, NameError, SyntaxError, TypeError):
         return Any
 

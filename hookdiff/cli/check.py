@@ -11,7 +11,7 @@ from hookdiff.cli.options import config_argument, override_options
 @click.command()
 @config_argument
 @override_options
-def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...]) -> None:
+def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool) -> None:
     """Check CONFIG, and print it with every default.
 
     Of the data, only the names in a folder are read, so the arguments of the model that the data gives are left out. No
@@ -24,7 +24,7 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...]) -
     from hookdiff.experiment import load_config, try_config
     from hookdiff.experiment.build import set_by_data, unused_classes
 
-    checked = load_config(config, plugins, settings)
+    checked = load_config(config, plugins, settings, trust=trust)
     try_config(checked)
     if checked.data.target is Folder:
         with suppress(ConfigError):  # the folder may be on another machine

@@ -16,9 +16,16 @@ def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("config", type=click.Path(path_type=Path))(function)
 
 
+def trust_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option --trust, for commands that read the config of a run."""
+    text = "Trust the config of a run: its code, its URLs, and the folders that it writes to."
+    return click.option("--trust", is_flag=True, help=text)(function)
+
+
 def override_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that change a config."""
+    """Add the options that change a config, and --trust."""
     for option in (  # click shows the option that is added last at the top
+        trust_option,
         click.option("--set", "settings", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key; may be repeated."),
         click.option(
             "--plugins", multiple=True, callback=_split, metavar="NAME,no:NAME", help="Add or remove plugins."
@@ -26,12 +33,6 @@ def override_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         function = option(function)
     return function
-
-
-def trust_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option --trust, for commands that take a run directory."""
-    text = "Import the code that the run names, also if it is no installed plugin."
-    return click.option("--trust", is_flag=True, help=text)(function)
 
 
 def training_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,9 @@ from hookdiff.cli.source import class_at
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--order", type=click.Path(path_type=Path), metavar="CONFIG", help="Print the call order of each hook.")
 @override_options
-def command(names: tuple[str, ...], order: Path | None, plugins: tuple[str, ...], settings: tuple[str, ...]) -> None:
+def command(
+    names: tuple[str, ...], order: Path | None, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool
+) -> None:
     """List the installed plugins.
 
     With NAME: print a description of these plugins, and the keys of their tables. With --order: print the plugins of
@@ -26,7 +28,7 @@ def command(names: tuple[str, ...], order: Path | None, plugins: tuple[str, ...]
     from hookdiff.imports import distribution, installed
 
     if order is not None:
-        _print_order(order, plugins, settings)
+        _print_order(order, plugins, settings, trust)
     elif names:
         from hookdiff.experiment.discovery import plugin_class
         from hookdiff.experiment.reference import plain
@@ -61,12 +63,12 @@ def _summary(name: str, entries: list[EntryPoint]) -> str:
     return docstring.partition("\n")[0]
 
 
-def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...]) -> None:
+def _print_order(path: Path, names: tuple[str, ...], settings: tuple[str, ...], trust: bool) -> None:
     from hookdiff.experiment.config import load_config
     from hookdiff.hookspecs import HOOK_NAMES
     from hookdiff.plugins import Plugins
 
-    config = load_config(path, names, settings)
+    config = load_config(path, names, settings, trust=trust)
     plugins = Plugins({name: part.build() for name, part in config.plugins.items()})
     for hook in HOOK_NAMES:
         called = []

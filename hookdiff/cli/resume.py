@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from hookdiff.cli.options import training_options, trust_option
+from hookdiff.cli.options import training_options
 from hookdiff.errors import NoCheckpoint, UserError
 
 
@@ -14,10 +14,15 @@ from hookdiff.errors import NoCheckpoint, UserError
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Change the length of the run to N updates.")
 @click.option("--epochs", type=click.IntRange(1), metavar="N", help="Change the length of the run to N epochs.")
 @click.option("--out", type=click.Path(path_type=Path), help="Continue in another directory; RUN is not changed.")
-@trust_option
 @training_options
 def command(
-    run: Path, steps: int | None, epochs: int | None, out: Path | None, settings: tuple[str, ...], **options: Any
+    run: Path,
+    steps: int | None,
+    epochs: int | None,
+    out: Path | None,
+    settings: tuple[str, ...],
+    trust: bool,
+    **options: Any,
 ) -> None:
     """Continue RUN, a run directory, from its newest checkpoint and with its own config.
 
@@ -46,8 +51,9 @@ def command(
             settings = (*settings, f"run.steps={steps or 'none'}", f"run.epochs={epochs or 'none'}")
         check_parts(settings, read_toml(source / CONFIG))
     try:
-        train(source / CONFIG, out or run, resume=run, settings=settings, **options)
+        train(source / CONFIG, out or run, resume=run, settings=settings, trust=trust, **options)
     except NoCheckpoint as error:
         if source != run:
             raise UserError(f"{error}: it has no manifest; the newest of the run: hookdiff resume {source}") from None
-        raise UserError(f"{error}; to start anew: hookdiff run {source / CONFIG} --out {run} --resume") from None
+        again = f"hookdiff run {source / CONFIG} --out {run} --resume" + " --trust" * trust
+        raise UserError(f"{error}; to start anew: {again}") from None

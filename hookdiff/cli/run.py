@@ -49,7 +49,7 @@ def train(
     skip_batches: int,
     fresh: tuple[str, ...],
     usr1: bool,
-    trust: bool | None = None,
+    trust: bool,
 ) -> None:
     """Train from the config at `path`, print a summary, and exit with the code of the outcome.
 
@@ -135,7 +135,7 @@ def _report(config: Config, loop: Loop, reason: str, resume: bool | Path, run_di
     """Return what the command says at the end: the summary, and how to go on."""
     from hookdiff.cli.summary import summary
 
-    and_trust = " --trust" * bool(config.own_code)
+    and_trust = " --trust" * bool(config.needs_trust)
     if reason == "done" and resume and loop.progress.step == loop.first_step:
         unit = "steps" if config.run.epochs is None else "epochs"
         source, out = (run_dir, "") if resume is True else (resume, f" --out {run_dir}" * (resume != run_dir))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 import numpy
 import torch
 from torch import Tensor
+
+from hookdiff.options import Writes
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -90,7 +93,7 @@ def digits() -> InMemory:
     return InMemory(images.reshape(-1, 1, 8, 8), rows[:, 64].clone())
 
 
-def fashion_mnist(root: str, train: bool = True, download: bool = False) -> InMemory:
+def fashion_mnist(root: Annotated[str, Writes("download")], train: bool = True, download: bool = False) -> InMemory:
     """70,000 articles of clothing, 1 x 28 x 28, in ten classes (Xiao, Rasul & Vollgraf 2017, arXiv 1708.07747).
 
     Raises ValueError if a file is missing or broken.

@@ -4,7 +4,7 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from attrs import Factory, define, evolve, field
@@ -28,7 +28,7 @@ from hookdiff.data.survey import (
 )
 from hookdiff.data.transforms import Transforms, is_paired, size_text
 from hookdiff.errors import UserError
-from hookdiff.options import about
+from hookdiff.options import Writes, about
 
 logger = logging.getLogger("hookdiff")
 
@@ -50,7 +50,7 @@ class Store:
     memory_limit: float = field(
         default=4.0, validator=ge(0), metadata=about('limit of "auto" for the decoded pixels', "GiB")
     )
-    cache_dir: str | None = field(
+    cache_dir: Annotated[str | None, Writes()] = field(
         default=None, metadata=about('folder of the files of "disk"; unless given, `hookdiff` in the user\'s cache')
     )
     unreadable: Literal["stop", "skip"] = field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hookdiff.data.mistakes import may_be_data
 from hookdiff.errors import UserError, nearest
+from hookdiff.options import Writes
 
 _NOT_KEYS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
 
@@ -30,6 +31,10 @@ def vision(name: str) -> Callable[..., Vision]:
     kind = kinds[name]
     signature = inspect.signature(kind)
     keys = [parameter for key, parameter in signature.parameters.items() if key not in _NOT_KEYS]
+    if "download" in signature.parameters:
+        keys = [
+            key.replace(annotation=Annotated[str, Writes("download")]) if key.name == "root" else key for key in keys
+        ]
 
     def make(**arguments: Any) -> Vision:
         return Vision(name, kind(**arguments))

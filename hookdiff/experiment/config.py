@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +27,13 @@ from hookdiff.experiment.discovery import is_needed, plugin_class, plugin_name
 from hookdiff.experiment.optimizers import OPTIMIZERS, Groups
 from hookdiff.experiment.part import Part
 from hookdiff.experiment.places import MODEL, OPTIMIZER, SOURCE, Place
-from hookdiff.imports import import_object, importing, installed
+from hookdiff.experiment.trust import dangers, is_of_run
+from hookdiff.history import is_run_dir
+from hookdiff.imports import TRUST, import_object, importing, installed
 from hookdiff.models.adapters import checkpointable
 from hookdiff.models.attention import Form
 from hookdiff.models.init import Initialisation
-from hookdiff.options import about
+from hookdiff.options import about, is_below
 from hookdiff.plugins import check_partners
 from hookdiff.progress import AUTO, LoopConfig
 from hookdiff.structure import Problems, Text, arguments, as_toml, described, missing, parameters
@@ -59,7 +61,10 @@ class RunConfig(LoopConfig):
             'samples that go through the network at a time; unless given, all; "auto": as many as fit in memory'
         ),
     )
-    name: str = field(metadata=about("name of the run directory `runs/NAME`; unless given, that of the config file"))
+    name: str = field(
+        validator=is_below,
+        metadata=about("name of the run directory `runs/NAME`; unless given, that of the config file"),
+    )
     device: str = field(
         default="auto",
         metadata=about('"cpu", "cuda", "cuda:1", "mps"; "auto": the first of cuda, mps and cpu that is available'),
@@ -172,7 +177,8 @@ class Config:
     optimizer: Part
     sampling: Part
     plugins: Mapping[str, Part]  # the plugins of the run, in order
-    own_code: tuple[str, ...] = ()  # what it names as `module:Name` and no installed package publishes
+    trust: bool = False  # whether the user trusts all that it names, also if the config is a run's
+    needs_trust: tuple[str, ...] = ()  # what a run of it needs trust for: code that is not installed, and keys
 
     def resolved(self) -> dict[str, Any]:
         """Return the config with every default written out; running it again gives the same run."""
@@ -199,19 +205,22 @@ def load_config(
     plugins: Iterable[str] = (),
     settings: Iterable[str] = (),
     *,
-    trust: bool | None = None,
+    trust: bool = False,
     without: Collection[str] = (),
     hooks: Collection[str] | None = None,
 ) -> Config:
     """Read and check the config at `path`. Modules are imported, and nothing in them is called.
 
+    A file called config.toml, or one beside the files of a run, is the config of a run, which may be a stranger's.
+    Without `trust` it imports only torch, torchvision, diffusers, hookdiff and what installed packages publish, opens
+    only URLs of common services, hands no options to a library, and names no folder to write in but in the run
+    directory. Nothing is ever imported from a run directory. Any other config is a program of whoever wrote it.
+
     Args:
         path: the file.
         plugins: names to add, or `no:NAME` to remove one.
         settings: keys to set, as `table.key=value`.
-        trust: give it for the config of a run directory, which may be a stranger's. False: only torch, torchvision,
-            diffusers, hookdiff and what installed packages publish are imported; True: also code that the user's own
-            config had named. Neither imports from the run directory.
+        trust: whether the user trusts the config of a run.
         without: tables that are not read, such as "data": what they name is not imported, and cannot be built.
         hooks: leave out the plugins that implement none of these hooks; packages that they need may be missing.
 
@@ -221,20 +230,24 @@ def load_config(
     table, problems, settings = read_toml(path), Problems(), sorted(settings, key=_set_order)
     for setting in settings:
         _set(table, setting, problems)
-    if trust is not False:
-        _make_importable(table, path, is_of_run=trust is True)
-    with importing(only_installed=trust is False) as imports:
-        config = _check(table, path, plugins, problems, without, hooks)
+    is_strangers = is_of_run(path) and not trust
+    if not is_strangers:
+        _make_importable(table, path)
+    with importing(only_installed=is_strangers) as imports:
+        config = _check(table, path, plugins, problems, without, hooks, path.parent if is_strangers else None)
     if hooks is None:
         _warn_of_unused(settings, config)
-    return evolve(config, own_code=tuple(imports.own))
+    return evolve(config, trust=trust, needs_trust=(*imports.own, *config.needs_trust))
 
 
-def make_plugin(given: str, config: Mapping[str, Any], settings: Iterable[str] = ()) -> object:
+def make_plugin(
+    given: str, config: Mapping[str, Any], settings: Iterable[str] = (), *, run_dir: Path | None = None
+) -> object:
     """Return the plugin `given`, an installed name or `module:Class`, with its options from the `config` of a run.
 
     `settings` are further options, as "key=value". Only `given` itself is imported, which is the user's choice; what
-    the options name must be installed. Raises PluginError and ConfigError.
+    the options of the run name must be installed, and lie in `run_dir` if files are written there. Without `run_dir`
+    the plugin must not be used to write. Raises PluginError and ConfigError.
     """
     name, problems = plugin_name(given), Problems()
     where, kind = f"plugins.{name}", plugin_class(given)
@@ -245,18 +258,24 @@ def make_plugin(given: str, config: Mapping[str, Any], settings: Iterable[str] =
         _set(table, f"{name}.{setting}", problems)
     with importing(only_installed=True):
         part = Part(where, given, kind, arguments(kind, table[name], where, problems))
+    if run_dir is not None:
+        for place, reason in dangers(kind, part.arguments, table[name], where, run_dir):
+            problems.add(place, f"{reason}: give another with --set {place.removeprefix(f'{where}.')}=VALUE")
     problems.refuse(Path(where))
     return part.build()
 
 
-def _make_importable(table: dict[str, Any], path: Path, is_of_run: bool) -> None:
-    """Let `module:Name` find modules beside the config, and record their folder, so that config.toml finds them too."""
-    run = table.get("run")
-    if isinstance(run, dict) and isinstance(given := run.get("import_from", None if is_of_run else ""), str):
+def _make_importable(table: dict[str, Any], path: Path) -> None:
+    """Let `module:Name` find modules beside the config, and record their folder, so that config.toml finds them too.
+
+    A run directory is never such a folder.
+    """
+    run, beside_run = table.get("run"), is_run_dir(path.parent)
+    if isinstance(run, dict) and isinstance(given := run.get("import_from", None if beside_run else ""), str):
         if "\0" in given:  # refused with the other problems of the config
             return
         folder = run["import_from"] = str((path.parent / given).resolve())
-        if folder not in sys.path and not (is_of_run and folder == str(path.parent.resolve())):
+        if folder not in sys.path and not (beside_run and folder == str(path.parent.resolve())):
             sys.path.append(folder)
 
 
@@ -328,7 +347,9 @@ def _check(
     problems: Problems,
     without: Collection[str],
     hooks: Collection[str] | None,
+    strangers: Path | None,
 ) -> Config:
+    """Return the checked config. `strangers`: the run directory that it is of, unless the user trusts it."""
     tables = _tables(table, problems)
     given = tables.get("run", {})
     run = arguments(RunConfig, {"name": path.stem, **given}, "run", problems)
@@ -349,8 +370,24 @@ def _check(
     for name, target in {"diffusion": Diffusion, "sampling": Sampling}.items():
         parts[name] = Part(name, "", target, arguments(target, tables.get(name, {}), name, problems))
     plugins = _plugins(run.get("plugins", ()), tables.get("plugins", {}), problems, hooks)
+    found = [
+        danger for part in (*parts.values(), *plugins.values()) if part for danger in _dangers(part, tables, strangers)
+    ]
+    for place, reason in found if strangers else ():
+        problems.add(place, f"{reason}; {TRUST}")
     problems.refuse(path)
-    return Config(path=path, run=RunConfig(**run), plugins=plugins, **parts)
+    needs = tuple(place for place, _ in found)
+    return Config(path=path, run=RunConfig(**run), plugins=plugins, needs_trust=needs, **parts)
+
+
+def _dangers(part: Part, tables: Mapping[str, Any], run_dir: Path | None) -> Iterator[tuple[str, str]]:
+    """Yield the place and the reason of each value of the part that a config needs trust for; see `dangers`."""
+    table: Any = tables
+    for name in part.where.split(".", 1):  # "data", or "plugins.NAME"
+        table = table.get(name, {})
+    targets: list[tuple[Callable[..., Any], Mapping[str, Any]]] = [(part.target, part.arguments), *part.shared.items()]
+    for target, given in targets:
+        yield from dangers(target, given, table, part.where, run_dir)
 
 
 def _not_read(name: str) -> None:

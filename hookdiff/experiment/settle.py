@@ -15,9 +15,10 @@ import torch
 from attrs import evolve
 
 from hookdiff.disk.paths import CONFIG, run_of
-from hookdiff.errors import UserError
+from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.config import Config, RunConfig, read_toml
 from hookdiff.experiment.part import Part
+from hookdiff.imports import importing
 from hookdiff.machine import keep_memory, num_cpus, usual_threads
 from hookdiff.progress import AUTO
 from hookdiff.structure import Problems, arguments
@@ -50,7 +51,8 @@ def settle(config: Config, device: torch.device, before: Mapping[str, Any]) -> C
     for name, part in config.plugins.items():
         if not hasattr(part.target, "choose"):
             continue
-        known = _fitting(part.target, before.get("plugins", {}).get(name)) if same_kind else {}
+        with importing(only_installed=not config.trust):
+            known = _fitting(part.target, before.get("plugins", {}).get(name)) if same_kind else {}
         for key, value in part.build().choose(device).items():
             if key.startswith("run."):
                 run.setdefault(key.removeprefix("run."), value)
@@ -88,8 +90,8 @@ def _as_before(config: Config, before: Mapping[str, Any]) -> Config:
         return config  # which `Changes` refuses
     kept = evolve(
         config,
-        diffusion=_kept(config.diffusion, before.get("diffusion", {})),
-        sampling=_kept(config.sampling, before.get("sampling", {})),
+        diffusion=_kept(config.diffusion, before.get("diffusion", {}), config.trust),
+        sampling=_kept(config.sampling, before.get("sampling", {}), config.trust),
     )
     now = kept.resolved()
     for table in ("diffusion", "sampling"):
@@ -143,12 +145,18 @@ def _fitting(target: Callable[..., Any], table: Any) -> dict[str, Any]:
     return found
 
 
-def _kept(part: Part, before: Mapping[str, Any]) -> Part:
-    """Return the part with the values of the run before for keys that it does not set."""
+def _kept(part: Part, before: Mapping[str, Any], trust: bool) -> Part:
+    """Return the part with the values of the run before for keys that it does not set.
+
+    Raises ConfigError if these name code that is not installed, and there is no `trust`.
+    """
     left_out = {key: value for key, value in before.items() if part.accepts(key)}
     problems = Problems()
     # Beside what it does set, since one option may only fit another: "epsilon" does not fit the default process.
-    known = arguments(part.target, {**part.arguments, **left_out}, part.where, problems)
+    with importing(only_installed=not trust) as imports:
+        known = arguments(part.target, {**part.arguments, **left_out}, part.where, problems)
+    if imports.own and not trust:
+        raise ConfigError(f"the run before has {'; '.join(problems.found)}")
     if problems.found:  # a key that this version no longer has
         return part
     return part.given(**{key: known[key] for key in left_out})

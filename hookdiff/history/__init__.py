@@ -1,6 +1,6 @@
 """What the files of a run directory say about a run, also while another process writes them. It imports no torch."""
 
-from hookdiff.history.history import BEGINS, History, find_runs, total_steps
+from hookdiff.history.history import BEGINS, History, find_runs, is_run_dir, total_steps
 from hookdiff.history.lines import (
     DISTRIBUTIONS,
     EVENTS,
@@ -30,6 +30,7 @@ __all__ = [
     "Tail",
     "find_pictures",
     "find_runs",
+    "is_run_dir",
     "newest_picture",
     "parse_event",
     "parse_metrics",

@@ -153,6 +153,11 @@ def total_steps(config: Mapping[str, Any], begin: LoggedEvent | None) -> int | N
     return None
 
 
+def is_run_dir(folder: Path) -> bool:
+    """Return whether the folder holds files that a run writes beside its config."""
+    return any(os.path.lexists(folder / name) for name in (*_MARKS, "checkpoints"))
+
+
 def find_runs(folder: Path, depth: int = 3) -> list[History]:
     """Return the runs in `folder` and at most `depth` folders below it, by path; links are not followed.
 

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from attrs import define, field
 from attrs.validators import ge, matches_re, optional
@@ -16,7 +16,7 @@ from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
 from hookdiff.mirroring import Call, earlier
-from hookdiff.options import about
+from hookdiff.options import Writes, about
 from hookdiff.pictures import Picture
 
 log = logging.getLogger("hookdiff")
@@ -43,7 +43,7 @@ class Aim(Sink):
     state_class: ClassVar[type] = AimState
     needs: ClassVar[Mapping[str, str]] = {"aim": "hookdiff[aim]"}
 
-    repo: str | None = field(
+    repo: Annotated[str | None, Writes()] = field(
         default=None, metadata=about("repository, a folder or aim://HOST:PORT; without it beside the run directory")
     )
     experiment: str | None = field(default=None, metadata=about('experiment in Aim; without it "default"'))

@@ -112,8 +112,7 @@ class Checkpoint:
         assert loop.run_dir
         state = self._newest(loop.run_dir, lambda one: one.scheduled)
         if state is None and loop.is_branch and loop.resume and (start := self._start):
-            is_checkpoint = (loop.resume / MANIFEST).exists()
-            source = loop.resume.resolve().parent.parent if is_checkpoint else loop.resume
+            source = _run_of(loop.resume)
             state = self._newest(source, lambda one: one.scheduled and one.place <= start[1:])
         return state or PASS
 
@@ -158,7 +157,7 @@ class Checkpoint:
         if (found or damaged) and not self._goes_on(loop):
             raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
         self._logged.is_found = any(self.keep_best in one.metrics for one in found)
-        self._revision = revision()
+        self._revision = revision([folder.parent, *([_run_of(loop.resume)] if loop.resume else [])])
         # A run removes only its own checkpoints. Damaged ones do not count, and stay for the user to look at.
         own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
         return {one.path: one for one in own if one.path.resolve() not in self._passed_over}
@@ -329,6 +328,11 @@ class Checkpoint:
         if problems:
             raise UserError("\n  ".join([f"{source}: none of its checkpoints can be used:", *map(str, problems)]))
         return None
+
+
+def _run_of(place: Path) -> Path:
+    """Return the run directory of a checkpoint; any other path is one itself."""
+    return place.resolve().parent.parent if (place / MANIFEST).exists() else place
 
 
 def _read(path: Path) -> tuple[dict[str, Any], UserError | None]:

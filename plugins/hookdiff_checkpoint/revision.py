@@ -1,19 +1,98 @@
-"""The origin of a checkpoint: the git revision of the code."""
+"""The origin of a checkpoint: the git revision of the code.
 
+The working directory may be in a repository of a stranger. Git runs programs that the config of a repository names
+(`core.fsmonitor`, `filter.*.clean`), so it never gets to read that config.
+"""
+
+import os
+import re
+import shutil
 import subprocess
-from functools import cache
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from hookdiff.disk import read_file
 
-@cache
-def revision() -> dict[str, Any] | None:
-    """Return the commit of the working directory, and whether files differ from it; None without one or git."""
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_REF = re.compile(r"refs/[^\0\n]+")
+# Of the repository's own config: how its files are compared, and nothing else.
+_COMPARED = r"^core\.(filemode|autocrlf|eol|symlinks|ignorecase)$"
+_VALUES = ("true", "false", "input", "lf", "crlf", "native")
+
+
+def revision(runs: Iterable[Path]) -> dict[str, Any] | None:
+    """Return the commit of the working directory, and whether files differ from it.
+
+    None without a repository, a commit or git, and for a repository in one of the directories `runs`.
+    """
     try:
-        commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
+        root = next((folder for folder in (Path.cwd(), *Path.cwd().parents) if os.path.lexists(folder / ".git")), None)
+        if root is None or any(root.is_relative_to(run.resolve()) for run in runs):
+            return None
+        own = _git_dir(root)
+        common = own / _text(own / "commondir") if (own / "commondir").is_file() else own  # of several working trees
+        if (commit := _commit(own, common)) is None:
+            return None
+        return {"commit": commit, "changed": _is_changed(root, own, common, commit)}
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return {"commit": commit, "changed": bool(changes)}
 
 
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], capture_output=True, check=True, text=True, timeout=300).stdout.strip()
+def _text(file: Path) -> str:
+    return read_file(file).decode().strip()
+
+
+def _git_dir(root: Path) -> Path:
+    """Return the git directory of the working tree `root`, which a file `.git` may name."""
+    found = root / ".git"
+    return root / _text(found).removeprefix("gitdir: ") if found.is_file() else found
+
+
+def _commit(own: Path, common: Path) -> str | None:
+    """Return the commit that HEAD names; None if there is none yet."""
+    name = _text(own / "HEAD")
+    for _ in range(5):  # as git follows at most
+        if _COMMIT.fullmatch(name):
+            return name
+        ref = name.removeprefix("ref: ")
+        if not _REF.fullmatch(ref) or ".." in ref:
+            return None
+        file = next((folder / ref for folder in (own, common) if (folder / ref).is_file()), None)
+        if file is None:
+            packed = _text(common / "packed-refs") if (common / "packed-refs").is_file() else ""
+            lines = (line.partition(" ") for line in packed.splitlines())
+            return next((commit for commit, _, other in lines if other == ref and _COMMIT.fullmatch(commit)), None)
+        name = _text(file)
+    return None
+
+
+def _is_changed(root: Path, own: Path, common: Path, commit: str) -> bool:
+    """Return whether tracked files differ from `commit`, by a git directory of our own with a copy of the index."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours = Path(folder)
+        for name in ("objects", "refs"):
+            (ours / name).mkdir()
+        (ours / "HEAD").write_text(commit)
+        for file in (own / "index", *own.glob("sharedindex.*")):
+            shutil.copyfile(file, ours / file.name)
+        # None of the caller's variables: a hook of git that starts a run sets some.
+        around = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        config = common / "config"
+        config = config if config.is_file() else Path(os.devnull)  # a pipe would be read for ever
+        asked = _git(around, "config", "--file", os.fspath(config), "--get-regexp", _COMPARED, codes=(0, 1))
+        known = (line.partition(" ") for line in asked.splitlines())
+        lines = [f"{key.removeprefix('core.')} = {value}" for key, _, value in known if value in _VALUES]
+        if len(commit) == 64:
+            lines += ["repositoryformatversion = 1", "[extensions]", "objectformat = sha256"]
+        (ours / "config").write_text("\n".join(["[core]", *lines, ""]))
+        around |= {"GIT_DIR": folder, "GIT_WORK_TREE": os.fspath(root), "GIT_OBJECT_DIRECTORY": f"{common / 'objects'}"}
+        return bool(_git(around, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all"))
+
+
+def _git(around: Mapping[str, str], *words: str, codes: tuple[int, ...] = (0,)) -> str:
+    done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=300, env=dict(around))
+    if done.returncode not in codes:
+        raise subprocess.CalledProcessError(done.returncode, words)
+    return done.stdout.strip()

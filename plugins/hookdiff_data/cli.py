@@ -32,6 +32,7 @@ def command(
     config: Path,
     plugins: tuple[str, ...],
     settings: tuple[str, ...],
+    trust: bool,
     out: Path | None,
     as_json: bool,
     seconds: float,
@@ -52,7 +53,7 @@ def command(
     from hookdiff.pictures import save_grid
     from hookdiff_data.report import report
 
-    checked = load_config(config, plugins, settings)
+    checked = load_config(config, plugins, settings, trust=trust)
     if to_shards is not None:
         if out is not None:
             raise click.UsageError("--to-shards makes no report and draws no batch: leave out --out")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import override_options, trust_option
+from hookdiff.cli.options import override_options
 
 
 @click.command()
@@ -21,7 +21,6 @@ from hookdiff.cli.options import override_options, trust_option
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Draw images and predictions in this PNG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@trust_option
 def command(
     path: Path,
     plugins: tuple[str, ...],
@@ -51,7 +50,7 @@ def command(
 
     run = path if path.is_dir() else None
     place = run_of(run) / "config.toml" if run else path
-    config = load_config(place, plugins, settings, trust=trust if run else None)
+    config = load_config(place, plugins, settings, trust=trust)
     if out is not None:
         check_writable(out)
     with tempfile.TemporaryDirectory() as folder:

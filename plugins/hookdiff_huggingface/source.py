@@ -81,6 +81,8 @@ def _open(path: str, split: str, name: str | None) -> Any:
         return found[split] if isinstance(found, dict) else found
     if place.is_file():
         return datasets.load_dataset("parquet", data_files={split: str(place)}, split=split)
+    if path == "pandas":  # a reader of pickles, in versions before 5
+        raise ValueError("there is no data set of this name")
     if not place.exists() and (place.is_absolute() or path.startswith((".", "~"))):
         raise ValueError(why_missing(place))
     return datasets.load_dataset(str(place) if place.exists() else path, name, split=split)

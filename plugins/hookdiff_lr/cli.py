@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hookdiff.cli.options import override_options, trust_option
+from hookdiff.cli.options import override_options
 
 if TYPE_CHECKING:
     from hookdiff import Config
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path), metavar="CONFIG|RUN")
 @override_options
-@trust_option
 @click.option("--out", type=click.Path(path_type=Path), help="Picture to write, by default NAME-lr.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def command(
@@ -39,7 +38,7 @@ def command(
     if is_run:
         checked = run_config(config, plugins, settings, trust=trust, without=("data", "model"))
     else:
-        checked = load_config(config, plugins, settings)
+        checked = load_config(config, plugins, settings, trust=trust)
     plugin = checked.plugins["lr"].build() if "lr" in checked.plugins else LR("constant", warmup=0)
     if not isinstance(plugin, LR):
         raise UserError(f"the plugin 'lr' of this config is a {type(plugin).__name__}; only LR of hookdiff_lr is drawn")

@@ -12,7 +12,7 @@ from hookdiff.cli.options import config_argument, override_options
 @config_argument
 @override_options
 @click.option("--json", "as_json", is_flag=True, help="Print the bytes as JSON.")
-def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], as_json: bool) -> None:
+def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Print the memory that training CONFIG takes.
 
     Samples are read for their shape. Nothing is trained, and no file is written.
@@ -23,7 +23,7 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], a
     from hookdiff.experiment import try_config
     from hookdiff_memory.estimate import estimate_memory
 
-    checked = load_config(config, plugins, settings)
+    checked = load_config(config, plugins, settings, trust=trust)
     try_config(checked)
     estimate = estimate_memory(checked)
     if as_json:

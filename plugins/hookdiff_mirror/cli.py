@@ -22,7 +22,8 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
     from hookdiff.mirroring import mirror, tracked
 
     history = History.of(run)
-    sink, own = make_plugin(name, history.config, settings), make_plugin(name, history.config)
+    sink = make_plugin(name, history.config, settings, run_dir=history.run_dir)
+    own = make_plugin(name, history.config)  # to compare the places
     if not isinstance(sink, Sink) or not isinstance(own, Sink):
         raise UserError(f"--to {name}: this plugin is no sink; aim, tensorboard and wandb are")
     is_own = name in history.config.get("run", {}).get("plugins", ())

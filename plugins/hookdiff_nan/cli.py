@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hookdiff.cli.options import override_options, trust_option
+from hookdiff.cli.options import override_options
 
 
 @click.command()
@@ -22,7 +22,6 @@ from hookdiff.cli.options import override_options, trust_option
     is_flag=True,
     help="Name the forward operation whose derivative is NaN, with its line of code (torch's anomaly mode).",
 )
-@trust_option
 def command(
     folder: Path,
     plugins: tuple[str, ...],

@@ -5,12 +5,12 @@ from collections.abc import Generator, Mapping
 from typing import Any, ClassVar, Literal
 
 from attrs import astuple, define, field
-from attrs.validators import ge, min_len
+from attrs.validators import ge
 from torch import Tensor
 
 from hookdiff import Loop, LossOutput, NonFinite, Sink, UserError, Verdict, hookimpl
 from hookdiff.device_part import DevicePart
-from hookdiff.options import about
+from hookdiff.options import about, is_below
 from hookdiff.ranks import first_rank_says
 from hookdiff.structure import COUNT, numbers
 from hookdiff_nan.diagnose import ADVICE, STEP_HOOKS, Diagnosis, copied, diagnose_all
@@ -48,7 +48,7 @@ class NaN:
         default=3, validator=ge(1), metadata=about("stop after more skips or rollbacks than this without a new update")
     )
     folder: str = field(
-        default="nan", validator=min_len(1), metadata=about("folder of the kept steps, in the run directory")
+        default="nan", validator=is_below, metadata=about("folder of the kept steps, in the run directory")
     )
     keep: int = field(
         default=3,

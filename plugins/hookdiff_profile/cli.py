@@ -30,6 +30,7 @@ def command(
     config: Path,
     plugins: tuple[str, ...],
     settings: tuple[str, ...],
+    trust: bool,
     steps: int,
     trace: Path | None,
     tries: bool,
@@ -51,7 +52,7 @@ def command(
 
     if trace is not None:
         check_writable(trace)
-    checked = load_config(config, plugins, settings)
+    checked = load_config(config, plugins, settings, trust=trust)
     try:
         found = measure(checked, steps, trace)
     except OSError as error:
@@ -60,7 +61,7 @@ def command(
         click.echo(f"{checked.run.name}: {table(found)}")
         if trace:
             click.echo(f"{trace}: open it at https://ui.perfetto.dev")
-    outcomes = list(tried(config, plugins, settings, steps)) if tries else []
+    outcomes = list(tried(config, plugins, settings, steps, trust)) if tries else []
     if as_json:
         click.echo(json.dumps({**asdict(found), "changes": [_facts(outcome) for outcome in outcomes]}))
     elif tries:

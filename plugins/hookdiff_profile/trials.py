@@ -56,14 +56,20 @@ def changes(config: Config, device: str, is_stored: bool, channels_last: bool) -
         yield Change(tuple(missing))
 
 
-def tried(path: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int) -> Iterator[Outcome]:
-    """Yield the outcome of each change of the config at `path`, with `steps` steps of both in turns, round by round."""
-    config = load_config(path, plugins, settings)
+def tried(
+    path: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int, trust: bool = False
+) -> Iterator[Outcome]:
+    """Yield the outcome of each change of the config at `path`, with `steps` steps of both in turns, round by round.
+
+    trust: see `load_config`.
+    """
+    config = load_config(path, plugins, settings, trust=trust)
     with running(config) as (loop, step):
         stored, form = isinstance(loop.feed.samples, InMemory), bool(loop.hparams["run"]["channels_last"])
 
         def ratio(change: Change) -> float:
-            changed, ratios = load_config(path, (*plugins, *change.plugins), (*settings, *change.settings)), []
+            switches, keys, ratios = (*plugins, *change.plugins), (*settings, *change.settings), []
+            changed = load_config(path, switches, keys, trust=trust)
             with running(changed) as (other, other_step):
                 size = other.config.batch_size / loop.config.batch_size
                 for _ in range(_ROUNDS):

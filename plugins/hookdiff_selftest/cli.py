@@ -65,7 +65,9 @@ def gaussian(names: tuple[str, ...]) -> None:
     metavar="N",
     help="Data workers after the resume; before it, as in CONFIG.",
 )
-def resume(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], steps: int, workers: int) -> None:
+def resume(
+    config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], trust: bool, steps: int, workers: int
+) -> None:
     """Kill a run of CONFIG, resume it, and compare it with one that was never stopped.
 
     All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit; of
@@ -78,7 +80,7 @@ def resume(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], st
     from hookdiff.experiment import try_config
     from hookdiff_selftest.resume import prove
 
-    checked = load_config(config, plugins, settings)
+    checked = load_config(config, plugins, settings, trust=trust)
     try_config(checked)
     lines, passed = prove(checked, steps, workers, partial(click.echo, err=True))
     click.echo("\n".join(lines))

@@ -25,8 +25,7 @@ def expand(given: str | Sequence[str], options: Mapping[str, Any]) -> list[str]:
     paths = [given] if isinstance(given, str) else given
     if not paths or not all(paths):
         raise ValueError("path: expected shards or a folder of shards, it is empty")
-    found = [shard for path in paths for shard in (_urls(path, options) if is_url(path) else _files(path))]
-    return found
+    return [shard for path in paths for shard in (_urls(path, options) if is_url(path) else _files(path))]
 
 
 def _files(given: str) -> list[str]:
@@ -35,6 +34,8 @@ def _files(given: str) -> list[str]:
         return _inside(path)
     found = []
     for one in braces(path):
+        if is_url(one):  # a check of the config saw no URL
+            raise ValueError(f"{given}: its braces make the URL {one}; write :// outside of them")
         matches = sorted(glob(one, recursive=True)) if has_magic(one) else [one]
         if not matches:
             folder = os.path.dirname(re.split(r"[*?[]", one)[0]) or "."

@@ -23,8 +23,12 @@ _MARKS = (
     *("Last-Modified", "LastModified", "last_modified", "updated"),
 )
 _TIMES = ("mtime", "modified", "modify", "created")
-# They read what another file says: some run a template in it, or unpickle what lies in a folder.
-_WRAPPERS = ("reference", "cached", "blockcache", "filecache", "simplecache", "dir", "generic", "dask")
+# File systems over another URL: some run a template in a file, unpickle what lies in a folder, or write to any folder.
+_WRAPPERS = (
+    *("zip", "tar", "libarchive", "dir", "reference", "generic", "dask", "async_wrapper", "asyncwrapper"),
+    *("cached", "blockcache", "filecache", "simplecache"),
+)
+_OVERRIDES = ("protocol", "fo", "fs", "target_protocol", "target_options")  # options that replace the URL
 
 
 def is_url(path: str) -> bool:
@@ -47,6 +51,8 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise ValueError(f"{url}: {protocol} is about the files of another URL; give that URL")
     if protocol not in (known := [*fsspec.available_protocols(), *fsspec.registry]):
         raise ValueError(f"{url}: fsspec knows no {protocol!r}{nearest(protocol, known)}")
+    if replaced := next((key for key in options if key in (*_OVERRIDES, *known)), None):
+        raise ValueError(f"storage_options: {replaced!r} would open another URL than {url}; give that URL")
     if protocol in ("http", "https"):
         options = {"client_kwargs": _patience(), **options}
     try:

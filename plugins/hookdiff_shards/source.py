@@ -1,9 +1,10 @@
 """`source = "shards"`: samples in tar files."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hookdiff.data import Store
+from hookdiff.options import Handed, Writes
 from hookdiff_shards.conditions import Items, parse
 from hookdiff_shards.files import Files
 from hookdiff_shards.indices import indices_of
@@ -18,8 +19,8 @@ def shards(
     label: str = "auto",
     classes: str | list[str] | None = None,
     conditions: dict[str, str] | None = None,
-    storage_options: dict[str, Any] | None = None,
-    index_dir: str | None = None,
+    storage_options: Annotated[dict[str, Any] | None, Handed()] = None,
+    index_dir: Annotated[str | None, Writes()] = None,
 ) -> Shards | Items:
     """Return the samples in shards: tar files as the library webdataset writes them.
 
@@ -40,8 +41,8 @@ def shards(
         conditions: what else a sample has, as a table of names and extensions, such as { text = "t5.npy", size =
             "json:size" }: arrays (npy), numbers or lists of numbers (json, or the value of a key in it), a number (txt,
             cls) or a picture
-        storage_options: options of fsspec for URLs. They stand in the config of the run: passwords belong in the
-            environment
+        storage_options: options of fsspec for URLs. They stand in the config of the run, which needs --trust for them:
+            passwords belong in the environment
         index_dir: folder of the indices; unless given, `hookdiff/shards` in the user's cache
     """
     options, asked = storage_options or {}, parse(conditions or {})

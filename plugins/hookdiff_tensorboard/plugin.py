@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from io import BytesIO, FileIO
 from pathlib import Path
 from time import time as now, time_ns
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from attrs import define, field
 
@@ -15,7 +15,7 @@ from hookdiff import Sink, TrackedRun
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
 from hookdiff.mirroring import Call, earlier
-from hookdiff.options import about
+from hookdiff.options import Writes, about
 from hookdiff.pictures import Picture
 
 _PREFIX = "events.out.tfevents."  # by which TensorBoard finds its files
@@ -31,7 +31,7 @@ class TensorBoard(Sink):
 
     needs: ClassVar[Mapping[str, str]] = {"tensorboard": "hookdiff[tensorboard]"}
 
-    dir: str | None = field(
+    dir: Annotated[str | None, Writes()] = field(
         default=None,
         metadata=about(
             "folder, in which a run has its own, by its name; without it `tensorboard` in the run directory"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from attrs import define, field
@@ -18,7 +18,7 @@ from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
 from hookdiff.mirroring import Call, earlier
-from hookdiff.options import about
+from hookdiff.options import Writes, about
 from hookdiff.pictures import Picture
 
 log = logging.getLogger("hookdiff")
@@ -45,7 +45,7 @@ class WandB(Sink):
         default=None,
         metadata=about("where the run is kept; without it W&B's own default, but offline if there is no key"),
     )
-    dir: str | None = field(
+    dir: Annotated[str | None, Writes()] = field(
         default=None, metadata=about("folder in which W&B makes its folder `wandb`; without it the run directory")
     )
     system_tracking_interval: float | None = field(

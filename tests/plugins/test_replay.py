@@ -130,7 +130,7 @@ def config(folder: Path, names: list[str], **tables: dict[str, Any]) -> Path:
     (folder / "nets.py").write_text(NETS)
     changed = {name: {**BASE.get(name, {}), **table} for name, table in tables.items()}
     changed["run"] = {**BASE["run"], **tables.get("run", {}), "plugins": ["nan", *names]}
-    path = folder / "config.toml"
+    path = folder / "small.toml"
     path.write_text(tomli_w.dumps({**BASE, **changed}))
     return path
 

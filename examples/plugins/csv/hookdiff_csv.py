@@ -3,12 +3,13 @@
 import csv
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 from attrs import define, field
 
 from hookdiff import Loop, Sink, TrackedRun, UserError
 from hookdiff.disk import new_file
-from hookdiff.options import about
+from hookdiff.options import Writes, about
 
 
 @define(eq=False)
@@ -18,7 +19,9 @@ class Csv(Sink):
     A name that appears later adds a column, which is empty in the rows before. A resumed run continues the file.
     """
 
-    path: str = field(default="metrics.csv", metadata=about("file to write, in the run directory"))
+    path: Annotated[str, Writes(in_run_dir=True)] = field(
+        default="metrics.csv", metadata=about("file to write, in the run directory")
+    )
     file: Path = field(init=False)
     columns: list[str] = field(factory=list, init=False)
     newest: int = field(default=0, init=False)  # the last step in the file

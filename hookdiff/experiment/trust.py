@@ -1,0 +1,77 @@
+"""What the config of a run may not do unless the user trusts it, since a stranger may have written it.
+
+It imports only what is installed (see `hookdiff.imports`), opens only URLs of the services below, hands no options to a
+library, and writes files in the run directory alone. Values from the command line are the user's own.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hookdiff.disk.paths import CONFIG
+from hookdiff.history import is_run_dir
+from hookdiff.options import Handed, Writes
+from hookdiff.structure import Text, fields_of, marks_of
+
+SERVICES = ("file", "http", "https", "s3", "gs", "az", "hf")
+_SERVED = re.compile(rf"({'|'.join(SERVICES)})://")
+_ANYWHERE = Path(os.sep, "runs", "NAME")  # in place of a run directory that is not known yet
+_URL = re.compile(r"[\w.+-]+::|.*://", re.DOTALL)  # also chains of fsspec
+
+
+def is_of_run(path: Path) -> bool:
+    """Return whether the file `path` is the config of a run: by its name, or by what lies beside it."""
+    places = (path, Path(os.path.realpath(path)))
+    return any(place.name.casefold() == CONFIG or is_run_dir(place.parent) for place in places)
+
+
+def dangers(
+    target: Callable[..., Any], arguments: Mapping[str, Any], table: object, where: str, run_dir: Path | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the place and the reason of each value that a config needs trust for.
+
+    Args:
+        target: the class or function that takes the arguments.
+        arguments: the checked arguments.
+        table: the table that they were read from, in which values of the command line are `Text`.
+        where: the place of the table, such as "data".
+        run_dir: the run directory. None: the config is the user's own, and the values are those for which its run will
+            need trust, wherever it will be.
+    """
+    writes, handed = marks_of(target, Writes), marks_of(target, Handed)
+    for key, value in arguments.items():
+        if not isinstance(table, Mapping) or key not in table:
+            continue
+        given, place = table[key], f"{where}.{key}"
+        strangers = [leaf for leaf in _leaves(given) if run_dir is None or not isinstance(leaf, Text)]
+        urls = [leaf for leaf in strangers if isinstance(leaf, str) and _URL.match(leaf)]
+        if key in handed and strangers:
+            yield place, "these options decide what a library opens"
+        elif refused := next((url for url in urls if "::" in url or not _SERVED.match(url)), None):
+            yield place, f"{refused!r} is no URL of {', '.join(SERVICES)}"
+        elif key in writes and strangers and (not (when := writes[key].when) or arguments.get(when)):
+            if not _is_inside(str(value), run_dir or _ANYWHERE, writes[key].in_run_dir):
+                yield place, f"{str(value)!r} is outside of the run directory, and files would be written there"
+        else:
+            pairs = zip(value, given, strict=False) if isinstance(given, list) else [(value, given)]
+            for part, its_table in pairs:
+                inner = {name: getattr(part, field.name) for name, field in fields_of(type(part)).items()}
+                yield from dangers(type(part), inner, its_table, place, run_dir)
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Yield the values in tables and lists."""
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
+    if inside is None:
+        yield value
+    else:
+        for item in inside:
+            yield from _leaves(item)
+
+
+def _is_inside(given: str, run_dir: Path, starts_there: bool) -> bool:
+    """Return whether the path `given` is in `run_dir`, or is it, once links are followed."""
+    path = (run_dir if starts_there else Path()) / os.path.expanduser(given)
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run_dir))

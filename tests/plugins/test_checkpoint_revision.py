@@ -1,0 +1,162 @@
+"""The commit in a checkpoint: read from real repositories, of which nothing is run."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hookdiff_checkpoint.revision import revision
+from tests.conftest import write_small
+
+AUTHOR = {f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+
+
+def git(folder: Path, *words: str) -> str:
+    # Not the user's own config, which may sign commits.
+    around = {**os.environ, **AUTHOR, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    done = subprocess.run(["git", *words], cwd=folder, env=around, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    """Return a repository with two files in one commit."""
+    folder = tmp_path / "repo"
+    (folder / "inside").mkdir(parents=True)
+    git(folder, "init", "-b", "main")
+    for name in ("a.py", "inside/b.py"):
+        (folder / name).write_text("1\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "x")
+    return folder
+
+
+STATES = {  # commands of git
+    "branch": [],
+    "slash in the name": ["switch -c one/two"],
+    "detached": ["checkout --detach"],
+    "packed": ["pack-refs --all"],
+    "worktree": ["worktree add ../other"],
+    "split index": ["update-index --split-index"],
+    "file mode": ["config core.filemode false"],
+    "symbolic": ["symbolic-ref refs/heads/alias refs/heads/main", "symbolic-ref HEAD refs/heads/alias"],
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("inside", ["", "inside"])
+def test_it_is_what_git_says(repo: Path, monkeypatch: pytest.MonkeyPatch, state: str, inside: str) -> None:
+    for command in STATES[state]:
+        git(repo, *command.split())
+    folder = repo.parent / "other" if state == "worktree" else repo
+    if state == "file mode":
+        (repo / "a.py").chmod(0o755)
+    monkeypatch.chdir(folder / inside)
+    commit = git(folder, "rev-parse", "HEAD")
+    assert revision([]) == {"commit": commit, "changed": False}
+    (folder / "untracked.py").write_text("2\n")
+    assert revision([]) == {"commit": commit, "changed": False}
+    (folder / "inside" / "b.py").write_text("2\n")  # of the same size, so that its content is compared
+    assert revision([]) == {"commit": commit, "changed": True}
+    assert git(folder, "status", "--porcelain", "--untracked-files=no") != ""
+
+
+def test_there_is_none(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert revision([]) is None
+    git(tmp_path, "init", "empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    assert revision([]) is None
+    monkeypatch.chdir(repo)
+    (repo / ".git" / "HEAD").write_text("ref: ../../etc/passwd\n")
+    assert revision([]) is None
+
+
+HOSTILE = """
+[core]
+fsmonitor = "touch {canary}; false"
+hooksPath = {hooks}
+[filter "x"]
+clean = "touch {canary}; cat"
+{process}
+[alias]
+status = "!touch {canary}"
+config = "!touch {canary}"
+[include]
+path = {included}
+"""
+
+
+@pytest.mark.parametrize("place", ["config", "config.worktree"])
+@pytest.mark.parametrize("process", ["", 'process = "touch {canary}"'])
+def test_nothing_of_the_repository_is_run(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, process: str
+) -> None:
+    canary, hooks, included = tmp_path / "canary", tmp_path / "hooks", tmp_path / "included"
+    hooks.mkdir()
+    (hooks / "post-index-change").write_text(f"#!/bin/sh\ntouch {canary}\n")
+    (hooks / "post-index-change").chmod(0o755)
+    included.write_text(f'[core]\nfsmonitor = "touch {canary}; false"\n')
+    (repo / ".gitattributes").write_text("* filter=x\n")
+    git(repo, "add", ".")
+    git(repo, "commit", "-m", "y")
+    commit = git(repo, "rev-parse", "HEAD")
+    git(repo, "config", "extensions.worktreeConfig", "true")
+    text = HOSTILE.format(canary=canary, hooks=hooks, included=included, process=process.format(canary=canary))
+    with (repo / ".git" / place).open("a") as file:
+        file.write(text)
+    (repo / "a.py").write_text("2\n")  # of the same size, so that its content is compared
+    monkeypatch.chdir(repo)
+    assert revision([]) == {"commit": commit, "changed": True}
+    assert not canary.exists()
+    subprocess.run(["git", "status"], cwd=repo, capture_output=True)
+    assert canary.exists()  # which git does of itself
+
+
+def test_a_submodule_is_not_asked(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    canary = tmp_path / "canary"
+    git(repo, "-c", "protocol.file.allow=always", "submodule", "add", "./.git", "sub")
+    git(repo, "commit", "-m", "y")
+    git(repo / "sub", "config", "core.fsmonitor", f"touch {canary}; false")
+    (repo / "sub" / "a.py").write_text("2\n")
+    monkeypatch.chdir(repo)
+    found = revision([])
+    assert found is not None
+    assert not found["changed"]
+    assert not canary.exists()
+
+
+def test_only_a_repository_around_the_run_is_recorded(
+    repo: Path, monkeypatch: pytest.MonkeyPatch, hookdiff: Callable[..., Any]
+) -> None:
+    """A run below the user's project keeps its commit, also when it is resumed; a run that is a repository has none."""
+    monkeypatch.chdir(repo)
+    write_small(repo / "small.toml", run={"steps": 1, "plugins": ["checkpoint"]})
+    run = repo / "runs" / "small"
+
+    def recorded(path: Path) -> Any:
+        manifests = sorted(path.glob("checkpoints/*/manifest.json"))
+        return json.loads(manifests[-1].read_text())["git"]
+
+    commit = git(repo, "rev-parse", "HEAD")
+    assert hookdiff("run", "small.toml")[0] == 0
+    assert recorded(run) == {"commit": commit, "changed": False}
+    assert hookdiff("resume", "runs/small", "--steps", "2")[0] == 0
+    assert recorded(run) == {"commit": commit, "changed": False}
+    git(run, "init")
+    git(run, "add", "config.toml")
+    git(run, "commit", "-m", "z")
+    monkeypatch.chdir(run)
+    assert hookdiff("resume", ".", "--steps", "3")[0] == 0
+    assert recorded(run) is None
+    newest = sorted(run.glob("checkpoints/*"))[-1]
+    for source, out in ((".", "a"), (newest, "b")):
+        assert hookdiff("resume", source, "--steps", "4", "--out", repo / out)[0] == 0
+        assert recorded(repo / out) is None
+    monkeypatch.chdir(run / "checkpoints")
+    assert hookdiff("resume", "..", "--steps", "4")[0] == 0
+    assert recorded(run) is None
