@@ -72,7 +72,7 @@ def test_the_size_that_fits_is_found_and_recorded(wide, start):
     assert found in (8, 4, 2)
     (line,) = [line for line in err.splitlines() if "micro_batch" in line]
     check_facts(line, found, 16)
-    assert load_config(wide / "run" / "config.toml").run.micro_batch == found
+    assert load_config(wide / "run" / "config.toml", trust=True).run.micro_batch == found
 
 
 @pytest.mark.slow
