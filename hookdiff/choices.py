@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from hookdiff.errors import PluginError, nearest
-from hookdiff.imports import PARTS, import_object, installed
+from hookdiff.imports import PARTS, entries_of, import_object, installed
 
 Chosen = TypeVar("Chosen", bound="Choice")
 
@@ -110,7 +109,7 @@ def _published(kind: str) -> dict[str, list[str]]:
     The entry point "weighting.mine" offers the weighting `mine`.
     """
     found: dict[str, list[str]] = {}
-    for entry in sorted(entry_points(group=PARTS), key=attrgetter("name")):
+    for entry in sorted(entries_of(PARTS), key=attrgetter("name")):
         group, _, name = entry.name.partition(".")
         if group == kind and entry.value not in found.setdefault(name, []):
             found[name].append(entry.value)

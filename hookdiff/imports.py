@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points, metadata
 from typing import Any
 
@@ -93,7 +95,24 @@ def is_installed(path: str) -> bool:
     # Modules of an underscore are tools of the libraries themselves; some, as `__main__`, act when they are imported.
     if package in LIBRARIES and not any(part.startswith("_") for part in inner):
         return True
-    return any(entry.value == path for group in (PLUGINS, PARTS) for entry in entry_points(group=group))
+    return any(entry.value == path for group in (PLUGINS, PARTS) for entry in entries_of(group))
+
+
+def entries_of(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of `group`. The files of the packages are read anew only if a folder of them changed."""
+    return _entries_of(group, tuple((folder, _modified(folder)) for folder in sys.path))
+
+
+@lru_cache(maxsize=16)
+def _entries_of(group: str, folders: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=group))
+
+
+def _modified(folder: str) -> int:
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def installed(group: str = PLUGINS) -> dict[str, list[EntryPoint]]:
@@ -102,10 +121,13 @@ def installed(group: str = PLUGINS) -> dict[str, list[EntryPoint]]:
     A name has several entry points if several distributions claim it. An entry point that is found twice, as happens
     with an editable install that is on the path, counts once.
     """
-    unique = {(entry.name, entry.value, distribution(entry)): entry for entry in entry_points(group=group)}
     found: dict[str, list[EntryPoint]] = {}
-    for key in sorted(unique):
-        found.setdefault(key[0], []).append(unique[key])
+    for entry in sorted(entries_of(group), key=lambda entry: entry.name):
+        found.setdefault(entry.name, []).append(entry)
+    for name, entries in found.items():
+        if len(entries) > 1:  # only then, because the distribution of an entry is slow to read
+            unique = {(entry.value, distribution(entry)): entry for entry in entries}
+            found[name] = [unique[key] for key in sorted(unique)]
     return found
 
 

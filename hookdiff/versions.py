@@ -4,9 +4,11 @@ import platform
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib.metadata import Distribution, distribution, entry_points, packages_distributions, version
+from importlib.metadata import Distribution, distribution, packages_distributions, version
 
 import torch
+
+from hookdiff.imports import PLUGINS, entries_of
 
 
 def versions(plugins: Iterable[object]) -> dict[str, str]:
@@ -18,11 +20,11 @@ def versions(plugins: Iterable[object]) -> dict[str, str]:
 
 def distributions(classes: Iterable[type]) -> list[Distribution]:
     """Return the distributions that have the `classes` of plugins; those of a script or a local module have none."""
-    owners = {entry.module.partition(".")[0]: entry.dist for entry in entry_points(group="hookdiff.plugins")}
+    owners = {entry.module.partition(".")[0]: entry.dist for entry in entries_of(PLUGINS)}
     owners["hookdiff"] = distribution("hookdiff")
     modules = sorted({kind.__module__ for kind in classes})
     found = [owners.get(module.partition(".")[0]) or _owner(module) for module in modules]
-    return [one for one in found if one]
+    return [one for one in dict.fromkeys(found) if one]  # each once: its name and version are slow to read
 
 
 @cache

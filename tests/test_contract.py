@@ -234,8 +234,19 @@ def test_torch_distributed_is_known_in_one_place(path: Path) -> None:
 
 # The rooms of the core, lowest first: each room may import those before it. See docs/architecture.md.
 ROOMS = [
-    *("errors", "fitting", "readonly", "ranks", "shards", "pace", "terminal", "versions", "findings", "events"),
-    *("machine", "adamw", "distribution", "randomness", "options", "imports", "choices", "progress", "structure"),
+    *("errors", "fitting", "readonly", "ranks", "shards", "pace", "terminal", "findings", "events"),
+    *(
+        "machine",
+        "adamw",
+        "distribution",
+        "randomness",
+        "options",
+        "imports",
+        "versions",
+        "choices",
+        "progress",
+        "structure",
+    ),
     *("dispatch", "disk", "pictures", "history", "data", "features", "objective", "sampling", "weights"),
     *("models", "diffusion"),
     *("adopted", "gradients", "log", "nonfinite", "state"),
