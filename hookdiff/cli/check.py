@@ -21,8 +21,8 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], t
 
     from hookdiff.data import Folder
     from hookdiff.errors import ConfigError
-    from hookdiff.experiment import load_config, try_config
-    from hookdiff.experiment.build import set_by_data, unused_classes
+    from hookdiff.experiment import load_config, set_by_data, try_config
+    from hookdiff.experiment.build import unused_classes
 
     checked = load_config(config, plugins, settings, trust=trust)
     try_config(checked)

@@ -1,6 +1,6 @@
 """Turns a TOML file into a Loop: reads and checks the config, builds its parts, finds problems that building shows."""
 
-from hookdiff.experiment.build import build_feed, build_loop, make_model, pick_device
+from hookdiff.experiment.build import build_feed, build_loop, make_model, pick_device, set_by_data
 from hookdiff.experiment.config import Config, load_config, make_plugin
 from hookdiff.experiment.load import Run, load_run, run_config
 from hookdiff.experiment.part import Part
@@ -18,6 +18,7 @@ __all__ = [
     "make_plugin",
     "pick_device",
     "run_config",
+    "set_by_data",
     "try_config",
     "try_optimizers",
 ]

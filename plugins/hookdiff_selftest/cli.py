@@ -71,10 +71,10 @@ def resume(
     """Kill a run of CONFIG, resume it, and compare it with one that was never stopped.
 
     All tensors, all other values of the state, all logged numbers and all files have to be equal to the last bit; of
-    text files, the numbers and the count of lines. A plugin is named as the cause if the difference goes away once its
-    fields are put back, and with "perhaps" otherwise. The exit code is then 1. This is for authors of plugins,
-    models and data. The runs are in a temporary folder and end early; the plugin that saves does so in the middle,
-    numbers are logged at least six times, and all else is as in CONFIG.
+    text files, the numbers and the count of lines. What trackers write is not compared. A plugin is named as the cause
+    if the difference goes away once its fields are put back, and with "perhaps" otherwise. The exit code is then 1.
+    This is for authors of plugins, models and data. The runs are in a temporary folder and end early; the plugin that
+    saves does so in the middle, numbers are logged at least six times, and all else is as in CONFIG.
     """
     from hookdiff import load_config
     from hookdiff.experiment import try_config
