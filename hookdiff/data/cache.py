@@ -28,7 +28,7 @@ from hookdiff.structure import structured
 
 logger = logging.getLogger("hookdiff")
 
-_FORMAT = 3  # a cache of another format is not used
+_FORMAT = 4  # a cache of another format is not used
 _ABOUT, _PIXELS = "about.json", "pixels"
 _CHUNK = 1 << 22  # bytes of pixels with one checksum
 _PER_SAMPLE = 10_000  # bytes of about.json, at most: a name and a reason

@@ -2,19 +2,27 @@
 
 import hashlib
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hookdiff.data.decode import SUFFIXES
+from hookdiff.data.formats import HEAD, is_picture, suffixes
 from hookdiff.data.labels import encode, read_labels, some
 from hookdiff.data.source import open_picture
+from hookdiff.disk import open_file
 from hookdiff.errors import why_missing
+
+_CAPTIONS = (".txt", ".caption", ".json")  # of files beside a picture of the same name
+_OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # the Macintosh hides its own
+
+PassedOver = dict[str, tuple[int, str]]  # by kind of file, the number and the first name
 
 
 class Folder:
     """Image files at any depth below a folder, in the order of their names.
+
+    A file is an image by its suffix, or by its first bytes if it has none; `formats.py` has the list. `passed_over`
+    counts the others by kind, but for hidden files, captions beside their images, and the file of labels.
 
     Raises ValueError if there is no image. Where images and labels do not match, `problems` has the reasons: they are
     reported together with those of the images.
@@ -30,10 +38,10 @@ class Folder:
         self.path = Path(os.path.expanduser(path))
         if not self.path.is_dir():
             raise ValueError(f"{path} is no folder" if self.path.exists() else f"{path}: {why_missing(self.path)}")
-        self.files, others = _find(self.path)
+        self.files, self.passed_over = _find(self.path, labels)
         if not self.files:
-            kinds = some([f"{count} {suffix}" for suffix, count in others.most_common()]) or "nothing, it is empty"
-            raise ValueError(f"{path} has no image ({', '.join(SUFFIXES)}); found: {kinds}")
+            kinds = kinds_text(self.passed_over) or "nothing, it is empty"
+            raise ValueError(f"{path} has no image ({', '.join(sorted(suffixes()))}); found: {kinds}")
         self.problems: list[str] = []
         self.classes: Sequence[str] | None
         if labels == "folder":
@@ -69,9 +77,43 @@ class Folder:
         return found.hexdigest()
 
 
-def _find(root: Path) -> tuple[list[str], Counter[str]]:
-    """Return the images as sorted paths below `root`, with slashes, and the counts of other files by suffix."""
-    files, others, seen = [], Counter[str](), set()
+def kinds_text(passed_over: PassedOver) -> str:
+    """Return the numbers of files that are no images, the most frequent kind first, each with its first name."""
+    kinds = sorted(passed_over.items(), key=lambda kind: (-kind[1][0], kind[0]))
+    return some([f"{count:,} {kind} ({first})" for kind, (count, first) in kinds])
+
+
+def _find(root: Path, labels: str) -> tuple[list[str], PassedOver]:
+    """Return the images as sorted paths below `root`, with slashes, and the other files except that of the `labels`."""
+    files: list[str] = []
+    others: PassedOver = {}
+    known = suffixes()
+    labels = os.path.relpath(root / os.path.expanduser(labels), root).replace(os.sep, "/")
+    for below, names in _walk(root):
+        pictures, rest, stems = [], [], set()
+        for name in names:
+            stem, suffix = os.path.splitext(name)
+            suffix = suffix.lower()
+            if name.startswith(".") or name.lower() in _OF_SYSTEMS:
+                continue
+            if suffix in known or (suffix in ("", ".") and _begins_as_picture(root / below / name)):
+                pictures.append(name)
+                stems.add(stem)
+            else:
+                rest.append((stem, suffix, name))
+        files += [f"{below}{name}" for name in pictures]
+        for stem, suffix, name in rest:
+            if (suffix in _CAPTIONS and stem in stems) or f"{below}{name}" == labels:
+                continue
+            kind = suffix if suffix.strip(".") else "without a suffix"
+            count, first = others.get(kind, (0, f"{below}{name}"))
+            others[kind] = count + 1, min(first, f"{below}{name}")
+    return sorted(files), others
+
+
+def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder at `root` and below, "" or a path that ends in a slash, and the names of its files."""
+    seen = set()
 
     def stop(error: OSError) -> None:
         raise error
@@ -84,13 +126,15 @@ def _find(root: Path) -> tuple[list[str], Counter[str]]:
         seen.add(real)
         inside[:] = sorted(name for name in inside if not name.startswith("."))
         below = os.path.relpath(folder, root).replace(os.sep, "/")
-        for name in names:
-            suffix = os.path.splitext(name)[1].lower()
-            if suffix in SUFFIXES and not name.startswith("."):
-                files.append(name if below == "." else f"{below}/{name}")
-            else:
-                others[suffix or name] += 1
-    return sorted(files), others
+        yield "" if below == "." else f"{below}/", names
+
+
+def _begins_as_picture(path: Path) -> bool:
+    try:
+        with open_file(path) as file:
+            return is_picture(file.read(HEAD) or b"")
+    except OSError:  # such as a pipe
+        return False
 
 
 def _first_folders(files: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from hookdiff.data.decode import Unreadable
+from hookdiff.data.formats import known
 from hookdiff.disk import check_kind
 from hookdiff.errors import StorageError, shown
 
@@ -66,17 +67,14 @@ class Source(Protocol):
 def open_picture(file: str | BinaryIO) -> Any:
     """Return the Pillow image in a file, of which only the header is read.
 
-    Raises OSError and any error of Pillow; OSError for a pipe, a socket or a device, and ValueError for PostScript.
+    Raises OSError and any error of Pillow; OSError for a pipe, a socket or a device, and for other formats than those
+    in `formats.py`: for PostScript, Pillow would run Ghostscript, whatever the name of the file.
     """
     from PIL import Image
 
     if isinstance(file, str):
         check_kind(file)
-    image = Image.open(file)
-    if image.format == "EPS":  # Pillow would run Ghostscript, whatever the name of the file
-        image.close()
-        raise ValueError("PostScript is a program, and is not run")
-    return image
+    return Image.open(file, formats=[one.names[0] for one in known()])
 
 
 def name_of(source: object, index: int) -> str:
@@ -102,7 +100,7 @@ def with_image(source: Images, index: int, function: Callable[[Any], Result]) ->
 def reason(error: Exception) -> str:
     """Return the message of a decoder's error, on one line."""
     if type(error).__name__ == "UnidentifiedImageError":
-        return "no image that Pillow knows"
+        return "no picture of a known format"
     # Without the path, since callers put it before the message.
     message = str(getattr(error, "strerror", None) or error).partition("\n")[0].removesuffix(".")
     kind = "" if message and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "

@@ -16,20 +16,12 @@ from hookdiff import Feed, InMemory, UserError
 from hookdiff.data import Images
 from hookdiff.data.decode import Unreadable
 from hookdiff.data.each import with_images
+from hookdiff.data.formats import usual_suffix
 from hookdiff.data.items import parts_of, seed_all
 from hookdiff.data.source import open_picture, reason
 
 logger = logging.getLogger("hookdiff")
 
-_SUFFIXES = {
-    "PNG": "png",
-    "JPEG": "jpg",
-    "MPO": "jpg",
-    "WEBP": "webp",
-    "BMP": "bmp",
-    "TIFF": "tif",
-    "GIF": "gif",
-}
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,60}")  # of a condition, as part of the name of a file
 
 Members = dict[str, bytes]  # by extension
@@ -114,7 +106,7 @@ def _content(value: Any, is_condition: bool) -> tuple[str, bytes]:
 
 def _original(image: Any) -> tuple[str, bytes] | None:
     """Return the bytes of the file that a lazy image of Pillow is read from; None if it has none of its own."""
-    suffix, file = _SUFFIXES.get(image.format or ""), getattr(image, "fp", None)
+    suffix, file = usual_suffix(image.format), getattr(image, "fp", None)
     if suffix is None or file is None:
         return None
     file.seek(0)
@@ -124,7 +116,7 @@ def _original(image: Any) -> tuple[str, bytes] | None:
             is_it = (again.format, again.size) == (image.format, image.size)
     except (OSError, ValueError):  # it is a part of a file of another kind
         return None
-    return (suffix, content) if is_it else None
+    return (suffix.removeprefix("."), content) if is_it else None
 
 
 def _image(pixels: Any) -> Any:

@@ -16,7 +16,8 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from hookdiff.data.decode import SUFFIXES, num_channels, upright_size
+from hookdiff.data.decode import num_channels, upright_size
+from hookdiff.data.formats import suffixes
 from hookdiff.data.source import open_picture
 from hookdiff.disk import new_file, open_tensors, write_tensors
 from hookdiff.errors import shown
@@ -24,7 +25,7 @@ from hookdiff.structure import structured
 from hookdiff_shards.files import Shard
 from hookdiff_shards.tar import BLOCK, Read, members
 
-PICTURES = tuple(suffix.removeprefix(".") for suffix in SUFFIXES)
+PICTURES = frozenset(suffix.removeprefix(".") for suffix in suffixes())
 SMALL = 64  # bytes of the largest member that is kept in the index, such as a label
 
 _FORMAT = 2  # an index of another format is not used

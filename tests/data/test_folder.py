@@ -1,3 +1,4 @@
+import io
 import json
 import os
 from collections.abc import Callable
@@ -9,7 +10,8 @@ import pytest
 from PIL import Image
 
 from hookdiff import UserError
-from hookdiff.data import Feed, Folder, Store
+from hookdiff.data import Feed, Folder, Store, Transforms
+from hookdiff.data.formats import FORMATS
 from tests.conftest import refused
 
 Write = Callable[..., list[Path]]
@@ -29,15 +31,46 @@ def test_the_first_folder_is_the_class(tmp_path: Path, write_folder: Write) -> N
         assert numpy.array_equal(numpy.array(image), numpy.array(Image.open(paths[0])))
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "jpeg", "webp", "bmp", "tif", "tiff", "gif", "PNG"])
-def test_every_format_is_found(tmp_path: Path, suffix: str) -> None:
-    Image.new("RGB", (4, 4)).save(tmp_path / f"a.{suffix}")
-    (tmp_path / "notes.txt").write_text("no image")
-    (tmp_path / f".hidden.{suffix}").write_text("nor this")
+def test_every_format_is_found_and_the_rest_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = []
+    for one in FORMATS:
+        content = io.BytesIO(b"\0\0\0\x18ftypheic" + bytes(20))
+        if not one.is_extra:
+            Image.new("RGB", (4, 4)).save(content, one.names[0])
+        for suffix in (*one.suffixes, one.suffixes[0].upper(), "", "."):
+            name = f"{one.names[0]}-of{suffix}"
+            (tmp_path / name).write_bytes(content.getvalue())
+            expected += [] if one.is_extra else [str(tmp_path / name)]
+    others = {
+        ".txt": (2, "b/x.txt"),
+        ".csv": (1, "labels.csv"),
+        ".heic": (2, "HEIF-of.HEIC"),
+        ".heif": (1, "HEIF-of.heif"),
+        "without a suffix": (7, "HEIF-of"),
+    }
+    (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / f"b.{suffix}").write_text("nor this")
-    data = Folder(str(tmp_path))
-    assert [data.describe(index) for index in range(len(data))] == [str(tmp_path / f"a.{suffix}")]
+    for name in ("notes.txt", "b/x.txt", "labels.csv", "README", "P5", "bitmap", "z", "b/pipe"):
+        (tmp_path / name).write_text({"P5": "P5 is a car", "bitmap": "BMW is another", "z": ""}.get(name, "no image"))
+    (tmp_path / "b" / "pipe").unlink()
+    os.mkfifo(tmp_path / "b" / "pipe")
+    for name in ("PNG-of.txt", "PNG-of.caption", ".hidden.png", ".DS_Store", "Thumbs.db", ".git/a.png", ".git/config"):
+        (tmp_path / name).write_text("not worth a word")
+    data = Folder(str(tmp_path), "none")
+    assert [data.describe(index) for index in range(len(data))] == sorted(expected)
+    assert data.passed_over == others
+    assert len(Feed(data, Transforms(channels=3), Store(store="none")).usable) == len(expected)
+    monkeypatch.setitem(Image.OPEN, "HEIF", (None, None))  # as a package with a reader does
+    assert len(Folder(str(tmp_path), "none")) == len(expected) + 5
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "./labels.csv"])
+def test_the_file_of_the_labels_is_not_passed_over(tmp_path: Path, write_folder: Write, name: str) -> None:
+    write_folder(tmp_path, 1, classes=("in",))
+    (tmp_path / "labels.csv").write_text("file,label\nin/000.png,3\n")
+    assert Folder(str(tmp_path), name).passed_over == {}
+    assert Folder(str(tmp_path), str(tmp_path / name)).passed_over == {}
+    assert Folder(str(tmp_path)).passed_over == {".csv": (1, "labels.csv")}
 
 
 @pytest.mark.parametrize("folders", [(), ("all",)])

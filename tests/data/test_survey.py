@@ -122,7 +122,7 @@ def test_golden_message_of_all_problems_at_once(tmp_path: Path, write_folder: Wr
     assert str(caught.value).replace(str(root), "SET").splitlines() == [
         "5 problems",
         "  2 of 10 images cannot be read (unreadable = 'skip' leaves them out):",
-        "    SET/ant/003.png: no image that Pillow knows",
+        "    SET/ant/003.png: no picture of a known format",
         "    SET/ant/006.png: image file is truncated",
         "  SET/labels.csv: line 11: ant/z.png has no label",
         "  SET/labels.csv: 1 of its files are not in SET: bee/nowhere.png; did you mean 'bee/007.png'?",
