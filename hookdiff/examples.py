@@ -223,7 +223,7 @@ class Rounded:
     @hookimpl(wrapper=True)
     def sample(self) -> Generator[None, Samples, Samples]:
         made = yield
-        values = (made.images.clamp(-1, 1) * 127.5 + 127.5).round()
+        values = (made.images * 127.5 + 127.5).round()
         return evolve(made, images=values / 127.5 - 1)
 
 

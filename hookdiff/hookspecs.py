@@ -218,6 +218,8 @@ class Hooks(Protocol):
     def sample(self, loop: Loop, request: SampleRequest) -> Samples:
         """Seam: a plugin or a script calls `loop.sample(request)`. Return the images, and the name of their weights.
 
+        `loop.sample` clamps images of a model of pictures to [-1, 1] afterwards, unless `request.raw`.
+
         `with loop.weights(request.weights) as name` lends the weights; it raises `UnknownWeights` if no plugin offers
         them. A request for 0 images only checks that it can be met; a plugin that will ask for images makes one in
         `on_start`.

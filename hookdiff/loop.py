@@ -101,8 +101,9 @@ class Loop(ReadOnly):
         return self.end.reason or "done"
 
     def sample(self, request: SampleRequest) -> Samples:
-        """Make images by the hook `sample`."""
-        return self.hook.sample(loop=self, request=request)
+        """Make images by the hook `sample`; if the data are pictures, clamped to [-1, 1], unless the request is raw."""
+        made = self.hook.sample(loop=self, request=request)
+        return made.clamped() if request.num and not request.raw and self.feed.are_pictures else made
 
     def using(self, *, net: nn.Module | None = None, sampler: Sampler | None = None) -> AbstractContextManager[None]:
         """Train with another `net`, or sample with another `sampler`, during the `with`."""

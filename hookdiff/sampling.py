@@ -1,10 +1,12 @@
 """The request and the result of the hook `sample`, and the protocol of samplers."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from attrs import define, field, validators
+from attrs import define, evolve, field, validators
 from torch import Generator, Tensor, nn
 
 from hookdiff.randomness import derive_seed
@@ -33,6 +35,7 @@ class SampleRequest:
     strength: float = 0.8  # with `images`: share of the sampler's steps to run, in (0, 1]; with a mask, 1 is usual
     # By name, one row per image; None: those of training samples, if the objective needs any (see `rows`).
     conditions: Mapping[str, Tensor] | None = field(default=None, eq=False, validator=_has_a_row_each)
+    raw: bool = False  # as the sampler and the plugins made them: `Loop.sample` does not clamp them
 
     def generators(self) -> list[Generator]:
         """Return one CPU generator for each image: image k is the same in any grid and batch, and on any device."""
@@ -61,9 +64,13 @@ class SampleRequest:
 class Samples:
     """Images and the weights they came from."""
 
-    images: Tensor  # n c h w, float32 in [-1, 1], on the model's device
+    images: Tensor  # n c h w, float32, on the model's device; see `Loop.sample` for their range
     weights: str  # "model" or the name of the average that was used
     sampler: Any = None  # that made them, which a plugin may have put in place of the run's; None: not known
+
+    def clamped(self) -> Samples:
+        """Return the images clamped to [-1, 1]; NaN and infinities stay, so that they are found."""
+        return evolve(self, images=self.images.clamp(-1, 1).where(self.images.isfinite(), self.images))
 
 
 class Sampler(Protocol):

@@ -1,11 +1,15 @@
-from typing import Any
+from collections.abc import Generator
+from typing import Any, cast
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings, strategies as st
+from PIL import Image
 from torch import Tensor, nn
 
-from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, UserError, hookimpl
+from hookdiff import InMemory, Loop, LoopConfig, SampleRequest, Samples, UserError, hookimpl
+from hookdiff.data import Remembered
 from hookdiff.diffusion import Diffusion, Sampling
 from hookdiff.errors import UnknownWeights
 from hookdiff.testing import ToySampler, assert_same, toy_loop, weights
@@ -84,6 +88,61 @@ def test_a_start_from_images_reaches_the_sampler() -> None:
     with loop() as running, running.using(sampler=seen):
         images = torch.zeros(2, 1, 4, 4)
         assert brightness(running.sample(SampleRequest(2, images=images, strength=0.3)).images) == [0.5, 0.5]
+
+
+WIDE = torch.tensor([-3.0, -1.0, -0.25, 0.5, 1.0, 2.0, torch.nan, torch.inf, -torch.inf])
+CLAMPED = torch.tensor([-1.0, -1.0, -0.5, 1.0, 1.0, 1.0, torch.nan, torch.inf, -torch.inf])  # of twice these values
+
+
+class Wide:
+    def sample(self, net: object, objective: object, shape: torch.Size, generators: Any, *_: Any, **__: Any) -> Tensor:
+        return WIDE.view(*shape).expand(len(generators), *shape)
+
+
+class Doubled:
+    @hookimpl(wrapper=True)
+    def sample(self) -> Generator[None, Samples, Samples]:
+        made = yield
+        return evolve(made, images=2 * made.images)
+
+
+def floats(*shape: int, number: int = 0, value: float = 1.0) -> Tensor:
+    """Return numbers from -1 to 1; the last pixel of image `number` is `value`."""
+    images = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)
+    images[number].view(-1)[-1] = value
+    return images
+
+
+PICTURES = {
+    "bytes": (torch.arange(180).view(20, 1, 3, 3).to(torch.uint8), True),
+    "floats": (floats(20, 1, 3, 3), True),
+    "halves": (floats(20, 1, 3, 3).half(), True),
+    "items of bytes": (list(torch.arange(180).view(20, 1, 3, 3).to(torch.uint8)), True),
+    "pictures of Pillow": ([Image.new("L", (3, 3), 9 * k) for k in range(20)], True),
+    "items": (list(floats(20, 1, 3, 3, number=16, value=1.1)), True),  # the first 16 decide
+    "latents": (floats(20, 1, 3, 3, number=19, value=1.001), False),
+    "items of latents": (list(floats(20, 1, 3, 3, number=15, value=-1.1)), False),
+    "vectors": (floats(20, 9), False),
+    "a grid of numbers": (floats(20, 3, 3), False),
+}
+
+
+@pytest.mark.parametrize("data", PICTURES)
+def test_samples_are_clamped_behind_all_plugins_if_the_data_are_pictures(data: str) -> None:
+    source, are_clamped = PICTURES[data]
+    model, sampler = nn.Linear(1, 1), cast(Sampling, Wide())
+    optimizer, config = torch.optim.SGD(model.parameters()), LoopConfig(steps=1, batch_size=2)
+    loop = Loop(model, optimizer, no_loss, source, config, {"doubled": Doubled()}, sampler=sampler)
+    expected = {False: CLAMPED if are_clamped else 2 * WIDE, True: 2 * WIDE}
+    for raw, values in expected.items():
+        made = loop.sample(SampleRequest(2, raw=raw)).images
+        torch.testing.assert_close(made.flatten(1), values.expand(2, 9), rtol=0, atol=0, equal_nan=True)
+    assert Remembered(loop.feed.facts).are_pictures == are_clamped  # as a checkpoint has them
+    assert loop.sample(SampleRequest(0)).images.shape == (0, *loop.feed.shape)
+
+
+def no_loss(*_: object) -> Tensor:
+    raise AssertionError("nothing is trained here")
 
 
 def test_training_gives_the_network_labels_and_drops_some() -> None:

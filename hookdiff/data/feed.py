@@ -218,6 +218,21 @@ class Feed:
         return center_crop(Batch(images, labels, conditions=conditions), self.transforms)
 
     @cached_property
+    def are_pictures(self) -> bool:
+        """Whether the samples are pictures, with values in [-1, 1]: no vectors or latents.
+
+        A tensor in memory counts as a whole; samples that are read one by one by the first few.
+        """
+        if isinstance(self.source, Images) or len(self.shape) < 3:
+            return isinstance(self.source, Images)
+        held = self.samples
+        images = held.images if isinstance(held, InMemory) else self.examples(lambda n: range(min(MOST, n))).inputs
+        if not images.is_floating_point():
+            return images.dtype == torch.uint8
+        low, high = images.aminmax()
+        return bool((low >= -1) & (high <= 1))
+
+    @cached_property
     def facts(self) -> Facts:
         """What a checkpoint keeps of the data; if the samples have conditions, the first samples are loaded."""
         kept: dict[str, Any] = {}
@@ -231,6 +246,7 @@ class Feed:
             shape=self.shape,
             num_samples=len(self.training),
             drop_last=self.drop_last,
+            are_pictures=self.are_pictures,
             num_classes=self.num_classes,
             classes=None if self.classes is None else tuple(map(str, self.classes)),
             **kept,

@@ -47,6 +47,10 @@ class Remembered(Feed):
         return known
 
     @property
+    def are_pictures(self) -> bool:
+        return self.facts.are_pictures
+
+    @property
     def num_classes(self) -> int | None:
         return self.facts.num_classes
 

@@ -229,6 +229,7 @@ class Run:
         strength: float | None = None,
         conditions: Mapping[str, Tensor] | None = None,
         stream: str = "sample",
+        raw: bool = False,
     ) -> Iterator[Tensor]:
         """Yield `num` images in parts, as many at a time as fit: n c h w, float32 in [-1, 1], on the CPU.
 
@@ -250,6 +251,7 @@ class Run:
             conditions: what the model was trained with beside the labels, by name, one row for each image. Unless
                 given, those of the examples that the checkpoint keeps, in turn.
             stream: "sample", or "evaluate" for the noise of the images that plugins measure.
+            raw: leave values outside [-1, 1], which are clamped otherwise.
 
         Raises:
             UserError: for options that do not fit the run, and if not even one image fits in memory.
@@ -273,6 +275,7 @@ class Run:
                 mask=_in_turn(mask, rows),
                 strength=strength,
                 conditions=conditions and {key: column[rows.start : rows.stop] for key, column in conditions.items()},
+                raw=raw,
             )
 
         with self.weights(weights) as name, self.loop.using(sampler=self._sampling(changes)):

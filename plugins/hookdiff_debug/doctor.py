@@ -186,7 +186,7 @@ def _portray(loop: Loop) -> _Portrait:
     sampler: Any = loop.sampler
     steps = min(sampler.fit(objective).steps, _SAMPLER_STEPS)
     with loop.using(sampler=evolve(sampler, steps=steps)):
-        samples = loop.sample(SampleRequest(_MADE)).images.float().cpu()
+        samples = loop.sample(SampleRequest(_MADE, raw=True)).images.float().cpu()
     return _Portrait(outputs, samples, strip, levels, average, averaged)
 
 

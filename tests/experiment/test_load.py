@@ -20,6 +20,7 @@ from hookdiff import ConfigError, SampleRequest, UserError, build_loop, load_con
 from hookdiff.data import Facts, Feed, InMemory, Remembered
 from hookdiff.errors import UnknownWeights
 from hookdiff.experiment import Run
+from hookdiff.pictures import to_uint8
 from hookdiff.testing import assert_same
 from tests.conftest import SMALL, check_facts, finish, records, refused
 
@@ -136,6 +137,11 @@ def test_the_images_are_those_that_the_run_makes_with_its_data(tmp_path: Path, u
         assert not run.model().training
         with refused(UserError, "data"):
             next(run.loop.feed.batches(0))
+    with load_run(tmp_path / "run", ["sampling.clipping=none"]) as run:
+        raw = run.sample(4, raw=True)
+        assert raw.abs().max() > 1.2  # after so few steps
+        assert torch.equal(run.sample(4), raw.clamp(-1, 1))
+        assert torch.equal(to_uint8(run.sample(4)), to_uint8(raw))  # no picture has changed
     assert snapshot(tmp_path / "run") == before
 
 
