@@ -272,11 +272,12 @@ class Diffusion:
         """Return the network's output for x_t, n c h w.
 
         `times` (as returned by `Process.network_time`) are n; `alpha` and `sigma` broadcast against x_t. The network
-        gets the "labels" of `given`, if there are any, and the objective's `conditions` by keyword.
+        gets the "labels" of `given`, if there are any, and the objective's `conditions` by keyword. All are copies,
+        since its layers may work in place.
         """
-        shown = self.prediction.network_input(x_t, alpha, sigma)
-        labels = (given["labels"],) if "labels" in given else ()
-        return net(shown, times, *labels, **{name: given[name] for name in self.conditions})
+        shown = self.prediction.network_input(x_t, alpha, sigma).clone()
+        labels = (given["labels"].clone(),) if "labels" in given else ()
+        return net(shown, times.clone(), *labels, **{name: given[name].clone() for name in self.conditions})
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return `images` (n c h w) as (x - data_mean) / data_std."""

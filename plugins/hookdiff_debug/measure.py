@@ -1,5 +1,6 @@
 """Measures data, network and gradients without any effect on the training."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -125,15 +126,16 @@ def _moments(values: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Recorder:
-    """Stands in for the network and keeps the arguments and the output of its first call."""
+    """Stands in for the network and keeps copies of the arguments, and the output, of its first call."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.first: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None
+        self.first: tuple[tuple[tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = copy.deepcopy((args, kwargs))  # a layer may work in place
         output = self.model(*args, **kwargs)
-        self.first = self.first or (args, kwargs, output)
+        self.first = self.first or (given, output)
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -147,19 +149,20 @@ def measure_outputs(loop: Loop, batch: Batch) -> Outputs | None:
     """
     recorder = _Recorder(loop.model)
     loop.objective(recorder, batch)  # type: ignore[arg-type]
-    if recorder.first is None or not isinstance(recorder.first[2], Tensor):
+    if recorder.first is None or not isinstance(recorder.first[1], Tensor):
         return None
-    args, kwargs, first = recorder.first
+    given, first = recorder.first
     output = first.float()
     size = _rms(output)
     nothing = torch.full_like(size, math.nan)
 
     def change(index: int, exchange: Callable[[Tensor], Tensor]) -> Tensor:
+        args, kwargs = copy.deepcopy(given)
         if len(args) <= index or not isinstance(args[index], Tensor) or len(args[index]) != len(output):
             return nothing
         changed = exchange(args[index])
-        other: Tensor = loop.model(*args[:index], changed, *args[index + 1 :], **kwargs)
         differs = (changed != args[index]).any()
+        other: Tensor = loop.model(*args[:index], changed, *args[index + 1 :], **kwargs)
         return torch.where(differs, _rms(other.float() - output) / size, nothing)
 
     numbers = [output.mean(), output.std(correction=0), output.abs().amax(), (~output.isfinite()).float().mean()]
