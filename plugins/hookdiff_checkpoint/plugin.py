@@ -31,7 +31,7 @@ from hookdiff_checkpoint.folder import (
 from hookdiff_checkpoint.keep import Logged, choose, settle
 from hookdiff_checkpoint.revision import revision
 from hookdiff_checkpoint.saving import split
-from hookdiff_checkpoint.writer import NotFinite, Writer
+from hookdiff_checkpoint.writer import Buffer, BufferNotFinite, NotFinite, Writer, finite_buffers
 
 log = logging.getLogger("hookdiff")
 
@@ -85,6 +85,7 @@ class Checkpoint:
     _rates: str = field(default="", init=False)  # at the newest save
     _problem: str | None = field(default=None, init=False)  # error of the newest save
     _is_spoiled: bool = field(default=False, init=False)  # the newest save was not finite
+    _finite: set[Buffer] = field(init=False)  # in the checkpoint that the run began from
     _writer: Writer | None = field(default=None, init=False)
 
     @hookimpl
@@ -93,6 +94,7 @@ class Checkpoint:
         self._logged, self._alarms, self._passed_over = Logged(self.keep_best), Alarms(), set()
         self._saved, self._number, self._wanted, self._problem = None, 0, False, None
         self._is_open, self._is_storable, self._is_spoiled, self._writer = False, False, False, None
+        self._finite = set()
 
     @hookimpl
     def restore(self, loop: Loop) -> dict[str, Any]:
@@ -100,6 +102,7 @@ class Checkpoint:
             return self._before(loop)
         state = self._newest(loop.resume, lambda _: True) if loop.resume else None
         self._start = self._saved
+        self._finite = finite_buffers(split(state), _weights(loop)) if state else set()
         if loop.is_branch:
             self._saved = None  # the checkpoint is another run's
         return state or PASS
@@ -132,9 +135,7 @@ class Checkpoint:
             return
         if any(map(is_sharded, loop.model.parameters())):
             _check_shared(self._folder(loop))
-        modules = [loop.model, *(trained.module for trained in loop.adopted)]
-        weights = {name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)}
-        self._writer = Writer(self._folder(loop), weights, known, self._kept)
+        self._writer = Writer(self._folder(loop), _weights(loop), self._finite, known, self._kept)
         loop.resources.callback(self._writer.close)
         self._is_open = True
 
@@ -187,6 +188,8 @@ class Checkpoint:
             # Optimizers make their state in the first step. If it cannot be saved, refuse it then: little is lost.
             parts = split(loop.state_dict())
             self._is_storable = True
+            if self._writer:
+                self._writer.finite |= finite_buffers(parts, self._writer.weights)
             if self._writer and self.every.amount:  # else the run is over when it is first saved
                 self._writer.reserve(parts)
         if self._writer and self._writer.is_done():
@@ -291,6 +294,8 @@ class Checkpoint:
 
     def _discarded(self, error: NotFinite, writer: Writer) -> str:
         made_by = f"loss and gradients were finite, so an update made it: {self._rates}"
+        if isinstance(error, BufferNotFinite):
+            made_by = "the update was finite, so a forward pass made it"
         return f"{error} is not finite, so no checkpoint was made of it; {made_by}; {writer.last_good()}"
 
     def _failed(self, loop: Loop, error: OSError) -> str:
@@ -376,6 +381,12 @@ def _check_shared(folder: Path) -> None:
             )
     finally:
         first_rank_does(lambda: probe.unlink(missing_ok=True))
+
+
+def _weights(loop: Loop) -> set[str]:
+    """Return the names of the parameters of the model, and of the modules that plugins train."""
+    modules = [loop.model, *(trained.module for trained in loop.adopted)]
+    return {name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
 def _rates(loop: Loop) -> str:

@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,17 @@ from hookdiff_checkpoint.saving import Parts, write_checkpoint
 log = logging.getLogger("hookdiff")
 
 _SPARE = 1 << 20  # bytes for manifest, headers and folders
+_EXTRA = "_extra_state"  # in the key under which torch saves what a module's `get_extra_state` returns
+
+Buffer = tuple[str, torch.Size]  # name and shape: one of another shape is another buffer
 
 
 class NotFinite(Exception):
     """A tensor, which the message names, is not finite. The checkpoint has not been written."""
+
+
+class BufferNotFinite(NotFinite):
+    """The tensor is a buffer, and all that an update changes is finite."""
 
 
 class Staging:
@@ -112,14 +119,41 @@ def check_finite(parts: Parts, weights: Container[str]) -> None:
     `weights` are the names of the parameters. Other tensors may hold infinities on purpose: a mask among the buffers,
     the state of a plugin.
     """
+    for part, name, tensor in _floating(parts):
+        of_optimizer = part == "optimizers" or (name.startswith(f"{ADOPTED}/") and "/optimizer/" in name)
+        if (of_optimizer or name.rpartition("/")[2] in weights) and not _is_finite(tensor):
+            raise NotFinite(f"{part}/{name}")
+
+
+def finite_buffers(parts: Parts, weights: Container[str], before: Container[Buffer] = ()) -> set[Buffer]:
+    """Return the floating-point buffers in `parts` that are finite, of the model and of modules that plugins train.
+
+    Raises BufferNotFinite for another one that was finite `before`: a mask holds its infinities from the beginning, but
+    the variance of a batch norm becomes infinite once activations are too large.
+    """
+    found = set[Buffer]()
+    for part, name, tensor in _floating(parts):
+        of_module = part == "model" or (name.startswith(f"{ADOPTED}/") and "/module/" in name)
+        if not of_module or name.rpartition("/")[2] in weights or _EXTRA in name:
+            continue
+        buffer = f"{part}/{name}", tensor.shape
+        if _is_finite(tensor):
+            found.add(buffer)
+        elif buffer in before:
+            raise BufferNotFinite(f"{part}/{name}")
+    return found
+
+
+def _floating(parts: Parts) -> Iterator[tuple[str, str, Tensor]]:
     for part, own in parts.items():
         for name, tensor in (*own.tensors.items(), *own.pieces.items()):
-            of_optimizer = part == "optimizers" or (name.startswith(f"{ADOPTED}/") and "/optimizer/" in name)
-            if not tensor.is_floating_point() or not (of_optimizer or name.rpartition("/")[2] in weights):
-                continue
-            # A sum takes a tenth of the time; that of finite values may overflow.
-            if not tensor.sum().isfinite() and not tensor.isfinite().all():
-                raise NotFinite(f"{part}/{name}")
+            if tensor.is_floating_point():
+                yield part, name, tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # A sum takes a tenth of the time; that of finite values may overflow.
+    return bool(tensor.sum().isfinite() or tensor.isfinite().all())
 
 
 @define(eq=False)
@@ -133,6 +167,7 @@ class Writer:
 
     folder: Path
     weights: Container[str]  # names of the parameters
+    finite: set[Buffer]  # buffers that have been finite, each of which must stay so
     known: dict[Path, CheckpointInfo]  # checkpoints of the run; used by the thread alone during a save
     choose: Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]  # of all, newest first, those to keep
     _aside: Aside = field(factory=Aside, init=False)
@@ -179,7 +214,7 @@ class Writer:
         self._aside.close()
 
     def _write(self, path: Path, parts: Parts, facts: Mapping[str, Any]) -> Path:
-        """Run on the thread. Raises NotFinite for weights with which no run can go on."""
+        """Run on the thread. Raises NotFinite for weights and buffers with which no run can go on."""
         size = sum(self._aside.gathered_or_raised(lambda: self._checked(parts)))
         try:
             self._write_once(path, parts, facts, size)
@@ -193,6 +228,7 @@ class Writer:
         """Wait for the copies, check them, and return their size in bytes."""
         self._staging.wait()
         check_finite(parts, self.weights)
+        self.finite |= finite_buffers(parts, self.weights, self.finite)
         return sum(part.bytes for part in parts.values())
 
     def _write_once(self, path: Path, parts: Parts, facts: Mapping[str, Any], size: int) -> None:

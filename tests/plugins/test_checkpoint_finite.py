@@ -53,7 +53,16 @@ def test_weights_that_an_update_spoils_are_in_no_checkpoint(at: int, policy: Any
         check_facts(outcome["message"], "weight_decay 10", "3e+38")
 
 
-def test_infinities_of_a_buffer_and_of_a_plugin_are_saved(tmp_path: Path) -> None:
+def test_infinities_of_a_mask_of_extra_state_and_of_a_plugin_are_saved(tmp_path: Path) -> None:
+    class Model(nn.Sequential):
+        most = torch.tensor(0.0)
+
+        def get_extra_state(self) -> torch.Tensor:
+            return self.most
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.most = torch.tensor(math.inf)
+
     class Holds:
         def state_dict(self) -> dict[str, Any]:
             return {"most": torch.tensor(math.inf)}
@@ -62,7 +71,7 @@ def test_infinities_of_a_buffer_and_of_a_plugin_are_saved(tmp_path: Path) -> Non
             assert state["most"] == math.inf
 
     def build(steps: int, resume: bool) -> Loop:
-        model = toy_model()
+        model = Model(*toy_model())
         model.register_buffer("mask", torch.full((3,), -math.inf))
         plugins = {"checkpoint": Checkpoint(), "holds": Holds()}
         return toy_loop(plugins, model=model, run_dir=tmp_path, steps=steps, resume=resume)
@@ -110,6 +119,76 @@ def test_statistics_of_batch_norm_survive_a_step_that_is_not_finite_without_any_
     assert loop.run() == "done"
     assert all(value.isfinite().all() for value in loop.model.state_dict().values())
     assert int(loop.model.state_dict()["layers.1.num_batches_tracked"]) == 8  # and not 9
+
+
+class Swell:
+    """Makes activations of about 1e25 at one step; the loss stays finite, since batch norm divides by infinity."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def before_step(self, loop: Loop, batch: Any) -> None:
+        if loop.progress.step + 1 == self.step:
+            batch.inputs.mul_(3e25)
+
+
+@pytest.mark.parametrize("stop_at", [None, 4])  # where another process goes on, in whose first step it happens
+def test_a_statistic_that_a_forward_pass_makes_infinite_is_in_no_checkpoint(
+    stop_at: int | None, tmp_path: Path
+) -> None:
+    def build(steps: int) -> Loop:
+        plugins = {**builtin_plugins(signals=False), "swell": Swell(5)}
+        plugins |= {"checkpoint": Checkpoint(every=4), "ema": EMA()}
+        return toy_loop(plugins, model=Normed(), run_dir=tmp_path, resume=steps != stop_at, steps=steps)
+
+    if stop_at:
+        assert build(stop_at).run() == "done"
+    assert build(12).run() == "on_nan"
+    assert steps_of(tmp_path) == [4]
+    message = json.loads((tmp_path / "outcome.json").read_text())["message"]
+    check_facts(message, "model/layers.1.running_var", "update was finite", "step-00000004")
+
+
+INF, ZERO = torch.tensor([math.inf]), torch.zeros(1)
+
+
+@pytest.mark.parametrize("of_plugin", [False, True])
+@pytest.mark.parametrize(
+    ("values", "newest"),
+    [
+        ({1: ZERO, 5: INF}, 4),
+        ({1: ZERO, 5: INF.half()}, 4),
+        ({1: ZERO, 7: INF * 0}, 6),
+        ({1: INF, 3: ZERO, 5: INF}, 4),  # finite at a save
+        ({1: INF}, 8),  # a mask that is filled in the first step
+        ({5: INF}, 8),  # a new one
+        ({1: ZERO, 5: INF.expand(2)}, 8),  # of another shape
+    ],
+)
+def test_a_buffer_that_was_finite_must_stay_so(
+    values: dict[int, torch.Tensor], newest: int, of_plugin: bool, tmp_path: Path
+) -> None:
+    class Sets:
+        """Sets a buffer at some steps, of the model or of a module of its own."""
+
+        @hookimpl
+        def prepare_model(self, loop: Loop) -> None:
+            self.module = nn.Linear(1, 1)
+            loop.adopt(self, self.module, torch.optim.SGD(self.module.parameters()))
+
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            if loop.progress.step in values:
+                module = self.module if of_plugin else loop.model
+                module.register_buffer("held", values[loop.progress.step].clone())
+
+    plugins = {"sets": Sets(), "checkpoint": Checkpoint(every=2)}
+    loop = toy_loop(plugins, run_dir=tmp_path, steps=8)
+    assert loop.run() == ("done" if newest == 8 else "on_nan")
+    assert max(steps_of(tmp_path)) == newest
+    if newest < 8:
+        check_facts(loop.end.message, "plugins/sets/adopted/0/module/held" if of_plugin else "model/held")
 
 
 class Stop:
