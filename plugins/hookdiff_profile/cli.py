@@ -72,6 +72,9 @@ def table(found: Profile) -> str:
     """Return the parts of a step as lines of text."""
     rate = found.images / found.seconds
     lines = [f"{found.seconds * 1000:.1f} ms a step of {found.images} images on {found.device}, {rate:,.0f} images/s"]
+    length = "" if found.length is None else f" of {found.length:,}"
+    longer = ", since the config has too few for the measurement" if found.is_longer else ""
+    lines.append(f"  counted from step {found.first + 1:,}{length}, after the warm-up of the rate{longer}")
     if found.busy is not None:
         lines.append(f"  the GPU computes {found.busy:.0%} of the time")
     total = sum(found.parts.values())

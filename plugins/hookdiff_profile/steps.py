@@ -1,5 +1,6 @@
 """Times the steps of a Loop, as they are and part by part."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +19,8 @@ from hookdiff_profile.spans import Recorder
 
 SETTLING = 3  # steps that are not timed: allocators and kernels settle
 _TRACED = 3  # steps
-_ENDLESS = 1_000_000_000  # steps
+_SPARE = 20  # steps that a run needs for its warm-up, beside those that settle and those that are counted
+_LONG = Every(86400, "seconds")
 
 
 @define
@@ -29,6 +31,9 @@ class Profile:
     images: int  # of a step
     seconds: float  # of a step, median
     parts: Mapping[str, float]  # seconds of a step by part, the longest first; their sum is a little longer
+    first: int  # steps of the run before the first that is timed; the warm-up of the rate is over
+    length: int | None  # steps of the run; None without an end
+    is_longer: bool  # than the config says, which is too short for the measurement
     busy: float | None = None  # share of the time in which the GPU computes; None on other devices
 
 
@@ -37,15 +42,15 @@ class _Over(Exception):
 
 
 @contextmanager
-def running(config: Config) -> Iterator[tuple[Loop, Callable[[], float]]]:
-    """Yield a Loop in a temporary directory, and a function that makes a step and returns its seconds.
+def running(config: Config, num: int) -> Iterator[tuple[Loop, Callable[[], float]]]:
+    """Yield a Loop in a temporary directory, and a function that makes a step and returns its seconds, for `num` steps.
 
     Plugins but `progress` do as in a run, and the run ends as if by an error, so that none draws or saves at the end.
+    The warm-up of the rate is over: at a rate near 0, weights that begin at 0 stay so small that a CPU takes many times
+    as long to compute with them.
     """
     with TemporaryDirectory() as folder:
-        endless = evolve(config.run, steps=_ENDLESS, epochs=None, max_time=Every(0, "seconds"))
-        quiet = {name: part for name, part in config.plugins.items() if name != "progress"}
-        loop = build_loop(evolve(config, run=endless, plugins=quiet), Path(folder) / config.run.name)
+        loop = _build(config, num + SETTLING, Path(folder) / config.run.name)
         try:
             with loop:
                 steps = loop.steps()
@@ -57,6 +62,7 @@ def running(config: Config) -> Iterator[tuple[Loop, Callable[[], float]]]:
                     wait_for(loop.device)
                     return time.perf_counter() - begun
 
+                _warm_up(loop, step, num + SETTLING)
                 for _ in range(SETTLING):
                     step()
                 yield loop, step
@@ -65,12 +71,43 @@ def running(config: Config) -> Iterator[tuple[Loop, Callable[[], float]]]:
             pass
 
 
+def _build(config: Config, num: int, run_dir: Path) -> Loop:
+    """Build the Loop of `config`, with its own length, or a longer one if `num` steps and a warm-up do not fit in."""
+    has_end = config.run.steps is not None or config.run.epochs is not None
+    run = evolve(config.run, max_time=Every(0, "seconds") if has_end else _LONG)
+    config = evolve(config, run=run, plugins={n: part for n, part in config.plugins.items() if n != "progress"})
+    loop = build_loop(config, run_dir)
+    if (length := _length(loop)) is not None and length < num + _SPARE:
+        longer = evolve(config, run=evolve(run, steps=num + _SPARE, epochs=None))
+        loop = build_loop(longer, run_dir, feed=loop.feed)
+    return loop
+
+
+def _length(loop: Loop) -> int | None:
+    return loop.config.planned_steps(loop.feed.num_batches)
+
+
+def _warm_up(loop: Loop, step: Callable[[], float], num: int) -> None:
+    """Make steps while the rates rise, in growing strides of `progress.step`, and leave `num` steps of the run."""
+    last, rate, stride, reached = (_length(loop) or math.inf) - num, -1.0, 1.0, 0
+    while loop.progress.step < last:
+        step()
+        before, rate = rate, sum(float(group["lr"]) for one in loop.optimizers for group in one.param_groups)
+        if rate <= before:  # the step before had the whole rate
+            loop.progress.step = reached
+            return
+        reached = loop.progress.step
+        loop.progress.step += int(min(stride, last - reached))
+        stride *= 1.5
+
+
 def measure(config: Config, steps: int, trace: Path | None = None) -> Profile:
     """Return the profile of `steps` steps of `config`; write a Chrome trace of some more to the file `trace`.
 
     Raises UserError for a config that cannot be built, and OSError for a file that cannot be written.
     """
-    with running(config) as (loop, step):
+    with running(config, 2 * steps + _TRACED) as (loop, step):
+        first, length = loop.progress.step, _length(loop)
         seconds = statistics.median(step() for _ in range(steps))
         recorder = Recorder(loop.device)
         loop.plugins.instrument(recorder)
@@ -81,7 +118,8 @@ def measure(config: Config, steps: int, trace: Path | None = None) -> Profile:
         if trace or loop.device.type == "cuda":
             busy = _traced(loop, step, trace)
         parts = {name: total / steps for name, total in recorder.parts().items()}
-        return Profile(loop.device.type, loop.config.batch_size, seconds, parts, busy)
+        is_longer = length != config.run.planned_steps(loop.feed.num_batches)
+        return Profile(loop.device.type, loop.config.batch_size, seconds, parts, first, length, is_longer, busy)
 
 
 def _traced(loop: Loop, step: Callable[[], float], trace: Path | None) -> float | None:

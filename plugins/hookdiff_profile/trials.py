@@ -13,6 +13,7 @@ from hookdiff_profile.steps import running
 
 WORTH = 1.03  # images a second over those of the config, from which on a change is worth a try
 _ROUNDS = 3
+_MOST = 9  # changes of a config
 
 
 @define(frozen=True)
@@ -64,13 +65,13 @@ def tried(
     trust: see `load_config`.
     """
     config = load_config(path, plugins, settings, trust=trust)
-    with running(config) as (loop, step):
+    with running(config, _MOST * _ROUNDS * steps) as (loop, step):
         stored, form = isinstance(loop.feed.samples, InMemory), bool(loop.hparams["run"]["channels_last"])
 
         def ratio(change: Change) -> float:
             switches, keys, ratios = (*plugins, *change.plugins), (*settings, *change.settings), []
             changed = load_config(path, switches, keys, trust=trust)
-            with running(changed) as (other, other_step):
+            with running(changed, _ROUNDS * steps) as (other, other_step):
                 size = other.config.batch_size / loop.config.batch_size
                 for _ in range(_ROUNDS):
                     own = statistics.median(step() for _ in range(steps))

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler_util import FunctionEvent
 
+from hookdiff import load_config
 from hookdiff_profile import Recorder
 from hookdiff_profile.cli import advice
-from hookdiff_profile.steps import busy_seconds
+from hookdiff_profile.steps import busy_seconds, running
 from hookdiff_profile.trials import Change, Outcome, changes, tried
 from tests.conftest import check_facts
 
@@ -103,11 +105,40 @@ def test_the_time_of_a_plugin_stands_at_its_hook(
     assert set(tmp_path.iterdir()) - before <= {config, tmp_path / "hd_profile_user.py", tmp_path / "__pycache__"}
 
 
+@pytest.mark.parametrize(
+    ("run", "warmup", "length", "first"),
+    [
+        ({"steps": 3000}, 0.05, 3000, 150),
+        ({"steps": 100_000}, 0.5, 100_000, 50_000),
+        ({"steps": 60}, 10, 60, 10),
+        ({"epochs": 2}, 0.05, 224, 11),
+        ({"epochs": 1, "batch_size": 900}, 0.05, 33, 1),  # of 1 step: longer than the config says
+        ({"steps": 8}, 0.05, 33, 1),
+        ({"steps": 3000}, 0, 3000, 0),
+    ],
+)
+def test_a_run_keeps_its_length_and_is_measured_at_its_whole_rate(
+    run: dict[str, int], warmup: float, length: int, first: int, small: Callable[..., Path]
+) -> None:
+    rates = set()
+    path = small("lr", optimizer={"use": "adamw", "lr": 0.001}, plugins={"lr": {"warmup": warmup}})
+    config = load_config(path)
+    config = evolve(config, run=evolve(config.run, **{"steps": None, **run}))
+    with running(config, num=10) as (loop, step):
+        assert loop.config.planned_steps(loop.feed.num_batches) == length
+        assert first <= loop.progress.step <= 1.5 * first + 9
+        for _ in range(10):
+            step()
+            rates |= {group["lr"] for group in loop.optimizers[0].param_groups}
+    assert rates == {0.001}
+
+
 def test_the_table_and_the_trace_are_for_reading(small: Callable[..., Path], hookdiff: Any, tmp_path: Path) -> None:
     code, out, err = hookdiff("profile", small("clip"), "--steps", 2, "--no-try", "--trace", "new/step.json.gz")
     assert code == 0, err
-    first, columns, *rows, last = out.splitlines()
+    first, place, columns, *rows, last = out.splitlines()
     check_facts(first, "small", "ms a step", 16, "cpu", "images/s")
+    check_facts(place, "step 5 of 30", "warm-up", "config")
     assert columns.split() == ["part", "ms", "share"]
     assert sum(float(row.rsplit(maxsplit=1)[1].rstrip("%")) for row in rows) == pytest.approx(100, abs=1)
     check_facts(last, "step.json.gz", "perfetto")
