@@ -1,3 +1,4 @@
+import importlib
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ import pytest
 import tomli_w
 import torch
 
+from hookdiff import build_loop, load_config
 from hookdiff.disk import stamped
 from hookdiff.testing import toy_loop
 from hookdiff_nan import NaN
@@ -187,11 +189,29 @@ def test_the_report_of_a_rollback_is_the_same(folder: Path, every: int, hookdiff
     assert (code, out.startswith(report)) == (0, True)
 
 
-@pytest.fixture
-def spoilt(folder: Path, hookdiff: Command) -> Path:
-    """A run that met data that is not finite, with checkpoints from before that step."""
+@pytest.fixture(scope="module")
+def spoilt_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A folder with a run that met data that is not finite, with checkpoints from before that step, and a copy."""
+    folder, copy = (tmp_path_factory.mktemp(name) for name in ("spoilt", "copy"))
     path = config(folder, ["checkpoint"], data={"source": "nets:spoilt"}, plugins={"checkpoint": {"every": 1}})
-    assert hookdiff("run", path, "--out", "run")[0] == 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.delitem(sys.modules, "nets", raising=False)
+        assert build_loop(load_config(path), folder / "run").run() == "on_nan"
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    return folder, copy
+
+
+@pytest.fixture
+def spoilt(spoilt_run: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kept step of the run, as it was; the working directory is the folder, and `nets` is imported from there."""
+    folder, copy = spoilt_run
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+    importlib.import_module("nets")
     return kept(folder)[0]
 
 
@@ -210,10 +230,8 @@ def test_the_differences_are_listed(spoilt: Path, hookdiff: Command) -> None:
 
 
 @pytest.mark.parametrize("changed", [NETS.replace("torch.nan", "-1.0"), NETS.replace("def spoilt", "def gone")])
-def test_data_that_changed_or_is_gone_is_not_needed(
-    spoilt: Path, folder: Path, changed: str, hookdiff: Command
-) -> None:
-    (folder / "nets.py").write_text(changed)
+def test_data_that_changed_or_is_gone_is_not_needed(spoilt: Path, changed: str, hookdiff: Command) -> None:
+    Path("nets.py").write_text(changed)
     sys.modules.pop("nets")
     code, out, _ = hookdiff("replay", spoilt)
     assert code == 0, out
@@ -302,22 +320,20 @@ def test_no_amp_needs_amp(spoilt: Path, hookdiff: Command) -> None:
     check_facts(err, "--plugins")
 
 
-def test_a_nan_of_the_second_pass_comes_back_bit_for_bit(tmp_path: Path, start: Any) -> None:
+def test_a_nan_of_the_second_pass_comes_back_bit_for_bit(folder: Path, hookdiff: Command) -> None:
     options: dict[str, Any] = {"sam": {"rho": 50.0, "after": 3}, "amp": {"precision": "fp16", "init_scale": 4.0}}
-    path = config(tmp_path, ["amp", "tests.sam:SAM"], model={"use": "nets:Fragile"}, plugins=options)
-    code, _, err = finish(start(tmp_path, "run", path, "--out", "run"))
+    path = config(folder, ["amp", "tests.sam:SAM"], model={"use": "nets:Fragile"}, plugins=options)
+    code, _, err = hookdiff("run", path, "--out", "run")
     assert code == 3, err
-    (step,) = kept(tmp_path)
+    (step,) = kept(folder)
     report = json.loads((step / "report.json").read_text())
     assert (report["cause"], report["step"]) == ("forward", 3)
     check_facts(report["text"], "layers (Sequential)", "last (Conv2d)")
-    code, out, err = finish(start(tmp_path, "replay", "--trust", step))
+    code, out, err = hookdiff("replay", step)
     assert (code, err) == (0, ""), out
     assert out.startswith((step / "report.txt").read_text())
     check_facts(out.splitlines()[-1], 1, 16, 7)  # loss, losses of the samples, gradients
-    assert (
-        finish(start(tmp_path, "replay", "--trust", step, "--set", "plugins.sam.after=9"))[0] == 0
-    )  # one pass is finite
+    assert hookdiff("replay", step, "--set", "plugins.sam.after=9")[0] == 0  # one pass is finite
 
 
 @pytest.mark.parametrize(("rate", "more", "cause"), [(100.0, [], "backward"), (0.1, ["mixed:Breaks"], "weight")])
