@@ -1,20 +1,27 @@
 """Reads samples and pictures when they are needed, in this process or in workers, which may persist over epochs."""
 
 import atexit
+import errno
+import os
+import shutil
 import signal
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
 from attrs import define
 from torch import Generator, Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hookdiff.data.decode import Unreadable
 from hookdiff.data.items import LoadedSample, Stack, collate
 from hookdiff.data.source import Images, with_image
-from hookdiff.errors import UserError
+from hookdiff.errors import StorageError, UserError
+
+_SHM = "/dev/shm"
 
 
 class Loader:
@@ -34,7 +41,7 @@ class Loader:
             prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
-            worker_init_fn=_handle_signals,
+            worker_init_fn=_begin_worker,
             generator=Generator(),  # else the loader would draw from the default one
         )
         _loaders.add(self)
@@ -42,7 +49,7 @@ class Loader:
     def load(self, addresses: Iterable[Any]) -> Iterator[Any]:
         """Yield what `read` returns for each of the addresses. Raises the UserError that it raises."""
         self.addresses[:] = addresses
-        with _signals_blocked():
+        with _signals_blocked(), _shared_memory():
             results = iter(self.loader)  # this starts the workers
         for result in results:
             if isinstance(result, _Failed):
@@ -72,7 +79,7 @@ _FOR_ALL = {signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal,
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the signals in this process, and in the workers that it starts, until these call `_handle_signals`."""
+    """Block the signals in this process, and in the workers that it starts, until these call `_begin_worker`."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -83,8 +90,8 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _handle_signals(worker: int) -> None:
-    """Make a worker ignore the signals, but end at its second SIGTERM.
+def _begin_worker(worker: int) -> None:
+    """Make a worker ignore the signals, but end at its second SIGTERM, and not report that the training is gone.
 
     The training process may need more samples before it stops, and ends its workers itself: it sends SIGTERM to a
     worker that hangs, and again when it exits.
@@ -97,6 +104,15 @@ def _handle_signals(worker: int) -> None:
         signal.signal(number, end_at_the_next if number == signal.SIGTERM else signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_ALL)
+    sys.excepthook = _report_all_but_a_closed_connection
+
+
+def _report_all_but_a_closed_connection(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    # The thread that hands over samples meets it if the training is killed; the worker then ends by itself.
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, traceback)
 
 
 def _as_it_is(result: Any) -> Any:
@@ -116,9 +132,38 @@ class _Reader(Dataset[Any]):
 
     def __getitem__(self, address: Any) -> Any:
         try:
-            return self.read(address)
+            result = self.read(address)
+            if get_worker_info():
+                _share(result)
         except UserError as error:
             return _Failed(error)
+        return result
+
+
+def _share(result: Any) -> None:
+    """Move the tensors of a result to shared memory. If torch did so on its own thread, an error would hang the run."""
+    if isinstance(result, Tensor) and result.numel():
+        with _shared_memory():
+            result.share_memory_()
+    elif isinstance(result, (tuple, list, Mapping)):
+        for value in result.values() if isinstance(result, Mapping) else result:
+            _share(value)
+
+
+@contextmanager
+def _shared_memory() -> Iterator[None]:
+    """Turn an error of the shared memory, through which workers send samples, into a StorageError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise
+        size = f" ({_SHM} has {shutil.disk_usage(_SHM).total / 2**20:.0f} MiB)" if os.path.isdir(_SHM) else ""
+        raise StorageError(
+            f"data.workers: the workers cannot share their samples{size}: {str(error).splitlines()[0]}; give the "
+            "container more shared memory (docker run --shm-size=8g), set data.workers = 0, or keep decoded pictures "
+            'with data.store = "memory" or "disk"'
+        ) from None
 
 
 def read_batch(read: Callable[[int, int], LoadedSample], address: tuple[int, Any]) -> Stack:
