@@ -8,12 +8,14 @@ from typing import Any
 
 from hookdiff.choices import parts
 from hookdiff.cli.hooks import contract, example, imports
+from hookdiff.data.formats import FORMATS
 from hookdiff.experiment.reference import Key, keys, summary
 from hookdiff.hookspecs import HOOK_NAMES, Hooks
 from hookdiff.imports import import_object
 
 _KEYS = re.compile(r"(<!-- keys of (\S+?)(?: without ([\w, ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _HOOK = re.compile(r"(<!-- hook (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_FORMATS = re.compile(r"(<!-- formats -->\n).*?(<!-- end -->)", re.DOTALL)
 _IMPORTS = re.compile(r"(<!-- imports -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -41,6 +43,11 @@ def hook(name: str) -> str:
     return f"### {name}({', '.join(arguments)})\n\n{contract(name)}\n\n{_python(example(name))}"
 
 
+def formats() -> str:
+    """Return the suffixes of all picture files."""
+    return ", ".join(f"`{suffix}`" for one in FORMATS for suffix in one.suffixes) + "\n"
+
+
 def _python(code: str) -> str:
     return f"```python\n{code}\n```\n"
 
@@ -49,7 +56,8 @@ def refresh(text: str) -> str:
     """Return Markdown `text` with its generated parts made anew.
 
     They stand before `<!-- end -->`: a table of keys after `<!-- keys of module:Name -->`, which may go on with
-    ` without a, b`; a hook after `<!-- hook NAME -->`; the imports of all examples after `<!-- imports -->`.
+    ` without a, b`; a hook after `<!-- hook NAME -->`; the imports of all examples after `<!-- imports -->`; the
+    suffixes of pictures after `<!-- formats -->`.
     """
 
     def table(path: str, without: str | None) -> str:
@@ -58,6 +66,7 @@ def refresh(text: str) -> str:
 
     text = _KEYS.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], text)
     text = _HOOK.sub(lambda found: found[1] + hook(found[2]) + found[3], text)
+    text = _FORMATS.sub(lambda found: f"{found[1]}\n{formats()}\n{found[2]}", text)
     return _IMPORTS.sub(lambda found: found[1] + _python("\n".join(imports(map(example, HOOK_NAMES)))) + found[2], text)
 
 

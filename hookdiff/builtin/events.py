@@ -12,7 +12,7 @@ from attrs import define, field
 from hookdiff.builtin.lines import Lines
 from hookdiff.errors import StorageError
 from hookdiff.events import Event
-from hookdiff.findings import Severity
+from hookdiff.findings import Finding, Severity
 from hookdiff.history import EVENTS
 from hookdiff.hookspecs import hookimpl
 from hookdiff.loop import Loop
@@ -32,8 +32,8 @@ _SEVERITY: Mapping[Reason, Severity] = {"on_nan": "error", "error": "error", "ti
 class Events:
     """Appends each event to `events.jsonl` in the run directory, which a resumed run never cuts.
 
-    It reports the start, resume and end of the run, steps without an update, checkpoints, steps that are not finite and
-    rollbacks. Other plugins report theirs by `loop.log.event` and `loop.log.report`.
+    It reports the start, resume and end of the run, what is left out of the data, steps without an update, checkpoints,
+    steps that are not finite and rollbacks. Other plugins report theirs by `loop.log.event` and `loop.log.report`.
     """
 
     _lines: Lines = field(init=False, factory=lambda: Lines(EVENTS, is_cut=False))
@@ -53,6 +53,8 @@ class Events:
         steps = loop.config.expected_steps(loop.progress, loop.feed.num_batches)
         details = {**environment(loop), "steps": steps}
         loop.log.event(Event("resume" if resumed else "start", text, details=details))
+        for left_out in loop.feed.prepared.left_out:  # a warning in the log has said it
+            loop.log.event(Event.of(Finding("warning", f"data: {left_out}")))
 
     @hookimpl
     def on_event(self, loop: Loop, step: int, event: Event) -> None:

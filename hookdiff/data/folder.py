@@ -9,13 +9,12 @@ from typing import Any
 from hookdiff.data.formats import HEAD, is_picture, suffixes
 from hookdiff.data.labels import encode, read_labels, some
 from hookdiff.data.source import open_picture
+from hookdiff.data.survey import PassedOver, kinds_text
 from hookdiff.disk import open_file
 from hookdiff.errors import why_missing
 
 _CAPTIONS = (".txt", ".caption", ".json")  # of files beside a picture of the same name
 _OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # the Macintosh hides its own
-
-PassedOver = dict[str, tuple[int, str]]  # by kind of file, the number and the first name
 
 
 class Folder:
@@ -75,12 +74,6 @@ class Folder:
                 state = str(error.errno)
             found.update(os.fsencode(f"\n{name}\0{state}"))
         return found.hexdigest()
-
-
-def kinds_text(passed_over: PassedOver) -> str:
-    """Return the numbers of files that are no images, the most frequent kind first, each with its first name."""
-    kinds = sorted(passed_over.items(), key=lambda kind: (-kind[1][0], kind[0]))
-    return some([f"{count:,} {kind} ({first})" for kind, (count, first) in kinds])
 
 
 def _find(root: Path, labels: str) -> tuple[list[str], PassedOver]:

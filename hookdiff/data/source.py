@@ -26,7 +26,8 @@ class Images(Protocol):
     `known_kinds()`, the `Kind`s of pictures with a known header, and the positions of all others, of which the headers
     are read; `fingerprint()`, a string that changes with the data, for the store "disk"; `one_at_a_time`, True if one
     process alone must read all pictures before training; `problems`, a list of what is wrong with the labels, say: all
-    of it is reported together with what is wrong with the pictures, and no run starts.
+    of it is reported together with what is wrong with the pictures, and no run starts; `passed_over`, what lies among
+    the pictures and is none: by kind, the number and the name of the first one, which is logged.
     """
 
     labels: Tensor | None  # n, int64, from 0; -1: unknown

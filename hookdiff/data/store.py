@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +22,8 @@ from hookdiff.data.survey import (
     Survey,
     first_stage_shape,
     kind_of_shape,
+    left_out_text,
+    passed_over_text,
     problems_of,
     refuse,
     survey,
@@ -79,6 +82,7 @@ class Prepared:
     place: str = "none"  # of the samples: "memory", "disk" or "none"
     survey: Survey = Factory(Survey)
     cache: Path | None = None  # the folder on disk
+    left_out: Sequence[str] = ()  # what is not used, in words
 
 
 def prepare(source: Any, transforms: Transforms, store: Store) -> Prepared:
@@ -120,10 +124,10 @@ def _from_images(source: Images, transforms: Transforms, store: Store) -> Prepar
             pixels = _decode_to_memory(source, found, transforms)
     unreadable = [*found.unreadable.values(), *found.undecodable.values()]
     refuse([*unreadable_problems(unreadable, len(source), skip), *problems_of(source)])
-    if unreadable:
-        counts = f"{len(unreadable)} of {len(source)} images"
-        logger.warning("data: %s cannot be read and are left out; the first is %s", counts, unreadable[0])
-    return Prepared(source if pixels is None else InMemory(pixels, source.labels), place, found, cache)
+    left_out = [*left_out_text(unreadable, len(source)), *passed_over_text(source)]
+    for text in left_out:
+        logger.warning("data: %s", text)
+    return Prepared(source if pixels is None else InMemory(pixels, source.labels), place, found, cache, left_out)
 
 
 def _from_memory(source: InMemory, transforms: Transforms, store: Store) -> Prepared:

@@ -11,11 +11,14 @@ from attrs import Factory, define
 from hookdiff.data.decode import Unreadable, num_channels, upright_size
 from hookdiff.data.each import with_images
 from hookdiff.data.labels import listed, some
+from hookdiff.data.pixels import load
 from hookdiff.data.source import Images, name_of
 from hookdiff.data.transforms import Transforms
 from hookdiff.errors import UserError
 
 logger = logging.getLogger("hookdiff")
+
+PassedOver = dict[str, tuple[int, str]]  # by kind of file, the number and the first name
 
 _MANY = 20_000  # reading more headers than this takes seconds
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # the mode of arrays, by number of channels
@@ -93,7 +96,7 @@ def _kind_of(image: Any) -> Kind:
 
 def _read_pixels(image: Any) -> None:
     if hasattr(image, "convert"):  # an image of Pillow, of which only the header is read so far
-        image.load()
+        load(image)
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -117,6 +120,27 @@ def unreadable_problems(unreadable: Collection[str], total: int, skip: bool) -> 
         way_out = "unreadable = 'skip' leaves them out"
         return [f"{len(unreadable)} of {total} images cannot be read ({way_out}):{listed(unreadable)}"]
     return []
+
+
+def left_out_text(unreadable: Sequence[str], total: int) -> list[str]:
+    """Return the number of unreadable samples and the first one, in words; nothing if there are none."""
+    counts = f"{len(unreadable)} of {total} images cannot be read and are left out"
+    return [f"{counts}; the first is {unreadable[0]}"] if unreadable else []
+
+
+def passed_over_text(source: Images) -> list[str]:
+    """Return the number of other files beside the pictures of a source, in words; nothing if there are none."""
+    if not (kinds := getattr(source, "passed_over", None)):
+        return []
+    count = sum(count for count, _ in kinds.values())
+    are = "files are no images and are" if count > 1 else "file is no image and is"
+    return [f"{count:,} other {are} not used: {kinds_text(kinds)}"]
+
+
+def kinds_text(passed_over: PassedOver) -> str:
+    """Return the numbers of files that are no images, the most frequent kind first, each with its first name."""
+    kinds = sorted(passed_over.items(), key=lambda kind: (-kind[1][0], kind[0]))
+    return some([f"{count:,} {kind} ({first})" for kind, (count, first) in kinds])
 
 
 def first_stage_shape(kinds: list[Kind], transforms: Transforms) -> tuple[int, int, int]:

@@ -126,6 +126,8 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if found[key]["count"] or name == "unreadable":
             yield name, f"{found[key]['count']:,}{note}"
             yield from (("", line) for line in found[key]["files"][:_LISTED])
+    if kinds := found["passed_over"]:
+        yield "not used", _listed([f"{one['count']:,} {kind} ({one['first']})" for kind, one in kinds.items()])
     duplicates = found["duplicates"]
     yield "duplicates", f"{duplicates['count']:,} with the same pixels as another" if duplicates["count"] else "0"
     for group in duplicates["groups"]:

@@ -43,6 +43,10 @@ def report(feed: Feed, seconds: float) -> dict[str, Any]:
         },
         **_pixels(feed, unreadable),  # which adds to `unreadable`
         "unreadable": {"count": len(unreadable), "files": [unreadable[index] for index in sorted(unreadable)]},
+        "passed_over": {
+            kind: {"count": count, "first": first}
+            for kind, (count, first) in getattr(feed.source, "passed_over", {}).items()
+        },
         "images_per_second": _speed(feed, seconds),
     }
 

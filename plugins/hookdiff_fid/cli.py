@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from hookdiff.cli.options import trust_option
 if TYPE_CHECKING:
     from hookdiff.features import Features
     from hookdiff_fid.sets import ImageSet, Statistics
+
+log = logging.getLogger("hookdiff")
 
 _ALL = "all"
 _ERRORS = ("/error", "/deviation")  # ends of the names of values that belong to another
@@ -97,8 +100,12 @@ def command(
                 rows.append({"space": space.name, **compare(space, found[0], found[1])})
     except ValueError as error:  # too few images, or statistics of other features
         raise UserError(f"{' and '.join(one.name for one in sets)}: {error}") from None
+    for one in sets:
+        for text in one.left_out if isinstance(one, ImageSet) else ():
+            log.warning("%s: %s", one.name, text)
     if as_json:
         about = {"sets": [one.name for one in sets], "num": [one.num for one in sets]}
+        about["unreadable"] = [len(one.unreadable) if isinstance(one, ImageSet) else 0 for one in sets]
         for row in rows:
             click.echo(json.dumps({**about, **row}))
     elif rows:

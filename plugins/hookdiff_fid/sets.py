@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy
 import torch
-from attrs import define
+from attrs import define, evolve, field
 from torch import Tensor
 
 from hookdiff import Feed, SampleRequest, UserError, load_config, load_run
 from hookdiff.data import Folder, Transforms
 from hookdiff.data.arrays import names_in, open_array
+from hookdiff.data.decode import Unreadable
 from hookdiff.data.each import with_images
+from hookdiff.data.survey import left_out_text, passed_over_text, refuse, unreadable_problems
 from hookdiff.disk import CONFIG, run_of
 from hookdiff.errors import why_missing
 from hookdiff.experiment import build_feed
@@ -36,9 +38,24 @@ class ImageSet:
     """Images of which each recipe makes features, and their name for people."""
 
     name: str
-    num: int
+    total: int
     shape: tuple[int, ...]  # of the first image, c h w
     _read: Callable[[Space], Collected]
+    unreadable: dict[int, str] = field(factory=dict)  # by image, the reason; the features show the last of them
+    passed_over: Sequence[str] = ()  # other files, in words
+
+    @property
+    def num(self) -> int:
+        """The number of images that can be read."""
+        return self.total - len(self.unreadable)
+
+    @property
+    def left_out(self) -> list[str]:
+        """What is not used, in words."""
+        return [
+            *left_out_text([self.unreadable[one] for one in sorted(self.unreadable)], self.total),
+            *self.passed_over,
+        ]
 
     def features(self, space: Space) -> Collected:
         """Return the features of the images. Raises UserError for images that the space does not take."""
@@ -68,7 +85,7 @@ def open_set(
 
     * A run, or a checkpoint: `num` images are made of it, with the first average if it has one, and the noise of the
       plugin `fid`. With `labels`, those of a data set, each class is as frequent as there; else all are in turn.
-    * A folder: all pictures at any depth.
+    * A folder: all pictures at any depth that can be read.
     * An .npz: its array arr_0 (uint8, n h w or n h w c), or the statistics mu and sigma.
 
     Raises UserError for anything else, and for pictures that cannot be read.
@@ -147,21 +164,24 @@ def _folder(path: Path) -> ImageSet:
         folder = Folder(str(path), labels="none")
     except ValueError as error:
         raise UserError(str(error)) from None
-    transforms = Transforms()
+    transforms, unreadable = Transforms(), dict[int, str]()
 
     def parts() -> Iterator[Tensor]:
         waiting: dict[torch.Size, list[Tensor]] = {}  # pictures by their shape
-        for _, found in with_images(folder, _order(len(folder)).tolist(), partial(_pixels, transforms)):
-            if isinstance(found, Exception):
-                raise found
+        order = [index for index in _order(len(folder)).tolist() if index not in unreadable]
+        for index, found in with_images(folder, order, partial(_pixels, transforms)):
+            if isinstance(found, Unreadable):
+                unreadable[index] = str(found)
+                continue
             pixels = torch.from_numpy(found)
             same = waiting.setdefault(pixels.shape, [])
             same.append(pixels)
             if len(same) == _BATCH or sum(map(len, waiting.values())) == _WAITING:
                 yield torch.stack(waiting.pop(max(waiting, key=lambda shape: len(waiting[shape]))))
+        refuse(unreadable_problems([unreadable[index] for index in sorted(unreadable)], len(folder), skip=True))
         yield from map(torch.stack, waiting.values())
 
-    return _in_parts(str(path), len(folder), parts)
+    return evolve(_in_parts(str(path), len(folder), parts), unreadable=unreadable, passed_over=passed_over_text(folder))
 
 
 def _pixels(transforms: Transforms, image: Any) -> Any:

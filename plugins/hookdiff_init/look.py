@@ -9,6 +9,7 @@ from hookdiff import UserError
 from hookdiff.data import Feed, Folder, Store, Transforms
 
 _PER_CLASS = 8  # with fewer images for each sub-folder, the sub-folders are no classes
+_DECODED = 5_000  # images that are decoded, to find broken ones; that many photos take a minute
 _SMALL = 0.1  # share of the images that may be smaller than the training images
 
 
@@ -26,6 +27,7 @@ class Pictures:
     mixed: bool = False  # grey and colour
     transparent: bool = False
     unreadable: int = 0
+    others: int = 0  # files that are no images
 
     @property
     def summary(self) -> str:
@@ -55,7 +57,7 @@ def digits() -> Pictures:
 
 
 def look(path: Path) -> Pictures:
-    """Read the names and headers of the images below `path`. Raises UserError if there is none."""
+    """Read the images below `path`, or only their headers if there are many. Raises UserError if there is none."""
     try:
         source = Folder(str(path))
     except (OSError, ValueError) as error:
@@ -64,16 +66,18 @@ def look(path: Path) -> Pictures:
     if flat or len(source) < _PER_CLASS * len(classes):
         classes, flat = (), True
         source = Folder(str(path), "none")
-    # Options that any images fit, so that only their headers are read.
-    feed = Feed(source, Transforms(image_size=2, upscale=True, channels=3), Store(store="none", unreadable="skip"))
-    kinds = feed.prepared.survey.kinds
+    # Options that any images fit. Only the headers of many are read.
+    kept = Store(store="memory" if len(source) <= _DECODED else "none", unreadable="skip")
+    feed = Feed(source, Transforms(image_size=2, upscale=True, channels=3), kept)
+    survey = feed.prepared.survey
+    kinds, num = survey.kinds, len(source) - len(survey.unreadable | survey.undecodable)
     sizes: dict[tuple[int, int], int] = {}
     for kind in kinds:
         sizes[kind.width, kind.height] = sizes.get((kind.width, kind.height), 0) + kind.count
     channels = {kind.channels for kind in kinds}
     return Pictures(
         path=str(path),
-        num=len(feed.usable),
+        num=num,
         channels=max(channels),
         side=_side(sizes),
         sizes=sizes,
@@ -81,7 +85,8 @@ def look(path: Path) -> Pictures:
         flat=flat,
         mixed=len(channels) > 1,
         transparent=any(kind.mode in ("LA", "PA", "RGBA") for kind in kinds),
-        unreadable=len(source) - len(feed.usable),
+        unreadable=len(source) - num,
+        others=sum(count for count, _ in source.passed_over.values()),
     )
 
 

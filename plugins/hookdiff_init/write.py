@@ -75,7 +75,8 @@ def _data(pictures: Pictures, plan: Plan) -> Iterator[tuple[str, str]]:
         yield 'source = "digits"', "8 x 8 pixels, from scikit-learn"
         return
     yield 'source = "folder"', ""
-    yield tomli_w.dumps({"path": pictures.path}).strip(), ""
+    others = f"{pictures.others:,} other file{'s are no images' if pictures.others > 1 else ' is no image'}"
+    yield tomli_w.dumps({"path": pictures.path}).strip(), others if pictures.others else ""
     if pictures.flat:
         yield 'labels = "none"', '"folder": each sub-folder is a class'
     if not pictures.square or pictures.side != plan.side:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -13,27 +14,42 @@ from attrs import define, field
 from torch import Tensor
 
 from hookdiff import UserError
-from hookdiff.data import Transforms, to_unit_range
-from hookdiff.data.source import reason
+from hookdiff.data import Folder, Transforms, to_unit_range
+from hookdiff.data.each import with_images
+from hookdiff.data.pixels import load
+from hookdiff.data.source import open_picture, reason
+from hookdiff.data.survey import left_out_text, passed_over_text, refuse, unreadable_problems
 from hookdiff.disk import check_writable, new_file, writing
 from hookdiff.pictures import Panel, by_class, save_image, sheet
+
+log = logging.getLogger("hookdiff")
 
 _WHITE = 128  # the least value of a pixel that is painted
 
 
 def picture_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files in `paths`, and those of the folders in it by name. Raises UserError for an empty folder."""
-    files: list[Path] = []
-    for path in paths:
-        inside = (
-            sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
-            if path.is_dir()
-            else [path]
-        )
-        if not inside:
-            raise UserError(f"--images {path}: the folder has no files")
-        files += inside
-    return files
+    """Return the files in `paths`, and the pictures in its folders by name, without those that cannot be read.
+
+    Raises UserError for a folder without a picture that can be read.
+    """
+    return [file for path in paths for file in (_in_folder(path) if path.is_dir() else [path])]
+
+
+def _in_folder(path: Path) -> list[Path]:
+    try:
+        folder = Folder(str(path), labels="none")
+    except ValueError as error:
+        raise UserError(f"--images {error}") from None
+    found = dict(with_images(folder, range(len(folder)), _load))
+    unreadable = [str(error) for error in found.values() if error is not None]
+    refuse(unreadable_problems(unreadable, len(folder), skip=True))
+    for text in (*left_out_text(unreadable, len(folder)), *passed_over_text(folder)):
+        log.warning("--images %s: %s", path, text)
+    return [Path(folder.describe(index)) for index, error in found.items() if error is None]
+
+
+def _load(image: Any) -> None:
+    load(image)
 
 
 def read_pictures(files: Sequence[Path], shape: Sequence[int]) -> Tensor:
@@ -54,11 +70,9 @@ def read_mask(file: Path, shape: Sequence[int]) -> Tensor:
 
 
 def _fitted(path: Path, channels: int, side: int) -> Tensor:
-    from PIL import Image
-
     transforms = Transforms(image_size=side, channels=1 if channels == 1 else 3, upscale=True)
     try:
-        with Image.open(path) as picture:
+        with open_picture(str(path)) as picture:
             return transforms.fit(picture)
     except Exception as error:  # decoders raise errors of any type
         raise UserError(f"{path}: cannot be read as a picture: {reason(error)}") from None

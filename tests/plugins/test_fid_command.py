@@ -74,7 +74,13 @@ def test_statistics_are_written_and_read(sets: Path, hookdiff: Command) -> None:
     code, out, _ = hookdiff("fid", "odd-stats.npz", "odd-stats.npz")
     assert (code, out.split()[-2:]) == (0, ["fd", "0"])
     code, out, _ = hookdiff("fid", "odd-stats.npz", "odd-stats.npz", "--json")
-    assert json.loads(out) == {"sets": ["odd-stats.npz"] * 2, "num": [None, None], "space": None, "fd": 0}
+    assert json.loads(out) == {
+        "sets": ["odd-stats.npz"] * 2,
+        "num": [None, None],
+        "unreadable": [0, 0],
+        "space": None,
+        "fd": 0,
+    }
 
 
 def test_a_run_is_compared_with_its_training_images(
