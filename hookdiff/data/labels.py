@@ -5,6 +5,7 @@ import json
 import os
 import posixpath
 import re
+import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from io import BufferedReader, TextIOWrapper
 from itertools import islice
@@ -25,8 +26,8 @@ _SUFFIXES = (".csv", ".jsonl")
 def encode(labels: Sequence[Any]) -> tuple[Tensor | None, tuple[str, ...] | None]:
     """Return labels as numbers (n, int64), and the names of the classes in alphabetical order.
 
-    Integer labels have no names (None). An empty list gives (None, None). Raises ValueError for labels of other types,
-    and for integers outside of -1 to `MAX_LABEL`.
+    Names that differ only by Unicode normalisation are one class. Integer labels have no names (None). An empty list
+    gives (None, None). Raises ValueError for labels of other types, and for integers outside of -1 to `MAX_LABEL`.
     """
     examples = {type(label): label for label in labels}
     if not labels:
@@ -36,9 +37,15 @@ def encode(labels: Sequence[Any]) -> tuple[Tensor | None, tuple[str, ...] | None
         return torch.tensor(labels), None
     if examples.keys() != {str}:
         raise ValueError(f"labels must be all integers or all names, not {some(list(map(repr, examples.values())))}")
-    classes = tuple(sorted(set(labels)))
+    names = [normal(label) for label in labels]
+    classes = tuple(sorted(set(names)))
     position = {name: k for k, name in enumerate(classes)}
-    return torch.tensor([position[label] for label in labels]), classes
+    return torch.tensor([position[name] for name in names]), classes
+
+
+def normal(name: str) -> str:
+    """Return `name` in the normal form NFC: a Macintosh writes one letter of a name as several characters."""
+    return unicodedata.normalize("NFC", name)
 
 
 def check_range(low: int, high: int) -> None:
@@ -64,11 +71,14 @@ def read_labels(
         raise ValueError(f"{path}: expected labels in a .csv or a .jsonl")
     found: dict[str, str | int] = {}
     named, wrong = set(), []
+    here: dict[str, str] = {}  # files by their normal form
+    alike = [(other, name) for name in files if (other := here.setdefault(normal(name), name)) != name]
     try:
         with open_file(path) as raw, TextIOWrapper(BufferedReader(raw), "utf-8-sig", newline="") as file:
             for line, row in _csv(file) if path.suffix.lower() == ".csv" else _jsonl(file):
                 try:
-                    named.add(name := _name(row))
+                    given = _name(row)
+                    named.add(name := here.get(normal(given), given))
                     label = _label(name, row["label"])
                     if found.setdefault(name, label) != label:
                         raise ValueError(f"{shown(name)} has another label on an earlier line")
@@ -76,7 +86,10 @@ def read_labels(
                     wrong.append(f"line {line}: {error}")
     except (OSError, csv.Error, ValueError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    problems = []
+    problems = [
+        f"{shown(one)} and {shown(other)} differ only by Unicode normalisation, as {one!a} and {other!a}: rename one"
+        for one, other in alike
+    ]
     if wrong:
         problems.append(wrong[0] if len(wrong) == 1 else f"{len(wrong)} lines are wrong:{listed(wrong)}")
     if strange := sorted(named.difference(files)):

@@ -16,6 +16,7 @@ from attrs import define, evolve, field
 from torch import Tensor, nn
 
 from hookdiff.data import Facts, Remembered
+from hookdiff.data.labels import normal
 from hookdiff.disk.paths import CONFIG, run_of
 from hookdiff.errors import ConfigError, NoCheckpoint, UserError, nearest
 from hookdiff.experiment.build import build_loop, build_sampling, pick_device
@@ -321,8 +322,9 @@ def _no_loss(*_: object) -> Tensor:
 
 def _number(label: str | int, classes: Sequence[str]) -> int:
     """Return the number of the class that is called `label`, or has this number."""
-    if label in classes:
-        return classes.index(str(label))
+    names = [normal(name) for name in classes]
+    if isinstance(label, str) and normal(label) in names:
+        return names.index(normal(label))
     try:
         number = int(label)
     except ValueError:

@@ -58,7 +58,7 @@ class History:
         """The whole config, as in config.toml. Raises UserError if it cannot be read."""
         path = self.run_dir / CONFIG
         try:
-            return tomli.loads(read_file(path).decode())
+            return tomli.loads(read_file(path).decode("utf-8-sig"))
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hookdiff.data.labels import encode, some
+from hookdiff.data.labels import encode, normal, some
 from hookdiff.data.source import reason
 from hookdiff.disk import read_file
 from hookdiff.errors import nearest, shown, why_missing
@@ -97,9 +97,10 @@ def encode_labels(
             return labels, found if classes is None else classes, []
     except ValueError as error:
         return None, None, [str(error)]
-    position = {name: number for number, name in enumerate(classes)}
-    if strange := sorted({str(value) for value in values}.difference(position)):
+    position = {normal(name): number for number, name in enumerate(classes)}
+    names = [normal(str(value)) for value in values]
+    if strange := sorted(set(names).difference(position)):
         near = nearest(strange[0], classes)
         return None, None, [f"{len(strange)} labels are no names of classes: {some(strange)}{near}"]
-    labels, _ = encode([position[str(value)] for value in values])
+    labels, _ = encode([position[name] for name in names])
     return labels, classes, []

@@ -224,3 +224,21 @@ def test_the_fingerprint_changes_with_the_files(tmp_path: Path, write_folder: Wr
     longer = Folder(str(tmp_path)).fingerprint()
     paths[2].rename(paths[2].with_name("z.png"))
     assert len({before, after, longer, Folder(str(tmp_path)).fingerprint()}) == 4
+
+
+def test_names_match_whatever_their_unicode_form(tmp_path: Path) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    for name in (decomposed, "b"):
+        Image.new("L", (3, 3)).save(tmp_path / f"{name}.png")
+    rows = f"file,label\n{composed}.png,{decomposed}\nb.png,{composed}\n"
+    (tmp_path / "l.csv").write_text(rows, "utf-8")
+    data = Folder(str(tmp_path), "l.csv")
+    assert data.labels is not None
+    assert (data.problems, data.labels.tolist(), data.classes) == ([], [0, 0], (composed,))
+    Image.new("L", (3, 3)).save(tmp_path / f"{composed}.png")
+    with refused(UserError, "l.csv", f"{composed}.png", f"{decomposed}.png", ascii(composed)[1:-1], "cafe\\u0301"):
+        Feed(Folder(str(tmp_path), "l.csv"))
+    for folder in (composed, decomposed, "b"):
+        (tmp_path / "set" / folder).mkdir(parents=True)
+        Image.new("L", (3, 3)).save(tmp_path / "set" / folder / "0.png")
+    assert Folder(str(tmp_path / "set")).classes == ("b", composed)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from hookdiff import ConfigError, Every, UserError, experiment
 from hookdiff.data import Feed, Store, Transforms
 from hookdiff.experiment.config import SOURCES, Config, load_config, read_toml
+from hookdiff.history import History
 from hookdiff.imports import installed
 from tests.conftest import check_facts, refused, warnings
 
@@ -492,3 +493,34 @@ def test_a_problem_that_only_building_finds_is_refused_with_its_table(path, sett
 
 def test_a_config_without_a_name_is_named_after_its_file(tmp_path):
     assert load_config(write(Path(tmp_path / "my run.toml"), GOOD)).run.name == "my run"
+
+
+def test_a_byte_order_mark_is_no_part_of_the_config(path):
+    plain = load_config(path).resolved()
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_config(path).resolved() == plain
+    assert History(path.rename(path.with_name("config.toml")).parent).config["run"]["steps"] == 20
+
+
+@pytest.mark.parametrize(
+    ("line", "single", "doubled"),
+    [
+        (r'path = "C:\Users\me"', r"'C:\Users\me'", r'"C:\\Users\\me"'),
+        (r'path = "C:\data"', r"'C:\data'", r'"C:\\data"'),
+        (r'path = "C:\temp\new"', r"'C:\temp\new'", r'"C:\\temp\\new"'),  # valid escapes, which nobody means
+        ('path = "D:\\"', "'D:\\'", r'"D:\\"'),
+        (r'path = ["C:\\a", "D:\Users"]', r"'D:\Users'", r'"D:\\Users"'),
+        (r'path = "\\server\share"', r"'\\server\share'", r'"\\\\server\\share"'),
+    ],
+)
+def test_a_path_of_windows_is_shown_in_both_right_spellings(path, line, single, doubled):
+    write(path, f'[data]\nsource = "folder"\n{line}\n')
+    with pytest.raises(ConfigError) as caught:
+        read_toml(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert single in message
+    assert doubled in message
+    for right in (single, doubled):
+        write(path, f"[data]\npath = {right}\n")
+        assert read_toml(path)["data"]["path"] == single[1:-1]
