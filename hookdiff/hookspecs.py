@@ -74,6 +74,8 @@ class Hooks(Protocol):
 
         `resumed` is True if a state was restored. It is not called in a loop that only samples or exports, in a run
         that is done already, or after a rollback: what must follow every load belongs in `load_state_dict`.
+
+        Plugins that write files are `trylast`, after those that may still refuse the run.
         May change: own state, files.
         """
 

@@ -152,6 +152,11 @@ class Log:
         else:
             self._early.append(call)
 
+    def close(self) -> None:
+        """Send the last values, unless the run was refused before it was ready: it must write nothing."""
+        if self._early is None:
+            self.flush()
+
     def flush(self) -> None:
         """Send the logged values to the sinks."""
         if not self._is_main:

@@ -142,7 +142,7 @@ class Loop(ReadOnly):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         with closing(self.feed), self.resources:
             reason = self.end.close(failed=error is not None)
-            self.resources.callback(self.log.flush)  # also when a plugin fails, and before the sinks close
+            self.resources.callback(self.log.close)  # also when a plugin fails, and before the sinks close
             if error:
                 self.hook.on_exception(loop=self, error=error)
             self.hook.on_stop(loop=self, reason=reason)

@@ -27,39 +27,55 @@ log = logging.getLogger("hookdiff")
 class RunDir:
     """Makes and locks the run directory, and writes the config into it: `hparams`, and [run] with the `LoopConfig`.
 
-    An existing directory is locked first of all, so that no other run changes it. Everything else is written in
-    `on_ready`, before any other plugin writes there. So a run that cannot start leaves no files, and deletes no earlier
-    run.
+    An existing directory is checked and locked first of all, so that no other run changes it. `on_ready` begins with
+    the deletion of a run that is overwritten; all else is written there after the plugins that only check and measure.
+    So a run that cannot start leaves an empty folder at most, and changes no earlier run.
     """
 
     overwrite: bool = False  # delete an earlier run in the directory
     _existed: bool = field(init=False, default=False)
+    _config: bytes = field(init=False, default=b"")
     _is_ready: bool = field(init=False, default=False)  # the directory is written
 
     @hookimpl(tryfirst=True)
     def prepare_model(self, loop: Loop) -> None:
-        """Lock an existing directory; raises UserError when another process holds the lock."""
+        """Lock an existing directory.
+
+        Raises UserError if it holds an earlier run that is neither resumed nor overwritten, or another process has it.
+        """
         path = loop.run_dir if loop.is_main else None
         self._is_ready = False
         self._existed = path is not None and path.is_dir()
-        if path is not None and self._existed:
-            with writing(path):
-                try:
-                    lock_run_dir(path, loop.resources)
-                except OSError as error:
-                    if error.errno != errno.EROFS:  # a read-only disk: `on_ready` reports it
-                        raise
+        if path is None or not self._existed:
+            return
+        goes_on = loop.progress.position > 0 or (loop.resume is not None and not loop.is_branch)
+        if self.overwrite:
+            check_run_dir(path, overwrite=True)
+        elif (path / CONFIG).exists() and not goes_on:
+            raise _is_used(path)
+        with writing(path):
+            try:
+                lock_run_dir(path, loop.resources)
+            except OSError as error:
+                if error.errno != errno.EROFS:  # a read-only disk: `on_ready` reports it
+                    raise
 
     @hookimpl(tryfirst=True)
     def on_ready(self, loop: Loop) -> None:
-        """Write the directory; raises UserError for hparams that are no TOML, and if another run has just made it."""
+        """Make and lock the directory, or delete the run that is overwritten.
+
+        Raises UserError for hparams that are no TOML, or if another run has just made the directory.
+        """
         path = loop.run_dir
         if path is None or not loop.is_main:
             return
-        config = _as_toml(loop)
+        self._config = _as_toml(loop)
         with writing(path):
-            if self.overwrite and path.exists():
-                check_run_dir(path, overwrite=True)
+            make_folder(path)
+            lock_run_dir(path, loop.resources)
+            if not self._existed and (path / CONFIG).exists():
+                raise _is_used(path)
+            if self.overwrite:
                 check_place(path)
                 for entry in path.iterdir():
                     if entry.is_dir() and not entry.is_symlink():
@@ -67,17 +83,21 @@ class RunDir:
                     # Another process may wait for the lock. The old config marks the folder as a run until replaced.
                     elif entry.name not in (LOCK, CONFIG):
                         entry.unlink()
-            make_folder(path)
-            lock_run_dir(path, loop.resources)
-            if not self._existed and (path / CONFIG).exists():
-                check_run_dir(path)
+
+    @hookimpl(trylast=True, specname="on_ready")
+    def write(self, loop: Loop) -> None:
+        """Write the config."""
+        path = loop.run_dir
+        if path is None or not loop.is_main:
+            return
+        with writing(path):
             discard(path / OUTCOME)  # it is that of an earlier process
             discard(path / LAUNCH)
             if launch():
                 with new_file(path / LAUNCH) as partial:
                     write_file(partial, launch().encode())
             with new_file(path / CONFIG) as partial:
-                write_file(partial, config)
+                write_file(partial, self._config)
         self._is_ready = True
 
     @hookimpl(wrapper=True, tryfirst=True)
@@ -103,6 +123,13 @@ class RunDir:
         except StorageError:  # the directory is gone
             if reason != "error":
                 raise
+
+
+def _is_used(path: Path) -> UserError:
+    return UserError(
+        f"{path} holds an earlier run; continue it with --resume, replace it with --overwrite, or choose another "
+        "directory (in a script: Loop(..., resume=True), builtin_plugins(overwrite=True) or another run_dir)"
+    )
 
 
 def _lacks_outcome(loop: Loop, path: Path, reason: str) -> bool:

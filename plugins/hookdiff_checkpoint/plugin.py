@@ -126,6 +126,11 @@ class Checkpoint:
 
     @hookimpl
     def on_ready(self, loop: Loop) -> None:
+        """Raise UserError if the folder holds another run."""
+        first_rank_does(lambda: self._find(loop))
+
+    @hookimpl(trylast=True, specname="on_ready")
+    def open(self, loop: Loop) -> None:
         """Prepare the folder.
 
         Raises UserError if it cannot be written, holds another run, or is not the same for ranks that write pieces.
@@ -154,14 +159,19 @@ class Checkpoint:
             if error.errno == errno.EROFS and loop.end.reason:
                 return None  # the run is over, and on a read-only disk no process can have left anything
             raise cannot_write(folder, error) from None
-        found, damaged = find_checkpoints(folder.parent)
-        if (found or damaged) and not self._goes_on(loop):
-            raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
+        found = self._find(loop)
         self._logged.is_found = any(self.keep_best in one.metrics for one in found)
         self._revision = revision([folder.parent, *([_run_of(loop.resume)] if loop.resume else [])])
         # A run removes only its own checkpoints. Damaged ones do not count, and stay for the user to look at.
         own = [one for one in found if STEP.fullmatch(one.path.name) and not one.path.is_symlink()]
         return {one.path: one for one in own if one.path.resolve() not in self._passed_over}
+
+    def _find(self, loop: Loop) -> list[CheckpointInfo]:
+        folder = self._folder(loop)
+        found, damaged = find_checkpoints(folder.parent)
+        if (found or damaged) and not self._goes_on(loop):
+            raise UserError(f"{folder} holds an earlier run: resume it, or choose another run_dir")
+        return found
 
     @hookimpl(tryfirst=True)
     def on_nan(self, loop: Loop) -> Verdict | None:
@@ -220,7 +230,7 @@ class Checkpoint:
                 else:
                     self._announce(loop, path)
         elif reason == "done" and not self._is_open and self._goes_on(loop):
-            self.on_ready(loop)  # no step was left, but a killed process may not have completed its last save
+            self.open(loop)  # no step was left, but a killed process may not have completed its last save
             if self._writer:
                 first_rank_does(self._writer.prune)
         else:

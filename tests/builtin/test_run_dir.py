@@ -11,8 +11,10 @@ import sys
 
 import pytest
 import tomli
+import torch
 
 from hookdiff import StorageError, UserError, build_loop, hookimpl, load_config
+from hookdiff.builtin import builtin_plugins
 from hookdiff.builtin.run_dir import RunDir
 from hookdiff.disk import lock_run_dir
 from hookdiff.disk.paths import CONFIG, check_run_dir, run_of
@@ -57,6 +59,15 @@ class Pauses:
             while not Path("go").exists():
                 time.sleep(0.02)
 
+class Refuses:
+    "Refuses to start when all else is ready to start, after it has logged what it knows."
+
+    @hookimpl
+    def on_ready(self, loop):
+        loop.log({"mine": 1.0})
+        loop.log.texts({"its": "text"})
+        raise UserError("not with me")
+
 class Keeps:
     "Refuses its own state."
 
@@ -94,6 +105,10 @@ def folder(tmp_path, monkeypatch, write_config):
     monkeypatch.chdir(tmp_path)
     write_config(run={"plugins": ["checkpoint"]})
     return tmp_path
+
+
+def contents(run):
+    return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
 def run_dir_loop(path, **options):
@@ -142,11 +157,11 @@ def test_a_second_loop_in_the_same_directory_is_refused(tmp_path):
         lock_run_dir(run, first.resources)
         assert (run / ".lock").read_text() == f"{socket.gethostname()} {os.getpid()}\n"
         with refused(UserError, run, "Loop"):
-            run_dir_loop(run).run()
+            toy_loop({"run_dir": RunDir(overwrite=True)}, run_dir=run).run()
         assert not (run / "outcome.json").exists()
         run_dir_loop(tmp_path / "other").run()
     assert (run / ".lock").read_text() == ""
-    run_dir_loop(run).run()
+    toy_loop({"run_dir": RunDir(overwrite=True)}, run_dir=run, steps=2).run()
     first.run()  # a second run of the first loop
 
 
@@ -160,6 +175,77 @@ def test_a_directory_that_another_run_has_just_made_is_refused(tmp_path):
     with refused(UserError, tmp_path / "run", "--resume"):
         loop.run()
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["reason"] == "done"  # of the other run
+
+
+class Refuses:
+    """Logs, and then raises an error in a hook."""
+
+    def __init__(self, hook):
+        self._hook = hook
+
+    def _refuse(self, loop, hook):
+        loop.log({f"mine/{hook}": 1.0})
+        loop.log.images({"its": torch.zeros(1, 1, 8, 8)})
+        if hook == self._hook:
+            raise UserError("refused")
+
+    @hookimpl
+    def on_start(self, loop):
+        self._refuse(loop, "on_start")
+
+    @hookimpl
+    def on_ready(self, loop):
+        self._refuse(loop, "on_ready")
+
+
+def test_a_start_that_is_refused_changes_no_file(tmp_path):
+    run = tmp_path / "run"
+
+    def loop(plugins=(), overwrite=False, core=True, **options):
+        own = builtin_plugins(overwrite=overwrite, signals=False) if core else {}
+        return toy_loop({**own, **dict(plugins)}, run_dir=run, log_every=1, **options)
+
+    saves = {"checkpoint": Checkpoint(every=2)}
+    loop(saves, steps=4).run()
+    shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / ".step-00000008.partial")
+    before, place = contents(run), os.stat(run).st_mtime_ns
+    cases = [
+        *({"plugins": plugins} for plugins in ({}, saves)),  # a used directory
+        {"plugins": saves, "core": False},
+        {"plugins": saves, "resume": run / "checkpoints" / "step-00000002"},
+        {"plugins": saves, "resume": True, "seed": 1},
+    ]
+    for ways in ({"resume": True}, {"overwrite": True}):
+        cases += [{"plugins": saves, "hparams": {"model": {"depth": None}}, **ways}]
+        cases += [{"plugins": {**saves, "refuses": Refuses("on_start")}, **ways}]
+    late = {"refuses": Refuses("on_ready")}
+    cases += [{"plugins": plugins, "resume": True} for plugins in ({**saves, **late}, {**late, **saves})]
+    for case in cases:
+        with refused(UserError):
+            loop(**case).run()
+        assert contents(run) == before, case
+        assert os.stat(run).st_mtime_ns == place, case
+
+
+def test_a_command_that_is_refused_changes_no_file(folder, hookdiff):
+    run = folder / "run"
+    assert hookdiff("run", "small.toml", "--out", "run", "--set", "run.steps=2")[0] == 0
+    before = contents(run)
+    late = "--plugins hd_run_dir:Refuses"
+    for words in (
+        "run small.toml --out run",
+        "run small.toml --out run --resume --set run.seed=1",
+        "run small.toml --out run --resume --set run.steps=many",
+        "run small.toml --out run --overwrite --plugins nothing",
+        f"run small.toml --out run --resume {late}",
+        f"resume run --trust --steps 9 {late}",
+        "resume run --steps 9 --set optimizer.use=sgd",
+        "resume run --steps 9 --fresh nothing",
+    ):
+        code, out, err = hookdiff(*words.split())
+        assert (code, out) == (2, ""), words
+        assert err.count("hookdiff: ") == 1, words
+        assert contents(run) == before, words
 
 
 def test_an_existing_directory_is_locked_before_the_model_is_prepared(tmp_path):
@@ -318,9 +404,11 @@ def test_golden_message_of_a_run_in_use_and_takeover_of_a_dead_one(folder, start
         wait_for(folder / "in-a-step", process)
         owner = f"process {process.pid} on {socket.gethostname()}"
         in_use = f"hookdiff: run is in use by {owner}; wait for it, stop it, or choose --out DIR\n"
+        before = contents(folder / "run")
         for way in ("--resume", "--overwrite"):
             assert hookdiff("run", "small.toml", "--out", "run", way) == (2, "", in_use)
         assert (folder / "run" / CONFIG).exists()
+        assert contents(folder / "run") == before
         loaded = {int(path.name.partition("-")[2]) for path in folder.glob("worker-*")}
         workers = loaded - {process.pid, os.getpid()}  # the run itself loads a sample for its shape
         assert len(workers) == 2
