@@ -28,7 +28,9 @@ MACHINE = ("memory/", "time/")  # prefixes of values that depend on the machine,
 class Log:
     """Collects values: `loop.log({...})` logs values of this step, which the sinks get when the step is over.
 
-    All else is sent at once, but what is logged before the first step waits until every plugin is ready for it.
+    From `make_batch` to `optimizer_step`, this step is the update that the batch is to make. What is logged there waits
+    for the update, and is dropped if there is none. All else is sent at once, and events and findings always are; but
+    what is logged before the first step waits until every plugin is ready for it.
 
     With several ranks, what the first rank logs counts, and the plugins of the first rank alone get it. What each rank
     measures of its own samples goes through `loop.reduce` before.
@@ -45,23 +47,30 @@ class Log:
         self._records: dict[int, dict[str, Value | Mean]] = {}
         self._window: dict[str, list[Value]] = {}  # values of `average` that may still be on the device
         self._sums: dict[str, tuple[float, int]] = {}  # sum and count of the earlier values of `average`
+        self._batch: list[Callable[[], object]] | None = None  # calls that wait for its update; None: no batch
         self._closed = 0  # the step of the last means, which a void step after it must not log again
         self._kinds: dict[str, str] = {}  # what each name was given to
         self._early: list[Callable[[], object]] | None = []  # calls that wait until the run is ready; None: it is
         self.details: set[str] = set()  # names of the values that lines for people leave out
 
     @property
-    def due(self) -> bool:
-        """Whether the current step is a multiple of `log_every`; costly values are logged only then."""
-        return self._progress.step % self._every == 0
+    def _step(self) -> int:
+        return self._progress.step + (self._batch is not None)
 
     @property
-    def next_due(self) -> bool:
-        """Whether `due` will be true once the current update is counted.
+    def due(self) -> bool:
+        """Whether the current step is a multiple of `log_every`; costly values are logged only then."""
+        return self._step % self._every == 0
 
-        For plugins that measure gradients or weights before the update, and log the result after it.
-        """
-        return (self._progress.step + 1) % self._every == 0
+    def begin_batch(self) -> None:
+        """From now on, `due` and what is logged speak of the update that a batch is to make."""
+        self._batch = []
+
+    def end_batch(self, is_updated: bool) -> None:
+        """Log what has waited if the update is made and counted, or drop it."""
+        waiting, self._batch = self._batch, None
+        for call in waiting or () if is_updated else ():
+            call()
 
     @property
     def names(self) -> set[str]:
@@ -78,15 +87,25 @@ class Log:
         self._claim("number", values)
         if detail:
             self.details.update(values)
+        self._once_updated(partial(self._add, dict(values)))
+
+    def _add(self, values: Mapping[str, Value | Mean]) -> None:
         self._records.setdefault(self._progress.step, {}).update(values)
 
     def average(self, values: Mapping[str, Value]) -> None:
         """Log the mean of `values` over all steps since the last log, when the next log is due."""
+        self._claim("number", [name for name in values if name not in self._window])
+        self._once_updated(partial(self._collect, dict(values)))
+
+    def _collect(self, values: Mapping[str, Value]) -> None:
         for name, value in values.items():
-            if name not in self._window:
-                self._claim("number", (name,))
-                self._window[name] = []
-            self._window[name].append(value)
+            self._window.setdefault(name, []).append(value)
+
+    def _once_updated(self, call: Callable[[], object]) -> None:
+        if self._batch is None:
+            call()
+        else:
+            self._batch.append(call)
 
     def images(self, images: Mapping[str, Tensor | Picture]) -> None:
         """Log pictures by name, such as "samples": finished ones, or images (n c h w in [-1, 1]), which become a grid.
@@ -100,12 +119,12 @@ class Log:
         if not self._is_main:
             return
         ready = {name: image if isinstance(image, Picture) else grid(image) for name, image in images.items()}
-        self._send("on_images", self._progress.step, images=ready)
+        self._send("on_images", self._step, images=ready)
 
     def texts(self, texts: Mapping[str, str]) -> None:
         """Log texts by name, such as the prompts of samples."""
         self._claim("text", texts)
-        self._send("on_texts", self._progress.step, texts=as_json(texts))
+        self._send("on_texts", self._step, texts=as_json(texts))
 
     def distributions(self, tensors: Mapping[str, Tensor | Distribution]) -> None:
         """Log the distribution of the values of each tensor, of any shape, by name. It waits for the device."""
@@ -113,17 +132,17 @@ class Log:
         if not self._is_main:
             return
         ready = {n: one if isinstance(one, Distribution) else Distribution.of(one) for n, one in tensors.items()}
-        self._send("on_distributions", self._progress.step, distributions=ready)
+        self._send("on_distributions", self._step, distributions=ready)
 
     def event(self, event: Event, step: int | None = None) -> None:
         """Log an event of this step, or of another one."""
-        self._send("on_event", self._progress.step if step is None else step, event=event)
+        self._send("on_event", self._step if step is None else step, event=event)
 
     def report(self, finding: Finding | None, step: int | None = None) -> None:
         """Log `finding`, if any, as an event, and for people: an error as a warning too, because the run goes on."""
         if finding is None or self._call is _drop:
             return
-        step = self._progress.step if step is None else step
+        step = self._step if step is None else step
         if self._is_main:
             level = logging.INFO if finding.severity == "info" else logging.WARNING
             logger.log(level, "step %d: %s", step, finding)
@@ -147,10 +166,12 @@ class Log:
         if not self._is_main:
             return
         call = partial(self._call, hook, step=step, **what)
-        if self._early is None:
+        if self._early is not None:
+            self._early.append(call)
+        elif hook == "on_event":
             call()
         else:
-            self._early.append(call)
+            self._once_updated(call)
 
     def close(self) -> None:
         """Send the last values, unless the run was refused before it was ready: it must write nothing."""
@@ -162,7 +183,8 @@ class Log:
         if not self._is_main:
             self._records, self._window = {}, {}
             return
-        if self.due and self._closed != self._progress.step and (self._window or self._sums):
+        is_due = self._progress.step % self._every == 0  # of the step that is counted, whether a batch has begun or not
+        if is_due and self._closed != self._progress.step and (self._window or self._sums):
             self._close_window()
         if not self._records:
             return
@@ -176,9 +198,9 @@ class Log:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Drop all that is logged during the `with`."""
+        """Drop all that is logged during the `with`, in which a step is tried."""
         kept = dict(vars(self))
-        vars(self).update(_records={}, _window={}, _sums={}, details=set(), _call=_drop)
+        vars(self).update(_records={}, _window={}, _sums={}, _batch=[], details=set(), _call=_drop)
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
@@ -142,6 +143,7 @@ class Loop(ReadOnly):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         with closing(self.feed), self.resources:
             reason = self.end.close(failed=error is not None)
+            self.log.end_batch(False)  # one that has raised an error
             self.resources.callback(self.log.close)  # also when a plugin fails, and before the sinks close
             if error:
                 self.hook.on_exception(loop=self, error=error)
@@ -176,9 +178,10 @@ class Loop(ReadOnly):
         progress, total = self.progress, batch.total
         if self.end.begin_step():
             return progress.consume(total, "stopped")
+        self.log.begin_batch()
         batch = self.hook.make_batch(loop=self, batch=batch).in_place_of(batch, self.plugins.make_batches)
         if not batch.total:
-            return progress.consume(total, "skipped")
+            return self._consume(total, "skipped")
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
         self.buffers.keep()
@@ -186,15 +189,21 @@ class Loop(ReadOnly):
         self._set(output=self.hook.accumulate(loop=self, batch=batch))
         self.gradients.conclude(self.output.loss)
         if refused := self._refused(batch):
-            return progress.consume(total, refused, self.gradients.loss, self.gradients.total_norm)
+            return self._consume(total, refused, self.gradients.loss, self.gradients.total_norm)
         loss, norm = self.gradients.loss, self.gradients.total_norm  # before any clipping
         self.hook.after_backward(loop=self)
         if not self.hook.optimizer_step(loop=self):
-            return progress.consume(total, "held", loss, norm)
+            return self._consume(total, "held", loss, norm)
         self.adopted.update(progress.step + 1)
-        step = progress.consume(total, "updated", loss, norm)
+        step = self._consume(total, "updated", loss, norm)
         self.log.average({"loss": loss, "grad_norm": norm})
         self.hook.after_optimizer_step(loop=self)
+        return step
+
+    def _consume(self, samples: int, outcome: Outcome, loss: float = math.nan, grad_norm: float = math.nan) -> Step:
+        """Count a batch as `Progress.consume` does, and log what belongs to its update, if it made one."""
+        step = self.progress.consume(samples, outcome, loss, grad_norm)
+        self.log.end_batch(outcome == "updated")
         return step
 
     def run_pass(self, batch: Batch, stream: str = "model") -> LossOutput:

@@ -2,7 +2,7 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy
@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hookdiff import PASS, Finding, Loop, hookimpl
+from hookdiff import PASS, Batch, Finding, Loop, Verdict, hookimpl
 from hookdiff.events import Event
 from hookdiff.findings import Severity
 from hookdiff.pictures import Picture, places
@@ -216,6 +216,95 @@ def test_a_log_is_due_every_log_every_steps(log_every: int) -> None:
     assert [step for step, _ in sink.calls] == list(range(log_every, 21, log_every))
 
 
+IN_A_BATCH = ("make_batch", "before_step", "compute_loss", "after_backward", "optimizer_step")
+
+
+class InABatch:
+    """Logs in a hook of each batch; by their positions, some batches are skipped, some void, not finite or held."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook, self.due, self.shapes = hook, dict[int, bool](), list[int]()
+        self.events, self.texts = dict[int, int](), dict[int, int]()
+
+    def note(self, hook: str, loop: Loop) -> None:
+        if hook != self.hook:
+            return
+        position = loop.progress.position
+        self.due[position] = loop.log.due
+        values = torch.full((2,), float(position))
+        if loop.log.due:
+            loop.log({"position": float(position)})
+        loop.log.average({"mean": float(position)})
+        loop.log.texts({"text": str(position)})
+        loop.log.images({"image": torch.zeros(1, 1, 2, 2)})
+        loop.log.distributions({"values": values})
+        loop.log.event(Event("mine", str(position)))
+
+    @hookimpl
+    def make_batch(self, loop: Loop, batch: Batch) -> Batch:
+        self.note("make_batch", loop)
+        return batch[:0] if loop.progress.position == 2 else batch
+
+    @hookimpl
+    def before_step(self, loop: Loop, batch: Batch) -> None:
+        self.note("before_step", loop)
+        if loop.progress.position == 4:
+            batch.inputs.fill_(math.nan)
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, loop: Loop) -> Generator[None, Any, Any]:
+        self.note("compute_loss", loop)
+        return (yield)
+
+    @hookimpl
+    def unscale(self, loop: Loop) -> bool:
+        return loop.progress.position != 6
+
+    @hookimpl
+    def on_nan(self) -> Verdict:
+        return "skip"
+
+    @hookimpl
+    def after_backward(self, loop: Loop) -> None:
+        self.note("after_backward", loop)
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, loop: Loop) -> Generator[None, bool, bool]:
+        self.note("optimizer_step", loop)
+        return (yield) and loop.progress.position != 8
+
+    @hookimpl
+    def on_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        if "text" in texts:
+            self.texts[step] = int(texts["text"])
+
+    @hookimpl
+    def on_distributions(self, step: int) -> None:
+        self.shapes.append(step)
+
+    @hookimpl
+    def on_event(self, step: int, event: Event) -> None:
+        if event.kind == "mine":
+            self.events[int(event.text)] = step
+
+
+@pytest.mark.parametrize("hook", IN_A_BATCH)
+def test_what_a_batch_logs_is_of_its_update_or_dropped(hook: str) -> None:
+    own = InABatch(hook)
+    loop = toy_loop({"own": own, "sink": (sink := Sink())}, log_every=2, steps=8)
+    loop.run()
+    updates = {position: step for step, position in enumerate((0, 1, 3, 5, 7, 9, 10, 11), 1)}
+    before = {position: sum(p < position for p in updates) for position in own.due}
+    assert own.due == {position: (made + 1) % 2 == 0 for position, made in before.items()}
+    assert own.events == {position: made + 1 for position, made in before.items()}
+    assert own.texts == {step: position for position, step in updates.items()}
+    assert own.shapes == list(sink.pictures) == list(updates.values())
+    logged = dict(sink.calls)
+    assert len(logged) == len(sink.calls)  # one line a step
+    assert {step: values["position"] for step, values in logged.items()} == {2: 1, 4: 5, 6: 9, 8: 11}
+    assert {step: values["mean"] for step, values in logged.items()} == {2: 0.5, 4: 4, 6: 8, 8: 10.5}
+
+
 def test_pictures_arrive_at_once_as_bytes() -> None:
     loop = toy_loop({"sink": (sink := Sink())})
     with loop:
@@ -307,7 +396,7 @@ def test_a_held_step_does_not_log_the_means_again(cut: bool) -> None:
                 loop.log.load_state_dict(loop.log.state_dict())
 
     toy_loop({"hold": Hold(), "sink": (sink := Sink())}, log_every=2, steps=4).run()
-    assert sink.of("position") == {2: 0.5, 4: (2 + 3 + 4 + 5) / 4}
+    assert sink.of("position") == {2: 0.5, 4: 4.5}  # those of the held batches are dropped
 
 
 def test_a_sum_with_its_count_is_logged_as_a_mean_unless_the_count_is_zero() -> None:
@@ -375,4 +464,4 @@ def test_values_of_a_step_that_is_rolled_back_are_not_logged() -> None:
     sink = Sink()
     toy_loop({"back": Back(), "sink": sink}, log_every=1, steps=3).run()
     seen = [(step, values["seen"]) for step, values in sink.calls if "seen" in values]
-    assert seen == [(0, 0), (1, 1), (1, 3), (2, 4)]
+    assert seen == [(1, 0), (2, 1), (2, 3), (3, 4)]

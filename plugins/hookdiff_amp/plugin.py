@@ -10,7 +10,7 @@ from attrs.validators import ge, gt, lt
 from torch import Tensor
 from torch.amp import GradScaler, autocast
 
-from hookdiff import PASS, Loop, LossOutput, NonFinite, UserError, hookimpl
+from hookdiff import PASS, Loop, LossOutput, NonFinite, Step, UserError, hookimpl
 from hookdiff.device_part import DevicePart
 from hookdiff.options import about
 from hookdiff.structure import COUNT, numbers
@@ -126,8 +126,6 @@ class AMP:
         self._fell = [*self._fell[1 - _KEPT :], [loop.progress.position, scale]]
         self._lower()
         self.num_void += 1
-        loop.log({"amp/void_steps": self.num_void}, detail=True)
-        loop.log.average({"amp/void_share": 1.0})
         return False
 
     @hookimpl(wrapper=True)
@@ -164,6 +162,11 @@ class AMP:
         if loop.log.due and (scale := self.scaler._scale) is not None:
             loop.log({"amp/scale": scale})
             loop.log({"amp/void_steps": self.num_void}, detail=True)
+
+    @hookimpl
+    def between_steps(self, loop: Loop, step: Step | None) -> None:
+        if self.scaler is not None and step and step.outcome == "void":
+            loop.log.average({"amp/void_share": 1.0})
 
     def _flags(self, loop: Loop) -> list[Tensor]:
         """Return what the scaler keeps for each optimizer and device: 1 if a gradient of the step was not finite."""

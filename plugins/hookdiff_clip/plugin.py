@@ -59,7 +59,7 @@ class Clip:
         for prefix, (rule, gradients) in self._clipped.items():
             if gradients is not loop.gradients:
                 gradients.clear()  # they are those of another step by now
-            values = rule.clip_(gradients, loop.log.next_due)
+            values = rule.clip_(gradients, loop.log.due)
             loop.log.average({f"{prefix}/{name}": value for name, value in values.items()})
 
     def on_device(self, loop: Loop) -> list[DevicePart] | None:

@@ -89,6 +89,7 @@ class GradientMonitor(Limits):
     _num_diagnoses: int = field(default=0, init=False)  # diagnoses made
     _found: Counter[str] = field(factory=Counter, init=False)  # of them, those with each cause
     _num_nan: int = field(default=0, init=False)  # steps that were not finite
+    _nonfinite_share: float | None = field(default=None, init=False)  # of the tensors, if the newest batch was one
 
     @hookimpl
     def on_start(self, loop: Loop) -> None:
@@ -108,7 +109,7 @@ class GradientMonitor(Limits):
 
     @hookimpl(wrapper=True)
     def micro_step(self, loop: Loop, batch: Batch, index: int, count: int) -> Generator[None, LossOutput, LossOutput]:
-        if not loop.log.next_due or len(batch) == batch.total:
+        if not loop.log.due or len(batch) == batch.total:
             return (yield)
         # With several ranks the backward pass averages gradients: only a hook gets those of this rank. A sharded
         # parameter has no such hook, and no noise scale.
@@ -136,7 +137,7 @@ class GradientMonitor(Limits):
         self._before, self._histograms = [], {}
         if self.histograms and (loop.progress.step + 1) % self.histograms == 0:
             self._histograms = {f"gradients/{n}": Distribution.of(whole(g)) for n, g in loop.gradients.named().items()}
-        if loop.log.next_due:
+        if loop.log.due:
             self._before = [weight.clone() for weight in self._weights]
             self._sizes = entry_sizes(loop.gradients.tensors())
             self._noise.update(loop.gradients.norms)
@@ -149,7 +150,7 @@ class GradientMonitor(Limits):
         """Return whether this step measures gradients and weights themselves, before the update changes them."""
         step = loop.progress.step
         has_histogram = self.histograms > 0 and (step + 1) % self.histograms == 0
-        return loop.log.next_due or step % self.window == 0 or has_histogram
+        return loop.log.due or step % self.window == 0 or has_histogram
 
     def _norms(self, loop: Loop) -> Tensor:
         """Return the norms of the step, with zeros for parameters without a gradient: (tensors,)."""
@@ -272,12 +273,20 @@ class GradientMonitor(Limits):
     def on_nan(self, loop: Loop, report: NonFinite) -> None:
         totals = torch.linalg.vector_norm(self._rows(), dim=1).tolist()
         bad, known = len(report.parameters), len(self._names)
-        loop.log({"gradients/nonfinite_share": bad / max(1, known)}, detail=True)
+        self._nonfinite_share = bad / max(1, known)
         # A NaN spreads backward from the output, so the last bad tensor in the model's order had it first.
         nearest = f"; nearest to the output {report.parameters[-1]}" if bad else ""
         found = diagnose_nan(totals, report.loss, bad, known, self)
         report.notes["gradients"] = str(evolve(found, why=found.why + nearest))
         self._num_nan += 1
+
+    @hookimpl
+    def between_steps(self, loop: Loop) -> None:
+        if self._nonfinite_share is not None:  # what the batch itself logged would be lost with it
+            name = "gradients/nonfinite_share"
+            loop.log.average({name: self._nonfinite_share})
+            loop.log.details.add(name)
+            self._nonfinite_share = None
 
     @hookimpl
     def on_stop(self, loop: Loop) -> None:

@@ -531,7 +531,7 @@ class TestRuns:
             assert "backward" in what
             assert "1 of 4 tensors" in why
             assert why.endswith(" 0.bias")
-        assert look.values[10]["gradients/nonfinite_share"] == 0.25
+        assert look.values[15]["gradients/nonfinite_share"] == 0.25
 
     def test_one_nan_is_reported_once_with_the_notes_of_all_plugins(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
