@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -81,9 +82,12 @@ class Log:
         """Log `values`, numbers or scalar tensors, of the current step.
 
         A pair (sum, count) is logged as their ratio, and left out if the count is 0. A `detail` goes to metrics.jsonl
-        and the other sinks, but not into lines for people. Raises ValueError for the names "step" and "time", and for
-        that of a picture, text or distribution.
+        and the other sinks, but not into lines for people. Raises ValueError for the names "step" and "time", for that
+        of a picture, text or distribution, and for a value that is no number.
         """
+        for name, value in values.items():
+            for part in value if isinstance(value, tuple) and len(value) == 2 else (value,):
+                _check_number(name, part, "a number, a scalar tensor or a pair (sum, count) of them")
         self._claim("number", values)
         if detail:
             self.details.update(values)
@@ -93,7 +97,12 @@ class Log:
         self._records.setdefault(self._progress.step, {}).update(values)
 
     def average(self, values: Mapping[str, Value]) -> None:
-        """Log the mean of `values` over all steps since the last log, when the next log is due."""
+        """Log the mean of `values`, numbers or scalar tensors, over all steps since the last log, when the next is due.
+
+        Raises ValueError as a call of the log does, and for a pair.
+        """
+        for name, value in values.items():
+            _check_number(name, value, "a number or a scalar tensor")
         self._claim("number", [name for name in values if name not in self._window])
         self._once_updated(partial(self._collect, dict(values)))
 
@@ -122,7 +131,10 @@ class Log:
         self._send("on_images", self._step, images=ready)
 
     def texts(self, texts: Mapping[str, str]) -> None:
-        """Log texts by name, such as the prompts of samples."""
+        """Log texts by name, such as the prompts of samples. Raises ValueError for a value that is no string."""
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                raise ValueError(f"{name!r} is logged as {shortened(text)}, expected a text")
         self._claim("text", texts)
         self._send("on_texts", self._step, texts=as_json(texts))
 
@@ -156,6 +168,8 @@ class Log:
 
     def _claim(self, kind: str, names: Iterable[str]) -> None:
         for name in names:
+            if not isinstance(name, str):
+                raise ValueError(f"the name of a {kind} is {name!r}, expected a string")
             if kind == "number" and name in _OF_A_LINE:
                 raise ValueError(f"{name!r} is the name of what each line of metrics.jsonl has; log it by another name")
             known = self._kinds.setdefault(name, kind)
@@ -234,6 +248,24 @@ class Log:
 
 def _drop(hook: str, **what: object) -> None:
     """Take the place of the hooks while the log is muted."""
+
+
+def _check_number(name: str, value: object, expected: str) -> None:
+    """Raise ValueError unless `value` can be sent as a float: here, where the plugin that logs it is to blame."""
+    if not _is_number(value):
+        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+        got = f"an array of shape {tuple(value.shape)}, {value.dtype}" if is_array else shortened(value)
+        raise ValueError(f"{name!r} is logged as {got}, expected {expected}")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not (value.dim() or value.is_complex())
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return not (isinstance(value, str | bytes) or getattr(value, "shape", ()))  # float takes an array of one number
 
 
 def _check_name(name: str) -> None:

@@ -142,7 +142,7 @@ class Loop(ReadOnly):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         with closing(self.feed), self.resources:
-            reason = self.end.close(failed=error is not None)
+            reason = self.end.close(error)
             self.log.end_batch(False)  # one that has raised an error
             self.resources.callback(self.log.close)  # also when a plugin fails, and before the sinks close
             if error:

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast, get_args
 
 from attrs import Attribute, asdict, define, field, setters, validators
 
@@ -232,11 +232,17 @@ class End(ReadOnly):
         """Forget an earlier end, and start the clock."""
         self._set(start_time=time.monotonic(), reason=None, message="", _asked=None, _is_early=False)
 
-    def stop(self, reason: Reason = "plugin", message: str = "") -> None:
+    def stop(self, reason: Reason | str = "plugin", message: str = "") -> None:
         """End the run after the current step, on all ranks. `message` stands in the summary of the run.
 
+        A `reason` that is none of `Reason` is, or begins, the message of the reason "plugin": `stop("good enough")`.
         The first call counts, but "on_nan" replaces another reason: weights that are not finite may be found last.
         """
+        if not (isinstance(reason, str) and isinstance(message, str)):
+            raise TypeError(f"loop.stop takes a reason and a message, two strings, got {reason!r} and {message!r}")
+        if reason not in get_args(Reason):
+            reason, message = "plugin", ": ".join(filter(None, (reason, message)))
+        reason = cast(Reason, reason)
         if num_ranks() == 1 or self.reason:
             self.conclude(reason, message)
         elif self._asked is None or reason == "on_nan":
@@ -283,8 +289,10 @@ class End(ReadOnly):
             self.stop("time")
         return self.reason is not None
 
-    def close(self, failed: bool) -> Reason:
-        """Return the final reason, which is "error" if the run has `failed`."""
-        reason = "error" if failed else self.reason or "plugin"
+    def close(self, error: BaseException | None) -> Reason:
+        """Return the final reason. After an `error` it is "error", and the message is the text of the first one."""
+        if error is not None and self.reason != "error":
+            self._set(reason="error", message=f"{type(error).__name__}: {error}")
+        reason = self.reason or "plugin"
         self._set(reason=reason)
         return reason

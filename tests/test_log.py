@@ -17,7 +17,7 @@ from hookdiff.events import Event
 from hookdiff.findings import Severity
 from hookdiff.pictures import Picture, places
 from hookdiff.testing import toy_loop
-from tests.conftest import Logged, refused, saved
+from tests.conftest import Logged, check_facts, refused, saved
 
 
 class Sink(Logged):
@@ -419,6 +419,54 @@ def test_what_each_line_has_is_no_name_of_a_value(name: str) -> None:
         loop.log({name: 7.0})
     with refused(ValueError, name):
         loop.log.average({name: 7.0})
+
+
+NO_NUMBERS: dict[str, tuple[Any, tuple[object, ...]]] = {  # and what the message has of them
+    "text": ("fast", ("'fast'",)),
+    "a number as text": ("3.5", ("'3.5'",)),
+    "bytes": (b"3", ("b'3'",)),
+    "none": (None, ("None",)),
+    "list": ([1.0, 2.0], ("[1.0, 2.0]",)),
+    "dict": ({"a": 1}, ("{'a': 1}",)),
+    "complex": (1j, ("1j",)),
+    "too large": (10**400, ("...",)),
+    "triple": ((1.0, 2.0, 3.0), ("(1.0, 2.0, 3.0)",)),
+    "a pair of texts": ((1.0, "2"), ("'2'",)),
+    "vector": (torch.ones(3), ("(3,)", "float32")),
+    "vector of one": (torch.ones(1), ("(1,)", "float32")),
+    "flags": (torch.ones(2, 2).bool(), ("(2, 2)", "bool")),
+    "no numbers": (torch.ones(0), ("(0,)",)),
+    "complex tensor": (torch.ones((), dtype=torch.complex64), ("complex64",)),
+    "array": (numpy.ones(2, bool), ("(2,)", "bool")),
+    "array of one": (numpy.ones(1), ("(1,)", "float64")),
+    "array of text": (numpy.array("a"), ("()", "<U1")),
+}
+
+
+@pytest.mark.parametrize("call", ["log", "average"])
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_a_value_that_is_no_number_is_refused_in_the_plugin_that_logs_it(call: str, value: str) -> None:
+    given, facts = NO_NUMBERS[value]
+
+    class Guilty:
+        @hookimpl
+        def after_optimizer_step(self, loop: Loop) -> None:
+            (loop.log if call == "log" else loop.log.average)({"good": 1.0, "mine/x": given})
+
+    loop = toy_loop({"other": Average([1.0] * 9), "guilty": Guilty(), "sink": Sink()})
+    with refused(ValueError, "'mine/x'", "number", *facts) as caught:
+        loop.run()
+    check_facts(caught.value.__notes__[0], "'guilty'", "'after_optimizer_step'")
+
+
+def test_a_mean_takes_no_pair_and_names_and_texts_are_strings() -> None:
+    log = toy_loop().log
+    with refused(ValueError, "'x'", "(3.0, 2)", "number"):
+        log.average({"x": (3.0, 2)})  # type: ignore[dict-item]
+    with refused(ValueError, "number", 7, "string"):
+        log({7: 1.0})  # type: ignore[dict-item]
+    with refused(ValueError, "'x'", 7, "text"):
+        log.texts({"x": 7})  # type: ignore[dict-item]
 
 
 def test_a_name_has_one_kind() -> None:

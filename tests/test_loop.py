@@ -212,18 +212,29 @@ def test_a_loop_that_runs_again_starts_and_stops_again():
     assert heard == ["a on_start", "a after_backward", "a on_stop", "a on_start", "a on_stop"]
 
 
-def test_a_stop_has_a_message_that_the_run_records(tmp_path):
+@pytest.mark.parametrize("words", [("plugin", "fd is below 3"), ("fd is below 3",), ("fd", "is below 3")])
+def test_a_stop_has_a_message_that_the_run_records(tmp_path, words):
     class Stops:
         @hookimpl
         def after_optimizer_step(self, loop):
-            loop.stop("plugin", f"fd is below 3 at step {loop.progress.step}")
+            loop.stop(*words)
 
     loop = toy_loop({**builtin_plugins(signals=False), "stops": Stops()}, run_dir=tmp_path / "run")
     assert loop.run() == "plugin"
-    assert loop.end.message == "fd is below 3 at step 1"
+    assert loop.end.message == ("fd: is below 3" if words[0] == "fd" else "fd is below 3")
     record = json.loads((tmp_path / "run" / "outcome.json").read_text())
     assert record == {"reason": "plugin", "message": loop.end.message, "step": 1, "epoch": 0}
     check_facts(summary(loop, "plugin", "mine", 1.0), loop.end.message)
+
+
+@pytest.mark.parametrize("reason", ["done", "time", "signal", "on_nan", "error"])
+def test_each_reason_of_a_stop_stays_itself_and_others_are_strings(reason):
+    loop = toy_loop()
+    for wrong in ((None,), (3,), ("plugin", ValueError("x"))):
+        with refused(TypeError, "reason", "message", repr(wrong[-1])):
+            loop.stop(*wrong)
+    loop.stop(reason, "why")
+    assert (loop.end.reason, loop.end.message) == (reason, "why")
 
 
 def test_a_run_without_a_length_is_refused_and_single_steps_need_none():

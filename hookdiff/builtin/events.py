@@ -38,11 +38,6 @@ class Events:
 
     _lines: Lines = field(init=False, factory=lambda: Lines(EVENTS, is_cut=False))
     _step: int = field(init=False, default=0)  # updates at the end of the newest step
-    _error: str = field(init=False, default="")
-
-    @hookimpl
-    def on_start(self) -> None:
-        self._error = ""
 
     @hookimpl(trylast=True)
     def on_ready(self, loop: Loop, resumed: bool) -> None:
@@ -83,20 +78,19 @@ class Events:
         loop.log.event(Event("nan", str(report), "error", {"position": report.position}))
         return verdicts
 
-    @hookimpl(tryfirst=True)
-    def on_exception(self, error: BaseException) -> None:
-        self._error = f"{type(error).__name__}: {error}"
-
     @hookimpl(wrapper=True, tryfirst=True)
     def on_stop(self, loop: Loop, reason: Reason) -> Generator[None, Any, Any]:
         """Report the end after all other plugins, such as one that saves the last checkpoint."""
         try:
             return (yield)
+        except Exception as error:
+            loop.end.close(error)
+            raise
         finally:
             self._stopped(loop, loop.end.reason or reason)  # a plugin may have changed it
 
     def _stopped(self, loop: Loop, reason: Reason) -> None:
-        text = ": ".join(filter(None, (reason, loop.end.message or self._error)))
+        text = ": ".join(filter(None, (reason, loop.end.message)))
         try:
             loop.log.event(Event("stop", text, _SEVERITY.get(reason, "info"), {"reason": reason}))
         except StorageError:  # the directory is gone

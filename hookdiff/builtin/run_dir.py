@@ -108,6 +108,9 @@ class RunDir:
             result = yield
             reason = loop.end.reason or "done"  # a plugin may have changed it
             return result
+        except Exception as error:
+            loop.end.close(error)
+            raise
         finally:
             if loop.run_dir is not None and (self._is_ready or _lacks_outcome(loop, loop.run_dir, reason)):
                 self._record(loop, loop.run_dir / OUTCOME, reason)

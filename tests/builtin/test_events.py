@@ -141,18 +141,21 @@ def test_a_step_that_is_not_finite_is_an_event(tmp_path: Path, verdict: Verdict,
     assert [(one.event.kind, one.step) for one in found[at + 1 :]][: len(after)] == after
 
 
-def test_an_error_is_named_in_the_last_event(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", ["before_step", "on_stop"])
+def test_an_error_is_named_in_the_last_event_and_the_outcome(tmp_path: Path, hook: str) -> None:
     class Fails:
-        @hookimpl
-        def before_step(self, loop: Loop) -> None:
+        @hookimpl(specname=hook)
+        def fail(self, loop: Loop) -> None:
             if loop.progress.step == 2:
                 raise ZeroDivisionError("by nothing")
 
     with pytest.raises(ZeroDivisionError):
-        train(tmp_path, {"fails": Fails()})
+        train(tmp_path, {"fails": Fails()}, steps=3 if hook == "before_step" else 2)
     last = read_events(tmp_path / "events.jsonl")[-1]
     assert (last.step, last.event.kind, last.event.severity) == (2, "stop", "error")
     check_facts(last.event.text, "ZeroDivisionError", "by nothing")
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert (outcome["reason"], outcome["message"]) == ("error", "ZeroDivisionError: by nothing")
 
 
 def test_texts_and_distributions_are_cut_on_resume_and_the_network_is_the_first_text(tmp_path: Path) -> None:
