@@ -69,9 +69,8 @@ class Generated:
     @classmethod
     def of(cls, loop: Loop, features: Features | None, seed: int, weights: str | None) -> Generated:
         """Open the space of `features`; None: that of such images. Raises UserError if it does not take them."""
-        space = (features or usual_features(loop.feed.shape)).open(loop.device)
-        space.check(loop.feed.shape)
-        return cls(loop, space, seed, weights)
+        shape = loop.feed.shape
+        return cls(loop, (features or usual_features(shape)).open_for(shape, loop.device), seed, weights)
 
     @property
     def at_a_time(self) -> int:

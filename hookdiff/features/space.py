@@ -40,12 +40,7 @@ class Space:
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise UserError unless the space takes images of `shape` (c h w)."""
-        fits = len(shape) == 3 and shape[0] in self.channels and self.size in (None, tuple(shape[1:]))
-        if not fits:
-            channels = " or ".join(map(str, self.channels))
-            sides = " x ".join(map(str, self.size)) if self.size else "height x width"
-            got = " x ".join(map(str, shape))
-            raise UserError(f"the features {self.name!r} take images {channels} x {sides}, got {got}")
+        _check(self.name, shape, self.channels, self.size)
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Embedding:
@@ -73,11 +68,31 @@ class Space:
         return features.float().cpu(), None if logits is None else logits.float().cpu()
 
 
+def _check(name: str, shape: Sequence[int], channels: Sequence[int] | None, size: tuple[int, int] | None) -> None:
+    if len(shape) == 3 and (channels is None or shape[0] in channels) and size in (None, tuple(shape[1:])):
+        return
+    depth = " or ".join(map(str, channels)) if channels else "channels"
+    sides = " x ".join(map(str, size)) if size else "height x width"
+    got = " x ".join(map(str, shape))
+    raise UserError(f"the features {name!r} take images {depth} x {sides}, got {got}")
+
+
 @define(frozen=True)
 class Features(Choice, ABC):
     """A choice of features: `open` loads the network, and raises UserError if its weights are not here."""
 
     kind = "features"
+    channels: ClassVar[Sequence[int] | None] = None  # that the space takes, if that is known before it is opened
+
+    def open_for(self, shape: Sequence[int], device: torch.device) -> Space:
+        """Return the opened space; raises UserError, before any weights are fetched, if it takes no such images.
+
+        `shape` is that of an image, c h w.
+        """
+        _check(self.use, shape, self.channels, None)
+        space = self.open(device)
+        space.check(shape)
+        return space
 
     @abstractmethod
     def open(self, device: torch.device) -> Space:

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from hookdiff import UserError
 from hookdiff.disk import new_file, write_tensors
+from hookdiff.findings import listed
 
 SUFFIX = ".safetensors"
 
@@ -31,7 +32,10 @@ def write_weights(out: Path, net: nn.Module, about: Mapping[str, str]) -> str:
     """Write the weights of `net` to the file `out`, with `about` in its metadata; return the code that loads it."""
     with new_file(out) as path:
         write_tensors(path, plain_tensors(net), about)
-    return f"model.load_state_dict(safetensors.torch.load_file({str(out)!r}))"
+    others = [name for name, value in net.state_dict().items() if not isinstance(value, Tensor)]
+    strict = ", strict=False" if others else ""
+    left_out = f"\n  left out, since they are no tensors: {listed(others, 3)}" if others else ""
+    return f"model.load_state_dict(safetensors.torch.load_file({str(out)!r}){strict}){left_out}"
 
 
 def about(name: str, step: int) -> dict[str, str]:
@@ -40,8 +44,12 @@ def about(name: str, step: int) -> dict[str, str]:
 
 
 def plain_tensors(net: nn.Module) -> dict[str, Tensor]:
-    """Return the state of `net`, with the values of parametrised weights in place of their parametrisations."""
-    tensors = {name: value for name, value in net.state_dict().items() if ".parametrizations." not in f".{name}"}
+    """Return the tensors of `net`, with the values of parametrised weights in place of their parametrisations.
+
+    What else its state holds, from a `get_extra_state`, is left out.
+    """
+    state = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in state.items() if ".parametrizations." not in f".{name}"}
     for path, module in net.named_modules():
         if parametrize.is_parametrized(module):
             made: Any = module.parametrizations

@@ -62,6 +62,7 @@ class DINOv2(Features):
     arXiv 2312.02696) does. Needs timm or transformers.
     """
 
+    channels = (1, 3)
     recipe: str = field(
         default="dgm-eval",
         validator=in_(tuple(RECIPES)),
@@ -86,7 +87,7 @@ class DINOv2(Features):
 
         name = "dinov2" if found.is_published else f"dinov2-{found.sha256[:8]}"
         name += "" if self.recipe == "dgm-eval" else f"/{self.recipe}"
-        return Space(name, f"{name} {self.recipe} {found.sha256}", embed, device=device)
+        return Space(name, f"{name} {self.recipe} {found.sha256}", embed, self.channels, device=device)
 
 
 def resampled(positions: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class Inception(Features):
     so do the reference statistics that were published with them. Of 299 x 299 pixels all recipes make nearly the same.
     """
 
+    channels = (1, 3)
     recipe: str = field(
         default="torch-fidelity",
         validator=in_(tuple(RECIPES)),
@@ -65,7 +66,7 @@ class Inception(Features):
         name = "inception" if found.is_published else f"inception-{found.sha256[:8]}"
         name = "/".join((name, self.recipe, *(["bf16"] if dtype == torch.bfloat16 else [])))
         metric = "fid" if found.is_published else "fd"
-        return Space(name, f"{name} {found.sha256}", embed, device=device, metric=metric)
+        return Space(name, f"{name} {found.sha256}", embed, self.channels, device=device, metric=metric)
 
 
 @define(frozen=True)
@@ -75,6 +76,7 @@ class TorchvisionInception(Features):
     Images are resized to 299 (bilinear, antialiased) and scaled to [-1, 1], as its training did.
     """
 
+    channels = (1, 3)
     weights: str | None = field(default=None, metadata=about(_WEIGHTS))
     sha256: str | None = field(default=None, metadata=about(_SHA256))
 
@@ -90,7 +92,7 @@ class TorchvisionInception(Features):
             return features, logits
 
         name = "inception-torchvision" + ("" if found.is_published else f"-{found.sha256[:8]}")
-        return Space(name, f"{name} {found.sha256}", embed, device=device)
+        return Space(name, f"{name} {found.sha256}", embed, self.channels, device=device)
 
 
 def _network(found: Weights, use: str, as_in_fid: bool) -> InceptionV3:

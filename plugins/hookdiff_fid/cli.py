@@ -91,7 +91,7 @@ def command(
             first, second = (one.gaussian for one in sets if isinstance(one, Statistics))
             rows.append({"space": None, "fd": frechet_distance(first, second)})
         for choice in () if shape is None else _choices(features, given, shape):
-            space = choice.open(pick_device(device or "auto"))
+            space = choice.open_for(shape, pick_device(device or "auto"))
             found = [one.features(space) if isinstance(one, ImageSet) else one.gaussian for one in sets]
             if save and isinstance(found[0], Collected):
                 write_statistics(save, found[0].moments)

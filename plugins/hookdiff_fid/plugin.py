@@ -107,6 +107,8 @@ class FID(Periodic):
                 self.target = read_statistics(Path(self.reference).expanduser())
         except UserError as error:
             raise UserError(f"[plugins.fid] {error}") from None
+        if not self.reference and (num := len(loop.feed.training)) < 2 and not loop.end.reason:
+            raise UserError(f"[plugins.fid] needs at least 2 training images, got {num}")
         self._is_ready, self.floor = False, None
 
     @hookimpl

@@ -115,9 +115,13 @@ class Output:
                 raise UserError(f"{path} exists; choose another name, or --overwrite to replace it")
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Raise UserError if images of `shape` (c h w) are no pictures, unless only a grid is asked for."""
-        if (self.each or self.is_archive) and (len(shape) != 3 or shape[0] not in (1, 3)):
-            made = " x ".join(map(str, shape))
+        """Raise UserError if images of `shape` (c h w) are no pictures; a grid may have any number of channels."""
+        made = " x ".join(map(str, shape))
+        if len(shape) != 3:
+            raise UserError(
+                f"this model makes samples of {made}, which are no images; load_run(...).sample() returns them"
+            )
+        if (self.each or self.is_archive) and shape[0] not in (1, 3):
             raise UserError(f"--each and .npz files are for grey or RGB images; this model makes {made}")
 
     def num_older(self) -> int:

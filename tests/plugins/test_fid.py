@@ -3,6 +3,7 @@
 import gzip
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hookdiff import Batch, Feed, InMemory, Loop, LoopConfig, SampleRequest, Use
 from hookdiff.data import digits
 from hookdiff.features import Collected, Gaussian, Moments
 from hookdiff.pictures import to_uint8
+from hookdiff_diversity import Diversity
 from hookdiff_ema import EMA
 from hookdiff_features import Digits
 from hookdiff_fid import FID, frechet_distance
@@ -261,6 +263,31 @@ def test_other_data_is_refused_before_training() -> None:
         loop, _ = make_loop(FID(features="digits"), data=torch.zeros(64, *shape), steps=1)
         with refused(UserError, "1 x 8 x 8", shown):
             loop.run()
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_single_image_is_refused_before_training_and_two_are_measured(every: int) -> None:
+    for num in (1, 2):
+        loop, recorder = make_loop(FID(every=every, num_samples=4), data=digits().images[:num], steps=1, batch_size=1)
+        with refused(UserError, "fid", 2, 1) if num == 1 else nullcontext():
+            loop.run()
+        assert (loop.progress.step, len(recorder.distances)) == (num - 1, num - 1)
+
+
+@pytest.mark.parametrize("plugin", [FID, Diversity])
+@pytest.mark.parametrize("features", [None, "inception", "inception-torchvision", "dinov2"])
+@pytest.mark.parametrize("shape", [(1, 64), (32, 3), (4, 8, 8)])
+def test_samples_that_are_no_images_are_refused_before_weights_are_fetched(
+    plugin: Any, features: str | None, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetched(*_: object) -> None:
+        raise AssertionError("weights are asked for")
+
+    monkeypatch.setattr("hookdiff_features.spaces.read_weights", fetched)
+    monkeypatch.setattr("hookdiff_features.dinov2._builder", fetched)
+    loop, _ = make_loop(plugin(features=features), data=torch.zeros(64, *shape), steps=1)
+    with refused(UserError, features or "inception", "1 or 3", " x ".join(map(str, shape))):
+        loop.run()
 
 
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])

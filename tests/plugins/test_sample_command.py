@@ -3,10 +3,14 @@ import shutil
 import numpy
 import pytest
 import tomli
+import tomli_w
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
-from hookdiff import build_loop, load_config
+from hookdiff import build_loop, load_config, load_run
 from hookdiff.pictures import read_info
+from hookdiff.testing import assert_same
 from tests.conftest import check_facts, write_small
 
 NEWEST = "run/checkpoints/step-00000002"
@@ -234,3 +238,49 @@ def test_a_run_without_a_checkpoint_is_refused(hookdiff, folder):
         code, _, err = hookdiff(*words)
         assert code == 2
         check_facts(err, "run", "plugins", "checkpoints")
+
+
+FLAT = """
+import torch
+from hookdiff import InMemory
+from torch import nn
+
+def rows(height: int = 1) -> InMemory:
+    return InMemory(torch.zeros(8, height, 64))
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def get_extra_state(self):
+        return {"notes": [1, 2]}
+
+    def set_extra_state(self, state):
+        assert state == {"notes": [1, 2]}
+
+    def forward(self, x, times):
+        return self.layer(x)
+"""
+
+
+def test_samples_that_are_no_images_are_refused_and_exported_without_values_that_are_no_tensors(
+    hookdiff, tmp_path, monkeypatch, user_module
+):
+    user_module("flat", FLAT)
+    monkeypatch.chdir(tmp_path)
+    tables = {"data": {"source": "flat:rows"}, "model": {"use": "flat:Flat"}, "sampling": {"steps": 1}}
+    run = {"steps": 1, "batch_size": 4, "device": "cpu", "plugins": ["checkpoint"]}
+    (tmp_path / "c.toml").write_text(tomli_w.dumps({"run": run, **tables}))
+    build_loop(load_config(tmp_path / "c.toml"), tmp_path / "run").run()
+    for out in ([], ["--out", "x.npz"], ["--each", "each"]):
+        code, _, err = hookdiff("sample", "run", "--trust", *out)
+        assert code == 2
+        check_facts(err, "1 x 64", "images")
+    code, out, err = hookdiff("export", "run", "x.safetensors", "--trust")
+    assert (code, err) == (0, "")
+    check_facts(out, "strict=False", "_extra_state")
+    saved = load_file("x.safetensors")
+    with load_run("run", trust=True) as opened:
+        assert_same(saved, dict(opened.model().layer.named_parameters(prefix="layer")))
+        assert torch.equal(opened.sample(2), opened.sample(2, weights="x.safetensors"))
