@@ -144,7 +144,7 @@ def _share(result: Any) -> None:
     """Move the tensors of a result to shared memory. If torch did so on its own thread, an error would hang the run."""
     if isinstance(result, Tensor) and result.numel():
         with _shared_memory():
-            result.share_memory_()
+            result.share_memory_()  # type: ignore[no-untyped-call]
     elif isinstance(result, (tuple, list, Mapping)):
         for value in result.values() if isinstance(result, Mapping) else result:
             _share(value)

@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 
 from hookdiff import Batch, Config, Finding, Loop, SampleRequest, build_loop, evaluating
 from hookdiff.disk import run_of
+from hookdiff.experiment import Part
 from hookdiff.pictures import save_grid
 from hookdiff_debug import checks, measure
 from hookdiff_debug.measure import LEVELS, SETTLED, Level, Outputs
@@ -63,8 +64,9 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
 
     Pictures go to `strip`, if given. Raises UserError if the config cannot be built, or the run has no checkpoint.
     """
-    # The checks of the plugin debug are those of the doctor.
-    tried = evolve(config, plugins={name: part for name, part in config.plugins.items() if name != "debug"})
+    # The checks of the plugin debug are those of the doctor; its name is kept for its saved state.
+    idle = {name: Part(part.where, part.use, object) for name, part in config.plugins.items() if name == "debug"}
+    tried = evolve(config, plugins={**config.plugins, **idle})
     with _listening() as logged, ExitStack() as stack:
         # Both act only before the first step. A run has the weights of its checkpoint; the file of `start` may be gone.
         keep = ("micro_batch",) if run else ("micro_batch", "start")
@@ -100,7 +102,7 @@ def examine(config: Config, run: Path | None, steps: int, folder: Path, strip: P
         available = torch.cuda.get_device_properties(loop.device).total_memory if on_gpu else None
         findings["memory"] = checks.check_memory(trial.peak_memory, available)
     findings |= {f"logged {number}": Finding("warning", text) for number, text in enumerate(logged, 1)}
-    passive = [name for name in tried.plugins if type(loop.plugins[name]) is object]
+    passive = [name for name in tried.plugins if type(loop.plugins[name]) is object and name not in idle]
     left_out = [f"{', '.join(passive)}: they take no part in a training step or in sampling"] if passive else []
     left_out += ["debug: these are its checks"] if "debug" in config.plugins else []
     if left_out:

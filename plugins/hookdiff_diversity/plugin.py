@@ -52,9 +52,7 @@ class Diversity(Periodic):
 
     state_class: ClassVar[type] = DiversityState
 
-    every: Every = field(
-        default=Every(5000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
-    )
+    every: Every = field(default=Every(5000), converter=parse_every, metadata=about("how often; 0: only at the end"))
     num_samples: int = field(
         default=1000, validator=[ge(20), le(10_000)], metadata=about("images generated for a measurement")
     )

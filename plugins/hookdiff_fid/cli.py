@@ -62,7 +62,7 @@ def command(
     from hookdiff.disk import check_writable
     from hookdiff.experiment import pick_device
     from hookdiff.features import Collected
-    from hookdiff_fid.compare import compare
+    from hookdiff_fid.compare import compare, too_few
     from hookdiff_fid.frechet import frechet_distance
     from hookdiff_fid.sets import ImageSet, Statistics, data_of, open_set
     from hookdiff_fid.statistics import write_statistics
@@ -86,6 +86,7 @@ def command(
     given = {key: value for key, value in (("recipe", recipe), ("weights", weights), ("sha256", sha256)) if value}
     shape = next((one.shape for one in sets if isinstance(one, ImageSet)), None)
     rows: list[dict[str, Any]] = []
+    lacking = ""
     try:
         if shape is None:
             first, second = (one.gaussian for one in sets if isinstance(one, Statistics))
@@ -98,6 +99,7 @@ def command(
                 click.echo(f"{save}: mean and covariance of {sets[0].name} in the space {space.name}", err=as_json)
             if len(found) > 1:
                 rows.append({"space": space.name, **compare(space, found[0], found[1])})
+                lacking = too_few(found[0], found[1])
     except ValueError as error:  # too few images, or statistics of other features
         raise UserError(f"{' and '.join(one.name for one in sets)}: {error}") from None
     for one in sets:
@@ -111,6 +113,8 @@ def command(
     elif rows:
         click.echo("\nagainst ".join(f"{_count(one.num)} of {one.name}" for one in sets))
         click.echo(_table(rows) if recipe == _ALL else _list(rows[0]))
+    if lacking:
+        click.echo(lacking, err=True)
 
 
 def _count(num: int | None) -> str:

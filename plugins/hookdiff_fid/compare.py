@@ -40,5 +40,18 @@ def compare(
     return values
 
 
+def too_few(
+    samples: Collected | Gaussian, reference: Collected | Gaussian, metrics: Collection[Metric] = METRICS
+) -> str:
+    """Return a text about those `metrics` that `compare` leaves out for too few images; "" if there are none."""
+    if not isinstance(samples, Collected):
+        return ""
+    sets: dict[str, list[Collected | Gaussian]] = {"kid": [samples, reference], "precision": [samples, reference]}
+    sets |= {"is": [samples]} if samples.logits is not None else {}
+    needed = {name: [one for one in sets.get(name, ()) if isinstance(one, Collected)] for name in metrics}
+    lacking = [name for name, given in needed.items() if any(one.num < _FEWEST for one in given)]
+    return f"without {', '.join(lacking)}, for which {_FEWEST} images are needed" if lacking else ""
+
+
 def _moments(one: Collected | Gaussian) -> Moments | Gaussian:
     return one.moments if isinstance(one, Collected) else one

@@ -20,7 +20,7 @@ from hookdiff.pace import in_words
 from hookdiff.progress import is_time
 from hookdiff.ranks import first_rank_says, gathered_or_raised
 from hookdiff.structure import COUNT
-from hookdiff_fid.compare import METRICS, Metric, compare
+from hookdiff_fid.compare import METRICS, Metric, compare, too_few
 from hookdiff_fid.frechet import frechet_distance
 from hookdiff_fid.statistics import read_statistics
 
@@ -52,9 +52,7 @@ class FID(Periodic):
 
     state_class: ClassVar[type] = FIDState
 
-    every: Every = field(
-        default=Every(1000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
-    )
+    every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; 0: only at the end"))
     num_samples: int = field(
         default=1000, validator=[ge(2), le(10_000_000)], metadata=about("images generated for a measurement")
     )
@@ -165,6 +163,7 @@ class FID(Periodic):
         if loop.is_main:
             against = f"{self.target.num:,} of the data" if isinstance(self.target, Collected) else self.reference
             floor = f", about {self.floor:.4g} for a perfect model" if self.floor is not None else ""
+            floor += f", {lacking}" if (lacking := too_few(made, self.target, self.metrics)) else ""
             message = "%s %.4g at step %d: %s images of %s against %s%s, %.1f s"
             counts = (loop.progress.step, f"{self.num:,}", weights, against, floor, time.monotonic() - start)
             logger.info(message, distance, values[distance], *counts)

@@ -105,6 +105,8 @@ def data_of(path: Path, trust: bool) -> tuple[ImageSet, Tensor | None]:
 
     Raises UserError if that is no run, or its data is not here.
     """
+    if not path.exists():
+        raise UserError(f"{path}: {why_missing(path)}")
     if not _is_run(path):
         raise UserError(f"{path} is no run, so it has no training images: name the images to compare with")
     feed = build_feed(load_config(run_of(path) / CONFIG, trust=trust))

@@ -73,7 +73,7 @@ class LossMonitor(Evaluation):
         default=Every(1, "epochs"),
         converter=parse_every,
         kw_only=True,
-        metadata=about("how often the loss of held-out samples is measured; 0: only when the run is done"),
+        metadata=about("how often the loss of held-out samples is measured; 0: only at the end"),
     )
     # Not those of an average: an average is late, and the other values here are of the model's own weights.
     weights: str | None = field(

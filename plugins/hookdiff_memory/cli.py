@@ -33,7 +33,8 @@ def command(config: Path, plugins: tuple[str, ...], settings: tuple[str, ...], t
         "data": "the whole data set, held on the device",
         "batch": f"{estimate.batch_size} samples and their noise",
         "activations": f"micro_batch = {estimate.micro_batch}, {estimate.per_sample / 2**20:,.3f} for each sample",
-        "peak": "the most at one time: activations are freed while gradients are made",
+        "peak": "the most at one time: "
+        + ("with temporary tensors" if estimate.peak > estimate.total else "gradients come as activations go"),
         "available": "memory of the device",
     }
     sizes = {name: getattr(estimate, name) for name in ("parameters", "buffers", "gradients", "optimizer")}

@@ -25,7 +25,8 @@ ADVICE: dict[Cause, str] = {
     "weight": "an update broke it: resume from an earlier checkpoint at a lower rate (hookdiff replay --lr tries one)",
     "data": "repair or remove these samples; policy = 'skip' leaves the batch out",
     "draw": "check the noise and the times that the objective draws",
-    "divergence": "hookdiff replay --lr, which trains up to it at a lower rate; a longer warm-up; the plugin clip",
+    "divergence": "hookdiff replay --lr, which trains up to it at a lower rate; "
+    "hookdiff resume CHECKPOINT --lr X --out DIR; a longer warm-up; the plugin clip",
     "overflow": "use bf16, which has the range of float32, run that module without autocast, or keep its values small",
     "forward": "look there for a square root, a logarithm, a division, or the exponential of a large number",
     "loss": "look in the objective for a square root, a logarithm, a division, or an infinite weight",

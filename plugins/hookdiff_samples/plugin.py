@@ -48,9 +48,7 @@ class SampleGrid(Periodic):
     the whole training, and at the end of the run an animation, `samples/training.webp`.
     """
 
-    every: Every = field(
-        default=Every(1000), converter=parse_every, metadata=about("how often; 0: only when the run is done")
-    )
+    every: Every = field(default=Every(1000), converter=parse_every, metadata=about("how often; 0: only at the end"))
     num: int = field(
         default=36,
         validator=[ge(1), le(1_000_000)],

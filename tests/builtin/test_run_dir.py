@@ -134,6 +134,10 @@ def test_a_script_leaves_the_files_of_a_run(folder, hookdiff):
     assert tomli.loads((folder / "given" / CONFIG).read_text()) == config
     assert tomli.loads((folder / "not-given" / CONFIG).read_text()) == {"run": run}
     assert not (folder / "bare").exists()
+    for words in (("sample",), ("resume",), ("doctor",)):
+        code, _, err = hookdiff(*words, "given")
+        assert code == 2
+        check_facts(err, "config.toml", "[data]", "[model]", "script")
     (warning,) = made.stderr.splitlines()
     check_facts(warning, "bare", "Loop(..., plugins={**builtin_plugins(), ...})", "metrics.jsonl")
 

@@ -338,7 +338,9 @@ def test_nothing_is_wrong_with_a_healthy_config(name, doctor, folder):
 
 def test_a_run_directory_is_read_and_never_changed(doctor, hookdiff, folder):
     run = folder / "run"
-    assert hookdiff("run", "small.toml", "--out", run, "--plugins", "checkpoint", *settings(run__steps=12))[0] == 0
+    assert (
+        hookdiff("run", "small.toml", "--out", run, "--plugins", "checkpoint,debug", *settings(run__steps=12))[0] == 0
+    )
 
     def digests():
         return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in run.rglob("*") if path.is_file()}
@@ -355,7 +357,9 @@ def test_a_run_directory_is_read_and_never_changed(doctor, hookdiff, folder):
     assert sum(found["parts"].values()) == pytest.approx(found["seconds_per_step"], rel=0.05)
     with Image.open(found["strip"]) as picture:
         assert picture.width > picture.height
-    assert {"ema", "samples", "error by time"} <= {finding["name"] for finding in found["findings"]}
+    names = {finding["name"] for finding in found["findings"]}
+    assert {"ema", "samples", "error by time"} <= names
+    assert not any(name.startswith("logged") for name in names)  # such as that the state of debug is not used
 
     one = next((run / "checkpoints").iterdir())
     code, out, _ = doctor(one, "--steps", 8, "--json", "--out", folder / "strip.png")

@@ -83,6 +83,18 @@ def test_statistics_are_written_and_read(sets: Path, hookdiff: Command) -> None:
     }
 
 
+def test_what_is_left_out_for_too_few_images_is_said(sets: Path, hookdiff: Command) -> None:
+    for k in range(9):
+        save_image(digits().images[k], sets / "few" / f"{k}.png")
+    for words in (["few", "even"], ["even", "few"]):
+        code, out, err = hookdiff("fid", *words, "--json")
+        names = ["kid", "precision", "is"] if words[0] == "few" else ["kid", "precision"]
+        assert code == 0
+        assert not any(name.startswith(tuple(names)) for name in json.loads(out))
+        assert err.splitlines()[-1] == f"without {', '.join(names)}, for which 10 images are needed"
+    assert hookdiff("fid", "odd", "even")[2] == ""
+
+
 def test_a_run_is_compared_with_its_training_images(
     tmp_path: Path, write_config: Callable[..., Path], hookdiff: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +177,8 @@ def test_pictures_of_several_sizes_are_read_for_a_space_that_resizes(sets: Path,
 @pytest.mark.parametrize(
     ("words", "facts"),
     [
-        (["nowhere", "even"], ("nowhere",)),
+        (["nowhere", "even"], ("nowhere", "has no 'nowhere'")),
+        (["evn"], ("evn", "has no 'evn'", "even")),
         (["even", "evn"], ("evn", "even")),
         (["even"], ("even", "run")),
         (["text.txt", "even"], ("text.txt",)),

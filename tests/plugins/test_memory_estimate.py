@@ -259,6 +259,15 @@ def test_memory_is_printed_as_a_table_in_mib(count):
     check_facts(rows["activations"][1], 6, 0.032)
 
 
+@pytest.mark.parametrize(("hidden", "batch_size", "above"), [(8192, 6, False), (2048, 1024, True)])
+def test_the_remark_about_the_peak_fits_the_number(count, hidden, batch_size, above):
+    words = ("--set", f"model.hidden={hidden}", "--set", "optimizer.use=sgd", "--set", f"run.batch_size={batch_size}")
+    found = json.loads(count(*words, "--json")[1])
+    assert (found["peak"] > found["total"]) == above, found
+    (line,) = [line for line in count(*words)[1].splitlines() if line.startswith("peak")]
+    assert ("temporary" in line) == above
+
+
 def test_memory_is_printed_as_json_in_bytes(count, config):
     code, out, _ = count("--json")
     found = json.loads(out)

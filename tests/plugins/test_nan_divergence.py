@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,22 @@ def test_a_rate_that_is_too_high_is_named_with_a_lower_one(case: str, tmp_path: 
     rate = tables["optimizer"]["lr"]
     if case != "warm-up":  # it does not reach that rate
         check_facts(found.text, f"{rate:g}", 0.005 if rate == 0.5 else 0.01)
+
+
+def test_the_step_with_weights_to_go_on_from_is_named_also_after_a_resume(tmp_path: Path) -> None:
+    def at(rate: float, steps: int, folder: str, resume: Path | None = None) -> Loop:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        tables = {"optimizer": {"use": "sgd", "lr": rate}, "plugins": {"checkpoint": {"every": 1, "keep_last": 60}}}
+        return trained(tmp_path / folder, "checkpoint", resume=resume, run={"steps": steps}, **tables)
+
+    run, named = tmp_path / "first" / "run", []
+    assert at(1e-3, 8, "first").end.reason == "done"
+    for rate in (10.0, 1e-3):  # the second begins with ruined weights
+        loop = at(rate, 20, "first", run)
+        assert loop.end.reason == "on_nan"
+        named += re.findall(r"from a checkpoint of step (\d+)", diagnosis(loop).text)
+    assert named == ["8", "8"]
+    assert at(1e-3, 20, "second", run / "checkpoints" / "step-00000008").end.reason == "done"
 
 
 @define(eq=False)
