@@ -229,7 +229,7 @@ def load_config(
         ConfigError: lists every problem.
     """
     table, problems, settings = read_toml(path), Problems(), sorted(settings, key=_set_order)
-    if trust is not None and not table.keys() & {"data", "model"}:
+    if is_run_dir(path.parent) and not table.keys() & {"data", "model"}:
         raise ConfigError(f"{path} has no [data] and no [model]: a script made the run, and only the script can use it")
     for setting in settings:
         _set(table, setting, problems)
