@@ -60,6 +60,10 @@ class Defaults:
         if output.per_sample is not None:
             loss = loop.hook.reduce_loss(loop=loop, batch=batch, output=output)
             output = output if loss is output.loss else evolve(output, loss=_scalar(loss))
+        if not output.loss.requires_grad:
+            raise UserError(
+                "no gradient reaches the loss: a torch.no_grad(), a detach(), or weights that are all frozen"
+            )
         # Weighted by its number of samples, because the last micro-batch may be smaller.
         share = batch.weight * loop.num_ranks
         loop.hook.backward(loop=loop, loss=output.loss if share == 1 else output.loss * share)

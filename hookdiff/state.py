@@ -20,7 +20,7 @@ from hookdiff.findings import listed
 from hookdiff.log import Log
 from hookdiff.models.load import differences, load_state
 from hookdiff.models.names import plain_name
-from hookdiff.models.optimizer_state import check_eps, check_optimizer, load_optimizer, optimizer_state
+from hookdiff.models.optimizer_state import check_eps, check_optimizer, check_real, load_optimizer, optimizer_state
 from hookdiff.progress import Progress
 from hookdiff.ranks import is_of_ranks
 from hookdiff.shards import everywhere, place
@@ -67,6 +67,7 @@ class RunState:
     def hold(self, optimizers: Optimizers) -> tuple[Optimizer, ...]:
         """Make `optimizers`, one or several, part of the state, and return them as a tuple."""
         self.optimizers = as_tuple(optimizers)
+        check_real(self.model)
         check_eps(self.optimizers)
         return self.optimizers
 

@@ -27,6 +27,7 @@ from hookdiff.models.adapters import adapt, check_contract
 from hookdiff.models.attention import use_attention
 from hookdiff.models.compiler import sampling_errors, try_compiler
 from hookdiff.models.init import Initialisation, layers_called
+from hookdiff.models.optimizer_state import check_real
 from hookdiff.progress import AUTO
 from hookdiff.ranks import rank
 from hookdiff.structure import missing, parameters
@@ -89,7 +90,7 @@ def build_loop(
         with sampling_errors():
             try_compiler(device)  # now, and not at the first pictures, far into the run
     with layers_called(model) as called:
-        check_model(config, model, feed, objective)
+        check_model(config, model, feed, objective, trains)
     try:
         config.model.of(Initialisation).apply(model, called[-1] if called else None)
     except ValueError as error:
@@ -208,7 +209,10 @@ def make_model(config: Config, device: torch.device) -> nn.Module:
     model = build_model(config.model)
     model.to(device)
     if config.run.channels_last is True:
-        model.to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.dim() == 4:  # Module.to would refuse those of five dimensions, as a network for videos has
+                    tensor.data = tensor.to(memory_format=torch.channels_last)
     use_attention(model, config.run.attention)
     return model
 
@@ -221,11 +225,15 @@ def build_model(part: Part) -> nn.Module:
     if not any(True for _ in model.parameters()):
         raise ConfigError(f"model.use: {part.use} made a model without parameters")
     with _problems_of(part.where):
+        check_real(model)
         return adapt(model)
 
 
-def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusion) -> None:
-    """Raise ConfigError unless `model` takes the inputs of `objective` for the data, and returns the same shape."""
+def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusion, trains: bool) -> None:
+    """Raise ConfigError unless `model` takes the inputs of `objective` for the data, and returns the same shape.
+
+    If it `trains`, a gradient must reach its output.
+    """
     part, times = config.model, objective.process.network_time(objective.times.draw(objective.process, 1, Generator()))
     asked, known = getattr(model, "num_classes", None) or 0, feed.num_classes or 0
     if 0 < asked < known:
@@ -234,7 +242,7 @@ def check_model(config: Config, model: nn.Module, feed: Feed, objective: Diffusi
         given = objective.given(feed.blank(2)) if objective.conditions else {}
         conditions = {name: given[name] for name in objective.conditions}
         labels = bool(objective.conditional)
-        check_contract(model, feed.shape, labels=labels, times=times.dtype, conditions=conditions)
+        check_contract(model, feed.shape, labels=labels, times=times.dtype, conditions=conditions, trains=trains)
     except ValueError as error:
         differing = [f"{k} = {v}" for k, v in _facts(feed).items() if part.arguments.get(k, v) != v]
         likely = f"; the data has {', '.join(differing)}" if differing else ""

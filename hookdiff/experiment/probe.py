@@ -15,6 +15,8 @@ from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.build import build_model, build_sampling, pick_device
 from hookdiff.experiment.config import Config
 from hookdiff.experiment.optimizers import build_optimizers, check_patterns, patterns_of
+from hookdiff.experiment.part import Part
+from hookdiff.models.adapters import NoGradient, check_contract
 from hookdiff.models.load import check_file
 from hookdiff.plugins import Plugins
 from hookdiff.state import as_tuple
@@ -64,11 +66,25 @@ def _probe_model(config: Config) -> None:
             except ConfigError:
                 model = build_model(sized)  # reading a value while the model is made fails only on the meta device
             check_patterns(config.optimizer, model)
+            _probe_gradient(part, model, guess)
         except ConfigError as error:
             errors.append(str(error))
     # If the data decides the size, a problem must be the same for all sizes.
     if len(errors) == len(sides) and len(set(errors)) == 1:
         raise ConfigError(errors[0])
+
+
+def _probe_gradient(part: Part, model: nn.Module, side: int | None) -> None:
+    """Raise ConfigError if no gradient reaches the output of a model of the user, on the first shape that it takes."""
+    labels = bool(getattr(model, "num_classes", 0))
+    for channels in (1, 3, 4) if ":" in part.use else ():
+        try:
+            check_contract(model, (channels, side or 32, side or 32), labels=labels, trains=True)
+        except NoGradient as error:
+            raise ConfigError(f"{part.where}: {part.use} {error}") from None
+        except ValueError:  # the data has another shape, or the model needs values: `run` finds out
+            continue
+        return
 
 
 def try_optimizers(config: Config) -> tuple[Optimizer, ...]:

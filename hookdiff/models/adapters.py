@@ -8,7 +8,7 @@ neither its class nor the names of its parameters.
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -81,17 +81,18 @@ def check_contract(
     labels: bool = False,
     times: torch.dtype = torch.int64,
     conditions: Mapping[str, Tensor] | None = None,
+    trains: bool = False,
 ) -> None:
     """Call `model` once with `times` of this dtype; if its output has a tensor `sample`, let the model return that.
 
     `conditions`, by name and with two rows each, are given by keyword.
 
-    Raises ValueError unless the model maps images of `shape` (c h w) to the same shape. The message continues a
-    sentence that begins with the model's name.
+    Raises ValueError unless the model maps images of `shape` (c h w) to the same shape, and NoGradient, a ValueError,
+    if it `trains` and its output has no gradient. The message continues a sentence that begins with the model's name.
     """
     given = (2, *shape)
     try:
-        output = _call(model, given, labels, times, conditions or {})
+        output = _call(model, given, labels, times, conditions or {}, trains)
     except Exception as error:  # a model may raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         and_times = "" if times == torch.int64 else f" and times in {str(times).removeprefix('torch.')}"
@@ -103,12 +104,29 @@ def check_contract(
         raise ValueError(f"returned a {type(output).__name__}, expected a tensor")
     if output.shape != given:
         raise ValueError(f"returned shape {tuple(output.shape)} for images of shape {given}, expected the same")
+    if trains and not output.requires_grad and any(weight.requires_grad for weight in model.parameters()):
+        # Some models switch gradients off only when they are evaluated.
+        output = _call(model, given, labels, times, conditions or {}, trains, nullcontext())
+        if not getattr(getattr(output, "sample", output), "requires_grad", True):
+            raise NoGradient("cannot be trained: no gradient reaches its output, look for torch.no_grad() and detach()")
+
+
+class NoGradient(ValueError):
+    """The output of a model does not depend on its weights, as far as gradients know."""
 
 
 def _call(
-    model: nn.Module, shape: tuple[int, ...], labels: bool, times: torch.dtype, conditions: Mapping[str, Tensor]
+    model: nn.Module,
+    shape: tuple[int, ...],
+    labels: bool,
+    times: torch.dtype,
+    conditions: Mapping[str, Tensor],
+    trains: bool,
+    mode: AbstractContextManager[None] | None = None,
 ) -> Any:
-    """Return the output of `model` for zeros; a large one runs on the meta device, which computes nothing, if it can.
+    """Return the output of `model` for zeros, with its graph if it `trains`; it is evaluated unless `mode` is given.
+
+    A large model runs on the meta device, which computes nothing, if it can.
 
     A small one is faster than the meta device: with its first division, torch imports its compiler.
     """
@@ -121,7 +139,8 @@ def _call(
         return {name: torch.zeros_like(column, device=device) for name, column in conditions.items()}
 
     device, meta = next(model.parameters()).device, torch.device("meta")
-    with evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    on_gpu = [device] if device.type == "cuda" else []
+    with mode or evaluating(model), torch.random.fork_rng(on_gpu), torch.set_grad_enabled(trains):
         if sum(weight.numel() for weight in model.parameters()) * math.prod(shape[-2:]) > _SMALL:
             tensors = {
                 f"{path}.{name}" if path else name: tensor.to(meta)

@@ -75,6 +75,17 @@ def check_eps(optimizers: Iterable[Optimizer]) -> None:
                     )
 
 
+def check_real(model: nn.Module) -> None:
+    """Raise UserError for a trained parameter that is complex: neither norms nor optimizers here take one."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{name} is {kind}, and complex weights cannot be trained; keep its real and imaginary part as a "
+                f"parameter of shape {(*parameter.shape, 2)}, and call torch.view_as_complex on it in forward"
+            )
+
+
 def check_optimizer(optimizer: Optimizer, model: nn.Module, saved: Entry, is_finite: bool = True) -> None:
     """Raise ValueError unless `optimizer` can go on with the state `saved`.
 
