@@ -250,7 +250,7 @@ def _drop(hook: str, **what: object) -> None:
     """Take the place of the hooks while the log is muted."""
 
 
-def _check_number(name: str, value: object, expected: str) -> None:
+def _check_number(name: str, value: Any, expected: str) -> None:
     """Raise ValueError unless `value` can be sent as a float: here, where the plugin that logs it is to blame."""
     if not _is_number(value):
         is_array = hasattr(value, "shape") and hasattr(value, "dtype")
@@ -265,7 +265,9 @@ def _is_number(value: Any) -> bool:
         float(value)
     except (TypeError, ValueError, OverflowError):
         return False
-    return not (isinstance(value, str | bytes) or getattr(value, "shape", ()))  # float takes an array of one number
+    return not isinstance(value, str | bytes) and not getattr(
+        value, "shape", None
+    )  # float takes an array of one number
 
 
 def _check_name(name: str) -> None:

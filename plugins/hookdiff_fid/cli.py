@@ -88,10 +88,11 @@ def command(
     rows: list[dict[str, Any]] = []
     lacking = ""
     try:
+        choices = [] if shape is None else [(choice, shape) for choice in _choices(features, given, shape)]
         if shape is None:
             first, second = (one.gaussian for one in sets if isinstance(one, Statistics))
             rows.append({"space": None, "fd": frechet_distance(first, second)})
-        for choice in () if shape is None else _choices(features, given, shape):
+        for choice, shape in choices:
             space = choice.open_for(shape, pick_device(device or "auto"))
             found = [one.features(space) if isinstance(one, ImageSet) else one.gaussian for one in sets]
             if save and isinstance(found[0], Collected):
