@@ -17,7 +17,7 @@ from hookdiff.hookspecs import hookimpl
 from hookdiff.log import Mean, Value
 from hookdiff.options import about
 from hookdiff.periodic import Periodic
-from hookdiff.randomness import derive_seed
+from hookdiff.randomness import default_generators_kept, derive_seed
 from hookdiff.structure import COUNT
 from hookdiff.weights import evaluating
 
@@ -87,16 +87,10 @@ class Evaluation(Periodic):
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the global generators during the `with`; then restore them."""
-    on_gpu = device.type == "cuda"
-    python, arrays = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng([device] if on_gpu else []):
+    with default_generators_kept(device):
         torch.default_generator.manual_seed(seed)
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(arrays)
+        yield

@@ -70,7 +70,11 @@ class Generated:
     def of(cls, loop: Loop, features: Features | None, seed: int, weights: str | None) -> Generated:
         """Open the space of `features`; None: that of such images. Raises UserError if it does not take them."""
         shape = loop.feed.shape
-        return cls(loop, (features or usual_features(shape)).open_for(shape, loop.device), seed, weights)
+        features = features or usual_features(shape)
+        features.check(shape)
+        space = features.open(loop.device)
+        space.check(shape)
+        return cls(loop, space, seed, weights)
 
     @property
     def at_a_time(self) -> int:

@@ -265,9 +265,7 @@ def _is_number(value: Any) -> bool:
         float(value)
     except (TypeError, ValueError, OverflowError):
         return False
-    return not isinstance(value, str | bytes) and not getattr(
-        value, "shape", None
-    )  # float takes an array of one number
+    return not isinstance(value, str | bytes) and not len(getattr(value, "shape", ()))  # float takes an array of one
 
 
 def _check_name(name: str) -> None:

@@ -6,7 +6,11 @@ updates, noise that causes a NaN would be drawn again for ever.
 
 import functools
 import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy
 import torch
 from torch import Generator, Tensor
 
@@ -32,6 +36,18 @@ def derive_seed(seed: int, stream: str, position: int = 0, rank: int = 0, part: 
     neighbouring positions share nothing. torch's CPU generators use the low 32 bits.
     """
     return splitmix64(splitmix64(_prefix(seed, stream, rank) ^ position) ^ part)
+
+
+@contextmanager
+def default_generators_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the default generators of Python, numpy and torch, also that of a GPU `device`, after the `with`."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng([device] if device and device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)
 
 
 @functools.lru_cache(maxsize=64)

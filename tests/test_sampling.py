@@ -1,6 +1,8 @@
+import random
 from collections.abc import Generator
 from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 from attrs import evolve
@@ -133,12 +135,21 @@ def test_samples_are_clamped_behind_all_plugins_if_the_data_are_pictures(data: s
     model, sampler = nn.Linear(1, 1), cast(Sampling, Wide())
     optimizer, config = torch.optim.SGD(model.parameters()), LoopConfig(steps=1, batch_size=2)
     loop = Loop(model, optimizer, no_loss, source, config, {"doubled": Doubled()}, sampler=sampler)
+    assert loop.feed.shape  # which reads a sample
     expected = {False: CLAMPED if are_clamped else 2 * WIDE, True: 2 * WIDE}
     for raw, values in expected.items():
+        before = states()
         made = loop.sample(SampleRequest(2, raw=raw)).images
+        assert_same(states(), before)
         torch.testing.assert_close(made.flatten(1), values.expand(2, 9), rtol=0, atol=0, equal_nan=True)
     assert Remembered(loop.feed.facts).are_pictures == are_clamped  # as a checkpoint has them
     assert loop.sample(SampleRequest(0)).images.shape == (0, *loop.feed.shape)
+
+
+def states() -> dict[str, Any]:
+    """Return the states of the default generators."""
+    _, numbers, *place = numpy.random.get_state()
+    return {"python": random.getstate(), "numpy": [numbers.tolist(), *place], "torch": torch.get_rng_state()}
 
 
 def no_loss(*_: object) -> Tensor:

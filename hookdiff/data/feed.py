@@ -35,7 +35,7 @@ from hookdiff.data.store import Prepared, Store, prepare
 from hookdiff.data.transforms import Transforms, size_text
 from hookdiff.errors import UserError, shown
 from hookdiff.options import about, between
-from hookdiff.randomness import derive_seed
+from hookdiff.randomness import default_generators_kept, derive_seed
 from hookdiff.structure import structured
 
 logger = logging.getLogger("hookdiff")
@@ -226,7 +226,11 @@ class Feed:
         if isinstance(self.source, Images) or len(self.shape) < 3:
             return isinstance(self.source, Images)
         held = self.samples
-        images = held.images if isinstance(held, InMemory) else self.examples(lambda n: range(min(MOST, n))).inputs
+        if isinstance(held, InMemory):
+            images = held.images
+        else:
+            with default_generators_kept():  # which reading seeds: a run may be under way
+                images, *_ = next(self._loader(0).load([(0, self.training[:MOST].numpy())]))
         if not images.is_floating_point():
             return images.dtype == torch.uint8
         low, high = images.aminmax()

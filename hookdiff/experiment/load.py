@@ -208,7 +208,7 @@ class Run:
         return tuple(islice(cycle(numbers), num)) if numbers else None
 
     def sample(self, num: int = 16, **options: Any) -> Tensor:
-        """Return `num` images: n c h w, float32 in [-1, 1], on the CPU. The options are those of `batches`."""
+        """Return `num` images: n c h w, float32, on the CPU; those of pictures in [-1, 1]. Options: `batches`."""
         with shown_works(), closing(paced(self.batches(num, **options), num, "images")) as parts:
             made = list(parts)
         return torch.cat(made) if made else torch.empty(0, *self.loop.feed.shape)
@@ -232,9 +232,9 @@ class Run:
         stream: str = "sample",
         raw: bool = False,
     ) -> Iterator[Tensor]:
-        """Yield `num` images in parts, as many at a time as fit: n c h w, float32 in [-1, 1], on the CPU.
+        """Yield `num` images in parts, as many at a time as fit: n c h w, float32, on the CPU.
 
-        Image k of a seed is the same in any part, up to rounding.
+        Those of a model of pictures are in [-1, 1]. Image k of a seed is the same in any part, up to rounding.
 
         Args:
             num: number of images.

@@ -84,15 +84,9 @@ class Features(Choice, ABC):
     kind = "features"
     channels: ClassVar[Sequence[int] | None] = None  # that the space takes, if that is known before it is opened
 
-    def open_for(self, shape: Sequence[int], device: torch.device) -> Space:
-        """Return the opened space; raises UserError, before any weights are fetched, if it takes no such images.
-
-        `shape` is that of an image, c h w.
-        """
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise UserError, before `open` fetches any weights, if the space takes no images of `shape` (c h w)."""
         _check(self.use, shape, self.channels, None)
-        space = self.open(device)
-        space.check(shape)
-        return space
 
     @abstractmethod
     def open(self, device: torch.device) -> Space:

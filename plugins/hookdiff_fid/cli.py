@@ -84,16 +84,16 @@ def command(
     if save and isinstance(sets[0], Statistics):
         raise UserError(f"--save: {samples} holds statistics already")
     given = {key: value for key, value in (("recipe", recipe), ("weights", weights), ("sha256", sha256)) if value}
-    shape = next((one.shape for one in sets if isinstance(one, ImageSet)), None)
+    shape = next((one.shape for one in sets if isinstance(one, ImageSet)), ())
     rows: list[dict[str, Any]] = []
     lacking = ""
     try:
-        choices = [] if shape is None else [(choice, shape) for choice in _choices(features, given, shape)]
-        if shape is None:
+        if not shape:
             first, second = (one.gaussian for one in sets if isinstance(one, Statistics))
             rows.append({"space": None, "fd": frechet_distance(first, second)})
-        for choice, shape in choices:
-            space = choice.open_for(shape, pick_device(device or "auto"))
+        for choice in _choices(features, given, shape) if shape else ():
+            choice.check(shape)
+            space = choice.open(pick_device(device or "auto"))
             found = [one.features(space) if isinstance(one, ImageSet) else one.gaussian for one in sets]
             if save and isinstance(found[0], Collected):
                 write_statistics(save, found[0].moments)

@@ -73,7 +73,7 @@ def trained(**options: Any) -> tuple[Loop, Averages]:
 
 
 def images(loop: Loop, **options: Any) -> Tensor:
-    return loop.sample(SampleRequest(4, **options)).images
+    return loop.sample(SampleRequest(4, raw=True, **options)).images
 
 
 def by_hand(loop: Loop, own: dict[str, Tensor], guide: dict[str, Tensor], scale: float) -> Tensor:

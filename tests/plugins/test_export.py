@@ -110,7 +110,7 @@ def opened(run: Path, *settings: str) -> Loop:
 
 def images(run: Path, num: int, weights: str | None, *settings: str, labels: tuple[int, ...] | None = None) -> Tensor:
     with opened(run, *settings) as loop:
-        return loop.sample(SampleRequest(num, weights=weights, labels=labels)).images
+        return loop.sample(SampleRequest(num, weights=weights, labels=labels, raw=True)).images
 
 
 @pytest.mark.parametrize("weights", [None, "model", "ema", "ema/decay=0.1", "half"])
