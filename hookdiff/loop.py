@@ -103,8 +103,7 @@ class Loop(ReadOnly):
 
     def sample(self, request: SampleRequest) -> Samples:
         """Make images by the hook `sample`; if the data are pictures, clamped to [-1, 1], unless the request is raw."""
-        made = self.hook.sample(loop=self, request=request)
-        return made.clamped() if request.num and not request.raw and self.feed.are_pictures else made
+        return request.finish(self.hook.sample(loop=self, request=request), self.feed)
 
     def using(self, *, net: nn.Module | None = None, sampler: Sampler | None = None) -> AbstractContextManager[None]:
         """Train with another `net`, or sample with another `sampler`, during the `with`."""

@@ -59,6 +59,13 @@ class SampleRequest:
             return [k % num_samples for k in numbers]
         return [derive_seed(self.seed, self.stream, k, part=1) % num_samples for k in numbers]
 
+    def finish(self, made: Samples, feed: Any) -> Samples:
+        """Return `made` clamped to [-1, 1] if `feed` holds pictures, unless the request is raw."""
+        if self.raw or not self.num or not feed.are_pictures:
+            return made
+        images = made.images  # NaN and infinities stay, so that they are found
+        return evolve(made, images=images.clamp(-1, 1).where(images.isfinite(), images))
+
 
 @define(frozen=True, eq=False)
 class Samples:
@@ -67,10 +74,6 @@ class Samples:
     images: Tensor  # n c h w, float32, on the model's device; see `Loop.sample` for their range
     weights: str  # "model" or the name of the average that was used
     sampler: Any = None  # that made them, which a plugin may have put in place of the run's; None: not known
-
-    def clamped(self) -> Samples:
-        """Return the images clamped to [-1, 1]; NaN and infinities stay, so that they are found."""
-        return evolve(self, images=self.images.clamp(-1, 1).where(self.images.isfinite(), self.images))
 
 
 class Sampler(Protocol):
