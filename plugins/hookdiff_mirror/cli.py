@@ -24,12 +24,13 @@ def command(run: Path, name: str, settings: tuple[str, ...]) -> None:
     from hookdiff.mirroring import mirror, tracked
 
     history = History.of(run)
-    if ":" not in name and name not in (known := _trackers()):
+    if ":" not in name and name not in entry_points(group="hookdiff.plugins").names:
+        known = _trackers()
         raise UserError(f"--to {name}: no tracker of that name{nearest(name, known)}; installed: {', '.join(known)}")
     sink = make_plugin(name, history.config, settings, run_dir=history.run_dir)
     own = make_plugin(name, history.config)  # to compare the places
     if not isinstance(sink, Sink) or not isinstance(own, Sink):
-        raise UserError(f"--to {name}: this plugin is no sink")
+        raise UserError(f"--to {name}: this plugin is no tracker; installed: {', '.join(_trackers())}")
     is_own = name in history.config.get("run", {}).get("plugins", ())
     if history.state == "running" and is_own and sink.place(tracked(history)) == own.place(tracked(history)):
         raise UserError(f"{run} is under way and writes to {name} itself; wait for its end, or --set another place")

@@ -194,6 +194,7 @@ class Run:
         run, plugins = table["run"], table["plugins"]
         for name in set_by_data(self.config):
             table["model"].pop(name, None)
+        run.pop("import_from", None)  # a stranger's folder, perhaps; `train` passes all that is trusted
         run |= {"log_every": plan.log_every, "max_time": 0}
         if (self.config.run.steps or (self.config.run.epochs or 0) * plan.num_batches) < plan.steps:
             run.pop("epochs", None)

@@ -70,6 +70,8 @@ class WandB(Sink):
         return object()
 
     def check(self, loop: Loop) -> None:
+        for run_dir in (loop.run_dir, loop.resume):
+            _refuse_settings_of(run_dir)
         if (self.mode or os.environ.get("WANDB_MODE")) == "online":
             try:
                 self._find_mode()
@@ -79,6 +81,7 @@ class WandB(Sink):
                 log.debug("W&B cannot be asked for its key:", exc_info=error)
 
     def open(self, run: TrackedRun) -> list[Call]:
+        _refuse_settings_of(run.run_dir)  # also of a mirror that is made later
         wandb = _wandb()
         directory = run.run_dir.resolve().name if run.run_dir else None
         folder = Path(self.dir or run.run_dir or ".")
@@ -172,6 +175,13 @@ def _wandb() -> Any:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_SILENT", "true")
     return importlib.import_module("wandb")
+
+
+def _refuse_settings_of(run_dir: Path | None) -> None:
+    """Raise UserError for settings in the working directory that the run has brought: they may name another server."""
+    file = Path("wandb", "settings").resolve()
+    if run_dir and file.exists() and file.is_relative_to(run_dir.resolve()):
+        raise UserError(f"{file}: W&B would take its server from this file of the run; start from another folder")
 
 
 def _has_key() -> bool:
