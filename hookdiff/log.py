@@ -14,7 +14,7 @@ from hookdiff.distribution import Distribution
 from hookdiff.events import Event, as_json
 from hookdiff.findings import Finding
 from hookdiff.pictures import Picture, grid
-from hookdiff.progress import Progress
+from hookdiff.progress import Progress, Step
 from hookdiff.ranks import rank
 
 logger = logging.getLogger("hookdiff")
@@ -67,11 +67,25 @@ class Log:
         """From now on, `due` and what is logged speak of the update that a batch is to make."""
         self._batch = []
 
-    def end_batch(self, is_updated: bool) -> None:
-        """Log what has waited if the update is made and counted, or drop it."""
+    def end_batch(self, step: Step) -> Step:
+        """Log what has waited if `step`, which is counted, has made the update, or drop it; return `step`."""
         waiting, self._batch = self._batch, None
-        for call in waiting or () if is_updated else ():
+        for call in waiting or () if step.outcome == "updated" else ():
             call()
+        return step
+
+    @contextmanager
+    def ending(self, error: BaseException | None) -> Iterator[None]:
+        """Drop a batch that has raised the error, and send the last values after the `with`, also if a plugin fails.
+
+        A run that was refused before it was ready sends none: it must write nothing.
+        """
+        self._batch = None
+        try:
+            yield
+        finally:
+            if error is None or self._early is None:
+                self.flush()
 
     @property
     def names(self) -> set[str]:
@@ -186,11 +200,6 @@ class Log:
             call()
         else:
             self._once_updated(call)
-
-    def close(self) -> None:
-        """Send the last values, unless the run was refused before it was ready: it must write nothing."""
-        if self._early is None:
-            self.flush()
 
     def flush(self) -> None:
         """Send the logged values to the sinks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
@@ -140,10 +139,8 @@ class Loop(ReadOnly):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        with closing(self.feed), self.resources:
+        with closing(self.feed), self.resources, self.log.ending(error):  # flushed before the sinks close
             reason = self.end.close(error)
-            self.log.end_batch(False)  # one that has raised an error
-            self.resources.callback(self.log.close)  # also when a plugin fails, and before the sinks close
             if error:
                 self.hook.on_exception(loop=self, error=error)
             self.hook.on_stop(loop=self, reason=reason)
@@ -180,7 +177,7 @@ class Loop(ReadOnly):
         self.log.begin_batch()
         batch = self.hook.make_batch(loop=self, batch=batch).in_place_of(batch, self.plugins.make_batches)
         if not batch.total:
-            return self._consume(total, "skipped")
+            return self.log.end_batch(progress.consume(total, "skipped"))
         batch = self.objective.draw(batch, self.random.generator("noise", progress.position, self.device))
         self.hook.before_step(loop=self, batch=batch)
         self.buffers.keep()
@@ -188,21 +185,15 @@ class Loop(ReadOnly):
         self._set(output=self.hook.accumulate(loop=self, batch=batch))
         self.gradients.conclude(self.output.loss)
         if refused := self._refused(batch):
-            return self._consume(total, refused, self.gradients.loss, self.gradients.total_norm)
+            return self.log.end_batch(progress.consume(total, refused, self.gradients.loss, self.gradients.total_norm))
         loss, norm = self.gradients.loss, self.gradients.total_norm  # before any clipping
         self.hook.after_backward(loop=self)
         if not self.hook.optimizer_step(loop=self):
-            return self._consume(total, "held", loss, norm)
+            return self.log.end_batch(progress.consume(total, "held", loss, norm))
         self.adopted.update(progress.step + 1)
-        step = self._consume(total, "updated", loss, norm)
+        step = self.log.end_batch(progress.consume(total, "updated", loss, norm))
         self.log.average({"loss": loss, "grad_norm": norm})
         self.hook.after_optimizer_step(loop=self)
-        return step
-
-    def _consume(self, samples: int, outcome: Outcome, loss: float = math.nan, grad_norm: float = math.nan) -> Step:
-        """Count a batch as `Progress.consume` does, and log what belongs to its update, if it made one."""
-        step = self.progress.consume(samples, outcome, loss, grad_norm)
-        self.log.end_batch(outcome == "updated")
         return step
 
     def run_pass(self, batch: Batch, stream: str = "model") -> LossOutput:

@@ -191,6 +191,7 @@ PUBLIC = {
         "hookdiff.data.cache",
         "hookdiff.data.decode",
         "hookdiff.data.each",
+        "hookdiff.data.formats",
         "hookdiff.data.items",
     ),
     *("hookdiff.data.labels", "hookdiff.data.source", "hookdiff.data.survey", "hookdiff.errors"),

@@ -73,7 +73,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_package_is_small_and_its_plugin_is_listed_with_its_keys(name: str, installed: None, hookdiff: Run) -> None:
     module = PLUGINS / name / f"hookdiff_{name}.py"
-    assert len(module.read_text().splitlines()) < 60
+    assert len(module.read_text().splitlines()) <= 60
     assert (PLUGINS / name / "README.md").is_file()
 
     rows = {line.split()[0]: line for line in hookdiff("plugins")[1].splitlines()}

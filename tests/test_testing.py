@@ -127,9 +127,9 @@ class Draws:
         (Hides, ("plugins/plugin/count", 20, 8)),
         (Shrinks, ("step 2", "0.weight")),
         (Pictures, ("step 2", "noise")),
-        (lambda: Draws(random.SystemRandom().random), ("step 0", "drawn", "seed")),
-        (lambda: Draws(random.random), ("step 0", "drawn", "seed")),
-        (lambda: Draws(numpy.random.rand), ("step 0", "drawn", "seed")),
+        (lambda: Draws(random.SystemRandom().random), ("step 1", "drawn", "seed")),
+        (lambda: Draws(random.random), ("step 1", "drawn", "seed")),
+        (lambda: Draws(numpy.random.rand), ("step 1", "drawn", "seed")),
     ],
 )
 def test_a_plugin_that_does_not_resume_is_found_with_the_first_difference(make: Any, facts: tuple[object, ...]) -> None:

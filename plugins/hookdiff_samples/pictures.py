@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hookdiff import UserError
 from hookdiff.data import Folder, Transforms, to_unit_range
+from hookdiff.data.decode import decode
 from hookdiff.data.each import with_images
-from hookdiff.data.pixels import load
 from hookdiff.data.source import open_picture, reason
 from hookdiff.data.survey import left_out_text, passed_over_text, refuse, unreadable_problems
 from hookdiff.disk import check_writable, new_file, writing
@@ -49,7 +49,7 @@ def _in_folder(path: Path) -> list[Path]:
 
 
 def _load(image: Any) -> None:
-    load(image)
+    decode(image, None, "black")
 
 
 def read_pictures(files: Sequence[Path], shape: Sequence[int]) -> Tensor:

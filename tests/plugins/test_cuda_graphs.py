@@ -87,14 +87,14 @@ def toy(device, given, **options):
     return toy_loop(given, **options | {"model": options["model"].to(device)})
 
 
-def assert_close(loop: Loop, other: Loop) -> None:
+def assert_close(loop: Loop, other: Loop, atol: float = 1e-6) -> None:
     """The rate is a float32 on the device, and an average is updated by three operations in place of one."""
     for mine, theirs in (
         (loop.model.state_dict(), other.model.state_dict()),
         (loop.plugins["ema"].shadow, other.plugins["ema"].shadow),  # type: ignore[attr-defined]
     ):
         for name, value in theirs.items():
-            torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=atol)
 
 
 def test_replayed_steps_give_the_weights_and_averages_of_usual_ones(device, recorder):
@@ -138,7 +138,8 @@ def test_networks_and_optimizers_of_real_runs(device, recorder, make, optimizer)
         loop.run()
         loops.append(loop)
     assert recorder.num_replays == [5, 5]
-    assert_close(*loops)
+    # Where a gradient is near 0, AdamW magnifies its rounding: allow a hundredth of an update at this rate.
+    assert_close(*loops, atol=1e-5)
 
 
 def test_a_replayed_step_makes_the_host_wait_once(device, recorder):

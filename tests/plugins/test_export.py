@@ -105,7 +105,7 @@ def trained(place: Path, command: Any) -> Any:
 
 
 def opened(run: Path, *settings: str) -> Loop:
-    return build_loop(load_config(run / "config.toml", settings=settings), run, resume=True, hooks=HOOKS)
+    return build_loop(load_config(run / "config.toml", settings=settings, trust=True), run, resume=True, hooks=HOOKS)
 
 
 def images(run: Path, num: int, weights: str | None, *settings: str, labels: tuple[int, ...] | None = None) -> Tensor:

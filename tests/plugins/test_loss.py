@@ -125,7 +125,7 @@ def test_a_loss_that_ran_away_is_reported_with_the_nan(caplog: pytest.LogCapture
 
     loop, _ = make(LossMonitor(), before={"explode": Explode()}, steps=200)
     assert loop.run() == "on_nan"
-    assert warnings(caplog)[0].startswith("step 152: learning rate probably too high")
+    assert warnings(caplog)[0].startswith("step 153: learning rate probably too high")
     assert " of step 150, " in warnings(caplog)[0]
     assert "; learning rate 0.001" in warnings(caplog)[0]
     assert caplog.records[-1].getMessage().startswith("step 153 ")  # the loop's own report

@@ -19,9 +19,7 @@ class Csv(Sink):
     A name that appears later adds a column, which is empty in the rows before. A resumed run continues the file.
     """
 
-    path: Annotated[str, Writes(in_run_dir=True)] = field(
-        default="metrics.csv", metadata=about("file to write, in the run directory")
-    )
+    path: Annotated[str, Writes(in_run_dir=True)] = field(default="metrics.csv", metadata=about("file to write"))
     file: Path = field(init=False)
     columns: list[str] = field(factory=list, init=False)
     newest: int = field(default=0, init=False)  # the last step in the file
