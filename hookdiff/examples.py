@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hookdiff import PASS, Batch, Finding, Loop, LossOutput, NonFinite, Reason, Samples, Verdict, hookimpl
+from hookdiff.disk import new_file, write_file
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
 from hookdiff.options import Writes
@@ -205,7 +206,8 @@ class EpochFiles:
     @hookimpl(trylast=True)
     def on_epoch_end(self, loop: Loop) -> None:
         if loop.is_main and loop.run_dir:
-            save_model(loop.model, str(loop.run_dir / f"epoch-{loop.progress.epoch}.safetensors"))
+            with new_file(loop.run_dir / f"epoch-{loop.progress.epoch}.safetensors") as partial:
+                save_model(loop.model, str(partial))
 
 
 class StopFile:
@@ -241,7 +243,8 @@ class Latest:
     @hookimpl
     def on_log(self, loop: Loop, step: int, values: Mapping[str, float]) -> None:
         if loop.is_main and loop.run_dir:
-            (loop.run_dir / "latest.json").write_text(json.dumps({"step": step, **values}))
+            with new_file(loop.run_dir / "latest.json") as partial:
+                write_file(partial, json.dumps({"step": step, **values}).encode())
 
 
 class ImageArrays:
@@ -251,7 +254,8 @@ class ImageArrays:
     def on_images(self, loop: Loop, images: Mapping[str, Picture]) -> None:
         if loop.is_main and loop.run_dir:
             for name, picture in images.items():
-                numpy.save(loop.run_dir / f"{name.replace('/', '-')}.npy", picture.pixels)
+                with new_file(loop.run_dir / f"{name.replace('/', '-')}.npy") as partial, partial.open("xb") as file:
+                    numpy.save(file, picture.pixels)
 
 
 class PrintTexts:
@@ -300,14 +304,17 @@ class ErrorFile:
     def on_exception(self, loop: Loop, error: BaseException) -> None:
         if loop.run_dir and loop.run_dir.is_dir():  # the run may have failed before it was made
             text = "".join(traceback.format_exception(error))
-            (loop.run_dir / f"error-{loop.rank}.txt").write_text(f"step {loop.progress.step}\n{text}")
+            with new_file(loop.run_dir / f"error-{loop.rank}.txt") as partial:
+                write_file(partial, f"step {loop.progress.step}\n{text}".encode())
 
 
-class RunList:
-    """Adds a line for each run to runs.csv, beside the run directories."""
+@define(eq=False)
+class LastRun:
+    """Keeps in a file how the last run has ended, for a dashboard."""
+
+    file: Annotated[str, Writes()]
 
     @hookimpl
     def on_stop(self, loop: Loop, reason: Reason) -> None:
-        if loop.is_main and loop.run_dir and loop.run_dir.is_dir():
-            with (loop.run_dir.parent / "runs.csv").open("a") as file:
-                file.write(f"{loop.run_dir.name},{loop.progress.step},{reason}\n")
+        if loop.is_main:
+            Path(self.file).write_text(f"{loop.run_dir},{loop.progress.step},{reason}\n")

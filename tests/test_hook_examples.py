@@ -419,7 +419,7 @@ def test_on_exception(tmp_path: Path) -> None:
 
 
 def test_on_stop(tmp_path: Path) -> None:
+    last = examples.LastRun(str(tmp_path / "last.csv"))
     for name, steps in (("one", 2), ("two", 3)):
-        (tmp_path / name).mkdir()
-        toy_loop({"list": examples.RunList()}, run_dir=tmp_path / name, steps=steps).run()
-    assert (tmp_path / "runs.csv").read_text().splitlines() == ["one,2,done", "two,3,done"]
+        toy_loop({"last": last}, run_dir=tmp_path / name, steps=steps).run()
+    assert (tmp_path / "last.csv").read_text() == f"{tmp_path / 'two'},3,done\n"

@@ -15,6 +15,7 @@ from .lock import check_place as check_place, lock_run_dir as lock_run_dir
 from .paths import (
     CONFIG as CONFIG,
     check_writable as check_writable,
+    folder_in as folder_in,
     no_such_folder as no_such_folder,
     run_of as run_of,
 )

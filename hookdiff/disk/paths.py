@@ -44,6 +44,18 @@ def run_of(path: Path) -> Path:
     raise no_such_folder(path)
 
 
+def leads_out(path: Path, run_dir: Path) -> bool:
+    """Return whether `path` is outside of `run_dir` once links are followed."""
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run_dir))
+
+
+def folder_in(run_dir: Path, name: str) -> Path:
+    """Return the path of the folder `name` in a run directory; raises UserError for a link that leads out of it."""
+    if leads_out(path := run_dir / name, run_dir):
+        raise UserError(f"{path} is a link that leads out of the run directory, to {os.path.realpath(path)}; remove it")
+    return path
+
+
 def no_such_folder(path: Path) -> UserError:
     """Return the error for a missing folder; its message suggests the most similar name."""
     return UserError(f"{path}: no such folder: {why_missing(path)}")

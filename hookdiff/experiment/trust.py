@@ -7,10 +7,11 @@ library, and writes files in the run directory alone. Values from the command li
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hookdiff.disk.paths import CONFIG
+from hookdiff.disk.paths import CONFIG, leads_out
 from hookdiff.history import is_run_dir
 from hookdiff.options import Handed, Writes
 from hookdiff.structure import Text, fields_of, marks_of
@@ -72,6 +73,9 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _is_inside(given: str, run_dir: Path, starts_there: bool) -> bool:
-    """Return whether the path `given` is in `run_dir`, or is it, once links are followed."""
+    """Return whether the path `given`, and what lies there, is in `run_dir`, or is it, once links are followed."""
     path = (run_dir if starts_there else Path()) / os.path.expanduser(given)
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run_dir))
+    if leads_out(path, run_dir):
+        return False
+    inner = (Path(folder, name) for folder, *names in os.walk(path) for name in chain(*names))
+    return not any(leads_out(each, run_dir) for each in inner)

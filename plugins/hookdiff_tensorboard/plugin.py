@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from attrs import define, field
 
 from hookdiff import Sink, TrackedRun
+from hookdiff.disk import folder_in
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
 from hookdiff.mirroring import Call, earlier
@@ -49,7 +50,7 @@ class TensorBoard(Sink):
     def place(self, run: TrackedRun) -> Path:
         """Return the folder of the files."""
         if self.dir is None:
-            return Path(run.run_dir or ".", "tensorboard").resolve()
+            return folder_in(run.run_dir or Path(), "tensorboard").resolve()
         return Path(self.dir, run.run_dir.resolve().name if run.run_dir else "").resolve()
 
     def clear(self, run: TrackedRun) -> None:

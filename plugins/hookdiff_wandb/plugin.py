@@ -15,6 +15,7 @@ from attrs import define, field
 from attrs.validators import ge, optional
 
 from hookdiff import Loop, Sink, TrackedRun, UserError
+from hookdiff.disk import folder_in
 from hookdiff.distribution import Distribution
 from hookdiff.events import Event
 from hookdiff.mirroring import Call, earlier
@@ -22,6 +23,8 @@ from hookdiff.options import Writes, about
 from hookdiff.pictures import Picture
 
 log = logging.getLogger("hookdiff")
+
+_FOLDERS = ("wandb", ".wandb")  # W&B takes the second if it exists
 
 
 @define(eq=False)
@@ -85,6 +88,9 @@ class WandB(Sink):
         wandb = _wandb()
         directory = run.run_dir.resolve().name if run.run_dir else None
         folder = Path(self.dir or run.run_dir or ".")
+        if run.run_dir and not self.dir:
+            for name in _FOLDERS:
+                folder_in(run.run_dir, name)
         folder.mkdir(parents=True, exist_ok=True)
         self._library = wandb.setup()
         atexit.register(self._abandon)
@@ -179,9 +185,9 @@ def _wandb() -> Any:
 
 def _refuse_settings_of(run_dir: Path | None) -> None:
     """Raise UserError for settings in the working directory that the run has brought: they may name another server."""
-    file = Path("wandb", "settings").resolve()
-    if run_dir and file.exists() and file.is_relative_to(run_dir.resolve()):
-        raise UserError(f"{file}: W&B would take its server from this file of the run; start from another folder")
+    for file in (Path(name, "settings").resolve() for name in _FOLDERS):
+        if run_dir and file.exists() and file.is_relative_to(run_dir.resolve()):
+            raise UserError(f"{file}: W&B would take its server from this file of the run; start from another folder")
 
 
 def _has_key() -> bool:

@@ -8,14 +8,17 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import tomli
 import tomli_w
 
-from hookdiff import ConfigError, build_loop, load_config
+from hookdiff import ConfigError, build_loop, examples, load_config
 from hookdiff.data import Store
 from hookdiff.experiment import make_plugin
 from hookdiff.experiment.trust import dangers
+from hookdiff.pictures import Picture
+from hookdiff.testing import toy_loop
 from hookdiff_shards import shards
 from tests.conftest import SMALL, check_facts, refused, write_small
 
@@ -213,9 +216,16 @@ def test_folders_are_compared_by_where_they_are(run: Path) -> None:
 
     outside = ["own", str(run.parent / "own"), "~/own", "run/../own", "run/link", "run/link/x", ".", "", "/", "runs"]
     assert [folder for folder in outside if not refused_for(folder)] == []
-    assert [
-        folder for folder in ("run", "run/x", str(run / "x"), "~/run/x", "own/../run/x") if refused_for(folder)
-    ] == []
+    inside = ["run/x", str(run / "x"), "~/run/x", "own/../run/x"]
+    assert [folder for folder in inside if refused_for(folder)] == []
+    (run / "x" / "y").mkdir(parents=True)
+    (run / "x" / "y" / "up").symlink_to("..")
+    assert [folder for folder in inside if refused_for(folder)] == []
+    (run / "x" / "y" / "file").symlink_to(run.parent / "own" / "evil.pth")  # which a download would write over
+    assert [folder for folder in (*inside, "run") if not refused_for(folder)] == []
+    for link in (run / "link", run / "x" / "y" / "file"):
+        link.unlink()
+    assert not refused_for("run")
 
 
 def test_a_tracker_of_a_server_needs_trust(run: Path) -> None:
@@ -227,6 +237,43 @@ def test_a_tracker_of_a_server_needs_trust(run: Path) -> None:
     with refused(ConfigError, "plugins.aim.repo", "aim://evil:53800", "--set repo=VALUE"):
         make_plugin("aim", tables, run_dir=run)
     assert make_plugin("aim", tables, ["repo=own"], run_dir=run)
+
+
+def test_plugins_of_hookdiff_follow_no_link_out_of_the_run(run: Path) -> None:
+    """Each file that an example writes, and a tracker's folder, is a link of the stranger to what the user has."""
+    names = ["Latest", "ImageArrays", "ErrorFile", "EpochFiles"]
+    for file in ("latest.json", "grid.npy", "error-0.txt", "epoch-1.safetensors"):
+        (run / file).symlink_to(run.parent / "own" / "evil.pth")
+    plugins = {name: getattr(examples, name)() for name in names}
+
+    def train() -> None:
+        with toy_loop(plugins, epochs=1, run_dir=run, log_every=1) as loop:
+            for _ in loop.steps():
+                loop.log.images({"grid": Picture(numpy.zeros((4, 6), numpy.uint8))})
+            assert 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert [path.is_symlink() for path in run.iterdir() if path.suffix] == [False] * 4
+    assert (run.parent / "own" / "evil.pth").read_text() == "own"
+    tables = {"run": {"plugins": ["hookdiff.examples:LastRun"]}, "plugins": {"lastrun": {"file": "last.csv"}}}
+    with refused(ConfigError, "plugins.lastrun.file", "--trust"):
+        load_config(write_small(run / "config.toml", **tables))
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_a_tracker_follows_no_link_out_of_the_run(run: Path, hookdiff: Callable[..., Any], tracker: str) -> None:
+    pytest.importorskip(tracker)
+    kept = run.parent / "own" / "events.out.tfevents.hookdiff.1.v2"
+    kept.write_text("own")
+    write_small(run / "config.toml")
+    (run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 0.5}\n')
+    (run / tracker).symlink_to(run.parent / "own")
+    before = everything(run.parent / "own")
+    code, _, err = hookdiff("mirror", run, "--to", tracker, "--set", "timeout=30")
+    assert code == 2
+    check_facts(err, run / tracker, run.parent / "own")
+    assert everything(run.parent / "own") == before
 
 
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "..", ".", ""])

@@ -193,13 +193,16 @@ def test_online_without_a_key_is_refused_at_the_start(tmp_path: Path, monkeypatc
     assert len(runs(tmp_path / "run")) == 1
 
 
-def test_settings_that_a_run_has_brought_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
+def test_settings_that_a_run_has_brought_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
     """W&B reads them in the working directory, and would send the user's key to the server that they name."""
     run = tmp_path / "run"
-    (run / "wandb").mkdir(parents=True)
-    (run / "wandb" / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    (run / folder).mkdir(parents=True)
+    (run / folder / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
     monkeypatch.chdir(run)
-    with refused(UserError, run / "wandb" / "settings"):
+    with refused(UserError, run / folder / "settings"):
         make_loop({"wandb": WandB(mode="offline")}, run).run()
 
 
