@@ -49,7 +49,7 @@ class Loader:
     def load(self, addresses: Iterable[Any]) -> Iterator[Any]:
         """Yield what `read` returns for each of the addresses. Raises the UserError that it raises."""
         self.addresses[:] = addresses
-        with _signals_blocked(), _shared_memory():
+        with _signals_blocked(), _safe_path(), _shared_memory():
             results = iter(self.loader)  # this starts the workers
         for result in results:
             if isinstance(result, _Failed):
@@ -88,6 +88,23 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Let workers that are no forks import nothing of the working directory, which may be a stranger's.
+
+    They begin as `python -c`, which would look there first, also for the standard library; then they take `sys.path` of
+    this process.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _begin_worker(worker: int) -> None:

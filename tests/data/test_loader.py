@@ -57,6 +57,35 @@ def test_a_worker_survives_signals_to_all_processes_and_ends_at_the_second_sigte
     assert "Traceback" not in done.stderr
 
 
+SPAWNED = """
+import multiprocessing, operator
+from hookdiff.data.loader import Loader
+if __name__ == "__main__":
+    multiprocessing.set_start_method(METHOD)
+    assert list(Loader(operator.neg, 1, 2, False).load([1, 2])) == [-1, -2]
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no forkserver")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_import_nothing_of_the_working_directory(tmp_path, method):
+    """Python looks there first when it starts them, and it may be the run directory of a stranger."""
+    run, script = tmp_path / "run", tmp_path / "script.py"
+    run.mkdir()
+    (run / "multiprocessing.py").write_text("open('canary', 'w')")
+    script.write_text(SPAWNED.replace("METHOD", repr(method)))
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=run,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (run / "canary").exists()
+
+
 FULL = """
 import torch
 from functools import partial
