@@ -1,7 +1,9 @@
 """Image data sets of Hugging Face: on the hub, or as the `datasets` library reads them from disk."""
 
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import Tensor
 from hookdiff.data.labels import encode
 from hookdiff.data.source import open_picture, reason
 from hookdiff.errors import UserError, nearest, why_missing
+
+_PLAIN = re.compile(r"(file|http|https|s3|gs|az|hf)://(?!.*::)", re.DOTALL)
 
 
 class HuggingFace:
@@ -85,7 +89,31 @@ def _open(path: str, split: str, name: str | None) -> Any:
         raise ValueError("there is no data set of this name")
     if not place.exists() and (place.is_absolute() or path.startswith((".", "~"))):
         raise ValueError(why_missing(place))
-    return datasets.load_dataset(str(place) if place.exists() else path, name, split=split)
+    with _plain_urls():
+        return datasets.load_dataset(str(place) if place.exists() else path, name, split=split)
+
+
+@contextmanager
+def _plain_urls() -> Iterator[None]:
+    """Raise ValueError if the README of a set names files by another URL than a plain one.
+
+    The library would open any file system of fsspec for it, also one that runs templates or asks another host.
+    """
+    from datasets import data_files
+
+    resolve = data_files.resolve_pattern
+
+    def checked(pattern: str, *others: Any, **options: Any) -> list[str]:
+        if ("::" in pattern or "://" in pattern) and not _PLAIN.match(pattern):
+            raise ValueError(f"its README names {pattern!r}, expected files or plain URLs")
+        found: list[str] = resolve(pattern, *others, **options)
+        return found
+
+    data_files.resolve_pattern = checked
+    try:
+        yield
+    finally:
+        data_files.resolve_pattern = resolve
 
 
 def _labels(path: str, data: Any, given: str) -> tuple[Tensor | None, Sequence[str] | None]:

@@ -19,6 +19,7 @@ from hookdiff.experiment import make_plugin
 from hookdiff.experiment.trust import dangers
 from hookdiff.pictures import Picture
 from hookdiff.testing import toy_loop
+from hookdiff_huggingface import HuggingFace
 from hookdiff_shards import shards
 from tests.conftest import SMALL, check_facts, refused, write_small
 
@@ -259,6 +260,16 @@ def test_plugins_of_hookdiff_follow_no_link_out_of_the_run(run: Path) -> None:
     tables = {"run": {"plugins": ["hookdiff.examples:LastRun"]}, "plugins": {"lastrun": {"file": "last.csv"}}}
     with refused(ConfigError, "plugins.lastrun.file", "--trust"):
         load_config(write_small(run / "config.toml", **tables))
+
+
+@pytest.mark.parametrize("url", ["reference://train.parquet::http://HOST/x.json", "simplecache::http://HOST/x.parquet"])
+def test_the_readme_of_a_data_set_opens_only_plain_urls(run: Path, server: str, url: str) -> None:
+    pytest.importorskip("datasets")
+    url = url.replace("HOST", server)
+    (run / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {url!r}\n---\n")
+    with refused(ValueError, "README", url):
+        HuggingFace(str(run))
+    assert Counting.asked == []
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
