@@ -94,6 +94,9 @@ def command(
         for choice in _choices(features, given, shape) if shape else ():
             choice.check(shape)
             space = choice.open(pick_device(device or "auto"))
+            for one in sets:
+                if isinstance(one, ImageSet):
+                    one.check(space)  # all of them, before images are made of a run
             found = [one.features(space) if isinstance(one, ImageSet) else one.gaussian for one in sets]
             if save and isinstance(found[0], Collected):
                 write_statistics(save, found[0].moments)

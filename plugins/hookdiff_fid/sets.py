@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,13 @@ class ImageSet:
             *self.passed_over,
         ]
 
+    def check(self, space: Space) -> None:
+        """Raise UserError unless `space` takes the first image, which needs none of the others."""
+        try:
+            space.check(self.shape)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+
     def features(self, space: Space) -> Collected:
         """Return the features of the images. Raises UserError for images that the space does not take."""
         try:
@@ -83,8 +90,9 @@ def open_set(
 ) -> ImageSet | Statistics:
     """Return the images at `path`, or the statistics.
 
-    * A run, or a checkpoint: `num` images are made of it, with the first average if it has one, and the noise of the
-      plugin `fid`. With `labels`, those of a data set, each class is as frequent as there; else all are in turn.
+    * A run, or a checkpoint: `num` images are made of it once their features are wanted, with the first average if it
+      has one, and the noise of the plugin `fid`. With `labels`, those of a data set, each class is as frequent as
+      there; else all are in turn.
     * A folder: all pictures at any depth that can be read.
     * An .npz: its array arr_0 (uint8, n h w or n h w c), or the statistics mu and sigma.
 
@@ -125,21 +133,30 @@ def _is_run(path: Path) -> bool:
 
 
 def _made(path: Path, num: int, seed: int, device: str | None, trust: bool, known: Tensor | None) -> ImageSet:
-    with load_run(path, device=device, trust=trust) as run, run.weights() as weights:
-        classes = len(run.classes)
-        labels = SampleRequest(num, seed, stream="evaluate").default_labels(classes, known) if classes else None
-        made = [to_uint8(part) for part in run.batches(num, seed=seed, labels=labels, stream="evaluate")]
-        return _in_parts(f"{path} ({weights} weights of step {run.step})", num, lambda: iter(made))
+    run = load_run(path, device=device, trust=trust)
+    with run.weights() as weights:
+        name, shape = f"{path} ({weights} weights of step {run.step})", run.loop.feed.shape
+    classes = len(run.classes)
+    labels = SampleRequest(num, seed, stream="evaluate").default_labels(classes, known) if classes else None
+
+    @cache
+    def made() -> list[Tensor]:
+        with run, closing(paced(run.batches(num, seed=seed, labels=labels, stream="evaluate"), num, "images")) as parts:
+            return [to_uint8(part) for part in parts]
+
+    return _in_parts(name, num, lambda: iter(made()), tuple(shape))
 
 
-def _in_parts(name: str, num: int, parts: Callable[[], Iterator[Tensor]]) -> ImageSet:
+def _in_parts(
+    name: str, num: int, parts: Callable[[], Iterator[Tensor]], shape: tuple[int, ...] | None = None
+) -> ImageSet:
     """Return the set of images that `parts` returns, n c h w each, uint8, anew at each call."""
 
     def read(space: Space) -> Collected:
         with closing(paced(parts(), num, f"{space.name}: {name}")) as images:
             return Collected.of(space, images)
 
-    return ImageSet(name, num, tuple(next(parts()).shape[1:]), read)
+    return ImageSet(name, num, shape or tuple(next(parts()).shape[1:]), read)
 
 
 def _order(num: int) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hookdiff.data import digits
+from hookdiff.experiment.load import Run
 from hookdiff.features import Collected
 from hookdiff.pictures import save_image
 from hookdiff_features import Digits
@@ -121,6 +122,29 @@ def test_a_run_is_compared_with_its_training_images(
     (values,) = (line for line in logged if "fd/digits" in line)
     for name in ("fd/digits", "kid/digits", "coverage/digits"):
         assert rows[0][name] == pytest.approx(values[name], rel=1e-3)
+
+
+def test_no_image_is_made_of_a_run_before_all_is_known_to_fit(
+    sets: Path, write_config: Callable[..., Path], hookdiff: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = hookdiff("run", write_config(run={**SMALL["run"], "steps": 1, "plugins": ["checkpoint"]}))
+    assert code == 0, err
+    save_image(torch.zeros(3, 28, 28, dtype=torch.uint8), sets / "colour" / "0.png")
+    (run,) = Path("runs").iterdir()
+    made: list[int] = []
+    make = Run.batches
+    monkeypatch.setattr(Run, "batches", lambda self, num, **options: made.append(num) or make(self, num, **options))
+    for words, fact in (
+        (["even", "--features", "fashion-mnist"], "1 x 8 x 8"),
+        (["colour", "--features", "digits"], "3 x 28 x 28"),
+        (["even", "--features", "inception", "--weights", "nowhere.pth"], "nowhere.pth"),
+    ):
+        code, _, err = hookdiff("fid", run, *words, "--num", 20)
+        assert code == 2
+        check_facts(err, fact)
+    assert made == []
+    assert hookdiff("fid", run, "even", "--num", 20)[0] == 0
+    assert made == [20]
 
 
 def test_classes_are_as_frequent_as_in_the_data(
