@@ -105,6 +105,12 @@ def matching(weights: Sequence[Weight], patterns: Iterable[str], key: str) -> se
     return found
 
 
+def check_trainable(model: nn.Module) -> None:
+    """Raise ConfigError if all weights of `model` are frozen."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("optimizer: no weight of the model requires a gradient, so there is nothing to train")
+
+
 def build_optimizers(part: Part, model: nn.Module) -> Any:
     """Make the optimizer of `part`, or several, for every parameter of `model`.
 
@@ -115,8 +121,7 @@ def build_optimizers(part: Part, model: nn.Module) -> Any:
     Raises ConfigError for an optimizer that cannot be made, or that cannot make a step.
     """
     weights = spare(weights_of(model), part.of(Groups).no_decay)
-    if not any(weight.parameter.requires_grad for weight in weights):
-        raise ConfigError("optimizer: no weight of the model requires a gradient, so there is nothing to train")
+    check_trainable(model)
     if not inspect.isclass(part.target):
         return part.build(weights)
     known = arguments_of(part.target)

@@ -14,7 +14,7 @@ from hookdiff.data import Transforms
 from hookdiff.errors import ConfigError, UserError
 from hookdiff.experiment.build import build_model, build_sampling, pick_device
 from hookdiff.experiment.config import Config
-from hookdiff.experiment.optimizers import build_optimizers, check_patterns, patterns_of
+from hookdiff.experiment.optimizers import build_optimizers, check_patterns, check_trainable, patterns_of
 from hookdiff.experiment.part import Part
 from hookdiff.models.adapters import NoGradient, check_contract
 from hookdiff.models.load import check_file
@@ -66,6 +66,7 @@ def _probe_model(config: Config) -> None:
             except ConfigError:
                 model = build_model(sized)  # reading a value while the model is made fails only on the meta device
             check_patterns(config.optimizer, model)
+            check_trainable(model)
             _probe_gradient(part, model, guess)
         except ConfigError as error:
             errors.append(str(error))

@@ -29,6 +29,11 @@ class Detached(Plain):
     def forward(self, x, t):
         return self.conv(x).detach()
 
+class Frozen(Plain):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+
 class OnlyInTraining(Plain):
     def forward(self, x, t):
         return self.conv(x) if self.training else self.conv(x).detach()
@@ -67,7 +72,12 @@ def write(user_module, write_config, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "facts"),
-    [("NoGrad", ["gradient", "no_grad"]), ("Detached", ["gradient", "detach"]), ("Fourier", ["scale", "complex64"])],
+    [
+        ("NoGrad", ["hd_nets:NoGrad", "gradient", "no_grad"]),
+        ("Detached", ["hd_nets:Detached", "gradient", "detach"]),
+        ("Frozen", ["gradient", "optimizer"]),
+        ("Fourier", ["model", "scale", "complex64"]),
+    ],
 )
 def test_it_is_one_message_of_each_command(write, hookdiff, tmp_path, name, facts):
     config = write(name)
@@ -75,7 +85,7 @@ def test_it_is_one_message_of_each_command(write, hookdiff, tmp_path, name, fact
         code, out, err = hookdiff(*words)
         assert (code, out) == (2, ""), words
         assert err.count("hookdiff: ") == 1, words
-        check_facts(err, f"hd_nets:{name}" if name != "Fourier" else "model", *facts)
+        check_facts(err, *facts)
     assert not (tmp_path / "out").exists()
 
 
