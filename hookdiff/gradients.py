@@ -58,7 +58,8 @@ class Gradients:
         self.names, self.parameters = list(named), list(named.values())
         self._others = {name: p for name, p in model.named_parameters() if p not in held}
         # At least float32, where the squares of half precision do not overflow; torch refuses a dtype that narrows.
-        self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
+        real = (p.dtype for p in self.parameters if not p.is_complex())  # a complex weight is frozen
+        self.dtype = functools.reduce(torch.promote_types, real, torch.float32)
         self._forget()
 
     def unheld(self) -> list[str]:

@@ -118,3 +118,11 @@ def test_a_script_gets_the_same_messages():
         toy_loop(model=Held()).run()
     with refused(UserError, "phase", "complex64", "(4, 2)"):
         toy_loop(model=Complex()).run()
+
+
+def test_a_frozen_complex_weight_is_no_obstacle():
+    model = toy_model()
+    model.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
+    loop = toy_loop(model=model)
+    loop.run()
+    assert loop.end.reason == "done"
