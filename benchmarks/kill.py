@@ -154,7 +154,7 @@ class Bench:
 
     @property
     def config(self) -> Path:
-        return self.folder / "config.toml"
+        return self.folder / "kill.toml"
 
     def words(self, run_dir: Path) -> list[str]:
         return ["run", str(self.config), "--out", str(run_dir), "--resume"]

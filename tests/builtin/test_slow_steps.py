@@ -39,7 +39,7 @@ def events_of(*stretches, steps=60):
 
 def test_a_slow_stretch_is_reported_once_and_the_next_one_again():
     events = events_of((30, 36), (50, 56))
-    assert [step for step, _ in events] == [33, 53]
+    assert [step for step, _ in events] == [34, 54]
     check_facts(events[0][1], "steps have become slow", "usually")
 
 

@@ -469,7 +469,7 @@ def test_a_rule_of_a_module_beside_the_config(tmp_path: Path, monkeypatch: Any, 
     assert code == 0, err
     folder = tmp_path / "runs" / "mine"
     assert '"clip/share": 0.25' in (folder / "metrics.jsonl").read_text()
-    recorded = load_config(folder / "config.toml").resolved()["plugins"]["clip"]
+    recorded = load_config(folder / "config.toml", trust=True).resolved()["plugins"]["clip"]
     assert recorded["rule"] == {"use": "clip_of_a_stranger:Nothing", "share": 0.25}
 
 

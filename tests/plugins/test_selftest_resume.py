@@ -258,7 +258,7 @@ def config(folder: Path, *plugins: str, source: str = "resume_user:Rolled", work
         "sampling": {"steps": 2},
         "plugins": {name: options for name, options in OPTIONS.items() if name in plugins},
     }
-    path = folder / "config.toml"
+    path = folder / "small.toml"
     path.write_text(tomli_w.dumps(tables))
     return path
 
