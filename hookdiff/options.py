@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,15 @@ def about(help: str, unit: str = "") -> dict[str, str]:
     docs/config.md and `hookdiff plugins NAME` print it beside the name and the default.
     """
     return {"help": help, "unit": unit} if unit else {"help": help}
+
+
+SERVICES = ("file", "http", "https", "s3", "gs", "az", "hf")  # with URLs that a stranger may name
+_SERVED = re.compile(rf"({'|'.join(SERVICES)})://")
+
+
+def is_served(url: str) -> bool:
+    """Return whether `url` is of one of the `SERVICES`, and no chain of fsspec, which opens another URL."""
+    return "::" not in url and _SERVED.match(url) is not None
 
 
 @define(frozen=True)

@@ -253,7 +253,7 @@ def hints_of(target: Any, *, marks: bool = False) -> dict[str, Any]:
 
 
 def marks_of(target: Any, kind: type[T]) -> dict[str, T]:
-    """Return the marks of a `kind` by the arguments whose annotations have one: `Annotated[str, Writes()]`."""
+    """Return the marks of a `kind`, as in `Annotated[str, Writes()]`, by the names of the arguments that have one."""
     return {
         name: mark
         for name, hint in hints_of(target, marks=True).items()

@@ -1,6 +1,6 @@
 """What the config of a run may not do unless the user trusts it, since a stranger may have written it.
 
-It imports only what is installed (see `hookdiff.imports`), opens only URLs of the services below, hands no options to a
+It imports only what is installed (see `hookdiff.imports`), opens only URLs of `SERVICES`, hands no options to a
 library, and writes files in the run directory alone. Values from the command line are the user's own.
 """
 
@@ -13,11 +13,9 @@ from typing import Any
 
 from hookdiff.disk.paths import CONFIG, leads_out
 from hookdiff.history import is_run_dir
-from hookdiff.options import Handed, Writes
+from hookdiff.options import SERVICES, Handed, Writes, is_served
 from hookdiff.structure import Text, fields_of, marks_of
 
-SERVICES = ("file", "http", "https", "s3", "gs", "az", "hf")
-_SERVED = re.compile(rf"({'|'.join(SERVICES)})://")
 _ANYWHERE = Path(os.sep, "runs", "NAME")  # in place of a run directory that is not known yet
 _URL = re.compile(r"[\w.+-]+::|.*://", re.DOTALL)  # also chains of fsspec
 
@@ -50,7 +48,7 @@ def dangers(
         urls = [leaf for leaf in strangers if isinstance(leaf, str) and _URL.match(leaf)]
         if key in handed and strangers:
             yield place, "these options decide what a library opens"
-        elif refused := next((url for url in urls if "::" in url or not _SERVED.match(url)), None):
+        elif refused := next((url for url in urls if not is_served(url)), None):
             yield place, f"{refused!r} is no URL of {', '.join(SERVICES)}"
         elif key in writes and strangers and (not (when := writes[key].when) or arguments.get(when)):
             if not _is_inside(str(value), run_dir or _ANYWHERE, writes[key].in_run_dir):

@@ -1,4 +1,4 @@
-"""Finds paths of Windows in TOML whose backslashes are read as escapes, and shows how to write them."""
+"""Finds paths of Windows that TOML reads with escapes, and shows how to write them."""
 
 import re
 from collections.abc import Iterator, Mapping

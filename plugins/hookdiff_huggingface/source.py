@@ -1,7 +1,6 @@
 """Image data sets of Hugging Face: on the hub, or as the `datasets` library reads them from disk."""
 
 import io
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,7 @@ from torch import Tensor
 from hookdiff.data.labels import encode
 from hookdiff.data.source import open_picture, reason
 from hookdiff.errors import UserError, nearest, why_missing
-
-_PLAIN = re.compile(r"(file|http|https|s3|gs|az|hf)://(?!.*::)", re.DOTALL)
+from hookdiff.options import is_served
 
 
 class HuggingFace:
@@ -104,7 +102,7 @@ def _plain_urls() -> Iterator[None]:
     resolve = data_files.resolve_pattern
 
     def checked(pattern: str, *others: Any, **options: Any) -> list[str]:
-        if ("::" in pattern or "://" in pattern) and not _PLAIN.match(pattern):
+        if ("::" in pattern or "://" in pattern) and not is_served(pattern):
             raise ValueError(f"its README names {pattern!r}, expected files or plain URLs")
         found: list[str] = resolve(pattern, *others, **options)
         return found

@@ -1,4 +1,4 @@
-"""A network whose layers work in place is trained, samples and is measured as its twin that leaves its inputs alone."""
+"""A network with layers in place is trained, samples and is measured as its twin that leaves its inputs alone."""
 
 import pytest
 import torch

@@ -281,7 +281,7 @@ def test_a_tracker_follows_no_link_out_of_the_run(run: Path, hookdiff: Callable[
     (run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 0.5}\n')
     (run / tracker).symlink_to(run.parent / "own")
     before = everything(run.parent / "own")
-    code, _, err = hookdiff("mirror", run, "--to", tracker, "--set", "timeout=30")
+    code, _, err = hookdiff("mirror", run, "--to", tracker, "--set", "timeout=300")
     assert code == 2
     check_facts(err, run / tracker, run.parent / "own")
     assert everything(run.parent / "own") == before

@@ -133,7 +133,7 @@ class Swell:
             batch.inputs.mul_(3e25)
 
 
-@pytest.mark.parametrize("stop_at", [None, 4])  # where another process goes on, in whose first step it happens
+@pytest.mark.parametrize("stop_at", [None, 4])  # another process goes on there, and its first step is the bad one
 def test_a_statistic_that_a_forward_pass_makes_infinite_is_in_no_checkpoint(
     stop_at: int | None, tmp_path: Path
 ) -> None:
